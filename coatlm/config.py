@@ -1,0 +1,355 @@
+"""Every option of a run: frozen, strict, checked before anything is allocated.
+
+A run is described by one YAML file and dotted overrides (`optim.lr=3e-4`). They are merged as
+defaults < file < command line, then validated here. Whatever is wrong is reported as
+`path=value: reason`, one line each, through `ConfigError`.
+
+What depends on the number of processes (the data-parallel size) is checked by `Config.check_world`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pydantic
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PrecisionRecipe = Literal["fp32", "bf16", "te-delayed", "te-current", "te-blockwise"]
+OptimRecipe = Literal["adamw-fp32", "adamw-bf16"]
+
+
+class ConfigError(ValueError):
+    """A run that cannot be started as described; the message names the field and what is allowed."""
+
+
+class Section(BaseModel):
+    """A YAML mapping: no unknown keys, no silent conversions, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Run(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = Field("run", min_length=1)  # shown in trackers and in the console
+    dir: Path = Path("runs/run")  # everything the run writes
+    seed: int = Field(1234, ge=0)  # initial weights and the order of samples
+
+
+class RopeScaling(Section):
+    """Llama-3 stretching of the rotary frequencies; the names are those of Hugging Face."""
+
+    factor: float = Field(8.0, ge=1.0)  # how much longer than the original context
+    low_freq_factor: float = Field(1.0, gt=0.0)
+    high_freq_factor: float = Field(4.0, gt=0.0)
+    original_max_position_embeddings: int = Field(8192, ge=1)  # tokens
+
+
+class Model(Section):
+    """A Llama-family transformer. Sizes are elements, counts are counts."""
+
+    spec: Literal["local", "te"] = "local"  # own layers, or TransformerEngine's
+    layers: int = Field(4, ge=1)
+    hidden: int = Field(256, ge=1)
+    heads: int = Field(8, ge=1)
+    kv_heads: int | None = Field(None, ge=1)  # null: as many as heads
+    head_dim: int | None = Field(None, ge=2)  # null: hidden / heads
+    ffn: int = Field(704, ge=1)
+    vocab: int | None = Field(None, ge=1)  # null: what the tokenizer has, padded to 128 * tp
+    rope_theta: float = Field(10000.0, gt=0.0)
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = Field(1e-5, gt=0.0)
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    init_std: float = Field(0.02, gt=0.0)  # normal; output projections get init_std / sqrt(2 * layers)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        data = dict(data)
+        heads, hidden = data.get("heads", 8), data.get("hidden", 256)
+        if data.get("kv_heads") is None:
+            data["kv_heads"] = heads
+        if data.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int):
+            if heads < 1 or hidden % heads:
+                raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}")
+            data["head_dim"] = hidden // heads
+        return data
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Model:
+        if self.heads % self.queries_groups:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.size_per_head % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
+        return self
+
+    @property
+    def queries_groups(self) -> int:
+        assert self.kv_heads is not None  # filled in by _derive
+        return self.kv_heads
+
+    @property
+    def size_per_head(self) -> int:
+        assert self.head_dim is not None  # filled in by _derive
+        return self.head_dim
+
+
+class Source(Section):
+    """One prepared dataset of a blend: PATH stands for PATH.bin and PATH.idx."""
+
+    path: Path
+    weight: float = Field(1.0, gt=0.0)
+
+
+class Data(Section):
+    """Either `text` (raw files, tokenised once into the cache) or `paths` (prepared datasets)."""
+
+    text: tuple[str, ...] = ()  # files, globs, or `python-stdlib`
+    paths: tuple[Source, ...] = ()  # prefixes of indexed datasets, or {path, weight}
+    tokenizer: str = "byte"  # byte | hf:tokenizer.json | sentencepiece:FILE.model | tiktoken:NAME
+    seq_len: int = Field(256, ge=2)  # tokens a sample
+    split: tuple[float, float, float] = (96, 2, 2)  # train, validation, test
+    reset_attention_mask: bool = False  # no attention across end-of-document
+    eod_mask_loss: bool = False  # no loss for predicting what follows an end-of-document
+    cache_dir: Path = Path(".cache/coatlm")  # datasets made from `text`
+    workers: int = Field(0, ge=0)  # tokenising processes; 0: one a core
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _bare_paths(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [{"path": v} if isinstance(v, str | Path) else v for v in value]
+        return value
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _sources(self) -> Data:
+        if bool(self.text) == bool(self.paths):
+            raise ValueError("give either text (raw files) or paths (prepared datasets)")
+        if min(self.split) < 0 or self.split[0] <= 0:
+            raise ValueError(f"split={list(self.split)}: parts are >= 0 and the first is > 0")
+        return self
+
+
+class Parallel(Section):
+    """How the model and the batch are spread. data-parallel size = processes / (tp * pp * cp)."""
+
+    tp: int = Field(1, ge=1)  # tensor-parallel ranks, inside one node
+    sequence_parallel: bool = False  # split norms and residuals along the sequence over tp
+    pp: int = Field(1, ge=1)  # pipeline stages
+    vpp: int = Field(1, ge=1)  # model chunks a stage (interleaved schedule when > 1)
+    cp: int = Field(1, ge=1)  # context-parallel ranks
+    zero: Literal[0, 1] = 1  # shard over data parallel: nothing | optimizer states
+    main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated and reduced in this
+    bucket_size: int = Field(40_000_000, ge=1)  # elements reduced in one collective
+    overlap_grad_reduce: bool = True  # reduce a bucket as soon as backward has filled it
+    overlap_param_gather: bool = True  # with zero=1: gather weights while forward runs
+
+
+class Precision(Section):
+    """What the GEMMs compute in."""
+
+    recipe: PrecisionRecipe = "bf16"
+
+
+class Optim(Section):
+    """AdamW, its state formats and its schedule."""
+
+    recipe: OptimRecipe = "adamw-fp32"
+    lr: float = Field(1e-3, gt=0.0)  # peak
+    min_lr: float = Field(1e-4, ge=0.0)  # at the end of the schedule
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(20, ge=0)
+    decay_steps: int | None = Field(None, ge=1)  # wsd: length of the final decay; null: a tenth
+    weight_decay: float = Field(0.1, ge=0.0)  # matrices only, not norms and biases
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0.0)
+    clip_grad: float = Field(1.0, ge=0.0)  # global L2 norm; 0: off
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Optim:
+        if not all(0.0 <= b < 1.0 for b in self.betas):
+            raise ValueError(f"betas={list(self.betas)}: each is in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+        return self
+
+
+class Train(Section):
+    """The loop. Batches are counted in samples of data.seq_len tokens."""
+
+    steps: int = Field(150, ge=1)
+    micro_batch: int = Field(4, ge=1)  # samples a forward pass and rank
+    global_batch: int = Field(16, ge=1)  # samples a step over all ranks
+    eval_every: int = Field(50, ge=0)  # steps; 0: never
+    eval_batches: int = Field(8, ge=1)  # global batches an evaluation
+    recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
+    max_skipped: int = Field(10, ge=1)  # stop after so many non-finite steps in a row
+
+
+class Checkpoint(Section):
+    """What is kept, and what a start continues from."""
+
+    every: int = Field(50, ge=0)  # steps; 0: only at the end
+    keep: int = Field(3, ge=1)  # newest checkpoints that stay
+    resume: str = "auto"  # auto | none | a checkpoint or run directory
+    async_save: bool = True  # write while training goes on
+
+
+class Log(Section):
+    """What is reported, and how often."""
+
+    every: int = Field(10, ge=1)  # steps
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
+    hang_timeout: float = Field(0.0, ge=0.0)  # seconds without a step until stacks are dumped; 0: off
+
+    @model_validator(mode="after")
+    def _window(self) -> Log:
+        if self.profile and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(f"profile={list(self.profile)}: [first, last] with 1 <= first <= last")
+        return self
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: Run = Run()
+    model: Model = Field(default_factory=lambda: Model.model_validate({}))
+    data: Data = Field(default_factory=lambda: Data(text=("python-stdlib",)))
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    optim: Optim = Optim()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        m, p, d = self.model, self.parallel, self.data
+        divides("model.heads", m.heads, "parallel.tp", p.tp)
+        divides("model.kv_heads", m.queries_groups, "parallel.tp", p.tp)
+        divides("model.ffn", m.ffn, "parallel.tp", p.tp)
+        if m.vocab is not None:
+            divides("model.vocab", m.vocab, "parallel.tp", p.tp)
+        divides("model.layers", m.layers, "parallel.pp*vpp", p.pp * p.vpp)
+        divides("train.global_batch", self.train.global_batch, "train.micro_batch", self.train.micro_batch)
+        if p.cp > 1:
+            divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
+        if p.sequence_parallel and p.tp == 1:
+            raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
+        if p.sequence_parallel:
+            divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
+        if p.vpp > 1 and p.pp == 1:
+            raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+        if self.precision.recipe.startswith("te-") and m.spec != "te":
+            raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
+        if self.precision.recipe == "fp32" and self.optim.recipe != "adamw-fp32":
+            raise ValueError(
+                f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
+                "goes with adamw-fp32"
+            )
+        return self
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""
+        p, t = self.parallel, self.train
+        ranks = p.tp * p.pp * p.cp
+        if world_size % ranks:
+            raise ConfigError(
+                f"{world_size} processes cannot hold parallel.tp*pp*cp={p.tp}*{p.pp}*{p.cp}={ranks}: "
+                f"start a multiple of {ranks}"
+            )
+        dp = world_size // ranks
+        if t.global_batch % (t.micro_batch * dp):
+            raise ConfigError(
+                f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch * "
+                f"data-parallel size = {t.micro_batch}*{dp}"
+            )
+        if p.vpp > 1 and (t.global_batch // (t.micro_batch * dp)) % p.pp:
+            raise ConfigError(
+                f"parallel.vpp={p.vpp} needs microbatches a step in multiples of parallel.pp={p.pp}, "
+                f"got {t.global_batch // (t.micro_batch * dp)}"
+            )
+        return dp
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; loading it gives the same Config."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
+
+
+def divides(name: str, value: int, by_name: str, by: int) -> None:
+    """Raise ValueError unless `by` divides `value`."""
+    if value % by:
+        raise ValueError(f"{name}={value} is not a multiple of {by_name}={by}")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read YAML, apply `a.b=c` overrides, validate. Raises ConfigError with one line a mistake."""
+    path = Path(path)
+    try:
+        merged = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except (OSError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+    except Exception as error:  # YAML syntax errors share no base class with the above
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"{item!r}: overrides read key=value, for example optim.lr=3e-4")
+    try:
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+        data = OmegaConf.to_container(merged, resolve=True)
+    except Exception as error:
+        raise ConfigError(f"{path} with {list(overrides)}: {_one_line(error)}") from error
+    return make_config(data)
+
+
+def make_config(data: Any) -> Config:
+    """Validate a nested mapping. Raises ConfigError with one line a mistake."""
+    try:
+        return Config.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    """One line for one pydantic error: dotted path, value, what is allowed."""
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.0)
+        return f"{path}: unknown key; the nearest known one is {near[0]}" if near else f"{path}: unknown key"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    return f"{path}={error['input']!r}: {message}"
+
+
+def _known_keys(loc: tuple[Any, ...]) -> list[str]:
+    """The keys allowed in the section at `loc`."""
+    section: Any = Config
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = section.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation), *(a for t in get_args(annotation) for a in get_args(t))]
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
+    return list(section.model_fields)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,258 @@
+"""Text <-> token ids, one interface over four kinds of tokenizers.
+
+    spec = byte
+         | hf:tokenizer.json               [?eod=TOKEN]
+         | sentencepiece:FILE.model        [?eod=TOKEN]
+         | tiktoken:NAME
+         | tiktoken:FILE.tiktoken?pattern=REGEX
+
+Text is data, never instruction: a document that spells out `<|endoftext|>` gets the ids of those
+characters and not the end-of-document id. Nothing is added, truncated or padded. `TOKEN` is needed
+where a vocabulary has none of `EOD_NAMES`. A rank file holds no rule for cutting text into words,
+so `pattern` (the rest of the spec, taken literally) gives it; text that no match covers is lost,
+and the end-of-document id follows the last rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import tiktoken
+
+EOD_NAMES = (  # end-of-document tokens by the names that published vocabularies use
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eod|>",
+    "<eod>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+SPECS = "byte, hf:tokenizer.json, sentencepiece:FILE.model, tiktoken:NAME, tiktoken:FILE?pattern=.."
+_OPTIONS = re.compile(r"(?:eod=(?P<eod>[^&]+))?&?(?:pattern=(?P<pattern>.+))?", re.DOTALL)
+
+
+class Tokenizer(Protocol):
+    """What the rest of coatlm knows of a tokenizer."""
+
+    spec: str  # what `make_tokenizer` made it from
+    vocab_size: int  # ids are in [0, vocab_size)
+    eod: int  # the id that ends a document
+    fingerprint: str  # sha256 of what defines the ids; the same wherever the file lies
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without end-of-document. `text` holds no lone surrogates."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """256 bytes of UTF-8 and end-of-document, which decodes to nothing."""
+
+    spec = "byte"
+    vocab_size = 257
+    eod = 256
+    fingerprint = hashlib.sha256(b"byte").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of the tokenizers library."""
+
+    def __init__(self, spec: str, path: Path, eod: str | None) -> None:
+        import tokenizers
+
+        content = _read(spec, path)
+        try:
+            self._model = tokenizers.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: not a tokenizer.json: {_one_line(error)}") from None
+        self._model.no_truncation()  # both may be switched on in the file, which is for serving
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+        vocab = self._model.get_vocab(with_added_tokens=True)
+        self.spec = spec
+        self.vocab_size = max(vocab.values(), default=-1) + 1  # ids may have holes
+        self.eod = _find_eod(spec, vocab, eod)
+        self.fingerprint = _fingerprint("hf", content, self.eod)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._model.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model file."""
+
+    def __init__(self, spec: str, path: Path, eod: str | None) -> None:
+        import sentencepiece
+
+        content = _read(spec, path)
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(content)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{path}: not a sentencepiece model: {_one_line(error)}") from None
+        self.spec = spec
+        self.vocab_size = int(self._model.vocab_size())
+        if eod is None and self._model.eos_id() >= 0:
+            self.eod = int(self._model.eos_id())
+        else:
+            pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+            self.eod = _find_eod(spec, pieces, eod)
+        self.fingerprint = _fingerprint("sentencepiece", content, self.eod)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._model.decode(list(ids))
+        return text
+
+
+class TiktokenTokenizer:
+    """A tiktoken encoding: one of the library's own by name, or a rank file with a pattern."""
+
+    def __init__(self, spec: str, target: str, pattern: str | None) -> None:
+        import tiktoken
+
+        if target in tiktoken.list_encoding_names():
+            if pattern is not None:
+                raise ValueError(f"data.tokenizer={spec!r}: {target} brings its own pattern")
+            self._model = _named_encoding(spec, target)
+            content = target.encode()  # tiktoken checks the ranks against a hash of its own
+        else:
+            content, ranks = _read_ranks(spec, Path(target))
+            if pattern is None:
+                raise ValueError(
+                    f"data.tokenizer={spec!r}: a rank file needs the regex that cuts text into "
+                    "words: tiktoken:FILE?pattern=REGEX"
+                )
+            content += b"\0" + pattern.encode()
+            end = {EOD_NAMES[0]: max(ranks.values()) + 1}
+            try:
+                self._model = tiktoken.Encoding(
+                    spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens=end
+                )
+            except ValueError as error:
+                raise ValueError(f"data.tokenizer={spec!r}: {_one_line(error)}") from None
+        self.spec = spec
+        self.vocab_size = self._model.n_vocab
+        self.eod = self._model.eot_token
+        self.fingerprint = _fingerprint("tiktoken", content, self.eod)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode(ids, errors="replace")
+
+
+def make_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `spec` describes (see the module). Raises ValueError in one line."""
+    kind, _, rest = spec.partition(":")
+    target, _, tail = rest.partition("?")
+    options = _OPTIONS.fullmatch(tail)
+    if options is None or (kind != "byte" and not target) or (kind == "byte" and spec != "byte"):
+        raise ValueError(f"data.tokenizer={spec!r}: allowed are {SPECS}")
+    eod, pattern = options["eod"], options["pattern"]
+    if kind == "tiktoken" and eod or kind != "tiktoken" and pattern:
+        raise ValueError(
+            f"data.tokenizer={spec!r}: eod= goes with hf and sentencepiece, pattern= with tiktoken"
+        )
+    try:
+        if kind == "byte":
+            return ByteTokenizer()
+        if kind == "hf":
+            return HuggingFaceTokenizer(spec, Path(target), eod)
+        if kind == "sentencepiece":
+            return SentencePieceTokenizer(spec, Path(target), eod)
+        if kind == "tiktoken":
+            return TiktokenTokenizer(spec, target, pattern)
+    except ImportError as error:
+        raise ValueError(
+            f"data.tokenizer={spec!r} needs a package that is not installed: pip install {error.name}"
+        ) from None
+    raise ValueError(f"data.tokenizer={spec!r}: allowed are {SPECS}")
+
+
+def _read(spec: str, path: Path) -> bytes:
+    """The bytes of a tokenizer file."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data.tokenizer={spec!r}: {path}: {error.strerror}") from None
+    if not content:
+        raise ValueError(f"data.tokenizer={spec!r}: {path}: the file is empty")
+    return content
+
+
+def _find_eod(spec: str, vocab: dict[str, int], name: str | None) -> int:
+    """The id of token `name`, or of the first of EOD_NAMES that the vocabulary has."""
+    for candidate in EOD_NAMES if name is None else (name,):
+        if candidate in vocab:
+            return vocab[candidate]
+    if name is not None:
+        raise ValueError(f"data.tokenizer={spec!r}: the vocabulary has no token {name!r}")
+    raise ValueError(
+        f"data.tokenizer={spec!r}: the vocabulary has none of {', '.join(EOD_NAMES)}; "
+        "name its end-of-document token with ?eod=TOKEN"
+    )
+
+
+def _named_encoding(spec: str, name: str) -> tiktoken.Encoding:
+    """One of tiktoken's own encodings, from its cache; tiktoken fetches what the cache lacks."""
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # errors of the network are OSErrors
+        raise ValueError(
+            f"data.tokenizer={spec!r}: its rank file is neither in tiktoken's cache "
+            f"(TIKTOKEN_CACHE_DIR) nor could it be fetched: {_one_line(error)}"
+        ) from None
+
+
+def _read_ranks(spec: str, path: Path) -> tuple[bytes, dict[bytes, int]]:
+    """Content and ranks of a .tiktoken file: lines of base64(token), space, rank."""
+    content = _read(spec, path)
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise ValueError(
+                f"{path}: line {number} is not `base64 rank` of a .tiktoken file"
+            ) from None
+    if len(set(ranks.values())) < len(ranks) or any(bytes([b]) not in ranks for b in range(256)):
+        raise ValueError(f"{path}: ranks must be unique and cover each of the 256 bytes")
+    return content, ranks
+
+
+def _fingerprint(kind: str, content: bytes, eod: int) -> str:
+    return hashlib.sha256(kind.encode() + b"\0" + content + b"\0" + str(eod).encode()).hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

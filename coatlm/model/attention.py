@@ -1,0 +1,141 @@
+"""Causal self-attention of a Llama layer: QKV -> RoPE -> softmax(Q K^T / sqrt(d)) V -> output.
+
+Shapes: S tokens of this rank, B samples, N query heads, G key/value heads, D elements a head, T all
+tokens of a sample. The core runs torch's scaled_dot_product_attention, cuDNN first on a GPU.
+
+Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), so that the causal
+work is balanced. Keys and values are gathered; each of the two query chunks attends to the prefix
+that ends with it, which is plain causal attention aligned at the lower right corner.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from coatlm.fp8.rope import rope, split_qkv_rope
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention  # noqa: E402
+
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class CoreAttention(nn.Module):
+    """softmax(Q K^T / sqrt(D)) V, causal, or under an explicit mask; context parallel if asked."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, pg_collection: Any, **__: Any):
+        super().__init__()
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGD: Tensor,
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Returns [S, B, N*D]. `attention_mask` [B, 1, S, T]: True may not attend."""
+        q_BNSD = q_SBND.permute(1, 2, 0, 3)
+        if self.cp_group.size() > 1:
+            k_SBGD, v_SBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
+        k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (k_SBGD, v_SBGD))
+        gqa = q_BNSD.shape[1] != k_BGTD.shape[1]
+        with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
+            if attention_mask is not None:
+                o_BNSD = F.scaled_dot_product_attention(
+                    q_BNSD, k_BGTD, v_BGTD, attn_mask=~attention_mask, enable_gqa=gqa
+                )
+            elif self.cp_group.size() > 1:
+                o_BNSD = self._two_prefixes(q_BNSD, k_BGTD, v_BGTD, gqa)
+            else:
+                o_BNSD = F.scaled_dot_product_attention(
+                    q_BNSD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=gqa
+                )
+        return o_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _two_prefixes(self, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, gqa: bool) -> Tensor:
+        rank, size = self.cp_group.rank(), self.cp_group.size()
+        length = q_BNSD.shape[2] // 2
+        outputs = []
+        for chunk, q in zip((rank, 2 * size - 1 - rank), q_BNSD.chunk(2, dim=2), strict=True):
+            end = (chunk + 1) * length
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q,
+                    k_BGTD[:, :, :end],
+                    v_BGTD[:, :, :end],
+                    attn_mask=causal_lower_right(length, end),
+                    enable_gqa=gqa,
+                )
+            )
+        return torch.cat(outputs, dim=2)
+
+
+class SelfAttention(MegatronSelfAttention):
+    """megatron's self-attention with its glue fused: parameters and checkpoints are its own."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [S(/tp), B, H], rotary_pos_emb = stacked cos, sin [2, S, D/2] -> [S(/tp), B, H]."""
+        qkv_SBW, _ = self.linear_qkv(hidden_states)
+        assert rotary_pos_emb is not None
+        if self.checkpoint_core_attention and self.training:
+            context = tensor_parallel.checkpoint(
+                self._attend, False, qkv_SBW, rotary_pos_emb, attention_mask
+            )
+        else:
+            context = self._attend(qkv_SBW, rotary_pos_emb, attention_mask)
+        return self.linear_proj(context)
+
+    def _attend(self, qkv_SBW: Tensor, cos_sin: Tensor, attention_mask: Tensor | None) -> Tensor:
+        groups = self.num_query_groups_per_partition
+        heads_per_group = self.num_attention_heads_per_partition // groups
+        head_dim = self.hidden_size_per_attention_head
+        qkv_SBGW = qkv_SBW.unflatten(-1, (groups, (heads_per_group + 2) * head_dim))
+        cos, sin = cos_sin
+        if self.q_layernorm is None:
+            q, k, v = split_qkv_rope(
+                qkv_SBGW, cos, sin, heads_per_group=heads_per_group, head_dim=head_dim
+            )
+        else:
+            sizes = [heads_per_group * head_dim, head_dim, head_dim]
+            q, k, v = qkv_SBGW.split(sizes, dim=-1)
+            q = self.q_layernorm(q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3))
+            q, k = rope(q, cos, sin), rope(self.k_layernorm(k), cos, sin)
+        return self.core_attention(q, k, v, attention_mask)
+
+
+def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
+    """[S, B, ...] of every rank's two chunks -> [T, B, ...] in the order of the sequence.
+
+    Backward sums the gradients over the group and returns each rank its chunks.
+    """
+    gathered = tensor_parallel.gather_from_sequence_parallel_region(
+        x_SB.contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    size = group.size()
+    chunks = gathered.unflatten(0, (2 * size, -1))
+    held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+    order = sorted(range(2 * size), key=held.__getitem__)
+    return chunks[order].flatten(0, 1)

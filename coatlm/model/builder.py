@@ -1,0 +1,199 @@
+"""From a configuration to the model chunks of this pipeline stage.
+
+`Llama` is megatron-core's GPTModel with its own forward pass: rotary tables are made once, the
+output layer and the cross entropy are one chunked operation (`loss.py`). Initial weights are a pure
+function of the seed and the parameter's name: every layout starts from the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coatlm.config import Config
+from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.model.loss import linear_cross_entropy
+from coatlm.model.spec import block_spec
+from coatlm.parallel.groups import Groups
+from coatlm.platform import device, enable_cpu
+
+enable_cpu()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedTensor,
+    apply_factories,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+TE_RECIPES = {  # precision.recipe -> megatron's fp8 and fp8_recipe
+    "te-delayed": ("hybrid", "delayed"),
+    "te-current": ("hybrid", "tensorwise"),
+    "te-blockwise": ("e4m3", "blockwise"),
+}
+
+
+class Llama(GPTModel):
+    """Tokens [B, S] (and labels) -> per-token loss [B, S], or hidden states between stages."""
+
+    def __init__(self, config: TransformerConfig, run: Config, groups: Groups, **kwargs: Any) -> None:
+        super().__init__(config=config, position_embedding_type="none", **kwargs)
+        model = run.model
+        scaling = model.rope_scaling.model_dump() if model.rope_scaling else None
+        inv_freq = rope_frequencies(model.size_per_head, model.rope_theta, scaling)
+        positions = token_positions(run.data.seq_len, groups)
+        self.cos_sin = torch.stack(rope_tables(positions, inv_freq)).to(device())
+        self.tp_group = groups.tp
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Last stage: loss [B, S] in fp32 with labels, else logits [B, S, V/tp]."""
+        hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
+        hidden = self.decoder(
+            hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if labels is None:
+            return F.linear(hidden, weight).transpose(0, 1)
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
+
+
+def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
+    """The chunks of this stage (one, or `vpp`), on this rank's device, with initial weights.
+
+    `vocab` is the padded vocabulary. Chunks are ordered as the interleaved schedule runs them.
+    """
+    transformer = transformer_config(config)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+    stages, p = groups.pp.size(), config.parallel
+    layers = config.model.layers // (stages * p.vpp)
+    chunks = []
+    for chunk in range(p.vpp):
+        model = Llama(
+            transformer,
+            config,
+            groups,
+            transformer_layer_spec=block_spec(config, layers),
+            vocab_size=vocab,
+            max_sequence_length=config.data.seq_len,
+            pre_process=groups.first_stage and chunk == 0,
+            post_process=groups.last_stage and chunk == p.vpp - 1,
+            share_embeddings_and_output_weights=config.model.tie_embeddings,
+            vp_stage=chunk if p.vpp > 1 else None,
+            pg_collection=groups.collection,
+        )
+        chunks.append(model.to(device()))
+    init_weights(chunks, config)
+    return chunks
+
+
+def transformer_config(config: Config) -> TransformerConfig:
+    """megatron-core's view of the model and its layout."""
+    m, p = config.model, config.parallel
+    bf16 = config.precision.recipe != "fp32"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    options: dict[str, Any] = {}
+    if config.precision.recipe in TE_RECIPES:
+        options["fp8"], options["fp8_recipe"] = TE_RECIPES[config.precision.recipe]
+    if config.train.recompute == "full":
+        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.train.recompute != "none":
+        options["recompute_granularity"] = config.train.recompute
+    return TransformerConfig(
+        num_layers=m.layers,
+        hidden_size=m.hidden,
+        num_attention_heads=m.heads,
+        num_query_groups=m.queries_groups,
+        kv_channels=m.size_per_head,
+        ffn_hidden_size=m.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=m.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=m.qkv_bias,
+        qk_layernorm=m.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
+        sequence_parallel=p.sequence_parallel,
+        use_cpu_initialization=device().type == "cpu",
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=p.pp > 1,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=False,
+        **options,
+    )
+
+
+def token_positions(seq_len: int, groups: Groups) -> Tensor:
+    """Positions of this context-parallel rank's tokens, in its (zigzag) order."""
+    rank, size = groups.cp.rank(), groups.cp.size()
+    positions = torch.arange(seq_len)
+    if size == 1:
+        return positions
+    chunks = positions.chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+@torch.no_grad()
+def init_weights(chunks: Sequence[Llama], config: Config) -> None:
+    """Normal(0, init_std); output projections Normal(0, init_std / sqrt(2 * layers)).
+
+    Each logical tensor is drawn whole from a generator seeded by (seed, name), in fp32, and this
+    rank keeps its rectangle, so that no layout changes the model. Norms are one, biases zero.
+    """
+    std = config.model.init_std
+    for chunk in chunks:
+        state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        apply_factories(state)
+        for value in state.values():
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if not isinstance(item, ShardedTensor) or item.data is None:
+                    continue
+                if item.data.dim() == 1:
+                    item.data.fill_(1.0 if "norm" in item.key else 0.0)
+                    continue
+                output = item.key.endswith(("linear_proj.weight", "linear_fc2.weight"))
+                scale = std / math.sqrt(2 * config.model.layers) if output else std
+                item.data.copy_(_draw(item, config.run.seed, scale))
+
+
+def _draw(item: ShardedTensor, seed: int, std: float) -> Tensor:
+    assert item.data is not None
+    digest = hashlib.sha256(f"{seed}/{item.key}".encode()).digest()
+    generator = torch.Generator(device=item.data.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    shape = item.global_shape
+    whole = torch.empty(shape, dtype=torch.float32, device=item.data.device)
+    whole.normal_(0.0, std, generator=generator)
+    return whole[tuple(slice(o, o + n) for o, n in zip(item.global_offset, item.local_shape, strict=True))]

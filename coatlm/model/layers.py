@@ -1,0 +1,50 @@
+"""The remaining parts of a Llama layer: RMSNorm and the SwiGLU MLP, on coatlm's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coatlm.fp8.activation import swiglu
+from coatlm.fp8.norm import rms_norm
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core.transformer.mlp import MLP as MegatronMLP  # noqa: E402
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32 inside.
+
+    Under sequence parallelism each tensor-parallel rank sees part of the tokens; the mark on the
+    weight asks for its gradient to be summed over them.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        if not config.use_cpu_initialization:
+            self.weight.data = self.weight.data.cuda()
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(MegatronMLP):
+    """down(silu(gate(x)) * up(x)); gate and up are one GEMM. Parameters are megatron's.
+
+    megatron-core 0.19 hands its constructor the process groups and more, 0.16 does not; the
+    tensor-parallel group is the same either way.
+    """
+
+    def __init__(self, config: Any, submodules: Any, **_: Any) -> None:
+        super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(gate_up))

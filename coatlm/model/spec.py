@@ -1,0 +1,117 @@
+"""What a transformer layer is made of: `local`, or `te` with TransformerEngine's linears.
+
+Both use coatlm's attention glue, SwiGLU and core attention, megatron-core's layer around them, and
+the same names in a checkpoint, so that a checkpoint of one trains on in the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+from coatlm.config import Config
+from coatlm.model.attention import CoreAttention, SelfAttention
+from coatlm.model.layers import MLP, RMSNorm
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+from megatron.core.transformer.attention import SelfAttentionSubmodules  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_layer import (  # noqa: E402
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+CHECKPOINT_NAMES = {  # TransformerEngine, and so megatron, keeps a norm in the linear after it
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def block_spec(config: Config, layers: int) -> TransformerBlockSubmodules:
+    """The decoder of one pipeline stage and model chunk: `layers` layers and the final norm."""
+    layer = _te_layer(config) if config.model.spec == "te" else _local_layer(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def _local_layer(config: Config) -> ModuleSpec:
+    return _layer(
+        config,
+        column=ColumnParallelLinear,
+        row=RowParallelLinear,
+        norm_before_linear=RMSNorm,
+        names=CHECKPOINT_NAMES,
+    )
+
+
+def _te_layer(config: Config) -> ModuleSpec:
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError("model.spec=te needs the package transformer_engine, which is not installed")
+    from megatron.core.extensions.transformer_engine import (
+        TELayerNormColumnParallelLinear,
+        TERowParallelLinear,
+    )
+
+    return _layer(
+        config,
+        column=fused_weight_gradient(TELayerNormColumnParallelLinear),
+        row=fused_weight_gradient(TERowParallelLinear),
+        norm_before_linear=IdentityOp,
+        names={},
+    )
+
+
+def _layer(
+    config: Config, *, column: Any, row: Any, norm_before_linear: Any, names: dict[str, str]
+) -> ModuleSpec:
+    head_norm = RMSNorm if config.model.qk_norm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=column,
+        core_attention=CoreAttention,
+        linear_proj=row,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm_before_linear,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm_before_linear,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def fused_weight_gradient(linear: type) -> type:
+    """A TransformerEngine linear whose weight gradient GEMM adds straight into `main_grad`.
+
+    megatron-core switches this on for all linears at once and then insists on apex for its own.
+    """
+
+    class FusedWeightGradient(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+            config = copy.copy(config)
+            config.gradient_accumulation_fusion = True
+            super().__init__(*args, config=config, **kwargs)
+
+    FusedWeightGradient.__name__ = linear.__name__
+    return FusedWeightGradient

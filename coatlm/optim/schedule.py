@@ -1,0 +1,63 @@
+"""The learning rate as a pure function of the step.
+
+With n = step + 1 updates done after step `step`, W warm-up steps, T total steps, D decay steps:
+
+    n <= W      lr n / W
+    cosine      min_lr + (lr - min_lr) (1 + cos(pi t)) / 2,   t = (n - W) / (T - W)
+    linear      min_lr + (lr - min_lr) (1 - t),               t = (n - W) / (T - W)
+    wsd         lr until T - D, then min_lr + (lr - min_lr) (1 - sqrt(t)),   t = (n - (T - D)) / D
+    constant    lr
+
+So the first update is not lost to a rate of zero, update W uses `lr`, and the last one (n = T) uses
+exactly `min_lr`, `constant` excepted. Cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), without
+restarts. Warm-up, stable, decay: Hu et al. 2024 (MiniCPM, arXiv 2404.06395, section 4); the decay
+has the shape that did best in Hägele et al. 2024 (arXiv 2405.18392, section 3), 1 - sqrt(t).
+"""
+
+from __future__ import annotations
+
+import math
+
+from coatlm.config import Optim
+
+DECAY_SHARE = 10  # wsd decays during the last tenth unless told otherwise
+
+
+def wsd_decay_steps(optim: Optim, total_steps: int) -> int:
+    """D: `optim.decay_steps`, or a tenth of the steps, at most those that follow the warm-up.
+
+    Raises ValueError where an explicit decay_steps does not fit behind the warm-up.
+    """
+    after_warmup = max(total_steps - optim.warmup_steps, 0)
+    if optim.decay_steps is None:
+        return min(max(total_steps // DECAY_SHARE, 1), after_warmup)
+    if optim.decay_steps > after_warmup:
+        raise ValueError(
+            f"optim.decay_steps={optim.decay_steps} is more than the {after_warmup} steps that "
+            f"follow warmup_steps={optim.warmup_steps} of train.steps={total_steps}"
+        )
+    return optim.decay_steps
+
+
+def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
+    """The rate for the update of step `step` (0-based); past the end, that of the last step.
+
+    A run of at most `warmup_steps` steps only warms up. Raises ValueError for step < 0, and for wsd
+    with decay_steps that do not fit.
+    """
+    if step < 0:
+        raise ValueError(f"step={step}: steps count from 0")
+    decay = wsd_decay_steps(optim, total_steps) if optim.schedule == "wsd" else 0
+    n, warmup = min(step + 1, total_steps), optim.warmup_steps
+    if n <= warmup:
+        return optim.lr * (n / warmup)
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "wsd":
+        if n <= total_steps - decay:
+            return optim.lr
+        share = 1.0 - math.sqrt((n - (total_steps - decay)) / decay)
+    else:
+        t = (n - warmup) / (total_steps - warmup)
+        share = 1.0 - t if optim.schedule == "linear" else (1.0 + math.cos(math.pi * t)) / 2.0
+    return optim.min_lr + (optim.lr - optim.min_lr) * share

@@ -1,0 +1,78 @@
+"""Microbatches through the model: megatron-core's schedules with a loss per token of the batch.
+
+The loss of a step is sum(loss * mask) / sum(mask) over the whole global batch, so its gradient does
+not depend on how the batch is cut: each microbatch contributes its sum divided by the global count,
+and gradients are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coatlm.parallel.buffers import FlatModel
+from coatlm.parallel.groups import Groups
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+
+
+def run_microbatches(
+    chunks: Sequence[FlatModel],
+    batches: Sequence[Batch],
+    groups: Groups,
+    *,
+    seq_len: int,
+    forward_only: bool = False,
+) -> Tensor:
+    """Forward, and backward unless `forward_only`. Returns the mean loss, fp32 on the device.
+
+    `batches` are this rank's microbatches, cut for context parallelism; gradients are left summed
+    over them only (`reduce.finalize_gradients` completes them).
+    """
+    tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
+    dist.all_reduce(tokens, group=groups.dp_cp)
+    share = 1.0 / tokens.clamp(min=1)
+
+    def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
+        batch = next(data)
+        output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
+
+        def loss_function(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss = (loss_BS * batch["loss_mask"]).sum() * share
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()}
+
+        return output, loss_function
+
+    _synchronise_on_last_microbatch(chunks)
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=seq_len,
+        micro_batch_size=batches[0]["tokens"].shape[0],
+        decoder_seq_length=seq_len,
+        forward_only=forward_only,
+    )
+    loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
+    if groups.last_stage and results:
+        loss = torch.stack([result["loss"] for result in results]).sum()
+    dist.all_reduce(loss, group=groups.dp_cp)
+    dist.all_reduce(loss, group=groups.pp)
+    return loss
+
+
+def _synchronise_on_last_microbatch(chunks: Sequence[FlatModel]) -> None:
+    """Tell the schedule how to hold back reductions; it enables them for the last backward pass."""
+    config = chunks[0].config
+    hold = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = hold if len(hold) > 1 else hold[0]

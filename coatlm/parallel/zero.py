@@ -1,0 +1,232 @@
+"""ZeRO over flat buckets: each rank updates its equal part of the weights and keeps its states.
+
+Stage 0 updates everything everywhere after an all-reduce; stage 1 reduce-scatters gradients,
+updates one shard a rank and gathers the weights. How states are stored is the optimizer's affair:
+this module hands it flat shards, and describes the result to checkpoints as rectangles of logical
+tensors, so that a checkpoint does not depend on how many ranks wrote it.
+
+A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
+whole rows, the start of its last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coatlm.parallel.buffers import Bucket, FlatModel
+from coatlm.parallel.groups import Groups
+from coatlm.parallel.reduce import clip_coefficient, finalize_gradients, grad_norm
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica  # noqa: E402
+
+METADATA = {"non_homogeneous_layers": True}  # keys name the layer: decoder.layers.7. ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of a logical tensor, stored row-major at `start` of a bucket."""
+
+    key: str
+    shape: tuple[int, ...]  # of the rectangle
+    global_shape: tuple[int, ...]  # of the logical tensor
+    offset: tuple[int, ...]  # of the rectangle in it
+    start: int  # first element in the bucket
+    main: bool  # not a copy of what another model-parallel rank writes
+
+    @property
+    def stop(self) -> int:
+        size = 1
+        for length in self.shape:
+            size *= length
+        return self.start + size
+
+
+class ZeroOptimizer:
+    """Reduces, clips, updates, gathers. `make_optimizer(shards)` builds the update rule."""
+
+    def __init__(
+        self,
+        chunks: Sequence[FlatModel],
+        groups: Groups,
+        *,
+        clip_grad: float,
+        make_optimizer: Callable[[Sequence[Any]], Any],
+        make_shard: Callable[..., Any],
+    ) -> None:
+        self.chunks, self.groups, self.clip_grad = list(chunks), groups, clip_grad
+        self.parts = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
+        self.optimizer = make_optimizer([self._shard(make_shard, c, b) for c, b in self.parts])
+        self.regions = {b: r for chunk in chunks for b, r in _regions(chunk).items()}
+        self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
+        self.norm_group = groups.world if chunks[0].sharded else groups.model
+
+    def step(self, lr: float) -> Tensor:
+        """One update; returns the global gradient norm on the device. Skips on NaN or Inf."""
+        finalize_gradients(self.chunks, self.groups)
+        norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
+        self.optimizer.step(lr=lr, clip_coefficient=clip_coefficient(norm, self.clip_grad))
+        for chunk in self.chunks:
+            chunk.start_param_sync()
+        return norm
+
+    def tensors_to_save(self) -> list[ShardedTensor]:
+        """Weights and states of this rank's shards as rectangles; copies are marked."""
+        for chunk in self.chunks:
+            chunk.finish_param_sync()
+        return [*self._weights(whole=False), *self._states()]
+
+    def tensors_to_load(self, *, weights_only: bool = False) -> list[ShardedTensor]:
+        """All local weights and this rank's states, to be filled in place."""
+        for chunk in self.chunks:
+            chunk.finish_param_sync()
+        return [*self._weights(whole=True), *(() if weights_only else self._states())]
+
+    def _shard(self, make_shard: Callable[..., Any], chunk: FlatModel, bucket: Bucket) -> Any:
+        begin, end = self._bounds(chunk, bucket)
+        inside = [
+            (param, (max(start, begin) - begin, min(stop, end) - begin))
+            for param, (start, stop) in bucket.params.items()
+            if max(start, begin) < min(stop, end)
+        ]
+        return make_shard(
+            weight=bucket.weights[begin:end],
+            grad=bucket.grads[begin:end],
+            decay=tuple(span for param, span in inside if decays(param)),
+            params=tuple(span for _, span in inside),
+        )
+
+    def _bounds(self, chunk: FlatModel, bucket: Bucket) -> tuple[int, int]:
+        """[begin, end) of this rank's shard in the bucket."""
+        if not chunk.sharded:
+            return 0, bucket.weights.numel()
+        size = bucket.weights.numel() // self.groups.dp_cp.size()
+        return self.groups.dp_cp.rank() * size, (self.groups.dp_cp.rank() + 1) * size
+
+    def _counted(self, chunk: FlatModel, bucket: Bucket) -> Iterator[Tensor]:
+        """The gradients of this rank's shard that the norm counts: copies are left out."""
+        begin, end = self._bounds(chunk, bucket)
+        for region in self.regions[bucket]:
+            start, stop = max(region.start, begin), min(region.stop, end)
+            if region.main and start < stop:
+                yield bucket.grads[start:stop]
+
+    def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
+        for chunk, bucket in self.parts:
+            bounds = (0, bucket.weights.numel()) if whole else self._bounds(chunk, bucket)
+            for region in self.regions[bucket]:
+                yield from self._pieces(region, bucket.weights, 0, bounds, "")
+
+    def _states(self) -> Iterator[ShardedTensor]:
+        for (chunk, bucket), states in zip(self.parts, self.optimizer.states, strict=True):
+            bounds = self._bounds(chunk, bucket)
+            for name, tensor in states.items():
+                for region in self.regions[bucket]:
+                    prefix = f"optimizer.state.{name}."
+                    yield from self._pieces(region, tensor, bounds[0], bounds, prefix)
+
+    def _pieces(
+        self, region: Region, flat: Tensor, origin: int, bounds: tuple[int, int], prefix: str
+    ) -> Iterator[ShardedTensor]:
+        """The rectangles of `region` inside `bounds`; flat[0] is the bucket's element `origin`."""
+        start, stop = max(region.start, bounds[0]), min(region.stop, bounds[1])
+        copy = not region.main or (not self.chunks[0].sharded and self.groups.dp_cp.rank() > 0)
+        for corner, shape, first in rectangles(
+            region.shape, start - region.start, stop - region.start
+        ):
+            at = region.start + first - origin
+            size = torch.Size(shape).numel()
+            yield ShardedTensor(
+                key=prefix + region.key,
+                data=flat[at : at + size].view(shape),
+                dtype=flat.dtype,
+                local_shape=shape,
+                global_shape=region.global_shape,
+                global_offset=tuple(a + b for a, b in zip(region.offset, corner, strict=True)),
+                axis_fragmentations=None,
+                replica_id=int(copy),
+            )
+
+
+def decays(param: nn.Parameter) -> bool:
+    """Weight decay is for matrices; norms and biases are exempt."""
+    return param.dim() > 1
+
+
+def rectangles(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut the flat range [start, stop) of a row-major tensor into (corner, shape, first element).
+
+    `shape` has one or two dimensions; the range may be empty.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,), start
+        return
+    _, width = shape
+    while start < stop:
+        row, column = divmod(start, width)
+        if column == 0 and stop - start >= width:
+            count = (stop - start) // width
+            yield (row, 0), (count, width), start
+            start += count * width
+        else:
+            length = min(width - column, stop - start)
+            yield (row, column), (1, length), start
+            start += length
+
+
+def _regions(chunk: FlatModel) -> dict[Bucket, list[Region]]:
+    """Where the logical tensors of a chunk lie in its buckets.
+
+    megatron-core's modules say how each parameter is cut; a fused gate|up weight is two tensors.
+    """
+    state = chunk.module.sharded_state_dict(metadata=METADATA)
+    apply_factories(state)
+    named = dict(chunk.module.named_parameters())
+    regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in chunk.buckets}
+    seen: set[nn.Parameter] = set()
+    for name, value in _tensors(state):
+        param = named.get(name)
+        if param is None:  # the output layer's name for a tied embedding
+            param = chunk.module.shared_embedding_or_output_weight()
+        bucket = chunk.bucket_of[param]
+        assert value.data is not None
+        inside = (value.data.data_ptr() - param.data_ptr()) // param.element_size()
+        assert value.data.is_contiguous() and 0 <= inside < param.numel()
+        if param in seen and name not in named:
+            continue
+        seen.add(param)
+        skipped = value.prepend_axis_num
+        replica = value.replica_id
+        regions[bucket].append(
+            Region(
+                key=value.key,
+                shape=tuple(value.data.shape),
+                global_shape=tuple(value.global_shape[skipped:]),
+                offset=tuple(value.global_offset[skipped:]),
+                start=bucket.params[param][0] + inside,
+                main=is_main_replica(replica[:-1] if isinstance(replica, tuple) else replica),
+            )
+        )
+    assert seen == set(chunk.bucket_of), "every parameter is saved"
+    return regions
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, ShardedTensor]]:
+    """(parameter name, sharded tensor) of megatron's state dict; a factory gives several."""
+    for name, value in state.items():
+        found = value if isinstance(value, list | tuple) else [value]
+        for item in found:
+            if isinstance(item, ShardedTensor):
+                yield name, item

@@ -1,0 +1,206 @@
+"""How a run stops: signals, hangs, numbers that are not finite, and the exit codes that tell.
+
+Signals only set a flag; the loop asks between steps, saves and leaves with the code of the signal.
+Ranks may get a signal at different times, or only one of them may: they act on the most urgent one
+that any of them has, in the same step, because a checkpoint is collective.
+
+A rank that waits for a collective which will never complete cannot notice by itself. The watchdog
+thread does: without a beat for `timeout_s` it writes every thread's stack and ends the process.
+torch releases the interpreter lock while it waits for a device or a collective, so the thread runs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("coatlm")
+
+STDERR = 2  # the descriptor: sys.stderr may be replaced by an object without one
+TICKS = 10  # parts of the timeout that the watchdog sleeps
+REPORT_S = 10.0  # seconds; a hung file system must not keep a hung process alive
+
+
+class ExitCode(IntEnum):
+    """How a run's process ends. Launchers may hide it: torchrun exits with 1 if a worker fails.
+
+    1 stays Python's own code for an uncaught exception, and 2 is argparse's for a wrong call.
+    Signals follow the shell, 128 + number, for runs that saved and were told to stop. SIGUSR1 is
+    what batch systems send ahead of a time limit; its code is the one that HTCondor's manual uses
+    for jobs that saved themselves and want to run again, outside the ranges of shells (126 on) and
+    of BSD's sysexits.h (64 to 78).
+    """
+
+    OK = 0  # all steps done
+    USER_ERROR = 2  # a configuration or an input that cannot be used
+    NONFINITE = 3  # train.max_skipped steps in a row without finite gradients
+    CHECKPOINT = 4  # a checkpoint could not be written, or none could be read
+    HANG = 5  # no step within log.hang_timeout
+    REQUEUE = 85  # SIGUSR1: saved, start me again
+    INTERRUPTED = 128 + 2  # SIGINT: saved
+    TERMINATED = 128 + 15  # SIGTERM: saved
+
+
+# From the least to the most urgent: a person asks, a time limit is near, the end has come.
+SIGNALS = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGUSR1: ExitCode.REQUEUE,
+    signal.SIGTERM: ExitCode.TERMINATED,
+}
+URGENCY = tuple(SIGNALS)
+
+
+class StopSignal:
+    """Remembers SIGINT, SIGUSR1 and SIGTERM until `close`; a second SIGINT interrupts at once.
+
+    Use it as a context manager in the main thread, the only one that Python lets handle signals.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._interrupted = False
+        self._previous = {s: signal.signal(s, self._handle) for s in URGENCY}
+
+    def agreed(self, group: dist.ProcessGroup | None = None) -> signal.Signals | None:
+        """The most urgent signal that any rank of `group` has received, the same on all of them.
+
+        Every rank calls it in the same step. `group` is a gloo group, so no device is waited for;
+        None means this process alone.
+        """
+        urgency = -1 if self.received is None else URGENCY.index(self.received)
+        if group is not None:
+            highest = torch.tensor(urgency, dtype=torch.int32)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            urgency = int(highest)
+        return None if urgency < 0 else URGENCY[urgency]
+
+    def close(self) -> None:
+        """Put the previous handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def __enter__(self) -> StopSignal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Assignments only: logging could wait for a lock that the interrupted code holds.
+        received = signal.Signals(number)
+        if received is signal.SIGINT:
+            if self._interrupted:
+                signal.default_int_handler(number, frame)
+            self._interrupted = True
+        known = -1 if self.received is None else URGENCY.index(self.received)
+        self.received = URGENCY[max(known, URGENCY.index(received))]
+
+
+class HangWatchdog:
+    """Ends the process when nothing has called `beat` for `timeout_s` seconds; 0 switches it off.
+
+    It counts from its creation, so the first step is watched too. On a hang all stacks go to stderr
+    and to `run_dir`/hang_rank<rank>.txt, then `action` runs, by default an exit with ExitCode.HANG
+    that skips every clean-up (clean-up would wait for the same hung peers).
+
+    Time is counted in ticks of this process rather than by the clock: a job that its scheduler
+    suspends and continues has not hung. Detection takes between one and 1 + 1/TICKS timeouts.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        action: Callable[[], Any] = lambda: os._exit(ExitCode.HANG),
+        *,
+        run_dir: Path,
+        rank: int = 0,
+    ) -> None:
+        self.timeout_s, self.action, self.run_dir, self.rank = timeout_s, action, run_dir, rank
+        self._ticks = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang watchdog", daemon=True)
+        if timeout_s > 0:
+            self._thread.start()
+
+    def beat(self) -> None:
+        """Say that the run moves on: after each step, evaluation batch and checkpoint."""
+        self._ticks = 0
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.timeout_s / TICKS):
+            self._ticks += 1
+            if self._ticks > TICKS:
+                report = threading.Thread(target=self._report, name="hang report", daemon=True)
+                report.start()
+                report.join(REPORT_S)
+                self.action()
+                return
+
+    def _report(self) -> None:
+        faulthandler.dump_traceback(STDERR, all_threads=True)
+        path = self.run_dir / f"hang_rank{self.rank}.txt"
+        logger.error(
+            "rank %d: no step for %g s; stacks are above and in %s; exit code %d",
+            self.rank,
+            self.timeout_s,
+            path,
+            ExitCode.HANG,
+        )
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+class NonFiniteError(ArithmeticError):
+    """Too many steps in a row had a loss or gradients that are not finite."""
+
+
+class NonFiniteGuard:
+    """Counts the steps that the optimizer skipped, and ends a run that only skips.
+
+    `total` starts at what a resumed run had counted.
+    """
+
+    def __init__(self, max_in_row: int, total: int = 0) -> None:
+        self.max_in_row, self.total = max_in_row, total
+        self.in_row = 0
+
+    def observe(self, last_step: int, grad_norms: Sequence[float]) -> None:
+        """Take the gradient norms of the steps up to `last_step` that were not observed yet.
+
+        A step was skipped if and only if its norm is NaN or Inf. Norms may come in one by one or be
+        fetched together on log steps. Raises NonFiniteError at `max_in_row` skipped steps in a row.
+        """
+        first = last_step - len(grad_norms) + 1
+        for step, norm in enumerate(grad_norms, start=first):
+            if math.isfinite(norm):
+                self.in_row = 0
+                continue
+            self.total += 1
+            self.in_row += 1
+            logger.warning("step %d skipped: gradient norm %g", step, norm)
+            if self.in_row >= self.max_in_row:
+                raise NonFiniteError(
+                    f"gradient norm {norm:g} at step {step}: train.max_skipped={self.max_in_row} "
+                    "steps in a row were skipped. The weights are those of step "
+                    f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help"
+                )

@@ -1,0 +1,501 @@
+"""What a run reports: numbers to files, trackers and the console, and how it was started.
+
+    metrics.jsonl   one JSON object a logged step, in the order of steps:
+                    step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
+                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl
+    train.log       the console's lines with the time of day
+    loss.png        curves of the above
+    config.yaml     the resolved configuration
+    env.json        versions, device, host, commit and command line
+
+Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
+on a CPU). A value that is NaN or Inf is null too, as JSON has neither, and its name stands in the
+list `nonfinite`, a key that only such lines have.
+
+    tokens_per_s_per_gpu = tokens a step / seconds a step / processes
+    tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs a token / 1e12      (model.accounting)
+    mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
+
+Nothing here reads a device: numbers arrive as floats, on log steps only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from tqdm import tqdm
+
+from coatlm.config import Config
+from coatlm.model import accounting
+
+METRICS = "metrics.jsonl"
+PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
+Record = dict[str, Any]
+
+logger = logging.getLogger("coatlm")
+lines = logging.getLogger("coatlm.lines")  # what a progress bar shows instead
+
+
+# --- the run directory --------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by `text`; after a crash it is whole, the old one or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_config(run_dir: Path, config: Config) -> None:
+    """config.yaml: loading it gives the same run."""
+    write_atomically(run_dir / "config.yaml", config.to_yaml())
+
+
+def write_environment(run_dir: Path, *, device_name: str | None) -> None:
+    """env.json: what this run was started with, and on."""
+    environment = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "command": sys.argv,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpu": device_name,
+    }
+    write_atomically(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the code, `-dirty` behind it if files differ; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def read_metrics(run_dir: Path) -> list[Record]:
+    """The records of metrics.jsonl without lines that are no JSON object; [] without a file."""
+    return [record for record, _ in _whole_lines(run_dir / METRICS)]
+
+
+def repair_metrics(path: Path, last_step: int) -> int:
+    """Drop torn lines and those of steps after `last_step`; return how many went.
+
+    A crash can leave half a line, and a run resumed at step k repeats the steps after k.
+    """
+    if not path.exists():
+        return 0
+    kept = [line for record, line in _whole_lines(path) if record["step"] <= last_step]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = "".join(line + "\n" for line in kept)
+    if whole != text:
+        write_atomically(path, whole)
+    return len(text.splitlines()) - len(kept)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[Record, str]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record, line
+
+
+def loss_plot(run_dir: Path) -> Path | None:
+    """Draw loss.png from metrics.jsonl: losses above, learning rate below; None without a loss."""
+    from matplotlib.figure import Figure  # half a second that only the end of a run pays
+
+    records = read_metrics(run_dir)
+    train = [r for r in records if "loss" in r]
+    val = [r for r in records if "val_loss" in r]
+    if not train and not val:
+        return None
+    figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: no display, no globals
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    upper.plot(*_curve(train, "loss"), linewidth=1.2, label="train")
+    upper.plot(
+        *_curve(val, "val_loss"), marker="o", markersize=4, linewidth=1.0, label="validation"
+    )
+    upper.set_ylabel("loss (nats a token)")
+    upper.legend(frameon=False)
+    lower.plot(*_curve(train, "lr"), color="0.4", linewidth=1.0)
+    lower.set_ylabel("lr")
+    lower.set_xlabel("step")
+    for axis in (upper, lower):
+        axis.grid(alpha=0.3)
+    path = run_dir / "loss.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _curve(records: list[Record], key: str) -> tuple[list[int], list[float]]:
+    """x and y of a line; null leaves a gap."""
+    return [r["step"] for r in records], [math.nan if r[key] is None else r[key] for r in records]
+
+
+# --- console and log file -----------------------------------------------------------------------
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Writes above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
+    """Send the logger `coatlm` to the console and to train.log; other ranks warn on stderr only.
+
+    `stream` is rank 0's console, stdout unless given. Another call replaces the former handlers.
+    """
+    stop_logging()
+    console = _Console((stream or sys.stdout) if rank == 0 else sys.stderr)
+    handlers: list[logging.Handler] = [console]
+    if rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if console.stream.isatty():
+            console.addFilter(lambda record: record.name != lines.name)
+        file = logging.FileHandler(run_dir / "train.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handlers.append(file)
+    else:
+        console.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False  # other libraries configure the root logger
+    for handler in handlers:
+        logger.addHandler(handler)
+
+
+def stop_logging() -> None:
+    """Undo `start_logging`."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def step_line(record: Mapping[str, Any], steps: int) -> str:
+    """The console's line for a record; what is not known is left out."""
+    parts = [f"step {record['step']}/{steps}"]
+    if "val_loss" in record:
+        return f"{parts[0]} | val_loss {record['val_loss']:.4f} | val_ppl {record['val_ppl']:.2f}"
+    parts += [
+        f"loss {record['loss']:.4f}",
+        f"grad_norm {record['grad_norm']:.2f}",
+        f"lr {record['lr']:.1e}",
+        *_speed(record),
+    ]
+    if record["peak_mem_gib"] is not None:
+        parts.append(f"mem {record['peak_mem_gib']:.1f} GiB")
+    return " | ".join(parts)
+
+
+def _speed(record: Mapping[str, Any]) -> Iterator[str]:
+    rate, tflops = record["tokens_per_s_per_gpu"], record["tflops_per_gpu"]
+    yield (f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}") + " tok/s/gpu"
+    yield (f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}") + " TFLOP/s/gpu"
+    if record["mfu"] is not None:
+        yield f"mfu {100 * record['mfu']:.1f}%"
+
+
+# --- where records go ---------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """Takes every record of a run."""
+
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl, a line at a time; each is in the file when `write` returns."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        dropped = repair_metrics(run_dir / METRICS, resume_step)
+        if dropped:
+            logger.warning("%s: dropped %d lines after step %d", METRICS, dropped, resume_step)
+        self.file = (run_dir / METRICS).open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        bad = [k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
+        valid = {**record, **dict.fromkeys(bad), **({"nonfinite": bad} if bad else {})}
+        self.file.write(json.dumps(valid, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Event files under tb/: train/KEY and val/KEY over steps."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("log.tensorboard=true", "tensorboard") from None
+        # what was written after the checkpoint is hidden, as it is dropped from metrics.jsonl
+        self.writer = SummaryWriter(str(run_dir / "tb"), purge_step=resume_step + 1)
+
+    def write(self, record: Record) -> None:
+        for key, value in _scalars(record).items():
+            self.writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases; a restart continues the run whose id is in wandb_id.txt."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing(f"log.wandb_project={config.log.wandb_project}", "wandb") from None
+        path = run_dir / "wandb_id.txt"
+        if not path.exists():
+            write_atomically(path, uuid.uuid4().hex[:8] + "\n")
+        self.run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.run.name,
+            id=path.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+        )
+        # a resumed run goes back behind its last step, which wandb's own step counter forbids
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, record: Record) -> None:
+        self.run.log({**_scalars(record), "step": record["step"]})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Console:
+    """One line a record, and on a terminal a progress bar in the place of the lines of steps."""
+
+    def __init__(self, config: Config, resume_step: int, stream: TextIO) -> None:
+        self.steps = config.train.steps
+        self.bar = tqdm(
+            total=self.steps,
+            initial=resume_step,
+            desc=config.run.name,
+            unit="step",
+            file=stream,
+            dynamic_ncols=True,
+            disable=not stream.isatty(),
+        )
+
+    def write(self, record: Record) -> None:
+        evaluated = "val_loss" in record
+        (logger if evaluated else lines).info(step_line(record, self.steps))
+        if not evaluated:
+            self.bar.set_postfix_str(", ".join([f"loss {record['loss']:.4f}", *_speed(record)]))
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def _missing(option: str, package: str) -> ValueError:
+    return ValueError(f"{option} needs the package {package}: pip install 'coatlm[tracking]'")
+
+
+def _scalars(record: Record) -> Record:
+    """The known numbers of a record under the names that trackers group by."""
+    kind = "val" if "val_loss" in record else "train"
+    return {
+        f"{kind}/{k.removeprefix('val_')}": v
+        for k, v in record.items()
+        if v is not None and k != "step"
+    }
+
+
+# --- the logger ---------------------------------------------------------------------------------
+
+
+class Throughput:
+    """Seconds a step of training alone: evaluations and checkpoints do not count.
+
+    The first `warmup` steps (compilation, caches, first allocations) stay out of the mean.
+    `synchronize` waits for the device; it is called where the clock stops outside a log step: once
+    after warm-up and before a pause, so that queued work counts as training.
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup: int = 1,
+        synchronize: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.warmup, self.synchronize, self.clock = warmup, synchronize, clock
+        self.mean = 0.0  # seconds a step after warm-up; 0 until there is one
+        self._steps = self._total_steps = 0
+        self._total = 0.0
+        self._lap = 0.0  # seconds a step of the last lap
+        self._start = clock()
+
+    def step(self) -> None:
+        """A step was launched."""
+        self._steps += 1
+        if self.warmup:
+            self.warmup -= 1
+            if not self.warmup:
+                self.synchronize()
+                self.lap()
+                self._total, self._total_steps, self.mean = 0.0, 0, 0.0
+
+    def lap(self) -> float:
+        """Seconds a step since the last lap; without a step since, the last lap's again."""
+        now = self.clock()
+        if self._steps:
+            elapsed = now - self._start
+            self._lap = elapsed / self._steps
+            self._total += elapsed
+            self._total_steps += self._steps
+            self.mean = self._total / self._total_steps
+            self._start, self._steps = now, 0
+        return self._lap
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not training."""
+        self.synchronize()
+        stopped = self.clock()
+        try:
+            yield
+        finally:
+            self._start += self.clock() - stopped
+
+
+class MetricsLogger:
+    """Turns what the loop knows into records for every sink; silent on ranks other than 0.
+
+    `flops_per_token` is accounting.flops_per_token, `device_name` the GPU's name (None on a CPU),
+    `resume_step` the number of updates done before this start, `synchronize` torch.cuda.synchronize
+    on a GPU. Call `start_logging` before. Raises ValueError where a tracker is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        flops_per_token: float,
+        device_name: str | None = None,
+        resume_step: int = 0,
+        synchronize: Callable[[], None] = lambda: None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.tokens_per_step = config.train.global_batch * config.data.seq_len
+        self.world_size, self.flops_per_token = world_size, flops_per_token
+        self.device_name = device_name
+        self.throughput = Throughput(synchronize=synchronize)
+        self.sinks: list[Sink] = []
+        self.bar: tqdm[Any] | None = None
+        if rank != 0:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.sinks.append(JsonLines(run_dir, resume_step))
+        if config.log.tensorboard:
+            self.sinks.append(TensorBoard(run_dir, resume_step))
+        if config.log.wandb_project:
+            self.sinks.append(Wandb(run_dir, config))
+        console = Console(config, resume_step, stream or sys.stdout)
+        self.sinks.append(console)
+        self.bar = console.bar
+
+    def advance(self) -> None:
+        """After every step: moves the bar and the clock, waits for nothing."""
+        self.throughput.step()
+        if self.bar is not None:
+            self.bar.update()
+
+    def log_step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        skipped: int = 0,
+        peak_mem_gib: float | None = None,
+    ) -> None:
+        """Record the state after update `step`: after `advance`, the floats already fetched."""
+        seconds = self.throughput.lap()
+        assert seconds > 0, "advance() comes before log_step()"
+        rate = self.tokens_per_step / seconds / self.world_size
+        flops = rate * self.flops_per_token
+        self._write(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens": step * self.tokens_per_step,
+                "step_ms": 1000 * seconds,
+                "tokens_per_s_per_gpu": rate,
+                "tflops_per_gpu": flops / 1e12,
+                "mfu": accounting.mfu(flops, self.device_name),
+                "peak_mem_gib": peak_mem_gib,
+                "skipped": skipped,
+            }
+        )
+
+    def log_eval(self, step: int, val_loss: float) -> None:
+        """Record an evaluation; perplexity is exp(loss), Inf where that overflows."""
+        val_ppl = math.exp(val_loss) if val_loss < 700 else val_loss * math.inf
+        self._write({"step": step, "val_loss": val_loss, "val_ppl": val_ppl})
+
+    def close(self) -> None:
+        """Finish every sink."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []
+
+    def _write(self, record: Record) -> None:
+        for sink in self.sinks:
+            sink.write(record)

@@ -1,0 +1,72 @@
+"""The model, its buffers and its optimizer, and one training step of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from coatlm.config import Config
+from coatlm.model.builder import build_model
+from coatlm.optim.adamw import AdamW, Shard
+from coatlm.parallel.buffers import FlatModel
+from coatlm.parallel.groups import Groups
+from coatlm.parallel.pipeline import Batch, run_microbatches
+from coatlm.parallel.zero import ZeroOptimizer
+
+GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Trainer:
+    """Everything that a step changes. `vocab` is the padded vocabulary."""
+
+    def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+        self.config, self.groups = config, groups
+        p, o = config.parallel, config.optim
+        self.chunks = [
+            FlatModel(
+                chunk,
+                group=groups.dp_cp,
+                shard=p.zero > 0,
+                grad_dtype=GRAD_DTYPES[p.main_grads],
+                bucket_size=p.bucket_size,
+                overlap_grad_reduce=p.overlap_grad_reduce,
+                overlap_param_gather=p.overlap_param_gather,
+            )
+            for chunk in build_model(config, groups, vocab)
+        ]
+        self.optimizer = ZeroOptimizer(
+            self.chunks,
+            groups,
+            clip_grad=o.clip_grad,
+            make_shard=Shard,
+            make_optimizer=partial(
+                AdamW, recipe=o.recipe, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+            ),
+        )
+
+    def train_step(self, batches: Sequence[Batch], lr: float) -> tuple[Tensor, Tensor]:
+        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        loss = self._run(batches, forward_only=False)
+        return loss, self.optimizer.step(lr)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """Mean loss a token over `batches`, fp32 on the device."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._run(batches, forward_only=True)
+
+    def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
+        return run_microbatches(
+            self.chunks,
+            batches,
+            self.groups,
+            seq_len=self.config.data.seq_len,
+            forward_only=forward_only,
+        )

@@ -1,0 +1,102 @@
+"""Check Triton kernels on a machine without a GPU: compile them for sm_90, or interpret them.
+
+`compile_sm90` runs the whole pipeline, Triton IR to cubin, so a kernel that cannot be built for
+Hopper fails a CPU test. It answers "does it compile", not "is it right". `interpreted` answers part
+of the second question: the kernels of a module run on CPU tensors, which shows indexing and fp32
+arithmetic (FP8 casts it gets wrong; those need a GPU).
+
+    compiled = compile_sm90(
+        _scale_kernel,
+        {"x_ptr": "*bf16", "y_ptr": "*bf16", "N": "i32"},  # every argument that is not a constexpr
+        {"BLOCK": 1024},  # every constexpr
+        aligned=("N",),  # integers that are multiples of 16 at the launches meant
+    )
+    assert vector_bytes(compiled) == 16
+
+    with interpreted(coatlm.fp8.scale):
+        coatlm.fp8.scale._launch(x_cpu, y_cpu)
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+SM90 = GPUTarget("cuda", 90, 32)
+
+POINTER = {  # torch dtype -> the type that Triton gives to a tensor argument of it
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint16: "*u16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+
+
+def compile_sm90(
+    kernel: Any,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    *,
+    aligned: Sequence[str] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> CompiledKernel:
+    """Build `kernel` (a `@triton.jit` function, autotuned or not); `.asm` holds ttir, ptx, cubin.
+
+    `signature` gives every runtime argument its Triton type ("*bf16", "i32", "i64", "fp32"; see
+    POINTER), `constexprs` every constexpr its value. Pointers count as 16-byte aligned, as torch
+    allocates them, and so do the integers named in `aligned`, as Triton finds out at a launch: the
+    vector width of loads and stores depends on both. Raises ValueError when the names are not the
+    kernel's; compile errors are Triton's own.
+    """
+    while not isinstance(kernel, JITFunction):
+        kernel = kernel.fn  # autotune and heuristics wrap the function
+    if sorted([*signature, *constexprs]) != sorted(kernel.arg_names):
+        given = sorted([*signature, *constexprs])
+        raise ValueError(f"arguments {given} are not those of the kernel, {kernel.arg_names}")
+    kinds = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    attrs = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (name, kind) in enumerate(kinds.items())
+        if kind.startswith("*") or name in aligned
+    }
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=SM90, options=options)
+
+
+def vector_bytes(compiled: CompiledKernel) -> int:
+    """Bytes per thread of the widest global access in the PTX (16 is the most that sm_90 has)."""
+    ptx = compiled.asm["ptx"]
+    direct = re.findall(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bufs](\d+)\b", ptx)
+    to_shared = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], (0x\w+|\d+)", ptx)
+    widths = [int(lanes or 1) * int(bits) // 8 for lanes, bits in direct]
+    return max(widths + [int(size, 0) for size in to_shared])
+
+
+@contextmanager
+def interpreted(module: ModuleType) -> Iterator[None]:
+    """Inside, every `@triton.jit` function that `module` names runs in Triton's interpreter."""
+    jitted = {name: fn for name, fn in vars(module).items() if isinstance(fn, JITFunction)}
+    try:
+        for name, fn in jitted.items():
+            setattr(module, name, InterpretedFunction(fn.fn))
+        yield
+    finally:
+        for name, fn in jitted.items():
+            setattr(module, name, fn)

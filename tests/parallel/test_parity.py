@@ -1,0 +1,139 @@
+"""Every layout trains the same model: three steps give the same losses and gradient norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from coatlm.config import Config, make_config
+from coatlm.data.dataset import attention_mask, cp_slice
+from tests.distributed import run_ranks
+
+STEPS = 3
+RELATIVE = 1e-5  # fp32 sums in another order: some ulp (6e-8), amplified by three Adam steps
+MODEL = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "tie_embeddings": False}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"single": {}, "single, zero 0": {"zero": 0}},
+    2: {
+        "tp2": {"tp": 2},
+        "tp2 sp": {"tp": 2, "sequence_parallel": True},
+        "pp2": {"pp": 2},
+        "pp2 vpp2": {"pp": 2, "vpp": 2},
+        "dp2": {"zero": 0},
+        "dp2 zero1": {"zero": 1},
+        "dp2 zero1, no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "cp2": {"cp": 2},
+    },
+    4: {
+        "tp2 pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+        "tp2 dp2 zero1": {"tp": 2},
+        "tp2 cp2": {"tp": 2, "cp": 2, "sequence_parallel": True},
+        "pp2 dp2": {"pp": 2, "zero": 0},
+        "pp2 vpp2 dp2 zero1": {"pp": 2, "vpp": 2},
+    },
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"model": {"tie_embeddings": True}},
+    "qwen": {"model": {"qkv_bias": True, "qk_norm": True}},
+    "documents": {"data": {"reset_attention_mask": True}},
+    "recompute": {"train": {"recompute": "full"}},
+}
+
+
+def case(parallel: dict[str, Any], variant: str) -> Config:
+    """A small run in fp32; buckets so small that there are several."""
+    extra = VARIANTS[variant]
+    return make_config(
+        {
+            "model": MODEL | extra.get("model", {}),
+            "data": {"text": ["unused"], "seq_len": 32} | extra.get("data", {}),
+            "parallel": {"bucket_size": 20000} | parallel,
+            "precision": {"recipe": "fp32"},
+            "optim": {"recipe": "adamw-fp32", "lr": 1e-3},
+            "train": {"micro_batch": 2, "global_batch": 16} | extra.get("train", {}),
+        }
+    )
+
+
+def batches(config: Config, groups: Any, step: int) -> list[dict[str, Any]]:
+    """This rank's microbatches of random tokens with some masked: a pure function of the step."""
+    t, length = config.train, config.data.seq_len
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, 128, (t.global_batch, length + 1), generator=generator)
+    mask = (torch.rand(t.global_batch, length, generator=generator) > 0.1).float()
+    ids = (tokens[:, :-1] < 8).int().cumsum(1) if config.data.reset_attention_mask else None
+    result = []
+    for k in range(t.global_batch // (t.micro_batch * groups.dp.size())):
+        first = (k * groups.dp.size() + groups.dp.rank()) * t.micro_batch
+        rows = slice(first, first + t.micro_batch)
+        batch = {
+            "tokens": tokens[rows, :-1],
+            "labels": tokens[rows, 1:],
+            "loss_mask": mask[rows],
+            "attention_mask": None,
+        }
+        batch = cp_slice(batch, groups.cp.rank(), groups.cp.size())
+        if ids is not None:
+            from coatlm.model.builder import token_positions
+
+            batch["attention_mask"] = attention_mask(ids[rows], token_positions(length, groups))
+        result.append(batch)
+    return result
+
+
+def train_cases(rank: int, size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    """Losses and gradient norms of each (layout, variant)."""
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+
+    start_processes(Launch.from_environment())
+    results = {}
+    for layout, variant in cases:
+        config = case(LAYOUTS[size][layout], variant)
+        groups = make_groups(config.parallel)
+        trainer = Trainer(config, groups, vocab=128)
+        curve = []
+        for step in range(STEPS):
+            loss, norm = trainer.train_step(batches(config, groups, step), lr=1e-3)
+            curve.append((float(loss), float(norm)))
+        curve.append((float(trainer.evaluate(batches(config, groups, 99))), 0.0))
+        results[f"{layout}/{variant}"] = curve
+        release_groups()
+    return results
+
+
+def cases_of(size: int) -> list[tuple[str, str]]:
+    """All layouts in the plain variant; the others where they add something."""
+    cases = [(layout, "plain") for layout in LAYOUTS[size]]
+    for variant in VARIANTS:
+        if variant != "plain":
+            chosen = {1: ["single"], 2: ["tp2 sp", "pp2", "cp2"], 4: ["tp2 pp2"]}[size]
+            cases += [(layout, variant) for layout in chosen]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def curves() -> dict[str, Any]:
+    """Every case, from one group of processes a size; all ranks report the same."""
+    found: dict[str, Any] = {}
+    for size in LAYOUTS:
+        per_rank = run_ranks(size, "tests.parallel.test_parity:train_cases", cases_of(size))
+        assert all(result == per_rank[0] for result in per_rank)
+        found |= per_rank[0]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "variant"), [c for n in LAYOUTS for c in cases_of(n)])
+def test_layout_trains_like_one_process(curves: Any, layout: str, variant: str) -> None:
+    expected = torch.tensor(curves[f"single/{variant}"])
+    actual = torch.tensor(curves[f"{layout}/{variant}"])
+    torch.testing.assert_close(actual, expected, rtol=RELATIVE, atol=0.0)
+
+
+def test_training_lowers_the_loss_of_a_repeated_batch(curves: Any) -> None:
+    losses = [loss for loss, _ in curves["single/plain"][:STEPS]]
+    assert all(abs(loss - 4.85) < 0.3 for loss in losses)  # ln 128 = 4.85: random tokens

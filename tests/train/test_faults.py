@@ -1,0 +1,192 @@
+"""Signals, hangs and non-finite steps, with real signals and real processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coatlm.train.faults import (
+    SIGNALS,
+    ExitCode,
+    HangWatchdog,
+    NonFiniteError,
+    NonFiniteGuard,
+    StopSignal,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(script: str, *args: str) -> subprocess.Popen[str]:
+    """Run `script` in a new interpreter; stdout and stderr are pipes."""
+    command = [sys.executable, "-c", script, *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignal]:
+    with StopSignal() as value:
+        yield value
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_sets_the_flag_and_the_program_goes_on(
+    stop: StopSignal, number: signal.Signals
+) -> None:
+    assert stop.agreed() is None
+    os.kill(os.getpid(), number)
+    assert stop.agreed() is number
+
+
+@pytest.mark.parametrize("first_last", [(0, 1), (1, 0)])
+def test_the_more_urgent_signal_wins_whatever_the_order(
+    stop: StopSignal, first_last: tuple[int, int]
+) -> None:
+    for at in first_last:
+        os.kill(os.getpid(), (signal.SIGUSR1, signal.SIGTERM)[at])
+    assert stop.agreed() is signal.SIGTERM
+
+
+def test_a_second_sigint_interrupts_at_once(stop: StopSignal) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.agreed() is signal.SIGTERM
+
+
+def test_close_restores_the_previous_handlers() -> None:
+    before = [signal.getsignal(s) for s in SIGNALS]
+    with StopSignal():
+        assert [signal.getsignal(s) for s in SIGNALS] != before
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+
+
+def test_codes_of_signals_are_the_shells_and_a_requeue_code_of_its_own() -> None:
+    assert SIGNALS[signal.SIGINT] == 128 + signal.SIGINT == 130
+    assert SIGNALS[signal.SIGTERM] == 128 + signal.SIGTERM == 143
+    assert SIGNALS[signal.SIGUSR1] == ExitCode.REQUEUE == 85
+    assert len(set(ExitCode)) == len(ExitCode.__members__)
+
+
+AGREE = """
+import os, signal, sys
+import torch.distributed as dist
+from coatlm.train.faults import StopSignal
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+stop, seen = StopSignal(), []
+for step in range(4):
+    if (rank, step) == (1, 1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    if (rank, step) == (0, 3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    agreed = stop.agreed(dist.group.WORLD)
+    seen.append(agreed.name if agreed else "-")
+print(*seen)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_agree_in_the_step_in_which_one_of_them_has_a_signal(tmp_path: Path) -> None:
+    ranks = [python(AGREE, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [out for out, _ in said] == ["- SIGUSR1 SIGUSR1 SIGTERM\n"] * 2, said
+
+
+HANG = """
+import sys, time
+from pathlib import Path
+from coatlm.train.faults import HangWatchdog
+def stuck_in_a_collective():
+    time.sleep(60)
+watchdog = HangWatchdog(0.5, run_dir=Path(sys.argv[1]), rank=3)
+for _ in range(8):
+    time.sleep(0.1)
+    watchdog.beat()
+print("eight beats", flush=True)
+stuck_in_a_collective()
+"""
+
+
+def test_a_hang_dumps_stacks_and_exits_with_its_code(tmp_path: Path) -> None:
+    process = python(HANG, str(tmp_path))
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == ExitCode.HANG == 5
+    assert out == "eight beats\n"  # 0.8 s with a beat every 0.1 s were no hang
+    dumped = (tmp_path / "hang_rank3.txt").read_text()
+    assert "in stuck_in_a_collective" in err
+    assert "in stuck_in_a_collective" in dumped
+    assert "rank 3: no step for 0.5 s" in err
+
+
+def test_the_watchdog_acts_once_and_not_after_close(tmp_path: Path) -> None:
+    acted = threading.Event()
+    watchdog = HangWatchdog(0.05, acted.set, run_dir=tmp_path)
+    assert acted.wait(10)
+    watchdog.close()
+    acted.clear()
+    closed = HangWatchdog(0.05, acted.set, run_dir=tmp_path)
+    closed.close()
+    assert not acted.wait(0.2)
+
+
+def test_timeout_zero_switches_the_watchdog_off(tmp_path: Path) -> None:
+    acted = threading.Event()
+    threads = threading.active_count()
+    watchdog = HangWatchdog(0.0, acted.set, run_dir=tmp_path)
+    assert threading.active_count() == threads
+    watchdog.beat()
+    watchdog.close()
+
+
+SUSPEND = """
+import sys, time
+from pathlib import Path
+from coatlm.train.faults import HangWatchdog
+watchdog = HangWatchdog(1.0, run_dir=Path(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(0.1)
+watchdog.close()
+"""
+
+
+def test_a_suspended_process_has_not_hung(tmp_path: Path) -> None:
+    process = python(SUSPEND, str(tmp_path))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)  # past the timeout
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+
+
+def test_the_guard_ends_a_run_at_the_limit_of_skipped_steps_in_a_row() -> None:
+    guard = NonFiniteGuard(3)
+    guard.observe(4, [float("nan"), float("inf"), 1.0, float("nan")])
+    assert (guard.total, guard.in_row) == (3, 1)
+    guard.observe(5, [float("-inf")])
+    with pytest.raises(NonFiniteError, match=r"step 6: train\.max_skipped=3 .* step 3;"):
+        guard.observe(6, [float("nan")])
+
+
+def test_the_guard_names_every_skipped_step(caplog: pytest.LogCaptureFixture) -> None:
+    guard = NonFiniteGuard(9, total=2)
+    with caplog.at_level(logging.WARNING, logger="coatlm"):
+        guard.observe(20, [0.5, float("nan"), float("inf")])
+    assert [r.getMessage() for r in caplog.records] == [
+        "step 19 skipped: gradient norm nan",
+        "step 20 skipped: gradient norm inf",
+    ]
+    assert guard.total == 4
