@@ -60,7 +60,7 @@ class Model(Section):
     kv_heads: int | None = Field(None, ge=1)  # null: as many as heads
     head_dim: int | None = Field(None, ge=2)  # null: hidden / heads
     ffn: int = Field(704, ge=1)
-    vocab: int | None = Field(None, ge=1)  # null: what the tokenizer has, padded to 128 * tp
+    vocab: int | None = Field(None, ge=1)  # null: what the tokenizer has, padded to a multiple of 128
     rope_theta: float = Field(10000.0, gt=0.0)
     rope_scaling: RopeScaling | None = None
     norm_eps: float = Field(1e-5, gt=0.0)
@@ -204,6 +204,7 @@ class Checkpoint(Section):
     every: int = Field(50, ge=0)  # steps; 0: only at the end
     keep: int = Field(3, ge=1)  # newest checkpoints that stay
     resume: str = "auto"  # auto | none | a checkpoint or run directory
+    weights_only: bool = False  # a new run from the weights of `resume`: step 0, fresh states
     async_save: bool = True  # write while training goes on
 
 
@@ -254,6 +255,8 @@ class Config(Section):
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
         if p.vpp > 1 and p.pp == 1:
             raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+        if self.checkpoint.weights_only and self.checkpoint.resume in ("auto", "none"):
+            raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
         if self.precision.recipe == "fp32" and self.optim.recipe != "adamw-fp32":

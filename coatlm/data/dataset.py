@@ -1,31 +1,19 @@
-"""Tokens -> samples -> batches; sample i is a pure function of (seed, i).
+"""Prepared tokens -> the microbatches of a rank.
 
-    stream(e) = documents of a part in the order of shuffled(documents; seed, source, e), joined
-    window(e, w) = stream(e)[w * S : w * S + S + 1],  w = 0 .. (tokens - 1) // S - 1
-    sample j of a source = window(e, shuffled(windows; seed, source, e)[j mod windows]),
-                           e = j // windows
-    sample i of a blend  = sample (number of earlier samples from s) of s = source(i)
+Step n of training reads samples n * G .. (n + 1) * G - 1 of the order in `coatlm.data.order`, G
+being the global batch, whatever the number of ranks. A sample of S + 1 tokens becomes S inputs and,
+one position later, S labels.
 
-S = seq_len. Each epoch cuts the windows anew; the tokens after its last window are dropped. Nothing
-depends on the number of ranks or of training steps, so a run may be resumed, lengthened or spread
-differently and still reads the same samples in the same order. Step n of training reads samples
-n * G .. (n + 1) * G - 1 for a global batch of G.
-
-A source is split by tokens into train, validation and test: contiguous parts whose boundaries move
-to the nearest document boundary, unless that would take more than half of its tokens from a part
-(few or huge documents), where they stay and cut a document.
-
-Shapes: D documents, W windows, b samples of a microbatch, s = seq_len.
+Shapes: b samples of a microbatch, s = S = seq_len.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -33,158 +21,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatlm.config import Data
-from coatlm.data.indexed import Indexed, open_indexed
+from coatlm.data.indexed import open_indexed
+from coatlm.data.order import Blend, Stream, split_bounds
 from coatlm.data.preprocess import prepare_text
 from coatlm.data.tokenizer import Tokenizer
-from coatlm.platform import enable_cpu
 
 PARTS = ("train", "validation", "test")
-PERIOD = 1 << 20  # samples after which a blend repeats its order of sources; 1/PERIOD of weight
 EVAL_SEED = 0  # validation samples are the same in every run
 
 
-def shuffled(count: int, *key: object) -> NDArray[np.int64]:
-    """The numbers 0..count-1 sorted by hash: a permutation that is a pure function of (count, key).
-
-    hash(i) = mix(h + i * golden), h = sha256(key), mix = SplitMix64's finaliser (Steele et al.,
-    2014). The map is one-to-one on 64-bit words, so hashes never tie. Unlike a generator's
-    shuffle, this does not change with the version of a library.
-    """
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    x = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x += np.uint64(int.from_bytes(digest[:8], "little"))
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(x ^ (x >> np.uint64(31)))
-
-
-def split_bounds(
-    bounds_D1: NDArray[np.int64], ratios: Sequence[float]
-) -> list[NDArray[np.int64]]:
-    """Document bounds (token offsets) of each contiguous part; rule in the module docstring."""
-    total = int(bounds_D1[-1])
-    share = np.asarray(ratios, dtype=np.float64) / sum(ratios)
-    exact = np.rint(total * np.cumsum(share)).astype(np.int64)[:-1]
-    above = np.clip(np.searchsorted(bounds_D1, exact), 1, len(bounds_D1) - 1)
-    low, high = bounds_D1[above - 1], bounds_D1[above]
-    moved = np.where(exact - low < high - exact, low, high)
-    sizes = np.diff(moved, prepend=0, append=total)
-    cuts = moved if (2 * sizes >= share * total).all() else exact
-    edges = [0, *(int(cut) for cut in cuts), total]
-    parts = []
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
-        inside = bounds_D1[(bounds_D1 > begin) & (bounds_D1 < end)]
-        parts.append(np.concatenate(([begin], inside, [end])).astype(np.int64))
-    return parts
-
-
-class _Epoch(NamedTuple):
-    """One order of a part's tokens: token p of the stream is tokens[p + shift_D[d(p)]]."""
-
-    ends_D: NDArray[np.int64]  # stream offset at which the d-th document ends
-    shift_D: NDArray[np.int64]
-    windows_W: NDArray[np.int64]
-
-
-class Stream:
-    """One part of one source as an endless, randomly accessible sequence of windows."""
-
-    def __init__(
-        self, source: Indexed, bounds_D1: NDArray[np.int64], *, seq_len: int, key: tuple[int, ...]
-    ) -> None:
-        self.windows = (int(bounds_D1[-1] - bounds_D1[0]) - 1) // seq_len
-        self._tokens = source.tokens
-        self._bounds_D1 = bounds_D1
-        self._seq_len = seq_len
-        self._key = key
-        self._epochs: dict[int, _Epoch] = {}
-
-    def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        """The s + 1 tokens of a sample, sample >= 0."""
-        number, place = divmod(sample, self.windows)
-        epoch = self._epochs.get(number) or self._open_epoch(number)
-        begin = int(epoch.windows_W[place]) * self._seq_len
-        end = begin + self._seq_len + 1
-        first, last = np.searchsorted(epoch.ends_D, (begin, end - 1), side="right")
-        ends = epoch.ends_D[first : last + 1].clip(max=end)
-        shifts = np.repeat(epoch.shift_D[first : last + 1], np.diff(ends, prepend=begin))
-        return self._tokens[np.arange(begin, end) + shifts].astype(np.int64)
-
-    def _open_epoch(self, number: int) -> _Epoch:
-        order_D = shuffled(len(self._bounds_D1) - 1, "documents", *self._key, number)
-        ends_D = np.cumsum(np.diff(self._bounds_D1)[order_D])
-        shift_D = self._bounds_D1[1:][order_D] - ends_D
-        windows_W = shuffled(self.windows, "windows", *self._key, number)
-        kept = {n: e for n, e in self._epochs.items() if n == number - 1}  # a step may straddle two
-        self._epochs = {**kept, number: _Epoch(ends_D, shift_D, windows_W)}
-        return self._epochs[number]
-
-
+@dataclass(frozen=True)
 class Dataset:
-    """Streams blended by weight: sample i, for any i >= 0, is s + 1 token ids.
+    """Blended streams: sample i, for any i >= 0, is seq_len + 1 token ids."""
 
-    Each sample comes from the source that is furthest behind its share (megatron's
-    `build_blending_indices`). Weights are rounded to 1/PERIOD, so the order repeats every PERIOD
-    samples and a table of one period places any i. After n samples no source is ahead of its share
-    of n by a whole sample; of two sources, none is behind by a whole one either.
-    """
-
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        weights: Sequence[float],
-        *,
-        seq_len: int,
-        eod: int,
-        eod_mask_loss: bool = False,
-        reset_attention_mask: bool = False,
-    ) -> None:
-        self.seq_len = seq_len
-        self.eod = eod
-        self.eod_mask_loss = eod_mask_loss
-        self.reset_attention_mask = reset_attention_mask
-        self._streams = list(streams)
-        if len(self._streams) > 1:
-            self._quota = _quotas(weights)
-            self._source_P, self._rank_P = _blend_period(self._quota)
-
-    def locate(self, sample: int) -> tuple[int, int]:
-        """(source, number of the sample within that source)."""
-        if len(self._streams) == 1:
-            return 0, sample
-        period, place = divmod(sample, PERIOD)
-        source = int(self._source_P[place])
-        return source, period * int(self._quota[source]) + int(self._rank_P[place])
+    streams: Sequence[Stream]
+    blend: Blend
+    seq_len: int
+    eod: int
+    eod_mask_loss: bool = False
+    reset_attention_mask: bool = False
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        source, number = self.locate(sample)
-        return self._streams[source][number]
-
-
-def _quotas(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Weights as whole samples of PERIOD, by largest remainder."""
-    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * PERIOD
-    quota = np.floor(exact).astype(np.int64)
-    quota[np.argsort(quota - exact, kind="stable")[: PERIOD - quota.sum()]] += 1
-    if quota.min() == 0:
-        raise ValueError(
-            f"data.paths: weight={weights[int(quota.argmin())]} is less than 1/{PERIOD} of the sum"
-        )
-    return quota
-
-
-def _blend_period(quota: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Source of each of PERIOD samples, and how many of that source came before it.
-
-    Exact in megatron's doubles: weights are multiples of 2^-20 and counts are below 2^20.
-    """
-    enable_cpu()
-    from megatron.core.datasets.helpers import build_blending_indices
-
-    source_P = np.zeros(PERIOD, dtype=np.int16)
-    rank_P = np.zeros(PERIOD, dtype=np.int64)
-    build_blending_indices(source_P, rank_P, quota / PERIOD, len(quota), PERIOD, False)
-    return source_P, rank_P
+        source, number = self.blend.locate(sample)
+        return self.streams[source][number]
 
 
 @dataclass(frozen=True)
@@ -205,8 +64,8 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
         label = f"data.text={','.join(data.text)}"
         sources = [open_indexed(prepare_text(data), tokenizer, name=label)]
     else:
-        sources = [open_indexed(Path(source.path), tokenizer) for source in data.paths]
-    weights = [source.weight for source in data.paths] or [1.0]
+        sources = [open_indexed(source.path, tokenizer) for source in data.paths]
+    blend = Blend([source.weight for source in data.paths] or [1.0])
     splits = [split_bounds(source.bounds_D1, data.split) for source in sources]
 
     def part(index: int) -> Dataset | None:
@@ -215,7 +74,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
         streams = []
         for number, (source, bounds) in enumerate(zip(sources, splits, strict=True)):
             key = (seed if index == 0 else EVAL_SEED, index, number)
-            streams.append(Stream(source, bounds[index], seq_len=data.seq_len, key=key))
+            streams.append(Stream(source.tokens, bounds[index], seq_len=data.seq_len, key=key))
             if streams[-1].windows == 0:
                 raise ValueError(
                     f"{source.name}: the {PARTS[index]} part (data.split) has "
@@ -224,7 +83,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
                 )
         return Dataset(
             streams,
-            weights,
+            blend,
             seq_len=data.seq_len,
             eod=tokenizer.eod,
             eod_mask_loss=data.eod_mask_loss,
@@ -282,7 +141,7 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Batch:
     return Batch(tokens=tokens, labels=labels, loss_mask=mask, document_ids=documents)
 
 
-def _map(batch: Batch, function: Any) -> Batch:
+def _map(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """Apply `function` to every tensor."""
     documents = batch["document_ids"]
     return Batch(
@@ -314,21 +173,26 @@ class BatchIterator:
         dp_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._dataset = dataset
-        self._shape = dict(
-            global_batch=global_batch, micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size
+        self._read = functools.partial(
+            microbatches,
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
         )
-        self._device = torch.device(device)
         self._step = first_step
-        cuda = self._device.type == "cuda"
-        # a thread starts on GPU 0, where pinning memory would open a context for every rank
-        init = dict(initializer=torch.cuda.set_device, initargs=(self._device,)) if cuda else {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches", **init)
-        self._next: Future[list[Batch]] = self._thread.submit(self._read, self._step)
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next = self._thread.submit(self._prepare, self._step)
 
-    def _read(self, step: int) -> list[Batch]:
-        batches = list(microbatches(self._dataset, step, **self._shape))
+    def _prepare(self, step: int) -> list[Batch]:
+        """The step's batches in host memory, pinned for a GPU. Runs in the thread."""
+        batches = list(self._read(step))
         if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread starts on GPU 0 and would use it
             batches = [_map(batch, Tensor.pin_memory) for batch in batches]
         return batches
 
@@ -338,7 +202,7 @@ class BatchIterator:
     def __next__(self) -> list[Batch]:
         batches = self._next.result()
         self._step += 1
-        self._next = self._thread.submit(self._read, self._step)
+        self._next = self._thread.submit(self._prepare, self._step)
         return [_to(batch, self._device) for batch in batches]
 
     def __enter__(self) -> BatchIterator:

@@ -1,6 +1,6 @@
 """Files -> documents: plain text, JSON lines and parquet, in pieces that can be read in parallel.
 
-    file     = segment*      a byte range of a plain file | a row group of parquet | a compressed file
+    file     = segment*      byte range of a plain file | row group of parquet | compressed file
     document = a JSON line's field | a parquet row's column | the text of one segment
 
 A line belongs to the segment in which it begins, so that segments are read independently and
@@ -14,6 +14,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import sysconfig
 import zlib
@@ -74,17 +75,22 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path]:
             raise ValueError(f"{item}: no such file, and no file matches it as a glob")
         for path in found:
             if path.is_dir():
-                raise ValueError(f"{path}: is a directory; name its files, for example {path}/*.txt")
+                raise ValueError(
+                    f"{path}: is a directory; name its files, for example {path}/*.txt"
+                )
             paths[path.absolute()] = None
     return list(paths)
 
 
 def stdlib_sources() -> list[Path]:
     """The .py files of the standard library without its tests, sorted, capped at STDLIB_BYTES."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = (p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts))
+    root = sysconfig.get_paths()["stdlib"]
+    paths: list[Path] = []
+    for directory, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _NOT_STDLIB]
+        paths += [Path(directory, name) for name in files if name.endswith(".py")]
     chosen, total = [], 0
-    for path in sorted(paths, key=lambda p: p.relative_to(root).as_posix()):
+    for path in sorted(paths):
         total += path.stat().st_size
         if total > STDLIB_BYTES:
             break
@@ -101,7 +107,9 @@ def file_kind(path: str) -> tuple[Kind, str]:
         return "jsonl", compression
     if suffix == ".parquet":
         if compression:
-            raise ValueError(f"{path}: parquet is compressed inside; a {compression} of it is not read")
+            raise ValueError(
+                f"{path}: parquet is compressed inside; a {compression} of it is not read"
+            )
         return "parquet", ""
     return "text", compression
 
@@ -126,7 +134,7 @@ def plan_segments(paths: Sequence[Path], segment_bytes: int) -> list[Segment]:
                 raise ValueError(f"{path}: the file is empty")
             segments.append(Segment(*identity, 0, size, size))
         else:
-            for start in range(0, size, segment_bytes):
+            for start in range(0, max(size, 1), segment_bytes):
                 stop = min(start + segment_bytes, size)
                 segments.append(Segment(*identity, start, stop, stop - start))
     return segments
@@ -209,17 +217,17 @@ def _line_blocks(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
     with open(segment.path, "rb") as raw:
         file: IO[bytes] = raw
         if compression == ".gz":
-            file = gzip.GzipFile(fileobj=raw)
+            file = io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK_BYTES)
         elif compression == ".zst":
             file = io.BufferedReader(_ZstdReader(raw), BLOCK_BYTES)
         elif segment.start:
             raw.seek(segment.start - 1)
             raw.readline()  # the rest of a line of the segment before, or only its line end
-        offset = raw.tell() if not compression else 0
+        offset = file.tell() if not compression else 0
         at_disk = offset
         while compression or offset < segment.stop:
-            room = BLOCK_BYTES if compression else min(BLOCK_BYTES, segment.stop - offset)
-            lines = file.readlines(room)
+            limit = offset + BLOCK_BYTES
+            lines = _read_lines(file, offset, limit if compression else min(limit, segment.stop))
             if not lines:
                 return
             begin, offset = offset, offset + sum(map(len, lines))
@@ -227,6 +235,15 @@ def _line_blocks(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
                 lines[0] = lines[0][len(_BOM) :]
             moved, at_disk = raw.tell() - at_disk, raw.tell()
             yield lines, begin, moved
+
+
+def _read_lines(file: IO[bytes], offset: int, stop: int) -> list[bytes]:
+    """The lines that begin at `offset` and up to `stop`, exclusive."""
+    lines = []
+    while offset < stop and (line := file.readline()):
+        lines.append(line)
+        offset += len(line)
+    return lines
 
 
 class _ZstdReader(io.RawIOBase):
@@ -305,6 +322,8 @@ def _parquet_blocks(segment: Segment, column: str) -> Iterator[Block]:
                 segment.nbytes * len(values) // rows,
             )
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{segment.path}: broken parquet: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"{segment.path}: broken parquet: {' '.join(str(error).split())}"
+        ) from None
     finally:
         file.close()

@@ -29,7 +29,14 @@ FORMAT = "coatlm-tokens"
 VERSION = 1
 HEADER_BYTES = 34
 MAGIC = b"MMIDIDX\x00\x00"
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DTYPES: dict[int, type[np.number[Any]]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
 SCANNED_TOKENS = 1 << 26  # ids compared with the vocabulary; beyond, evenly spaced blocks
 SCANNED_BLOCK = 1 << 16
 

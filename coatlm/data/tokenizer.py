@@ -176,7 +176,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
     if options is None or (kind != "byte" and not target) or (kind == "byte" and spec != "byte"):
         raise ValueError(f"data.tokenizer={spec!r}: allowed are {SPECS}")
     eod, pattern = options["eod"], options["pattern"]
-    if kind == "tiktoken" and eod or kind != "tiktoken" and pattern:
+    if eod if kind == "tiktoken" else pattern:
         raise ValueError(
             f"data.tokenizer={spec!r}: eod= goes with hf and sentencepiece, pattern= with tiktoken"
         )
@@ -191,7 +191,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
             return TiktokenTokenizer(spec, target, pattern)
     except ImportError as error:
         raise ValueError(
-            f"data.tokenizer={spec!r} needs a package that is not installed: pip install {error.name}"
+            f"data.tokenizer={spec!r}: its package is missing: pip install {error.name}"
         ) from None
     raise ValueError(f"data.tokenizer={spec!r}: allowed are {SPECS}")
 

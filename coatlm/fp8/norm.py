@@ -1,11 +1,13 @@
-"""RMSNorm with fp32 arithmetic (Zhang & Sennrich 2019, eq. 4). R rows of H elements, rstd one per row.
+"""RMSNorm with fp32 arithmetic (Zhang & Sennrich 2019, eq. 4). R rows of H elements.
 
-    rstd = (mean(x^2) + eps)^(-1/2)        xhat = x * rstd         y = xhat * weight
-    dx = rstd * (g - xhat * mean(g * xhat)), g = dy * weight       dweight = sum over rows of dy * xhat
+    rstd = (mean(x^2) + eps)^(-1/2)        xhat = x * rstd        y = xhat * weight
+    g = dy * weight                        dx = rstd * (g - xhat * mean(g * xhat))
+    dweight = sum over rows of dy * xhat
 
 Rounding: once per output, to the dtype of x (y, dx) or of the weight (dweight). Saved for backward:
-x and rstd (4 bytes a row), not y. Backward reads x and dy once: a fixed number of programs walk over
-the rows, each keeps its part of dweight in registers, and the parts, [programs, H], are summed last.
+x and rstd (4 bytes a row), not y. Backward reads x and dy once: a fixed number of programs walk
+over the rows, each keeps its part of dweight in registers, and the parts, [programs, H], are summed
+last.
 """
 
 import functools
@@ -85,7 +87,7 @@ def _rms_norm_backward_kernel(
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(program * ROWS, R, step, num_stages=STAGES):
-        row = first.to(tl.int64) + tl.arange(0, ROWS)
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
         at = row[:, None] * H + col
         mask = (row[:, None] < R) & (col < H)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -128,9 +130,7 @@ def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     return y, rstd
 
 
-def _launch_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
+def _launch_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     hidden = x.shape[-1]
     rows, tile = x.numel() // hidden, _tile(hidden)
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()

@@ -22,13 +22,15 @@ temporary workspaces or fragmentation. The memory plan and the reported MFU shar
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import astuple, dataclass
 
 from coatlm.config import Config, ConfigError, Model, OptimRecipe
 
-VOCAB_MULTIPLE = 128  # rows of the embedding on a tensor-parallel rank: full GEMM tiles
-LOGITS_CHUNK = 4096  # tokens whose logits exist at one time
+VOCAB_MULTIPLE = 128  # rows of the embedding: full GEMM tiles
+LOGITS_BYTES = 256 * 2**20  # of logits that `loss.py` lets exist at a time
+STATISTIC = 4  # bytes of an fp32 number that a kernel keeps a row
 GIB = 2**30
 
 # Dense BF16 FLOP/s from the data sheets (half the figure with sparsity); the first match counts.
@@ -54,32 +56,41 @@ PEAK_BF16 = tuple(
 )
 
 # Bytes a parameter beside the weight: fp32 master + m + v; BF16 m + v.
-STATE_BYTES: dict[OptimRecipe, int] = {"adamw-fp32": 12, "adamw-bf16": 4}
+STATE_BYTES: dict[OptimRecipe, float] = {"adamw-fp32": 12, "adamw-bf16": 4}
 MASTER_BYTES = 4  # of adamw-fp32, saved where the weight is fp32 and is its own master
 
 
 # --- parameters ---------------------------------------------------------------------------------
 
 
-def padded_vocab(vocab: int, tp: int) -> int:
-    """The smallest multiple of 128 * tp that holds `vocab` tokens."""
-    multiple = VOCAB_MULTIPLE * tp
-    return -(-vocab // multiple) * multiple
+def padded_vocab(vocab: int) -> int:
+    """The smallest multiple of 128 that holds `vocab` tokens.
+
+    It does not depend on the layout, so that a checkpoint fits every number of ranks.
+    """
+    return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def model_vocab(config: Config, tokenizer_vocab: int | None = None) -> int:
     """Rows of the embedding: `model.vocab` as given, else the tokenizer's vocabulary, padded.
 
-    Raises ConfigError where neither is known.
+    Raises ConfigError where neither is known, the tokenizer has more tokens, or tp does not divide.
     """
-    if config.model.vocab is not None:
-        return config.model.vocab
-    if tokenizer_vocab is None:
+    given, tp = config.model.vocab, config.parallel.tp
+    if given is None and tokenizer_vocab is None:
         raise ConfigError(
             f"model.vocab=null: the vocabulary of data.tokenizer={config.data.tokenizer} is not "
             "known here; give model.vocab or the tokenizer's size"
         )
-    return padded_vocab(tokenizer_vocab, config.parallel.tp)
+    if given is not None and tokenizer_vocab is not None and given < tokenizer_vocab:
+        raise ConfigError(
+            f"model.vocab={given}: data.tokenizer={config.data.tokenizer} has {tokenizer_vocab} "
+            "tokens; give at least as many or null"
+        )
+    vocab = given if given is not None else padded_vocab(tokenizer_vocab or 0)
+    if vocab % tp:
+        raise ConfigError(f"a vocabulary of {vocab} is not a multiple of parallel.tp={tp}")
+    return vocab
 
 
 def query_size(m: Model) -> int:
@@ -108,7 +119,7 @@ def layer_norms(m: Model) -> int:
     return 2 * m.hidden + (2 * m.size_per_head if m.qk_norm else 0)
 
 
-def total_parameters(m: Model, vocab: int) -> int:
+def parameters(m: Model, vocab: int) -> int:
     """Parameters of the model; tied embeddings count once."""
     layer = layer_matrices(m) + layer_biases(m) + layer_norms(m)
     embeddings = m.hidden * vocab * (1 if m.tie_embeddings else 2)
@@ -174,7 +185,7 @@ class RankBytes:
     main_grads: int
     optim_states: int
     activations: int
-    logits: int
+    loss: int
 
     @property
     def total(self) -> int:
@@ -199,43 +210,59 @@ def fp8_weight_bytes(config: Config) -> int:
     return 2 * (m.layers // p.pp) * layer_matrices(m) // p.tp
 
 
-def main_grad_bytes(config: Config, parameters: int) -> int:
-    """The buffer that gradients are accumulated and reduced in; whole on every rank."""
-    return parameters * (4 if config.parallel.main_grads == "fp32" else 2)
+def main_grad_bytes(config: Config, count: int) -> int:
+    """The buffer that `count` gradients are accumulated and reduced in; whole on every rank."""
+    return count * (4 if config.parallel.main_grads == "fp32" else 2)
 
 
-def optim_state_bytes(config: Config, parameters: int, data_parallel: int) -> int:
-    """Optimizer states; with zero=1 divided over data- and context-parallel ranks."""
+def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
+    """States of `count` parameters; with zero=1 divided over data- and context-parallel ranks."""
     each = STATE_BYTES[config.optim.recipe]
     if config.precision.recipe == "fp32":
         each -= MASTER_BYTES
     ranks = data_parallel * config.parallel.cp if config.parallel.zero else 1
-    return -(-parameters * each // ranks)
+    return math.ceil(count * each / ranks)
 
 
 def layer_activation_bytes(config: Config) -> float:
     """Bytes a token that one layer keeps for its backward pass, without full recomputation.
 
-    Norms, attention and SwiGLU are fused kernels that keep their inputs, and attention its output
-    and one fp32 softmax statistic a head. In BF16 with k = q = h, statistics aside:
+    In BF16 with k = q = h, without the four bytes of each fp32 statistic of a norm or a softmax:
 
         norm inputs 4h, their outputs 4h, q k v 6h, attention output 2h    = 16h
         fc1 output 4f, SwiGLU output 2f                                    =  6f
 
-    With FP8 linear layers their inputs take one byte, and the attention output is kept beside its
-    FP8 copy. `selective` runs attention again: the statistics go, and that second output with them.
+    With FP8 linear layers their inputs take one byte.
+    """
+    m, p = config.model, config.parallel
+    e, x = element_bytes(config), linear_input_bytes(config)
+    norms = 2 * m.hidden * (e + x) + 2 * STATISTIC
+    mlp = 2 * m.ffn * e + m.ffn * x
+    local = attention_activation_bytes(config) + mlp
+    return norms / (p.tp if p.sequence_parallel else 1) + local / p.tp
+
+
+def attention_activation_bytes(config: Config) -> int:
+    """Bytes a token that attention keeps between the output of qkv and the input of the projection.
+
+    Kept are q, k, v after RoPE, the output, and what the projection keeps of it. Norms of queries
+    and keys add their inputs (the queries a copy, the keys the whole output of qkv). Context
+    parallelism gathers keys and values and keeps the output in two parts beside the whole. An
+    attention mask becomes a bias of S elements a token. `selective` keeps the output of qkv alone.
     """
     m, p = config.model, config.parallel
     e, x = element_bytes(config), linear_input_bytes(config)
     q, k = query_size(m), key_size(m)
-    norms = 2 * m.hidden * (e + x)
-    attention = (q + 2 * k) * e + q * x
+    if config.train.recompute == "selective":
+        return (q + 2 * k) * e + q * x
+    kept = (q + 2 * k * p.cp) * e + STATISTIC * m.heads + q * x
+    if p.cp > 1 or x != e:
+        kept += q * e
     if m.qk_norm:
-        attention += (q + k) * e
-    if config.train.recompute == "none":
-        attention += 4 * m.heads + (q * e if x != e else 0)
-    mlp = 2 * m.ffn * e + m.ffn * x
-    return norms / (p.tp if p.sequence_parallel else 1) + (attention + mlp) / p.tp
+        kept += (2 * q + k) * e + STATISTIC * (m.heads + m.queries_groups)
+    if config.data.reset_attention_mask:
+        kept += config.data.seq_len * e
+    return kept
 
 
 def layer_input_bytes(config: Config) -> float:
@@ -257,23 +284,33 @@ def chunks_in_flight(config: Config, stage: int, microbatches: int) -> int:
 
 
 def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
-    """Activations on a stage at its peak; on the last one also what final norm and output keep."""
-    t, p = config.train, config.parallel
-    tokens = t.micro_batch * config.data.seq_len // p.cp
-    layers = chunks_in_flight(config, stage, microbatches) * config.model.layers // (p.pp * p.vpp)
-    if t.recompute == "full":  # one layer at a time is whole again
+    """Activations on a stage at its peak: of layers, and on the last one of norm and output."""
+    m, p = config.model, config.parallel
+    layers = chunks_in_flight(config, stage, microbatches) * m.layers // (p.pp * p.vpp)
+    if config.train.recompute == "full":  # one layer at a time is whole again
         each_token = layers * layer_input_bytes(config) + layer_activation_bytes(config)
     else:
         each_token = layers * layer_activation_bytes(config)
     if stage == p.pp - 1:
-        each_token += 2 * layer_input_bytes(config)
-    return round(tokens * each_token)
+        statistics = STATISTIC / (p.tp if p.sequence_parallel else 1)
+        each_token += layer_input_bytes(config) + statistics + m.hidden * element_bytes(config)
+    return round(microbatch_tokens(config) * each_token)
 
 
-def logits_bytes(config: Config, vocab: int, chunk: int = LOGITS_CHUNK) -> int:
-    """Logits of one chunk of tokens on a tensor-parallel rank, as computed and in fp32."""
-    tokens = min(chunk, config.train.micro_batch * config.data.seq_len // config.parallel.cp)
-    return tokens * (vocab // config.parallel.tp) * (element_bytes(config) + 4)
+def loss_bytes(config: Config, vocab: int) -> int:
+    """What `loss.py` holds on the last stage as backward begins.
+
+    Logits of one chunk of the vocabulary, and the gradient of the last hidden state, once in fp32
+    and once as it is handed on.
+    """
+    m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
+    rows = max(LOGITS_BYTES // (tokens * e) // VOCAB_MULTIPLE, 1) * VOCAB_MULTIPLE
+    return tokens * (min(rows, vocab // config.parallel.tp) * e + m.hidden * (4 + e))
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Tokens of a forward pass on one rank; context parallelism divides them."""
+    return config.train.micro_batch * config.data.seq_len // config.parallel.cp
 
 
 def microbatches_per_step(config: Config, data_parallel: int) -> int:
@@ -284,15 +321,15 @@ def microbatches_per_step(config: Config, data_parallel: int) -> int:
 def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) -> RankBytes:
     """Bytes by kind on every rank of a pipeline stage."""
     p = config.parallel
-    parameters = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
+    count = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
     microbatches = microbatches_per_step(config, data_parallel)
     return RankBytes(
-        weights=parameters * element_bytes(config),
+        weights=count * element_bytes(config),
         fp8_weights=fp8_weight_bytes(config),
-        main_grads=main_grad_bytes(config, parameters),
-        optim_states=optim_state_bytes(config, parameters, data_parallel),
+        main_grads=main_grad_bytes(config, count),
+        optim_states=optim_state_bytes(config, count, data_parallel),
         activations=activation_bytes(config, stage, microbatches),
-        logits=logits_bytes(config, vocab) if stage == p.pp - 1 else 0,
+        loss=loss_bytes(config, vocab) if stage == p.pp - 1 else 0,
     )
 
 
@@ -321,7 +358,7 @@ def plan(
     vocab = model_vocab(config, tokenizer_vocab)
     tokens = t.global_batch * config.data.seq_len
     flops = flops_per_token(m, vocab, config.data.seq_len)
-    total, active = total_parameters(m, vocab), matmul_parameters(m, vocab)
+    total, active = parameters(m, vocab), matmul_parameters(m, vocab)
     heads = f"{m.heads} heads of {m.size_per_head} ({m.queries_groups} kv)"
     chunks = f", {p.vpp} chunks of {m.layers // (p.pp * p.vpp)}" if p.vpp > 1 else ""
     microbatches = f"microbatches: {microbatches_per_step(config, dp)} of {t.micro_batch} a rank"
@@ -354,7 +391,7 @@ def _memory_table(config: Config, vocab: int, dp: int) -> list[str]:
         ("main grads", kept.main_grads, p.main_grads),
         ("optim states", kept.optim_states, f"{config.optim.recipe}, cut in {shards}"),
         ("activations", kept.activations, held),
-        ("logits", kept.logits, f"chunks of {LOGITS_CHUNK} tokens"),
+        ("loss", kept.loss, "a chunk of logits, the gradient of the hidden state"),
         ("sum", kept.total, "without CUDA context, communication and temporary buffers"),
     ]
     head = f"{'memory':<14}GiB on a rank of stage {stage}" + (", the fullest" if p.pp > 1 else "")

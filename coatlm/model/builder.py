@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import Config
+from coatlm.data.dataset import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
@@ -156,13 +157,10 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def token_positions(seq_len: int, groups: Groups) -> Tensor:
-    """Positions of this context-parallel rank's tokens, in its (zigzag) order."""
-    rank, size = groups.cp.rank(), groups.cp.size()
-    positions = torch.arange(seq_len)
-    if size == 1:
-        return positions
-    chunks = positions.chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+    """Positions of this context-parallel rank's tokens, in its order."""
+    if groups.cp.size() == 1:
+        return torch.arange(seq_len)
+    return zigzag_positions(seq_len, groups.cp.rank(), groups.cp.size())
 
 
 @torch.no_grad()

@@ -79,6 +79,10 @@ class FlatModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def set_is_first_microbatch(self) -> None:
+        """The schedule's word that the weights are new: TransformerEngine casts them to FP8 again."""
+        self.module.set_is_first_microbatch()
+
     # gradients
 
     def zero_grad_buffer(self) -> None:

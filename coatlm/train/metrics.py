@@ -27,6 +27,7 @@ import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -317,13 +318,15 @@ class Console:
 
     def __init__(self, config: Config, resume_step: int, stream: TextIO) -> None:
         self.steps = config.train.steps
+        width, height = shutil.get_terminal_size()  # never 0 x 0, as a container may report
         self.bar = tqdm(
             total=self.steps,
             initial=resume_step,
             desc=config.run.name,
             unit="step",
             file=stream,
-            dynamic_ncols=True,
+            ncols=width,
+            nrows=height,
             disable=not stream.isatty(),
         )
 

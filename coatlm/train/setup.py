@@ -6,11 +6,13 @@ from srun (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID), or there is one process.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,9 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Launch:
     """This process among the processes of the run."""
@@ -29,7 +34,10 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_size: int = 1  # processes on this node
     address: str | None = None  # host:port of rank 0; None: one process
+    store_held: bool = False  # the launcher already serves the store at `address`
+    attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -44,8 +52,15 @@ class Launch:
             host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
         else:
             return cls()
-        port = env.get("MASTER_PORT") or str(_slurm_port(env))
-        return cls(rank, size, local, f"{host}:{port}")
+        return cls(
+            rank,
+            size,
+            local,
+            int(env.get("LOCAL_WORLD_SIZE", local + 1)),
+            f"{host}:{env.get('MASTER_PORT') or _slurm_port(env)}",
+            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
 
 
 def first_host(nodelist: str) -> str:
@@ -59,39 +74,77 @@ def first_host(nodelist: str) -> str:
 
 def start_processes(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     """Choose the device and join the other processes (NCCL with a GPU, gloo without)."""
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if launch.local_rank >= count:
-            raise ConfigError(
-                f"LOCAL_RANK={launch.local_rank} but this node has {count} GPUs: "
-                f"start at most {count} processes a node"
-            )
-        torch.cuda.set_device(launch.local_rank)
-        backend, device = "nccl", torch.device("cuda", launch.local_rank)
-    else:
-        backend, device = "gloo", None
+    gpu = choose_gpu(launch)
+    backend = "gloo" if gpu is None else "nccl"
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if launch.address is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     host, port = launch.address.rsplit(":", 1)
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         host,
         int(port),
         launch.world_size,
-        is_master=launch.rank == 0 and not agent,
+        is_master=launch.rank == 0 and not launch.store_held,
         timeout=RENDEZVOUS_TIMEOUT,
-        wait_for_workers=not agent,
+        wait_for_workers=not launch.store_held,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"coatlm/{attempt}", store),
+        store=dist.PrefixStore(f"coatlm/{launch.attempt}", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=device,
+        device_id=gpu,
     )
+
+
+def choose_gpu(launch: Launch) -> torch.device | None:
+    """The GPU of this process, None without GPUs. Raises ConfigError where there are too few.
+
+    A launcher that shows each process one GPU of its own (srun --gpus-per-task=1) is understood.
+    """
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    if count == 1 and launch.local_size == launch.local_rank + 1 and launch.world_size > 1:
+        return torch.device("cuda", 0)
+    if max(launch.local_size, launch.local_rank + 1) > count:
+        raise ConfigError(
+            f"{launch.local_size} processes on this node but {count} GPUs: "
+            f"start at most {count} a node"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def rank_zero_first(function: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call `function` on rank 0, then on the others, which find what it made.
+
+    An error of rank 0 is raised everywhere as ValueError, so that nobody waits for it.
+    """
+    problem: list[str | None] = [None]
+    result = None
+    if group.rank() == 0:
+        try:
+            result = function()
+        except ValueError as error:
+            problem[0] = str(error)
+    dist.broadcast_object_list(problem, src=0, group=group)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
+    return function() if result is None else result
+
+
+def quiet_megatron() -> None:
+    """Drop two warnings of megatron-core that say nothing about a run of coatlm."""
+    expected = ("Unknown MLP type", "Rewrapping ModuleSpec", "GPTModel IS DEPRECATED")
+
+    def unexpected(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(expected)
+
+    for module in ("transformer.transformer_layer", "models.gpt.gpt_model"):
+        logging.getLogger(f"megatron.core.{module}").addFilter(unexpected)
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.model.builder import build_model
+from coatlm.data import dataset
+from coatlm.model.builder import build_model, token_positions
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
@@ -61,6 +62,19 @@ class Trainer:
         for chunk in self.chunks:
             chunk.eval()
         return self._run(batches, forward_only=True)
+
+    def place(self, batches: Sequence[dataset.Batch]) -> list[Batch]:
+        """This rank's part of microbatches of whole samples, with attention masks where needed."""
+        cp = self.groups.cp
+        placed: list[Batch] = []
+        for batch in batches:
+            part: Batch = {**dataset.cp_slice(batch, cp.rank(), cp.size()), "attention_mask": None}
+            ids = batch["document_ids"]
+            if ids is not None:
+                positions = token_positions(self.config.data.seq_len, self.groups)
+                part["attention_mask"] = dataset.attention_mask(ids, positions)
+            placed.append(part)
+        return placed
 
     def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(

@@ -1,33 +1,38 @@
 """Check Triton kernels on a machine without a GPU: compile them for sm_90, or interpret them.
 
 `compile_sm90` runs the whole pipeline, Triton IR to cubin, so a kernel that cannot be built for
-Hopper fails a CPU test. It answers "does it compile", not "is it right". `interpreted` answers part
-of the second question: the kernels of a module run on CPU tensors, which shows indexing and fp32
-arithmetic (FP8 casts it gets wrong; those need a GPU).
+Hopper fails a CPU test. It answers "does it compile", not "is it right". `run_interpreted` answers
+part of the second question: kernels run on CPU tensors, which shows indexing and fp32 arithmetic
+(casts to BF16 and FP8 it gets wrong; those need a GPU).
 
-    compiled = compile_sm90(
-        _scale_kernel,
-        {"x_ptr": "*bf16", "y_ptr": "*bf16", "N": "i32"},  # every argument that is not a constexpr
-        {"BLOCK": 1024},  # every constexpr
-        aligned=("N",),  # integers that are multiples of 16 at the launches meant
-    )
-    assert vector_bytes(compiled) == 16
+    def test_kernel_compiles_for_sm90() -> None:
+        compiled = compile_sm90(
+            _scale_kernel,
+            {"x_ptr": "*bf16", "y_ptr": "*bf16", "N": "i32"},  # every argument but constexprs
+            {"BLOCK": 1024},  # every constexpr
+            aligned=("N",),  # integers that are multiples of 16 at the launches meant
+        )
+        assert set(access_bytes(compiled)) == {16}
 
-    with interpreted(coatlm.fp8.scale):
-        coatlm.fp8.scale._launch(x_cpu, y_cpu)
+    def interpreted_kernel_equals_the_reference() -> None:  # pytest.mark.parametrize works too
+        assert torch.equal(_launch(x_cpu), scale_ref(x_cpu))
+
+    def test_kernels_in_the_interpreter() -> None:
+        run_interpreted(__file__)
 """
 
+import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 SM90 = GPUTarget("cuda", 90, 32)
@@ -80,23 +85,32 @@ def compile_sm90(
     return triton.compile(source, target=SM90, options=options)
 
 
-def vector_bytes(compiled: CompiledKernel) -> int:
-    """Bytes per thread of the widest global access in the PTX (16 is the most that sm_90 has)."""
+def access_bytes(compiled: CompiledKernel) -> list[int]:
+    """Bytes per thread of every global access in the PTX, widest first; sm_90 has at most 16."""
     ptx = compiled.asm["ptx"]
     direct = re.findall(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bufs](\d+)\b", ptx)
     to_shared = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], (0x\w+|\d+)", ptx)
     widths = [int(lanes or 1) * int(bits) // 8 for lanes, bits in direct]
-    return max(widths + [int(size, 0) for size in to_shared])
+    return sorted(widths + [int(size, 0) for size in to_shared], reverse=True)
 
 
-@contextmanager
-def interpreted(module: ModuleType) -> Iterator[None]:
-    """Inside, every `@triton.jit` function that `module` names runs in Triton's interpreter."""
-    jitted = {name: fn for name, fn in vars(module).items() if isinstance(fn, JITFunction)}
-    try:
-        for name, fn in jitted.items():
-            setattr(module, name, InterpretedFunction(fn.fn))
-        yield
-    finally:
-        for name, fn in jitted.items():
-            setattr(module, name, fn)
+def vector_bytes(compiled: CompiledKernel) -> int:
+    """Bytes per thread of the widest global access."""
+    return access_bytes(compiled)[0]
+
+
+def run_interpreted(test_file: str) -> None:
+    """Run the functions `interpreted_*` of a test file, as tests, with Triton as an interpreter.
+
+    In a process of its own: Triton decides at import, and does not undo what it then changes.
+    """
+    options = ["-q", "-p", "no:cacheprovider", "-o", "python_functions=interpreted_*"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, test_file],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

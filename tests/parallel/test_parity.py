@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
-from coatlm.data.dataset import attention_mask, cp_slice
 from tests.distributed import run_ranks
 
 STEPS = 3
@@ -69,18 +68,14 @@ def batches(config: Config, groups: Any, step: int) -> list[dict[str, Any]]:
     for k in range(t.global_batch // (t.micro_batch * groups.dp.size())):
         first = (k * groups.dp.size() + groups.dp.rank()) * t.micro_batch
         rows = slice(first, first + t.micro_batch)
-        batch = {
-            "tokens": tokens[rows, :-1],
-            "labels": tokens[rows, 1:],
-            "loss_mask": mask[rows],
-            "attention_mask": None,
-        }
-        batch = cp_slice(batch, groups.cp.rank(), groups.cp.size())
-        if ids is not None:
-            from coatlm.model.builder import token_positions
-
-            batch["attention_mask"] = attention_mask(ids[rows], token_positions(length, groups))
-        result.append(batch)
+        result.append(
+            {
+                "tokens": tokens[rows, :-1],
+                "labels": tokens[rows, 1:],
+                "loss_mask": mask[rows],
+                "document_ids": None if ids is None else ids[rows],
+            }
+        )
     return result
 
 
@@ -98,9 +93,11 @@ def train_cases(rank: int, size: int, cases: list[tuple[str, str]]) -> dict[str,
         trainer = Trainer(config, groups, vocab=128)
         curve = []
         for step in range(STEPS):
-            loss, norm = trainer.train_step(batches(config, groups, step), lr=1e-3)
+            placed = trainer.place(batches(config, groups, step))
+            loss, norm = trainer.train_step(placed, lr=1e-3)
             curve.append((float(loss), float(norm)))
-        curve.append((float(trainer.evaluate(batches(config, groups, 99))), 0.0))
+        held_out = trainer.place(batches(config, groups, 99))
+        curve.append((float(trainer.evaluate(held_out)), 0.0))
         results[f"{layout}/{variant}"] = curve
         release_groups()
     return results

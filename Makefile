@@ -1,0 +1,49 @@
+# Needs Python 3.11, 3.12 or 3.13 and PyPI. Everything it installs goes into .venv.
+#   make train CONFIG=configs/llama-125m.yaml ARGS="optim.lr=3e-4 train.steps=100"
+#   make test ARGS="tests/optim -k schedule"
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install train test check bench format
+help:
+	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
+	@echo "make test     run the tests; those that need GPUs or SLURM are skipped without"
+	@echo "make check    lint, formatting, types, and who may import whom"
+	@echo "make bench    measure kernels, layers and the optimizer against their peers"
+	@echo "make format   apply the formatting that make check asks for"
+
+install: $(INSTALLED)
+
+# torch comes first: it is most of the download, and an interrupted install need not repeat it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "no $(PYTHON) here: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
+	"coatlm needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
+	"$(PYTHON)" -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+train: $(INSTALLED)
+	@$(VENV)/bin/python tools/launch.py $(CONFIG) $(ARGS)
+
+test: $(INSTALLED)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(INSTALLED)
+	@$(VENV)/bin/python tools/bench.py $(ARGS)
+
+format: $(INSTALLED)
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format

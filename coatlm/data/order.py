@@ -1,0 +1,170 @@
+"""The order of samples: sample i is a pure function of (seed, i).
+
+    stream(e) = documents of a part in the order of shuffled(documents; seed, source, e), joined
+    window(e, w) = stream(e)[w * S : w * S + S + 1],  w = 0 .. (tokens - 1) // S - 1
+    sample j of a source = window(e, shuffled(windows; seed, source, e)[j mod windows]),
+                           e = j // windows
+    sample i of a blend  = sample number (samples before i from s) of s = source(i)
+
+S = seq_len. Each epoch cuts its windows anew; the tokens after its last window are dropped. Nothing
+depends on the number of ranks or of training steps, so a run may be resumed, lengthened or spread
+differently and still reads the same samples in the same order.
+
+A source is split by tokens into train, validation and test: contiguous parts whose boundaries move
+to the nearest document boundary, unless that would take more than half of its tokens from a part
+(few or huge documents), where they stay and cut a document.
+
+Shapes: D documents, W windows, P = PERIOD samples of a blend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PERIOD = 1 << 18  # samples after which a blend repeats its order of sources
+
+
+def shuffled(count: int, *key: object) -> NDArray[np.int64]:
+    """The numbers 0..count-1 sorted by hash: a permutation that is a pure function of (count, key).
+
+    hash(i) = mix(h + i * golden), h = sha256(key), mix = SplitMix64's finaliser (Steele et al.,
+    2014). The map is one-to-one on 64-bit words, so hashes never tie. Unlike a generator's
+    shuffle, this does not change with the version of a library.
+    """
+    digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
+    x = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(int.from_bytes(digest[:8], "little"))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(x ^ (x >> np.uint64(31)))
+
+
+def split_bounds(bounds_D1: NDArray[np.int64], ratios: Sequence[float]) -> list[NDArray[np.int64]]:
+    """Document bounds (token offsets) of each contiguous part; rule in the module docstring."""
+    total = int(bounds_D1[-1])
+    share = np.asarray(ratios, dtype=np.float64) / sum(ratios)
+    exact = np.rint(total * np.cumsum(share)).astype(np.int64)[:-1]
+    above = np.clip(np.searchsorted(bounds_D1, exact), 1, len(bounds_D1) - 1)
+    low, high = bounds_D1[above - 1], bounds_D1[above]
+    moved = np.where(exact - low < high - exact, low, high)
+    sizes = np.diff(moved, prepend=0, append=total)
+    cuts = moved if (2 * sizes >= share * total).all() else exact
+    edges = [0, *(int(cut) for cut in cuts), total]
+    parts = []
+    for begin, end in itertools.pairwise(edges):
+        inside = bounds_D1[(bounds_D1 > begin) & (bounds_D1 < end)]
+        parts.append(np.concatenate(([begin], inside, [end])).astype(np.int64))
+    return parts
+
+
+class _Epoch(NamedTuple):
+    """One order of a part's tokens: token p of the stream is tokens[p + shift_D[d(p)]]."""
+
+    ends_D: NDArray[np.int64]  # stream offset at which the d-th document ends
+    shift_D: NDArray[np.int64]
+    windows_W: NDArray[np.int64]
+
+
+class Stream:
+    """One part of one source as an endless, randomly accessible sequence of windows."""
+
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        bounds_D1: NDArray[np.int64],
+        *,
+        seq_len: int,
+        key: tuple[int, ...],
+    ) -> None:
+        self.windows = max(int(bounds_D1[-1] - bounds_D1[0]) - 1, 0) // seq_len
+        self._tokens = tokens
+        self._bounds_D1 = bounds_D1
+        self._seq_len = seq_len
+        self._key = key
+        self._epochs: dict[int, _Epoch] = {}
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        """The s + 1 tokens of a sample, sample >= 0."""
+        number, place = divmod(sample, self.windows)
+        epoch = self._epochs.get(number) or self._open_epoch(number)
+        begin = int(epoch.windows_W[place]) * self._seq_len
+        end = begin + self._seq_len + 1
+        first, last = np.searchsorted(epoch.ends_D, (begin, end - 1), side="right")
+        ends = epoch.ends_D[first : last + 1].clip(max=end)
+        shifts = np.repeat(epoch.shift_D[first : last + 1], np.diff(ends, prepend=begin))
+        ids: NDArray[np.int64] = self._tokens[np.arange(begin, end) + shifts].astype(np.int64)
+        return ids
+
+    def _open_epoch(self, number: int) -> _Epoch:
+        order_D = shuffled(len(self._bounds_D1) - 1, "documents", *self._key, number)
+        ends_D = np.cumsum(np.diff(self._bounds_D1)[order_D])
+        shift_D = self._bounds_D1[1:][order_D] - ends_D
+        windows_W = shuffled(self.windows, "windows", *self._key, number)
+        kept = {n: e for n, e in self._epochs.items() if n == number - 1}  # a step may straddle two
+        self._epochs = {**kept, number: _Epoch(ends_D, shift_D, windows_W)}
+        return self._epochs[number]
+
+
+class Blend:
+    """Sources mixed by weight: which source, and which sample of it, is sample i.
+
+    After n samples, every source has floor(n * w) or ceil(n * w) of them, for its share w of the
+    weights. w is rounded to 1/PERIOD, so the order repeats every PERIOD samples and a table of one
+    period places any i.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._quota: list[int] = []  # one source needs no table
+        if len(weights) > 1:
+            self._quota = _quotas(weights)
+            self._source_P, self._rank_P = _blend_period(self._quota)
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(source, number of the sample within that source), for sample >= 0."""
+        if not self._quota:
+            return 0, sample
+        period, place = divmod(sample, PERIOD)
+        source = int(self._source_P[place])
+        return source, period * self._quota[source] + int(self._rank_P[place])
+
+
+def _quotas(weights: Sequence[float]) -> list[int]:
+    """Weights as whole samples of PERIOD, by largest remainder."""
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * PERIOD
+    quota = np.floor(exact).astype(np.int64)
+    quota[np.argsort(quota - exact, kind="stable")[: PERIOD - quota.sum()]] += 1
+    if quota.min() == 0:
+        raise ValueError(
+            f"data.paths: weight={weights[int(quota.argmin())]} is less than 1/{PERIOD} of the sum"
+        )
+    samples: list[int] = quota.tolist()
+    return samples
+
+
+def _blend_period(quota: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
+    """Source of each of PERIOD samples, and how many of that source came before it.
+
+    Sample c of a source with share w belongs to places floor(c / w) .. ceil((c + 1) / w) - 1. Going
+    for the earliest deadline among those whose places have begun meets every deadline: unit jobs on
+    one machine whose shares sum to 1 (Baruah et al., "Proportionate progress", 1996).
+    """
+    source_P = np.zeros(PERIOD, dtype=np.int16)
+    rank_P = np.zeros(PERIOD, dtype=np.int32)
+    waiting = [(0, source, 0) for source in range(len(quota))]  # (first place, source, rank)
+    ready: list[tuple[int, int, int]] = []  # (deadline, source, rank)
+    for place in range(PERIOD):
+        while waiting and waiting[0][0] <= place:
+            _, source, rank = heapq.heappop(waiting)
+            deadline = -(-(rank + 1) * PERIOD // quota[source])
+            heapq.heappush(ready, (deadline, source, rank))
+        _, source, rank = heapq.heappop(ready)
+        source_P[place], rank_P[place] = source, rank
+        heapq.heappush(waiting, ((rank + 1) * PERIOD // quota[source], source, rank + 1))
+    return source_P, rank_P

@@ -1,0 +1,164 @@
+"""8-bit numbers: E4M3 and E5M2 (Micikevicius et al. 2022, arXiv 2209.05433; OCP OFP8 1.0), and DE8.
+
+An FP8 code has a sign bit s, E exponent bits e and M mantissa bits m; with b = 2^(E-1) - 1 it is
+
+    (-1)^s 2^(e-b) (1 + m/2^M)      where e > 0   (normal)
+    (-1)^s 2^(1-b) (m/2^M)          where e = 0   (subnormal, zero)
+
+E4M3 has no infinity, and a NaN only where all bits of e and m are set: 448 = 0x7E is its largest.
+E5M2 follows IEEE 754: e = 31 is Inf (m = 0) or NaN, and 57344 = 0x7B is its largest.
+
+`cast` rounds to nearest, ties to even, and keeps the sign of zero. What becomes of values that do
+not fit is defined here and not by torch, whose casts differ between versions above MAX:
+
+    input                                overflow="saturate"    overflow="propagate"
+    |x| > MAX that rounds to MAX         +-MAX                  +-MAX
+    |x| > MAX that rounds beyond MAX     +-MAX                  E4M3 +-NaN, E5M2 +-Inf
+    +-Inf                                NaN                    E4M3 +-NaN, E5M2 +-Inf
+    NaN of either sign                   NaN                    NaN
+
+NaN is the code 0x7F, -NaN (E4M3) 0xFF, +-Inf (E5M2) 0x7C and 0xFC. Saturation is for finite values:
+an infinity that became MAX, as in OFP8's SAT mode and in the hardware's conversion, would be lost.
+
+DE8, the 8-bit dynamic exponent (Dettmers et al. 2022, arXiv 2110.02861, section 1.3), lies in
+[-1, 1]: a sign bit, z zero bits, a one, and f = 6 - z bits j; without the sign bit f = 7 - z. Its
+values are 0, 1 and +-10^-z (0.1 + 0.9 (j + 1/2) / 2^f), z = 0..6; a code is a value's rank in them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Overflow = Literal["saturate", "propagate"]
+NAN_CODE = 0x7F  # the one NaN that casts produce from a NaN
+SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """An 8-bit float as a value: its types and its constants."""
+
+    name: str
+    dtype: torch.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    max: float  # largest finite value
+    overflow: float  # smallest fp32 that rounds beyond `max`
+    has_inf: bool
+
+    @property
+    def triton_dtype(self) -> tl.dtype:
+        return tl.float8e5 if self.has_inf else tl.float8e4nv
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def dynamic_range(self) -> float:
+        """R: the largest over the smallest positive value (COAT section 4.1)."""
+        return self.max / self.smallest_subnormal
+
+    @property
+    def eps(self) -> float:
+        """Spacing at 1: rounding moves a normal by at most eps / 2 of its value."""
+        return 2.0**-self.mantissa_bits
+
+
+# The tie above MAX goes to the even mantissa: 464, half way from 448 to 480, becomes 448, but 61440,
+# half way from 57344 to 65536, overflows.
+E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 4, 3, 448.0, 464.0 + 2.0**-15, has_inf=False)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 5, 2, 57344.0, 61440.0, has_inf=True)
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+def decode_table(fmt: Fp8Format) -> Tensor:
+    """fp32[256] on the CPU: the value of every code, by the formula above."""
+    code = torch.arange(256, dtype=torch.int32)
+    e = (code >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
+    fraction = (code & (2**fmt.mantissa_bits - 1)) * fmt.eps
+    value = torch.where(
+        e > 0, torch.ldexp(1.0 + fraction, e - fmt.bias), fraction * fmt.smallest_normal
+    )
+    infinite = torch.tensor(fmt.has_inf) & (fraction == 0)
+    special = torch.where(infinite, torch.inf, torch.nan)
+    value = torch.where(value > fmt.max, special, value)
+    return torch.where(code < 128, value, -value)
+
+
+def cast(x: Tensor, fmt: Fp8Format, *, overflow: Overflow = "saturate") -> Tensor:
+    """x in FP8, same shape; the table above says what happens to values that do not fit.
+
+    Takes fp32, BF16 or FP16 on any device and gives the same bits everywhere. Raises ValueError for
+    other types: a float64 would be rounded twice, 17 + 2^-30 first to 17 and then down to 16.
+    """
+    if x.dtype not in SOURCES:
+        raise ValueError(f"x.dtype={x.dtype}: casts to FP8 start from {SOURCES}")
+    if overflow not in get_args(Overflow):
+        raise ValueError(f"overflow={overflow!r}: one of {get_args(Overflow)}")
+    x32 = x.float()
+    code = x32.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    if overflow == "saturate":
+        return code.masked_fill(~x32.isfinite(), NAN_CODE).view(fmt.dtype)
+    code = code + (x32.abs() >= fmt.overflow).to(torch.uint8)  # the code after MAX
+    return code.masked_fill(x32.isnan(), NAN_CODE).view(fmt.dtype)
+
+
+@dataclass(frozen=True)
+class DynamicExponent:
+    """DE8 as a value; for the study of optimizer states. Its codes are uint8."""
+
+    signed: bool
+    max: float = 1.0
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def smallest_normal(self) -> float:
+        return float(self.positive()[0])
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return self.smallest_normal
+
+    def positive(self) -> Tensor:
+        """fp64, ascending: the positive values below 1, 127 with a sign bit and 254 without."""
+        f_of_z = [(6 if self.signed else 7) - z for z in range(6, -1, -1)]
+        decades = [
+            10.0 ** -(6 - i) * (0.1 + 0.9 * (torch.arange(2**f, dtype=torch.float64) + 0.5) / 2**f)
+            for i, f in enumerate(f_of_z)
+        ]
+        return torch.cat(decades)
+
+    def table(self) -> Tensor:
+        """fp32[256] on the CPU: the value of every code, ascending."""
+        positive = self.positive()
+        negative = -positive.flip(0) if self.signed else positive[:0]
+        ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        return torch.cat([negative, ends[:1], positive, ends[1:]]).float()
+
+    def midpoints(self) -> Tensor:
+        """fp32[255] on the CPU: between neighbouring values."""
+        table = self.table()
+        return (table[1:] + table[:-1]) / 2
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """uint8 codes of fp32 values: the number of midpoints below x, so a tie goes down."""
+        return torch.searchsorted(self.midpoints().to(x.device), x.contiguous()).to(torch.uint8)
+
+
+@triton.jit
+def saturating_cast(x, FP8: tl.constexpr):
+    """fp32 -> FP8 inside a kernel with the bits of `cast`; the bare conversion makes Inf MAX."""
+    return tl.where(tl.abs(x) == float("inf"), float("nan"), x).to(FP8)

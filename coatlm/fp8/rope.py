@@ -1,0 +1,298 @@
+"""Rotary position embedding (Su et al. 2021, s3.4), in the half-rotation layout of Llama.
+
+Element i < D/2 of a head is paired with i + D/2, and the pair turns by position * inv_freq[i]:
+
+    y1 = x1 * cos - x2 * sin        y2 = x2 * cos + x1 * sin
+
+Backward is the rotation by the opposite angle, so only cos and sin are saved. Arithmetic is fp32,
+rounded once. Shapes: S tokens, B samples, N query heads in G groups, one key and one value head a
+group, D elements a head, W = (N/G + 2) * D elements a group in megatron's fused QKV layout.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE = 1024  # half-head elements a program: with WARPS, a thread holds 16 bytes of BF16 per half
+WARPS = 4
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: Mapping[str, float] | None = None
+) -> Tensor:
+    """inv_freq[D/2] in fp32, radians a token: theta^(-2i/D), stretched by `scaling` if given.
+
+    `scaling` is Llama 3's and has its four keys: factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings (tokens). Raises ValueError for an odd head size, other
+    keys, or a high_freq_factor that is not above low_freq_factor.
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}, must be even")
+    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return inv_freq if scaling is None else _llama3_stretch(inv_freq, scaling)
+
+
+def _llama3_stretch(inv_freq: Tensor, scaling: Mapping[str, float]) -> Tensor:
+    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly in between.
+
+    A frequency is low or high by the turns it makes within the original context.
+    """
+    keys = {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    }
+    if set(scaling) != keys:
+        raise ValueError(f"rope scaling has the keys {sorted(scaling)}, must be {sorted(keys)}")
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if not high > low:
+        raise ValueError(f"rope scaling: high_freq_factor is {high}, must be above {low}")
+    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq * (kept + (1 - kept) / scaling["factor"])
+
+
+def rope_tables(positions_S: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """cos, sin of position * inv_freq, fp32 [S, D/2]; positions in tokens, any integer dtype."""
+    angle = positions_S.float()[:, None] * inv_freq.float()[None, :]
+    return angle.cos(), angle.sin()
+
+
+def rope_ref(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The definition; the inverse is rope_ref(y, cos, -sin)."""
+    x1, x2 = x_SBND.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_SBND.dtype)
+
+
+def split_qkv_rope_ref(
+    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, heads_per_group: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of the fused split: q[S, B, N, D], k[S, B, G, D] rotated, v[S, B, G, D]."""
+    heads = qkv_SBGW.unflatten(-1, (heads_per_group + 2, head_dim))
+    q, k, v = heads.split((heads_per_group, 1, 1), dim=3)
+    q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+    v = v.clone(memory_format=torch.contiguous_format)
+    return rope_ref(q, cos, sin), rope_ref(k, cos, sin), v
+
+
+def join_qkv_rope_ref(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """The inverse of `split_qkv_rope_ref`, which is also its backward: qkv[S, B, G, W]."""
+    groups = k_SBGD.shape[2]
+    q, k = rope_ref(q_SBND, cos, -sin), rope_ref(k_SBGD, cos, -sin)
+    heads = (x.unflatten(2, (groups, -1)) for x in (q, k, v_SBGD))
+    return torch.cat(tuple(heads), dim=3).flatten(3)
+
+
+@triton.jit
+def _rope_kernel(
+    fused_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    B,
+    heads,
+    fused_s,
+    fused_b,
+    fused_n,
+    q_s,
+    q_b,
+    q_n,
+    k_s,
+    k_b,
+    k_n,
+    v_s,
+    v_b,
+    v_n,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """Rotate `heads` heads of one token from the fused tensor into q, k, v, or (INVERSE) back.
+
+    Head j of the fused tensor is number j % GROUP of group j // GROUP: first QUERIES query heads,
+    then the key, then the value. GROUP = QUERIES = 1 rotates every head of a single tensor.
+    """
+    blocks = tl.cdiv(heads, HEADS)
+    token = tl.program_id(0) // blocks
+    s = (token // B).to(tl.int64)
+    b = (token % B).to(tl.int64)
+    j = ((tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
+    i = tl.arange(0, BLOCK)[None, :]
+    mask = (j < heads) & (i < HALF)
+
+    group = j // GROUP
+    member = j % GROUP
+    fused_at = fused_ptr + s * fused_s + b * fused_b + j * fused_n + i
+    q_at = q_ptr + s * q_s + b * q_b + (group * QUERIES + member) * q_n + i
+    k_at = k_ptr + s * k_s + b * k_b + group * k_n + i  # `+ i` after the choice would hide that a
+    v_at = v_ptr + s * v_s + b * v_b + group * v_n + i  # row is contiguous: scalar loads and stores
+    split_at = tl.where(member < QUERIES, q_at, tl.where(member == QUERIES, k_at, v_at))
+
+    source = split_at if INVERSE else fused_at
+    target = fused_at if INVERSE else split_at
+    x1 = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + s * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + s * HALF + i, mask=i < HALF, other=0.0)
+    if INVERSE:
+        sin = -sin
+    turns = member <= QUERIES  # the value head does not
+    y1 = tl.where(turns, x1 * cos - x2 * sin, x1)
+    y2 = tl.where(turns, x2 * cos + x1 * sin, x2)
+    tl.store(target, y1.to(target.dtype.element_ty), mask=mask)
+    tl.store(target + HALF, y2.to(target.dtype.element_ty), mask=mask)
+
+
+def _tile(head_dim: int) -> dict[str, int]:
+    """How many heads of which padded half length a program holds."""
+    half = head_dim // 2
+    block = triton.next_power_of_2(half)
+    return {"HALF": half, "BLOCK": block, "HEADS": max(1, TILE // block)}
+
+
+def _launch(
+    fused: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    queries: int,
+    group: int,
+    inverse: bool,
+) -> None:
+    """fused[S, B, heads, D] -> parts, or back; of the strides only the last must be 1."""
+    S, B, heads, D = fused.shape
+    tile = _tile(D)
+    strides = [stride for x in (fused, *parts) for stride in x.stride()[:3]]
+    grid = (S * B * triton.cdiv(heads, tile["HEADS"]),)
+    _rope_kernel[grid](
+        fused,
+        *parts,
+        cos.contiguous(),
+        sin.contiguous(),
+        B,
+        heads,
+        *strides,
+        QUERIES=queries,
+        GROUP=group,
+        INVERSE=inverse,
+        num_warps=WARPS,
+        **tile,
+    )
+
+
+def _rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+    if not x_SBND.is_cuda:
+        return rope_ref(x_SBND, cos, -sin if inverse else sin)
+    return _rotate_on_gpu(x_SBND, cos, sin, inverse=inverse)
+
+
+def _rotate_on_gpu(x_SBND: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+    x = x_SBND if x_SBND.stride(-1) == 1 else x_SBND.contiguous()
+    y = x.new_empty(x.shape)
+    fused, part = (y, x) if inverse else (x, y)
+    _launch(fused, (part, part, part), cos, sin, queries=1, group=1, inverse=inverse)
+    return y
+
+
+def _split_on_gpu(
+    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, heads_per_group: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    S, B, G, _ = qkv_SBGW.shape
+    fused = qkv_SBGW.contiguous().view(S, B, -1, head_dim)
+    q, k, v = (fused.new_empty(S, B, n, head_dim) for n in (G * heads_per_group, G, G))
+    queries = heads_per_group
+    _launch(fused, (q, k, v), cos, sin, queries=queries, group=queries + 2, inverse=False)
+    return q, k, v
+
+
+def _join_on_gpu(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_SBND, k_SBGD, v_SBGD))
+    S, B, G, D = k_SBGD.shape
+    queries = q_SBND.shape[2] // G
+    fused = q_SBND.new_empty(S, B, G * (queries + 2), D)
+    _launch(fused, (q, k, v), cos, sin, queries=queries, group=queries + 2, inverse=True)
+    return fused.view(S, B, G, -1)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x_SBND, cos, sin, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SBND: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(dy_SBND, *ctx.saved_tensors, inverse=True), None, None
+
+
+class _SplitQKVRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, heads_per_group: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        split = _split_on_gpu if qkv_SBGW.is_cuda else split_qkv_rope_ref
+        return split(qkv_SBGW, cos, sin, heads_per_group, head_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        join = _join_on_gpu if dq.is_cuda else join_qkv_rope_ref
+        return join(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
+
+
+def _check_tables(S: int, D: int, cos: Tensor, sin: Tensor) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != (S, D // 2):
+            raise ValueError(f"{name} has shape {tuple(table.shape)}, must be {(S, D // 2)}")
+
+
+def rope(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x[S, B, N, D], cos and sin fp32 [S, D/2] -> x rotated, contiguous, in its dtype.
+
+    Differentiable in x, which may be strided. Triton on CUDA, else the reference. Raises ValueError
+    when the tables do not fit x.
+    """
+    _check_tables(x_SBND.shape[0], x_SBND.shape[-1], cos, sin)
+    return _Rope.apply(x_SBND, cos, sin)
+
+
+def split_qkv_rope(
+    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, *, heads_per_group: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fused QKV -> q[S, B, N, D] and k[S, B, G, D] rotated, v[S, B, G, D]; all new and contiguous.
+
+    A group's W = (heads_per_group + 2) * head_dim elements are its query heads, its key head, its
+    value head. One kernel each way: forward reads qkv once, backward takes dq, dk, dv with any
+    strides and writes one dqkv. v is copied although attention would take a view of it: the view
+    would keep all of qkv alive until backward, (N + 2G) * D elements a token in place of G * D,
+    and the copy costs only G / (N + 2G) of this kernel's traffic. Raises ValueError when the sizes
+    do not fit.
+    """
+    S, _, _, W = qkv_SBGW.shape
+    if (heads_per_group + 2) * head_dim != W:
+        raise ValueError(
+            f"qkv has {W} elements a group, must be (heads_per_group + 2) * head_dim = "
+            f"({heads_per_group} + 2) * {head_dim}"
+        )
+    _check_tables(S, head_dim, cos, sin)
+    return _SplitQKVRope.apply(qkv_SBGW, cos, sin, heads_per_group, head_dim)

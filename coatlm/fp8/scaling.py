@@ -1,0 +1,159 @@
+"""Scales for FP8: x / S fills the format when S = amax / MAX, amax = max|x| (COAT section 3).
+
+    current     S from the amax of this tensor
+    group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that produces x
+                also writes one amax for each 1 x G elements, so only those are read for the maximum
+    delayed     S from the largest amax of the last 16 steps, known before x is
+
+The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded once; S = 1 for amax = 0;
+S >= 2^-126, so that it is a normal number; a NaN or an infinity in x becomes one in S. E8M0 scales are
+the next power of two, one byte (OCP MX), 0xFF for what is not finite.
+
+No function here waits for the device. amax is computed on the bits of |x| as integers, where NaN >
+Inf > every number: float maxima on GPUs (and NCCL's) return the other operand when one is NaN.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coatlm.fp8.formats import Fp8Format
+
+SMALLEST = 2.0**-126  # smallest normal fp32
+TILE = 8192  # elements a program
+STAGE_TWO = 16384  # most amaxes that one program reduces
+
+
+def scale_ref(
+    amax: Tensor, fmt: Fp8Format, *, margin: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The definition: the scale of every amax, same shape, fp32 or float8_e8m0fnu.
+
+    Raises ValueError for other dtypes.
+    """
+    # A tensor as divisor: by a Python number, torch multiplies with its reciprocal on GPUs.
+    scale = amax.float() / torch.full_like(amax, fmt.max * 2.0**-margin, dtype=torch.float32)
+    scale = torch.where(scale < SMALLEST, SMALLEST, scale)
+    scale = torch.where(amax == 0, 1.0, scale)
+    if dtype == torch.float32:
+        return scale
+    if dtype == torch.float8_e8m0fnu:
+        exponent = (scale.abs().view(torch.int32).long() + 0x7FFFFF) >> 23
+        return exponent.clamp(max=255).to(torch.uint8).view(dtype)
+    raise ValueError(f"dtype={dtype}: scales are torch.float32 or torch.float8_e8m0fnu")
+
+
+def group_amax_ref(x: Tensor, size: int) -> Tensor:
+    """The definition: fp32[..., K / size], the largest |x| of each `size` elements of a row."""
+    return x.float().abs().unflatten(-1, (-1, size)).amax(-1)
+
+
+@triton.jit
+def amax_of(x, AXIS: tl.constexpr):
+    """Largest |x| along an axis of an fp32 tile; NaN where there is one."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(amax, TOP: tl.constexpr, E8M0: tl.constexpr):
+    """`scale_ref` in fp32; TOP is MAX / 2^margin. With E8M0 the power of two, Inf if not finite."""
+    scale = tl.div_rn(amax, TOP)
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    scale = tl.where(amax == 0, 1.0, scale)
+    if E8M0:
+        exponent = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23
+        scale = (tl.minimum(exponent, 255) << 23).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(amax_ptr + group, amax_of(x, 1), mask=group * SIZE < n)
+
+
+@triton.jit
+def _group_scale_kernel(amax_ptr, scale_ptr, n, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    amax = amax_of(tl.load(amax_ptr + at, mask=at < n, other=0.0), 0)
+    tl.store(scale_ptr, scale_of(amax, TOP, False))
+
+
+def _flat_group_amax(x: Tensor, size: int) -> Tensor:
+    """fp32[ceil(n / size)]: the amax of each `size` consecutive elements of a CUDA tensor."""
+    n = x.numel()
+    amax = torch.empty(triton.cdiv(n, size), dtype=torch.float32, device=x.device)
+    block = max(TILE // size, 1)
+    _group_amax_kernel[(triton.cdiv(amax.numel(), block),)](x, amax, n, size, block)
+    return amax
+
+
+def group_amax(x: Tensor, size: int = 128) -> Tensor:
+    """Stage 1 for a tensor that no kernel of ours produced: fp32[..., K / size].
+
+    Raises ValueError unless `size` is a power of two that divides K.
+    """
+    if size < 1 or size & (size - 1) or not x.ndim or x.shape[-1] % size:
+        raise ValueError(f"size={size}: a power of two that divides rows of {tuple(x.shape)[-1:]}")
+    if not x.is_cuda:
+        return group_amax_ref(x, size)
+    return _flat_group_amax(x.contiguous(), size).view(*x.shape[:-1], -1)
+
+
+def group_scale(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
+    """Stage 2: the scale [] of the tensor whose amaxes (fp32, any shape, not empty) these are."""
+    if not amax.is_cuda:
+        return scale_ref(amax.amax(), fmt, margin=margin)
+    amax = amax.contiguous()
+    while amax.numel() > STAGE_TWO:
+        amax = _flat_group_amax(amax, TILE)
+    scale = torch.empty((), dtype=torch.float32, device=amax.device)
+    block = triton.next_power_of_2(amax.numel())
+    top = fmt.max * 2.0**-margin
+    _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, block, num_warps=8)
+    return scale
+
+
+def current_scale(x: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
+    """The scale [] of x by its own amax: both stages, one read of x."""
+    if not x.numel():
+        return torch.ones((), device=x.device)
+    if not x.is_cuda:
+        return scale_ref(x.float().abs().amax(), fmt, margin=margin)
+    return group_scale(_flat_group_amax(x.contiguous(), 128), fmt, margin=margin)
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Scales of T tensors from their last amaxes. The history is fp32[T, length], newest first.
+
+    An amax that is not finite does not enter the history: that step's own codes already show it, and
+    in the history it would spoil the next `length` steps. Raises ValueError for length < 1.
+    """
+
+    fmt: Fp8Format
+    length: int = 16  # steps remembered
+    margin: int = 0  # powers of two of headroom for amaxes that grow
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"length={self.length}: at least 1 step")
+
+    def start(self, tensors: int, device: torch.device | str = "cpu") -> Tensor:
+        """The history of tensors not seen yet: zeros, which give a scale of 1."""
+        return torch.zeros(tensors, self.length, device=device)
+
+    def scale(self, history: Tensor) -> Tensor:
+        """fp32[T]."""
+        return scale_ref(history.amax(-1), self.fmt, margin=self.margin)
+
+    def push_(self, history: Tensor, amax: Tensor) -> None:
+        """Put this step's amax[T] into the history, in place and without a host read."""
+        newer = torch.cat([amax.float()[:, None], history[:, :-1]], 1)
+        history.copy_(torch.where(amax.isfinite()[:, None], newer, history))

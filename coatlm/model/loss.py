@@ -1,0 +1,259 @@
+"""Output layer and cross entropy in one, vocabulary-parallel; the logits never exist whole.
+
+    logits = hidden @ weight^T      lse = log(sum_v exp(logits_v))      loss = lse - logits_label
+    dlogits = (exp(logits - lse) - onehot(label)) * dloss
+    dhidden = dlogits @ weight      dweight = dlogits^T @ hidden
+
+Both passes walk over chunks of the vocabulary; backward computes each chunk's logits again and
+turns them into dlogits in place. A chunk is to a rank what a rank is to its tensor-parallel group:
+it yields (max, sum of exp, label's logit) per token, and those combine as
+
+    max = max_i max_i       sum = sum_i sum_i * exp(max_i - max)       target = sum_i target_i
+
+Chunks of the vocabulary rather than of the tokens, because a chunk's dweight is then one GEMM over
+all tokens: the gradient, the largest tensor here, is read and written once instead of once a chunk,
+and needs no accumulator of its own. What accumulates is dhidden, in fp32, which is [T, H].
+
+Shapes: S tokens of a sample, B samples, T = S * B, H hidden, V rows of weight on this rank.
+Rounding: logits and dlogits to the dtype of hidden, everything per token in fp32.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100  # this label has no loss and no gradient
+CHUNK_BYTES = 256 * 2**20  # logits that exist at a time
+CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
+BLOCK = 4096  # logits a program handles at a time
+WARPS = 8
+
+
+def cross_entropy_ref(hidden_SBH: Tensor, weight_VH: Tensor, labels_SB: Tensor) -> Tensor:
+    """The definition, on one rank: fp32 logits, loss[S, B] in fp32, 0 for the label -100."""
+    logits_SBV = hidden_SBH.float() @ weight_VH.float().t()
+    loss = F.cross_entropy(
+        logits_SBV.flatten(0, 1), labels_SB.flatten(), reduction="none", ignore_index=IGNORE
+    )
+    return loss.view_as(labels_SB)
+
+
+def row_stats_ref(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+    """[3, T]: max, sum of exp(logit - max), and the label's logit or 0 if it is not in this chunk.
+
+    Column c of the chunk is entry `first` + c of the vocabulary.
+    """
+    logits, column = logits_TC.float(), labels_T - first
+    here = (column >= 0) & (column < logits.shape[1])
+    top = logits.amax(1)
+    total = (logits - top[:, None]).exp().sum(1)
+    target = logits.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0.0)
+    return torch.stack((top, total, target))
+
+
+def logits_grad_ref(
+    logits_TC: Tensor, labels_T: Tensor, lse_T: Tensor, dloss_T: Tensor, first: int
+) -> Tensor:
+    """dlogits of a chunk, in the dtype of the logits."""
+    columns = torch.arange(first, first + logits_TC.shape[1], device=logits_TC.device)
+    softmax = (logits_TC.float() - lse_T[:, None]).exp()
+    onehot = labels_T[:, None] == columns
+    return ((softmax - onehot.float()) * dloss_T[:, None]).to(logits_TC.dtype)
+
+
+@triton.jit
+def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * C
+    col = tl.arange(0, BLOCK)
+    # every lane keeps its own maximum and sum, so that nothing synchronises inside the loop; the
+    # start is finite because the difference of two infinities is not a number
+    top = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, C, BLOCK, num_stages=3):
+        at = start + col
+        x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
+        scale = tl.exp(-tl.abs(x - top))  # of whichever of the old sum and the new term is smaller
+        total = tl.where(x > top, total * scale + 1, total + scale)
+        top = tl.maximum(top, x)
+    peak = tl.max(top, 0)
+    column = tl.load(label_ptr + row) - first
+    target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
+    tl.store(stats_ptr + row, peak)
+    tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
+    tl.store(stats_ptr + 2 * T + row, target.to(tl.float32))
+
+
+@triton.jit
+def _logits_grad_kernel(logits_ptr, label_ptr, lse_ptr, dloss_ptr, C, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits_ptr + row * C + col
+    x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
+    column = (tl.load(label_ptr + row) - first).to(tl.int32)
+    softmax = tl.exp(x - tl.load(lse_ptr + row))
+    d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
+    tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
+
+
+def _launch_stats(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+    T, C = logits_TC.shape
+    stats_3T = torch.empty((3, T), dtype=torch.float32, device=logits_TC.device)
+    _row_stats_kernel[(T,)](
+        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return stats_3T
+
+
+def _launch_grad_(
+    logits_TC: Tensor, labels_T: Tensor, lse_T: Tensor, dloss_T: Tensor, first: int
+) -> Tensor:
+    T, C = logits_TC.shape
+    grid = (T, triton.cdiv(C, BLOCK))
+    _logits_grad_kernel[grid](
+        logits_TC, labels_T, lse_T, dloss_T, C, first, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return logits_TC
+
+
+def _combine(stats_N3T: Tensor) -> Tensor:
+    """Statistics of N disjoint parts of the vocabulary -> of their union."""
+    top_NT, total_NT, target_NT = stats_N3T.unbind(1)
+    top_T = top_NT.amax(0)
+    total_T = (total_NT * (top_NT - top_T).exp()).sum(0)
+    return torch.stack((top_T, total_T, target_NT.sum(0)))
+
+
+def _combine_over_group_(stats_3T: Tensor, group: dist.ProcessGroup) -> None:
+    """The same over the ranks, in two all-reduces of fp32: [T] and [2, T]."""
+    top_T = stats_3T[0].clone()
+    dist.all_reduce(top_T, dist.ReduceOp.MAX, group=group)
+    stats_3T[1] *= (stats_3T[0] - top_T).exp()
+    dist.all_reduce(stats_3T[1:], group=group)
+    stats_3T[0] = top_T
+
+
+def _chunks(hidden_TH: Tensor, weight_VH: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of the weight, their logits[T, rows]); all logits share one buffer."""
+    T, V = hidden_TH.shape[0], weight_VH.shape[0]
+    buffer = hidden_TH.new_empty(T * min(chunk, V))
+    for start in range(0, V, chunk):
+        rows = slice(start, min(start + chunk, V))
+        logits_TC = buffer[: T * (rows.stop - start)].view(T, -1)
+        yield rows, torch.mm(hidden_TH, weight_VH[rows].t(), out=logits_TC)
+
+
+def _add_product_(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b; where dtypes differ, the product is not rounded before it is added."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b)
+    elif into.is_cuda and into.dtype == torch.float32:
+        torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+    else:
+        into.add_(a.float() @ b.float())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_T: Tensor,
+        chunk: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        V = weight_VH.shape[0]
+        ranks = 1 if group is None else group.size()
+        first = 0 if group is None else group.rank() * V
+        row_stats = _launch_stats if hidden_TH.is_cuda else row_stats_ref
+        chunks = _chunks(hidden_TH, weight_VH, chunk)
+        stats = [row_stats(logits, labels_T, first + rows.start) for rows, logits in chunks]
+        stats_3T = _combine(torch.stack(stats))
+        if group is not None and ranks > 1:
+            _combine_over_group_(stats_3T, group)
+        top_T, total_T, target_T = stats_3T
+        ignored = labels_T == IGNORE
+        unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
+        lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
+        ctx.chunk, ctx.first = chunk, first
+        return (lse_T - target_T).masked_fill_(ignored, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, labels_T, lse_T = ctx.saved_tensors
+        logits_grad = _launch_grad_ if hidden_TH.is_cuda else logits_grad_ref
+        dloss_T = dloss_T.float().masked_fill(labels_T == IGNORE, 0.0)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        main_grad: Tensor | None = getattr(weight_VH, "main_grad", None) if wants_weight else None
+        dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
+        dweight_VH = torch.empty_like(weight_VH) if wants_weight and main_grad is None else None
+        for rows, logits_TC in _chunks(hidden_TH, weight_VH, ctx.chunk):
+            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, ctx.first + rows.start)
+            if dhidden_TH is not None:
+                _add_product_(dhidden_TH, d_TC, weight_VH[rows])
+            if main_grad is not None:
+                _add_product_(main_grad[rows], d_TC.t(), hidden_TH)
+            elif dweight_VH is not None:
+                torch.mm(d_TC.t(), hidden_TH, out=dweight_VH[rows])
+        if dhidden_TH is not None:
+            dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
+        return dhidden_TH, dweight_VH, None, None, None
+
+
+def default_chunk(tokens: int, dtype: torch.dtype) -> int:
+    """Vocabulary rows whose logits for `tokens` fit CHUNK_BYTES; at least 128 and a multiple."""
+    rows = CHUNK_BYTES // max(tokens * dtype.itemsize, 1)
+    return max(rows // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+
+
+def linear_cross_entropy(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    labels_SB: Tensor,
+    *,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Loss of each token, fp32 [S, B], in nats; differentiable in hidden and weight.
+
+    With a tensor-parallel `group`, `weight` is this rank's V rows of the vocabulary in rank order,
+    hidden, labels and the result are the same on every rank, and the gradient of hidden is this
+    rank's partial sum, over its rows: the caller reduces it, as megatron's
+    copy_to_tensor_model_parallel_region or gather_from_sequence_parallel_region do in backward.
+
+    `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
+    other label outside it gives NaN, in loss and gradients (a check that raises would stall the
+    GPU). `chunk` is the vocabulary rows to handle at a time; by default CHUNK_BYTES decides.
+
+    If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
+    the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
+    `grad_added_to_main_grad` stays as it is, for it would discard `weight.grad`, and with tied
+    embeddings that holds the gradient of the other use. Raises ValueError when shapes or dtypes do
+    not fit.
+    """
+    if hidden_SBH.shape[:-1] != labels_SB.shape:
+        raise ValueError(
+            f"labels have shape {tuple(labels_SB.shape)}, must be {tuple(hidden_SBH.shape[:-1])}"
+        )
+    if weight_VH.shape[1:] != hidden_SBH.shape[-1:] or weight_VH.dtype != hidden_SBH.dtype:
+        raise ValueError(
+            f"weight is {weight_VH.dtype} {tuple(weight_VH.shape)}, "
+            f"must be {hidden_SBH.dtype} [V, {hidden_SBH.shape[-1]}] like hidden"
+        )
+    if chunk is None:
+        chunk = default_chunk(labels_SB.numel(), hidden_SBH.dtype)
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}, must be at least 1")
+    hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+    loss_T = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group)
+    return loss_T.view_as(labels_SB)

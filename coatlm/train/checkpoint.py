@@ -1,0 +1,268 @@
+"""Sharded, asynchronous, atomic checkpoints.
+
+`Checkpointer.save` copies this rank's rectangles (see `shards`) to the host and returns; a thread
+writes them while training goes on. The ranks' threads agree over a gloo group of their own:
+
+    every rank   copy | (thread) write and sync | checksums of its files |
+    rank 0            | make a directory        |                        | manifest, rename, prune
+                      save() returns
+
+A failure anywhere is raised on every rank by the next `poll` or `wait`, the temporary directory is
+removed, and what was there before stays. A process that is killed leaves a temporary directory,
+which the next start removes. There is no other process to survive it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coatlm.platform import enable_cpu
+from coatlm.train.agreement import Group, one_line, together
+from coatlm.train.manifest import (
+    MANIFEST,
+    STATE,
+    STEP,
+    TEMPORARY,
+    CheckpointError,
+    File,
+    clean,
+    newest_first,
+    prune,
+    publish,
+    recover,
+    sha256,
+    step_name,
+    verify,
+    write_file,
+    write_manifest,
+)
+from coatlm.train.shards import (
+    load,
+    read_tensors,
+    tensor_checksum,
+    tensor_checksums,
+    write_layout,
+    write_tensors,
+)
+
+enable_cpu()
+
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import is_main_replica  # noqa: E402
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "find_checkpoint",
+    "load",
+    "read_state",
+    "read_tensors",
+    "tensor_checksum",
+    "tensor_checksums",
+    "verify",
+]
+
+CHECKPOINTS = "checkpoints"  # in a run's directory
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run to `directory` and keeps the `keep` newest.
+
+    `group` is a gloo group over all ranks that nothing else uses; None: one process. All ranks
+    make one and call `save` with the same steps. Making one clears away what a killed run left
+    behind, so only one run may write to a directory. Raises CheckpointError if nobody can.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep: int, async_save: bool, group: Group | None = None
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least 1, the newest checkpoint always stays")
+        self._directory, self._keep, self._async, self._group = directory, keep, async_save, group
+        self._rank = 0 if group is None else group.rank()
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._token = together(self._prepare, group)[0]
+
+    def save(self, step: int, tensors: Sequence[ShardedTensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint of `tensors` and of rank 0's `state` (values of JSON).
+
+        Waits for the one before. Asynchronously, it returns once the copies are made (on CUDA:
+        queued on the current stream, after which the tensors may change); errors come later.
+        Raises CheckpointError.
+        """
+        self.wait()
+        text = json.dumps(state, indent=1)
+        pieces = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
+        if not self._async:
+            self._run(step, pieces, None, text)
+            self.poll()
+            return
+        copies = [replace(piece, data=_host_copy(piece.data)) for piece in pieces]
+        arguments = (step, copies, _copies_queued(pieces), text)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Raise the CheckpointError of a save that failed meanwhile, once. Never waits.
+
+        Ranks learn of a failure at the same time to within a message, maybe a step apart.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises like `poll`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.poll()
+
+    def _prepare(self) -> str:
+        """On rank 0, clear the directory and try it. Returns what tells apart temporary names."""
+        token = secrets.token_hex(4)
+        if self._rank == 0:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            clean(self._directory)
+            trial = self._directory / f"{TEMPORARY}{token}"
+            trial.mkdir()
+            trial.rmdir()
+        return token
+
+    def _run(
+        self, step: int, pieces: list[ShardedTensor], copied: torch.cuda.Event | None, state: str
+    ) -> None:
+        """Write; what fails is kept for `poll`."""
+        temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
+        try:
+            together(lambda: self._begin(temporary, copied, state), self._group)
+            write_tensors(temporary, pieces, self._group)
+            parts = together(lambda: self._fingerprints(temporary), self._group)
+            files = {name: file for part in parts for name, file in part.items()}
+            together(lambda: self._commit(temporary, step, files), self._group)
+        except Exception as error:  # of any kind: nobody looks at what a thread raises
+            if self._rank == 0:  # another rank could delete what rank 0 is about to publish
+                shutil.rmtree(temporary, ignore_errors=True)
+            message = f"{self._directory / step_name(step)} was not written: {one_line(error)}"
+            self._error = CheckpointError(message)
+            self._error.__cause__ = error
+
+    def _begin(self, temporary: Path, copied: torch.cuda.Event | None, state: str) -> None:
+        if copied is not None:
+            copied.synchronize()
+        if self._rank == 0:
+            temporary.mkdir()
+            write_layout(temporary)
+            write_file(temporary / STATE, state.encode())
+
+    def _fingerprints(self, temporary: Path) -> dict[str, File]:
+        """Sizes and checksums of the files that this rank wrote."""
+        return {
+            path.name: File(path.stat().st_size, sha256(path))
+            for path in temporary.iterdir()
+            if path.name.startswith(f"__{self._rank}_")
+            or (self._rank == 0 and path.suffix != ".distcp")
+        }
+
+    def _commit(self, temporary: Path, step: int, files: dict[str, File]) -> None:
+        """On rank 0, turn the directory into a checkpoint."""
+        if self._rank != 0:
+            return
+        for name, file in files.items():
+            path = temporary / name
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise CheckpointError(
+                    f"{name} is not as its rank wrote it: all ranks must share {self._directory}"
+                )
+        write_manifest(temporary, self._directory, files)
+        publish(temporary, self._directory / step_name(step))
+        prune(self._directory, self._keep)
+
+
+def find_checkpoint(
+    resume: str, directory: Path, log: logging.Logger, group: Group | None = None
+) -> Path | None:
+    """The checkpoint to continue from. `resume` is `none`, `auto` or a path.
+
+    `auto`: the newest whole checkpoint of `directory`, None if it has none of any kind. A path:
+    that checkpoint, or the newest whole one of that run or checkpoints directory. Newer ones that
+    are not whole are passed over with a warning on `log`. Every file is read once and its checksum
+    compared: by this process, or shared among the ranks of a gloo group that all call this.
+
+    Raises CheckpointError if a checkpoint that was asked for is not whole, naming the reason, or if
+    there are checkpoints and none is whole.
+    """
+    if resume == "none":
+        return None
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    candidates = together(lambda: _candidates(resume, directory) if rank == 0 else [], group)[0]
+    broken: list[str] = []
+    for path in candidates:
+        shares = together(partial(verify, path, rank=rank, world=world), group)
+        problems = [problem for share in shares for problem in share]
+        if not problems:
+            for problem in broken if rank == 0 else ():
+                log.warning("checkpoint passed over: %s", problem)
+            return path
+        broken.append(problems[0])
+    if broken:
+        raise CheckpointError(f"no whole checkpoint: {'; '.join(broken)}")
+    return None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The `state` that was saved with a checkpoint. Raises CheckpointError."""
+    path = checkpoint / STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged (a {type(state).__name__}, not an object)")
+    return state
+
+
+def _candidates(resume: str, directory: Path) -> list[Path]:
+    """Where to look, best first. A checkpoint that was named is the only one."""
+    if resume == "auto":
+        recover(directory)
+        return newest_first(directory)
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    if STEP.fullmatch(path.name) or (path / MANIFEST).exists() or (path / ".metadata").exists():
+        return [path]
+    found = newest_first(path / CHECKPOINTS) or newest_first(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint (no {step_name(0)[:-8]}* directory)")
+    return found
+
+
+def _host_copy(data: Tensor) -> Tensor:
+    """A copy on the host; from CUDA it is only queued, into page-locked memory."""
+    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
+    return copy.copy_(data.detach(), non_blocking=True)
+
+
+def _copies_queued(pieces: Sequence[ShardedTensor]) -> torch.cuda.Event | None:
+    """An event after the copies on the current stream, for the thread to sleep on."""
+    if not any(piece.data.is_cuda for piece in pieces if piece.data is not None):
+        return None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

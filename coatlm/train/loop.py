@@ -1,0 +1,319 @@
+"""The run: data, model and checkpoint are put together, then one step follows another.
+
+Nothing in a step waits for the device. Losses and norms stay there and are fetched together on log
+steps; whether a step had NaN or Inf is decided by the optimizer on the device. Signals are agreed
+on over gloo between steps, so that all ranks save the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coatlm.config import Config, ConfigError
+from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
+from coatlm.data.tokenizer import make_tokenizer
+from coatlm.model.accounting import flops_per_token, model_vocab, plan
+from coatlm.optim.schedule import learning_rate
+from coatlm.parallel.groups import Groups, make_groups
+from coatlm.platform import device
+from coatlm.train import checkpoint
+from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
+from coatlm.train.metrics import (
+    MetricsLogger,
+    loss_plot,
+    start_logging,
+    write_config,
+    write_environment,
+)
+from coatlm.train.setup import Launch, quiet_megatron, rank_zero_first, start_processes
+from coatlm.train.step import Trainer
+
+logger = logging.getLogger("coatlm")
+
+
+def train(config: Config) -> ExitCode:
+    """Run `config` to its end, or until a signal.
+
+    Raises ConfigError before the first step for bad input, CheckpointError and NonFiniteError.
+    """
+    launch = Launch.from_environment()
+    with ExitStack() as stack:
+        try:
+            loop = set_up(config, launch, stack)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        code = loop.run_steps()
+    if launch.rank == 0:
+        finish(config, loop.run, code)
+    return code
+
+
+def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
+    """Join the other processes, open the data, build the model, resume. Raises ValueError."""
+    config.data_parallel_size(launch.world_size)
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    vocab = model_vocab(config, tokenizer.vocab_size)
+    prepare_directory(config.run.dir)
+    start_logging(config.run.dir, launch.rank)
+    quiet_megatron()
+    start_processes(launch)
+    groups = make_groups(config.parallel)
+    data = rank_zero_first(
+        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed), groups.control
+    )
+    if config.train.eval_every and data.validation is None:
+        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+    logger.info("%s", plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size))
+    trainer = Trainer(config, groups, vocab)
+    run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
+    resume(config, trainer, run, tokenizer.fingerprint)
+    if launch.rank == 0:
+        write_config(config.run.dir, config)
+        write_environment(config.run.dir, device_name=device_name())
+    signals = stack.enter_context(StopSignal())
+    watchdog = HangWatchdog(config.log.hang_timeout, run_dir=config.run.dir, rank=launch.rank)
+    stack.enter_context(closing(watchdog))
+    metrics = MetricsLogger(
+        config.run.dir,
+        config,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        flops_per_token=flops_per_token(config.model, vocab, config.data.seq_len),
+        device_name=device_name(),
+        resume_step=run.step,
+        synchronize=synchronize,
+    )
+    stack.enter_context(closing(metrics))
+    return Loop(config, trainer, data, run, metrics, signals, watchdog, tokenizer.fingerprint)
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `pending`: (loss, norm) of steps not fetched from the device yet."""
+
+    guard: NonFiniteGuard
+    step: int = 0  # updates done
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Loop:
+    """The steps of a run, with everything that happens between them."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        data: Datasets,
+        run: Progress,
+        metrics: MetricsLogger,
+        signals: StopSignal,
+        watchdog: HangWatchdog,
+        fingerprint: str,
+    ) -> None:
+        self.config, self.trainer, self.data, self.run = config, trainer, data, run
+        self.metrics, self.signals, self.watchdog = metrics, signals, watchdog
+        self.fingerprint = fingerprint
+        self.groups: Groups = trainer.groups
+        self.checkpoints = checkpoint.Checkpointer(
+            config.run.dir / "checkpoints",
+            keep=config.checkpoint.keep,
+            async_save=config.checkpoint.async_save,
+            group=self.groups.checkpoint,
+        )
+        self.saved_step = run.step if run.step else -1
+
+    def run_steps(self) -> ExitCode:
+        """Until train.steps, or until the ranks agree on a signal."""
+        steps, every = self.config.train.steps, self.config.checkpoint.every
+        with self._batches() as batches, self._profiler() as profiler:
+            while self.run.step < steps:
+                self._step(next(batches))
+                if profiler is not None:
+                    profiler.step()
+                done = self.run.step
+                if self._due(self.config.train.eval_every):
+                    self._evaluate()
+                signal = self.signals.agreed(self.groups.control)
+                if signal is not None or done == steps or (every and done % every == 0):
+                    self._save()
+                self.checkpoints.poll()
+                self.watchdog.beat()
+                if signal is not None and done < steps:
+                    self.checkpoints.wait()
+                    logger.warning("%s: saved step %d, leaving", signal.name, done)
+                    return SIGNALS[signal]
+        if self.saved_step != self.run.step:
+            self._save()
+        self.checkpoints.wait()
+        return ExitCode.OK
+
+    def _step(self, batches: Any) -> None:
+        config, run = self.config, self.run
+        rate = learning_rate(run.step, config.optim, config.train.steps)
+        run.pending.append(self.trainer.train_step(self.trainer.place(batches), rate))
+        run.step += 1
+        self.metrics.advance()
+        if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
+            loss, norm = self._fetch()
+            self.metrics.log_step(
+                run.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=rate,
+                skipped=run.guard.total,
+                peak_mem_gib=peak_memory(),
+            )
+
+    def _fetch(self) -> tuple[float, float]:
+        """Wait for the device; count skipped steps; the last step's loss and gradient norm."""
+        run = self.run
+        values = torch.stack([torch.stack(pair) for pair in run.pending]).tolist()
+        run.pending.clear()
+        run.guard.observe(run.step, [norm for _, norm in values])
+        return values[-1][0], values[-1][1]
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and (
+            self.run.step % every == 0 or self.run.step == self.config.train.steps
+        )
+
+    def _evaluate(self) -> None:
+        """The same validation batches each time, so that evaluations compare."""
+        assert self.data.validation is not None
+        with self.metrics.throughput.paused():
+            losses = []
+            for index in range(self.config.train.eval_batches):
+                batches = list(microbatches(self.data.validation, index, **self._share()))
+                losses.append(self.trainer.evaluate(self.trainer.place(batches)))
+                self.watchdog.beat()
+            loss = float(torch.stack(losses).mean())
+        self.metrics.log_eval(self.run.step, loss)
+
+    def _save(self) -> None:
+        with self.metrics.throughput.paused():
+            if self.run.pending:
+                self._fetch()
+            optimizer = self.trainer.optimizer
+            state = {
+                "step": self.run.step,
+                "tokens": self.run.step * self.config.train.global_batch * self.config.data.seq_len,
+                "updates": int(optimizer.optimizer.step_count),
+                "skipped": self.run.guard.total,
+                "tokenizer": self.fingerprint,
+                "config": self.config.model_dump(mode="json"),
+            }
+            self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
+            self.saved_step = self.run.step
+
+    def _batches(self) -> BatchIterator:
+        return BatchIterator(self.data.train, first_step=self.run.step, **self._share())
+
+    def _share(self) -> dict[str, Any]:
+        """What part of a global batch this rank reads, and where to."""
+        return {
+            "global_batch": self.config.train.global_batch,
+            "micro_batch": self.config.train.micro_batch,
+            "dp_rank": self.groups.dp.rank(),
+            "dp_size": self.groups.dp.size(),
+            "device": device(),
+        }
+
+    def _profiler(self) -> Any:
+        """torch's profiler over the steps log.profile on rank 0; a trace in traces/."""
+        window = self.config.log.profile
+        if window is None or self.groups.world.rank() != 0:
+            return nullcontext()
+        first, last = (max(0, step - 1 - self.run.step) for step in window)
+        directory = self.config.run.dir / "traces"
+        return torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=first, warmup=0, active=last - first + 1, repeat=1
+            ),
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory)),
+        )
+
+
+def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) -> None:
+    """Continue from the checkpoint that `checkpoint.resume` asks for, if there is one."""
+    groups = trainer.groups
+    path = checkpoint.find_checkpoint(
+        config.checkpoint.resume, config.run.dir / "checkpoints", logger, groups.checkpoint
+    )
+    if path is None:
+        return
+    state = checkpoint.read_state(path)
+    check_same_model(path, state, config, fingerprint)
+    only = config.checkpoint.weights_only
+    tensors = trainer.optimizer.tensors_to_load(weights_only=only)
+    checkpoint.load(path, tensors, groups.checkpoint, allow_extra=only)
+    if only:
+        trainer.optimizer.optimizer.reload_from_weights()
+        logger.info("weights of %s (step %d)", path, state["step"])
+        return
+    trainer.optimizer.optimizer.step_count.fill_(state["updates"])
+    run.step, run.guard.total = state["step"], state["skipped"]
+    logger.info("resumed from %s at step %d", path, run.step)
+
+
+def check_same_model(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -> None:
+    """Raise CheckpointError, naming the field, for a checkpoint of another model or tokenizer."""
+    saved, current = state["config"], config.model_dump(mode="json")
+    compared = [("model", name) for name in current["model"] if name != "spec"]
+    if not config.checkpoint.weights_only:
+        compared.append(("optim", "recipe"))
+    for section, name in compared:
+        if saved[section].get(name) != current[section][name]:
+            raise checkpoint.CheckpointError(
+                f"{path}: {section}.{name}={saved[section].get(name)!r} there, "
+                f"{current[section][name]!r} here: a checkpoint of another {section}"
+            )
+    if state["tokenizer"] != fingerprint:
+        raise checkpoint.CheckpointError(
+            f"{path}: trained with another tokenizer than data.tokenizer={config.data.tokenizer}"
+        )
+
+
+def prepare_directory(path: Path) -> None:
+    """Make the run directory. Raises ValueError where it cannot be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={path}: cannot be written to: {error.strerror}") from error
+
+
+def finish(config: Config, run: Progress, code: ExitCode) -> None:
+    """The last words of a run."""
+    plot = loss_plot(config.run.dir)
+    parts = ["metrics.jsonl", "checkpoints/latest", *([plot.name] if plot else [])]
+    where = f"{config.run.dir}/{{{','.join(parts)}}}"
+    if code == ExitCode.OK:
+        more = f"train.steps={2 * config.train.steps}"
+        logger.info("done: step %d, see %s; to train on, run again with %s", run.step, where, more)
+    else:
+        logger.info("stopped at step %d, see %s; the same command resumes", run.step, where)
+
+
+def device_name() -> str | None:
+    """The GPU's name; None on a CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def peak_memory() -> float | None:
+    """GiB that tensors have taken at most on this GPU since the start; None on a CPU."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,75 @@
+"""Train a Llama: `python pretrain.py CONFIG.yaml [key=value ...] [--dry-run]`.
+
+One process needs no launcher; several are started by torchrun or srun:
+
+    torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
+
+Exit codes: 0 done, 2 bad input, 3 too many steps without finite gradients, 4 checkpoint trouble,
+5 hang, 85 saved on SIGUSR1, 130 saved on SIGINT, 143 saved on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from coatlm.config import Config, ConfigError, load_config
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, and turn errors of the user into one line and an exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a YAML file; every key is in coatlm/config.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4")
+    parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, stop")
+    parser.add_argument("--ranks", type=int, help="with --dry-run: plan for so many processes")
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        config = load_config(args.config, args.overrides)
+        return dry_run(config, args.ranks) if args.dry_run else run(config)
+    except ConfigError as error:
+        return fail(error)
+
+
+def dry_run(config: Config, ranks: int | None) -> int:
+    """Print the resolved configuration and the plan; needs neither GPU nor launcher."""
+    from coatlm.data.tokenizer import make_tokenizer
+    from coatlm.model.accounting import plan
+
+    try:
+        tokenizer = make_tokenizer(config.data.tokenizer)
+        text = plan(config, ranks, tokenizer_vocab=tokenizer.vocab_size)
+    except ValueError as error:
+        return fail(error)
+    print(config.to_yaml())
+    print(text)
+    return 0
+
+
+def run(config: Config) -> int:
+    """Train; errors of the user come before the first step."""
+    from coatlm.train.checkpoint import CheckpointError
+    from coatlm.train.faults import ExitCode, NonFiniteError
+    from coatlm.train.loop import train
+
+    try:
+        return train(config)
+    except NonFiniteError as error:
+        return fail(error, ExitCode.NONFINITE)
+    except CheckpointError as error:
+        return fail(error, ExitCode.CHECKPOINT)
+
+
+def fail(error: Exception, code: int = 2) -> int:
+    """One line a mistake, from one process."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

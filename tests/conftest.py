@@ -1,0 +1,41 @@
+"""What every test runs under: one thread, no network, and skips where the hardware is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+
+# Before torch is imported anywhere, and inherited by the processes that tests start.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",  # tests run several processes a core
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "MPLBACKEND": "agg",
+}
+
+import torch
+
+if importlib.util.find_spec("hypothesis"):  # GPU machines run tests/gpu without it
+    from hypothesis import settings
+
+    settings.register_profile("coatlm", deadline=None, derandomize=True)
+    settings.load_profile("coatlm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests whose mark names something that this machine lacks."""
+    gpus = torch.cuda.device_count()
+    lacking = {
+        "gpu": None if gpus >= 1 else "needs a CUDA device",
+        "multigpu": None if gpus >= 2 else "needs two CUDA devices",
+        "slurm": None if shutil.which("sbatch") else "needs SLURM",
+    }
+    for item in items:
+        for mark, reason in lacking.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))

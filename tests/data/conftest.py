@@ -1,0 +1,96 @@
+"""Tiny tokenizers, trained or written here: one file of each kind."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import pytest
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.\n",
+    "def area(radius):\n    return 3.14159 * radius ** 2\n",
+    "Zwei Füchse, drei Hähne, 42 Bäume.\n",
+    "low rank, low precision, low loss: slow is smooth and smooth is fast\n",
+] * 20
+PATTERN = r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"
+
+
+@pytest.fixture(scope="session")
+def hf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer.json that would truncate and pad if it were let."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"]
+    model.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=320, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+        ),
+    )
+    model.enable_truncation(max_length=4)
+    model.enable_padding(length=64)
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    model.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BPE model with byte fallback, no normalisation, and </s>."""
+    return _train_sentencepiece(tmp_path_factory.mktemp("sp") / "with.model", eos_id=2)
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_file_without_eos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sp") / "without.model"
+    return _train_sentencepiece(path, eos_id=-1, control_symbols=["<end>"])
+
+
+def _train_sentencepiece(path: Path, **options: object) -> Path:
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+        **options,
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiktoken_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 bytes and three merges."""
+    tokens = [bytes([b]) for b in range(256)] + [b"lo", b"low", b"th"]
+    lines = [base64.b64encode(t) + f" {rank}\n".encode() for rank, t in enumerate(tokens)]
+    path = tmp_path_factory.mktemp("tiktoken") / "tiny.tiktoken"
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@pytest.fixture(params=["byte", "hf", "sentencepiece", "tiktoken"])
+def spec(
+    request: pytest.FixtureRequest, hf_file: Path, sentencepiece_file: Path, tiktoken_file: Path
+) -> str:
+    """A spec of each kind."""
+    return {
+        "byte": "byte",
+        "hf": f"hf:{hf_file}",
+        "sentencepiece": f"sentencepiece:{sentencepiece_file}",
+        "tiktoken": f"tiktoken:{tiktoken_file}?pattern={PATTERN}",
+    }[request.param]

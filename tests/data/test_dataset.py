@@ -1,0 +1,577 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from coatlm.config import Data, Source
+from coatlm.data import indexed
+from coatlm.data.dataset import (
+    Batch,
+    BatchIterator,
+    Dataset,
+    attention_mask,
+    cp_slice,
+    microbatches,
+    open_datasets,
+    zigzag_positions,
+)
+from coatlm.data.indexed import open_indexed
+from coatlm.data.order import PERIOD, Blend, Stream, shuffled, split_bounds
+from coatlm.data.preprocess import preprocess
+from coatlm.data.shards import Options
+from coatlm.data.tokenizer import ByteTokenizer
+from coatlm.platform import enable_cpu
+
+BYTE = ByteTokenizer()
+SEQ_LEN = 16
+
+
+def write_text(path: Path, count: int = 60, seed: int = 0) -> Path:
+    """A prepared dataset of `count` documents of 1 .. 90 bytes."""
+    rng = np.random.default_rng(seed)
+    lines = [
+        json.dumps({"text": "".join(map(chr, rng.integers(97, 123, n)))})
+        for n in rng.integers(1, 90, count)
+    ]
+    source = path.with_suffix(".jsonl")
+    source.write_text("\n".join(lines))
+    preprocess([str(source)], path, Options(), workers=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "letters")
+
+
+@pytest.fixture
+def copy(prefix: Path, tmp_path: Path) -> Path:
+    """The dataset where a test may damage it."""
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"copy{suffix}").write_bytes((prefix.parent / f"letters{suffix}").read_bytes())
+    return tmp_path / "copy"
+
+
+def write_foreign(prefix: Path, documents: list[list[int]], dtype: type = np.int32) -> Path:
+    """A dataset written with megatron's builder alone, without PREFIX.json."""
+    enable_cpu()
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(np.asarray(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def options(prefix: Path, **changes: object) -> Data:
+    fields = dict(paths=(Source(path=prefix),), seq_len=SEQ_LEN, split=(80, 10, 10))
+    return Data.model_validate(fields | changes)
+
+
+def stream_of(documents: list[list[int]], seq_len: int, seed: int = 0) -> Stream:
+    bounds = np.cumsum([0, *map(len, documents)]).astype(np.int64)
+    tokens = np.asarray([t for d in documents for t in d], dtype=np.uint16)
+    return Stream(tokens, bounds, seq_len=seq_len, key=(seed, 0, 0))
+
+
+def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list[list[int]]:
+    """The token rows of a step of 8 samples, from all ranks, in the order of samples."""
+    ranks = [
+        list(
+            microbatches(
+                dataset, step, global_batch=8, micro_batch=micro, dp_rank=r, dp_size=dp_size
+            )
+        )
+        for r in range(dp_size)
+    ]
+    return [row for k in range(len(ranks[0])) for r in ranks for row in r[k]["tokens"].tolist()]
+
+
+# ---- opening what users have
+
+
+def test_tokens_and_bounds_are_those_megatron_reads(prefix: Path) -> None:
+    enable_cpu()
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    megatron = IndexedDataset(str(prefix))
+    data = open_indexed(prefix, BYTE)
+    assert len(data.bounds_D1) == len(megatron) + 1
+    for d in range(len(megatron)):
+        assert (data.tokens[data.bounds_D1[d] : data.bounds_D1[d + 1]] == megatron[d]).all()
+
+
+def test_documents_of_several_sequences_are_kept_together(tmp_path: Path) -> None:
+    enable_cpu()
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
+    builder.add_document(np.arange(5), [2, 3])
+    builder.add_document(np.arange(4), [4])
+    builder.finalize(str(tmp_path / "x.idx"))
+    assert open_indexed(tmp_path / "x", BYTE).bounds_D1.tolist() == [0, 5, 9]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
+def test_foreign_datasets_of_every_integer_type_are_read(tmp_path: Path, dtype: type) -> None:
+    data = open_indexed(write_foreign(tmp_path / "x", [[1, 2, 3], [100]], dtype), BYTE)
+    assert data.tokens.tolist() == [1, 2, 3, 100]
+
+
+@pytest.mark.parametrize("token", [257, -1])
+def test_an_id_outside_the_vocabulary_is_an_error_that_names_it(tmp_path: Path, token: int) -> None:
+    write_foreign(tmp_path / "x", [[1, 2], [3, token]])
+    with pytest.raises(ValueError, match=rf"x\.bin: holds token id {token}, outside the 257 ids"):
+        open_indexed(tmp_path / "x", BYTE)
+
+
+def test_ids_of_a_large_dataset_are_sampled_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "SCANNED_TOKENS", 4000)
+    monkeypatch.setattr(indexed, "SCANNED_BLOCK", 100)
+    for at in (0, 19_999):
+        document = [1] * 20_000
+        document[at] = 999
+        write_foreign(tmp_path / "x", [document])
+        with pytest.raises(ValueError, match="holds token id 999"):
+            open_indexed(tmp_path / "x", BYTE)
+
+
+def _set(path: Path, at: int, value: bytes) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(value)] = value
+    path.write_bytes(raw)
+
+
+def _edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    # what is done to idx | bin | json, which file is named, what is said
+    "no idx": (lambda p: p.with_suffix(".idx").unlink(), "idx", "no such file"),
+    "no bin": (lambda p: p.with_suffix(".bin").unlink(), "bin", "no such file"),
+    "empty idx": (lambda p: p.with_suffix(".idx").write_bytes(b""), "idx", "empty"),
+    "empty bin": (lambda p: p.with_suffix(".bin").write_bytes(b""), "bin", "empty"),
+    "foreign idx": (lambda p: p.with_suffix(".idx").write_bytes(b"PK" * 99), "idx", "wrong first"),
+    "header": (
+        lambda p: p.with_suffix(".idx").write_bytes(indexed.MAGIC),
+        "idx",
+        "inside its header",
+    ),
+    "cut idx": (
+        lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:-4]),
+        "idx",
+        "cut off",
+    ),
+    "cut bin": (
+        lambda p: p.with_suffix(".bin").write_bytes(p.with_suffix(".bin").read_bytes()[:-2]),
+        "bin",
+        "cut off",
+    ),
+    "version": (lambda p: _set(p.with_suffix(".idx"), 9, b"\x07"), "idx", "version 7"),
+    "floats": (lambda p: _set(p.with_suffix(".idx"), 17, b"\x07"), "idx", "dtype code 7"),
+    "counts": (
+        lambda p: _set(p.with_suffix(".idx"), 18, struct.pack("<Q", 1 << 50)),
+        "idx",
+        "means",
+    ),
+    "lengths": (
+        lambda p: _set(p.with_suffix(".idx"), 34, struct.pack("<i", -5)),
+        "idx",
+        "contradict",
+    ),
+    "bounds": (lambda p: _set(p.with_suffix(".idx"), 34 + 60 * 12, b"\x01"), "idx", "contradict"),
+    "bad json": (lambda p: p.with_suffix(".json").write_text("{"), "json", "not readable"),
+    "foreign json": (
+        lambda p: p.with_suffix(".json").write_text("[]"),
+        "json",
+        "does not describe",
+    ),
+    "newer json": (lambda p: _edit(p.with_suffix(".json"), version=2), "json", "version=2"),
+    "odd json": (lambda p: _edit(p.with_suffix(".json"), colour=1), "json", "colour"),
+    "counts json": (
+        lambda p: _edit(p.with_suffix(".json"), tokens=5),
+        "json",
+        "describes 60 documents",
+    ),
+    "fingerprint": (
+        lambda p: _edit(p.with_suffix(".json"), fingerprint="0" * 64),
+        "json",
+        "000000",
+    ),
+    "vocabulary": (lambda p: _edit(p.with_suffix(".json"), vocab_size=300), "json", "300 ids"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_dataset_is_a_one_line_error_that_names_the_file(case: str, copy: Path) -> None:
+    damage, suffix, reason = DAMAGE[case]
+    damage(copy)
+    with pytest.raises(ValueError, match=reason) as error:
+        open_datasets(options(copy), BYTE, seed=0)
+    assert str(copy.with_suffix(f".{suffix}")) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"ab")
+    (tmp_path / "x.idx").write_bytes(indexed.MAGIC + struct.pack("<QBQQ", 1, 8, 0, 1) + bytes(8))
+    with pytest.raises(ValueError, match=r"x\.bin: 2 bytes.*means 0 tokens"):
+        open_indexed(tmp_path / "x", BYTE)
+
+
+@pytest.mark.parametrize(("split", "part"), [((1, 0, 0), "train"), ((98, 2, 0), "validation")])
+def test_a_part_shorter_than_a_sample_is_an_error_that_names_it(
+    split: tuple[int, int, int], part: str, prefix: Path
+) -> None:
+    tokens = int(open_indexed(prefix, BYTE).bounds_D1[-1])
+    seq_len = tokens if part == "train" else tokens // 2
+    with pytest.raises(ValueError, match=rf"letters: the {part} part .* {seq_len + 1}"):
+        open_datasets(options(prefix, split=split, seq_len=seq_len), BYTE, seed=0)
+
+
+def test_text_shorter_than_a_sample_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("short")
+    data = Data(text=(str(tmp_path / "x.txt"),), cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"data.text=.*x\.txt: the train part .* 6 tokens"):
+        open_datasets(data, BYTE, seed=0)
+
+
+def test_text_is_prepared_and_opened(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("abcdefgh" * 100)
+    data = Data(text=(str(tmp_path / "x.txt"),), cache_dir=tmp_path / "cache", seq_len=8)
+    datasets = open_datasets(data, BYTE, seed=0)
+    assert datasets.validation is not None and datasets.test is not None
+    assert sorted(BYTE.decode(datasets.train[5])[:8]) == list("abcdefgh")
+
+
+# ---- splitting
+
+
+def test_boundaries_lie_between_documents() -> None:
+    bounds = np.arange(0, 10_001, 100)
+    parts = split_bounds(bounds, (96, 2, 2))
+    assert [(p[0], p[-1]) for p in parts] == [(0, 9600), (9600, 9800), (9800, 10_000)]
+    assert np.isin(np.concatenate(parts), bounds).all()
+
+
+@pytest.mark.parametrize("lengths", [[100_000], [99_990, 10], [10, 99_980, 10], [50_000, 50_000]])
+def test_few_documents_are_cut_so_that_every_part_gets_its_tokens(lengths: list[int]) -> None:
+    bounds = np.cumsum([0, *lengths])
+    parts = split_bounds(bounds, (96, 2, 2))
+    assert [int(p[-1] - p[0]) for p in parts] == [96_000, 2000, 2000]
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(lambda x: sum(x) > 0),
+    st.tuples(st.integers(1, 99), st.integers(0, 99), st.integers(0, 99)),
+)
+def test_parts_are_disjoint_complete_and_at_least_half_of_their_share(
+    lengths: list[int], ratios: tuple[int, int, int]
+) -> None:
+    bounds = np.cumsum([0, *lengths]).astype(np.int64)
+    parts = split_bounds(bounds, ratios)
+    assert parts[0][0] == 0 and parts[-1][-1] == bounds[-1]
+    for before, after in zip(parts[:-1], parts[1:], strict=True):
+        assert before[-1] == after[0]
+    for part, ratio in zip(parts, ratios, strict=True):
+        assert (np.diff(part) >= 0).all()
+        size, share = int(part[-1] - part[0]), bounds[-1] * ratio / sum(ratios)
+        assert size >= share / 2 - 1  # 1: a cut lies on a whole token
+        assert ratio or size == 0
+
+
+def test_a_part_of_ratio_zero_does_not_exist(prefix: Path) -> None:
+    datasets = open_datasets(options(prefix, split=(90, 10, 0)), BYTE, seed=0)
+    assert datasets.validation is not None and datasets.test is None
+
+
+# ---- the order of one source
+
+
+@given(st.integers(0, 300), st.integers(0, 2**63))
+def test_shuffled_is_a_permutation(count: int, key: int) -> None:
+    assert sorted(shuffled(count, key).tolist()) == list(range(count))
+
+
+def test_shuffled_is_the_same_in_every_version() -> None:
+    assert shuffled(8, "windows", 1234, 0).tolist() == [3, 4, 0, 5, 1, 7, 2, 6]
+
+
+def test_shuffled_spreads_every_number_over_every_place() -> None:
+    """Each of 16 x 16 counts is binomial(4000, 1/16): mean 250, sigma 15.3; 5 sigma is 77."""
+    counts = np.zeros((16, 16))
+    for key in range(4000):
+        counts[np.arange(16), shuffled(16, "place", key)] += 1
+    assert np.abs(counts - 250).max() < 77
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda x: sum(x) > 7),
+    st.integers(1, 6),
+    st.integers(0, 5),
+)
+def test_the_windows_of_an_epoch_are_whole_documents_end_to_end(
+    lengths: list[int], seq_len: int, epoch: int
+) -> None:
+    """Windows overlap in one token, so they chain uniquely where ids are unique."""
+    ids = iter(range(10_000))
+    documents = [[next(ids) for _ in range(n)] for n in lengths]
+    stream = stream_of(documents, seq_len)
+    total = sum(lengths)
+    assert stream.windows == (total - 1) // seq_len
+    samples = [stream[epoch * stream.windows + j].tolist() for j in range(stream.windows)]
+    by_first = {sample[0]: sample for sample in samples}
+    assert len(by_first) == stream.windows
+    lasts = {sample[-1] for sample in samples}
+    (current,) = (sample for sample in samples if sample[0] not in lasts)
+    joined = current
+    while joined[-1] in by_first:
+        joined = joined + by_first[joined[-1]][1:]
+    assert len(joined) == stream.windows * seq_len + 1  # the rest of the epoch is dropped
+    order = list(
+        dict.fromkeys(next(d for d, ts in enumerate(documents) if t in ts) for t in joined)
+    )
+    whole = [t for d in order for t in documents[d]]
+    assert joined == whole[: len(joined)]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    documents = [[10 * d + i for i in range(10)] for d in range(50)]
+    stream, other = stream_of(documents, 7), stream_of(documents, 7, seed=1)
+    n = stream.windows
+    epochs = [[stream[e * n + j].tolist() for j in range(n)] for e in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [other[j].tolist() for j in range(n)] != epochs[0]
+
+
+def test_a_sample_does_not_depend_on_what_was_read_before() -> None:
+    documents = [[10 * d + i for i in range(10)] for d in range(50)]
+    stream = stream_of(documents, 7)
+    straight = [stream[i].tolist() for i in range(400)]
+    for i in np.random.default_rng(0).permutation(400).tolist():
+        assert stream_of(documents, 7)[i].tolist() == straight[i] == stream[i].tolist()
+
+
+# ---- blends
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.2, 0.1), (5, 1, 1, 1, 1), tuple(range(1, 30))])
+def test_after_n_samples_every_source_is_within_one_of_its_share(
+    weights: tuple[float, ...],
+) -> None:
+    blend = Blend(weights)
+    places = np.arange(1, 3001)
+    sources = np.asarray([blend.locate(i)[0] for i in range(3000)])
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights)
+        ahead = np.cumsum(sources == source) - share * places
+        assert np.abs(ahead).max() <= 1 + 3000 / PERIOD  # weights are rounded to 1 / PERIOD
+
+
+def test_a_blend_takes_the_samples_of_each_source_in_turn_also_across_periods() -> None:
+    blend = Blend([0.5, 0.3, 0.2])
+    first = PERIOD - 1000
+    taken: dict[int, int] = {}
+    for i in range(first, PERIOD + 1000):
+        source, number = blend.locate(i)
+        assert number == taken.get(source, number)
+        taken[source] = number + 1
+    for source, weight in enumerate([0.5, 0.3, 0.2]):  # 1: its share; 1: rounded weight
+        assert abs(taken[source] - weight * (PERIOD + 1000)) <= 2
+
+
+def test_a_weight_that_would_never_be_drawn_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"data.paths: weight=1e-09"):
+        Blend([1.0, 1e-9])
+
+
+def test_a_blend_of_datasets_mixes_their_tokens(prefix: Path, tmp_path: Path) -> None:
+    digits = write_foreign(tmp_path / "digits", [[48 + d] * 40 for d in range(10)] * 5)
+    paths = ({"path": prefix, "weight": 3}, {"path": digits, "weight": 1})
+    train = open_datasets(options(prefix, paths=paths), BYTE, seed=0).train
+    kinds = Counter(bool(train[i].max() < 58) for i in range(400))
+    assert kinds == {False: 300, True: 100}
+
+
+# ---- steps, ranks, resuming
+
+
+@pytest.fixture
+def train(prefix: Path) -> Dataset:
+    return open_datasets(options(prefix), BYTE, seed=7).train
+
+
+def test_a_step_reads_the_same_samples_for_any_number_of_ranks(train: Dataset) -> None:
+    for step in (0, 3, 40):
+        expected = [train[step * 8 + i][:-1].tolist() for i in range(8)]
+        for dp_size, micro in ((1, 1), (1, 8), (2, 2), (4, 1), (4, 2), (8, 1)):
+            assert step_rows(train, step, dp_size, micro) == expected
+
+
+def test_a_resumed_run_reads_what_a_straight_run_reads(prefix: Path, train: Dataset) -> None:
+    straight = [step_rows(train, step, 1) for step in range(60)]
+    for start in (1, 17, 59):
+        resumed = open_datasets(options(prefix), BYTE, seed=7).train
+        assert step_rows(resumed, start, 2) == straight[start]
+
+
+def test_training_depends_on_the_seed_and_validation_does_not(prefix: Path) -> None:
+    one, two = (open_datasets(options(prefix), BYTE, seed=seed) for seed in (1, 2))
+    assert step_rows(one.train, 0, 1) != step_rows(two.train, 0, 1)
+    assert one.validation is not None and two.validation is not None
+    assert step_rows(one.validation, 0, 1) == step_rows(two.validation, 0, 1)
+
+
+def test_no_sample_of_one_part_is_in_another(tmp_path: Path) -> None:
+    foreign = write_foreign(tmp_path / "x", [[d] * 30 for d in range(200)])
+    datasets = open_datasets(options(foreign), BYTE, seed=0)
+    seen = []
+    for part in (datasets.train, datasets.validation, datasets.test):
+        assert part is not None
+        seen.append({t for i in range(500) for t in part[i].tolist()})
+    assert seen[0] == set(range(160)) and seen[1] == set(range(160, 180))
+    assert seen[2] == set(range(180, 200))
+
+
+def test_the_order_of_samples_is_the_same_in_every_version(tmp_path: Path) -> None:
+    """If this changes, runs that were begun before it cannot be resumed."""
+    paths = [
+        write_foreign(tmp_path / "a", [[d] * (d % 7 + 1) for d in range(250)]),
+        write_foreign(tmp_path / "b", [[d, d + 1] for d in range(200)]),
+    ]
+    data = options(paths[0], paths=({"path": paths[0], "weight": 2}, {"path": paths[1]}))
+    datasets = open_datasets(data, BYTE, seed=1234)
+    digest = hashlib.sha256()
+    for part in (datasets.train, datasets.validation, datasets.test):
+        assert part is not None
+        for i in range(300):
+            digest.update(part[i].astype("<i8").tobytes())
+    assert digest.hexdigest()[:16] == "GOLDEN"
+
+
+def test_a_batch_that_does_not_divide_is_an_error(train: Dataset) -> None:
+    with pytest.raises(ValueError, match="global_batch=6 is not a multiple of micro_batch"):
+        list(microbatches(train, 0, global_batch=6, micro_batch=2, dp_rank=0, dp_size=2))
+
+
+SHAPE = dict(global_batch=8, micro_batch=2, dp_rank=1, dp_size=2)
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    keys = ("tokens", "labels", "loss_mask")
+    return all(torch.equal(a[key], b[key]) for key in keys)  # type: ignore[literal-required]
+
+
+def test_reading_ahead_changes_nothing(train: Dataset) -> None:
+    with BatchIterator(train, first_step=5, **SHAPE) as iterator:
+        for step, batches in zip(range(5, 30), iterator, strict=False):
+            expected = list(microbatches(train, step, **SHAPE))
+            assert len(batches) == len(expected) == 2
+            assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_an_error_while_reading_ahead_reaches_the_caller(train: Dataset) -> None:
+    with (
+        BatchIterator(train, **SHAPE | {"global_batch": 6}) as iterator,
+        pytest.raises(ValueError, match="global_batch=6"),
+    ):
+        next(iterator)
+
+
+# ---- what is in a batch
+
+
+def batch_of(rows: list[list[int]], **flags: bool) -> Batch:
+    """A batch whose samples are `rows`, eod = 0."""
+
+    class Rows(Dataset):
+        def __getitem__(self, sample: int) -> NDArray[np.int64]:
+            return np.asarray(rows[sample])
+
+    dataset = Rows([], Blend([1.0]), seq_len=len(rows[0]) - 1, eod=0, **flags)
+    shape = dict(global_batch=len(rows), micro_batch=len(rows), dp_rank=0, dp_size=1)
+    (batch,) = microbatches(dataset, 0, **shape)
+    return batch
+
+
+def test_labels_are_the_tokens_one_position_later() -> None:
+    batch = batch_of([[5, 6, 0, 7, 8]])
+    assert batch["tokens"].tolist() == [[5, 6, 0, 7]]
+    assert batch["labels"].tolist() == [[6, 0, 7, 8]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 1, 1]]
+    assert batch["document_ids"] is None
+    assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["loss_mask"].dtype == torch.float32
+
+
+def test_eod_mask_loss_leaves_out_what_follows_an_eod() -> None:
+    batch = batch_of([[5, 0, 0, 7, 8], [0, 1, 2, 3, 0]], eod_mask_loss=True)
+    assert batch["loss_mask"].tolist() == [[1, 0, 0, 1], [0, 1, 1, 1]]
+
+
+def test_a_document_id_is_the_number_of_eods_before_the_token() -> None:
+    batch = batch_of([[5, 0, 0, 7, 8], [0, 1, 2, 0, 4]], reset_attention_mask=True)
+    assert batch["document_ids"] is not None
+    assert batch["document_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 1, 1]]
+    assert batch["document_ids"].dtype == torch.int32
+
+
+# ---- context parallelism
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_zigzag_gives_every_position_once_and_every_rank_the_same_work(cp_size: int) -> None:
+    positions = [zigzag_positions(32, rank, cp_size) for rank in range(cp_size)]
+    assert sorted(torch.cat(positions).tolist()) == list(range(32))
+    assert len({int((p + 1).sum()) for p in positions}) == 1  # keys that causal queries attend to
+
+
+def test_zigzag_takes_chunks_r_and_2n_1_r() -> None:
+    assert zigzag_positions(8, 0, 2).tolist() == [0, 1, 6, 7]
+    assert zigzag_positions(8, 1, 2).tolist() == [2, 3, 4, 5]
+
+
+def test_a_sequence_that_does_not_divide_is_an_error() -> None:
+    with pytest.raises(ValueError, match="seq_len=10 is not a multiple of 2"):
+        zigzag_positions(10, 0, 2)
+
+
+def test_cp_slices_put_together_are_the_batch() -> None:
+    batch = batch_of([list(range(9)), [3, 0, 1, 0, 5, 6, 0, 8, 9]], eod_mask_loss=True, reset_attention_mask=True)  # fmt: skip
+    assert cp_slice(batch, 0, 1) is batch
+    slices = [cp_slice(batch, rank, 2) for rank in range(2)]
+    order = torch.cat([zigzag_positions(8, rank, 2) for rank in range(2)]).argsort()
+    for key in ("tokens", "labels", "loss_mask"):
+        joined = torch.cat([s[key] for s in slices], 1)[:, order]  # type: ignore[literal-required]
+        assert torch.equal(joined, batch[key])  # type: ignore[literal-required]
+    assert all(s["document_ids"] is batch["document_ids"] for s in slices)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_attention_is_causal_and_within_the_document(cp_size: int) -> None:
+    document_ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3], [0, 0, 0, 0, 0, 0, 0, 1]]).int()
+    for rank in range(cp_size):
+        queries = zigzag_positions(8, rank, cp_size)
+        mask = attention_mask(document_ids, queries)
+        assert mask.shape == (2, 1, len(queries), 8) and mask.dtype == torch.bool
+        for b in range(2):
+            for i, q in enumerate(queries.tolist()):
+                for k in range(8):
+                    may = k <= q and document_ids[b, k] == document_ids[b, q]
+                    assert mask[b, 0, i, k].item() is not bool(may)

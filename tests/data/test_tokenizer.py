@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatlm.data.tokenizer import ByteTokenizer, make_tokenizer
+from tests.data.conftest import CORPUS, PATTERN
+
+TEXTS = ["", " ", "\n\n", "naïve — 東京 🦊\x00\t", "a\r\nb", *CORPUS[:4]]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_byte_decodes_what_it_encoded(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_kind_decodes_what_it_encoded(spec: str, text: str) -> None:
+    tokenizer = make_tokenizer(spec)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_every_kind_has_its_eod_inside_the_vocabulary(spec: str) -> None:
+    tokenizer = make_tokenizer(spec)
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+def test_vocabularies_have_the_sizes_they_were_made_with(
+    hf_file: Path, sentencepiece_file: Path, tiktoken_file: Path
+) -> None:
+    assert make_tokenizer("byte").vocab_size == 257
+    assert make_tokenizer(f"hf:{hf_file}").vocab_size == 320
+    assert make_tokenizer(f"sentencepiece:{sentencepiece_file}").vocab_size == 340
+    tiktoken = make_tokenizer(f"tiktoken:{tiktoken_file}?pattern={PATTERN}")
+    assert (tiktoken.vocab_size, tiktoken.eod) == (256 + 3 + 1, 259)
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<end>"])
+def test_text_that_spells_eod_does_not_encode_to_it(spec: str, name: str) -> None:
+    tokenizer = make_tokenizer(spec)
+    ids = tokenizer.encode(f"before{name}after")
+    assert tokenizer.eod not in ids
+    assert tokenizer.decode(ids) == f"before{name}after"
+
+
+def test_merges_are_applied(hf_file: Path, tiktoken_file: Path) -> None:
+    assert len(make_tokenizer(f"hf:{hf_file}").encode("The quick")) < len("The quick")
+    tiktoken = make_tokenizer(f"tiktoken:{tiktoken_file}?pattern={PATTERN}")
+    assert tiktoken.encode("low") == [257]
+
+
+def test_hf_neither_truncates_nor_pads(hf_file: Path) -> None:
+    tokenizer = make_tokenizer(f"hf:{hf_file}")  # its file asks for at most 4 and at least 64
+    assert len(tokenizer.encode("a")) == 1
+    assert len(tokenizer.encode("".join(CORPUS))) > 64
+
+
+def test_fingerprint_follows_the_content_and_not_the_path(
+    spec: str, tmp_path: Path, hf_file: Path, tiktoken_file: Path
+) -> None:
+    fingerprint = make_tokenizer(spec).fingerprint
+    assert len(fingerprint) == 64
+    assert make_tokenizer(spec).fingerprint == fingerprint
+    for suffix, path in ((".json", hf_file), (".tiktoken", tiktoken_file)):
+        if str(path) in spec:
+            copy = shutil.copy(path, tmp_path / f"copy{suffix}")
+            assert make_tokenizer(spec.replace(str(path), str(copy))).fingerprint == fingerprint
+
+
+def test_fingerprints_of_different_tokenizers_differ(
+    hf_file: Path, sentencepiece_file: Path, tiktoken_file: Path
+) -> None:
+    specs = [
+        "byte",
+        f"hf:{hf_file}",
+        f"hf:{hf_file}?eod=!",
+        f"sentencepiece:{sentencepiece_file}",
+        f"tiktoken:{tiktoken_file}?pattern={PATTERN}",
+        f"tiktoken:{tiktoken_file}?pattern=.",
+    ]
+    assert len({make_tokenizer(spec).fingerprint for spec in specs}) == len(specs)
+
+
+def test_the_fingerprint_of_byte_is_the_same_in_every_version() -> None:
+    assert make_tokenizer("byte").fingerprint.startswith("1c31626f568a075d")
+
+
+def test_eod_can_be_named(sentencepiece_file_without_eos: Path, hf_file: Path) -> None:
+    named = make_tokenizer(f"sentencepiece:{sentencepiece_file_without_eos}?eod=<end>")
+    assert named.eod not in named.encode("<end>")
+    assert (
+        make_tokenizer(f"hf:{hf_file}?eod=!").eod == make_tokenizer(f"hf:{hf_file}").encode("!")[0]
+    )
+
+
+def test_a_vocabulary_without_eod_is_an_error_that_says_how_to_name_one(
+    sentencepiece_file_without_eos: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"\?eod=TOKEN"):
+        make_tokenizer(f"sentencepiece:{sentencepiece_file_without_eos}")
+
+
+def test_an_eod_that_is_not_in_the_vocabulary_is_an_error(hf_file: Path) -> None:
+    with pytest.raises(ValueError, match="no token '<nope>'"):
+        make_tokenizer(f"hf:{hf_file}?eod=<nope>")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "bytes",
+        "byte:x",
+        "hf",
+        "hf:",
+        "words:x",
+        "hf:x?color=red",
+        "hf:x?pattern=.",
+        "tiktoken:x?eod=y",
+    ],
+)
+def test_a_spec_that_does_not_exist_is_an_error_that_quotes_it(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.tokenizer=") as error:
+        make_tokenizer(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece", "tiktoken"])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file"), (b"", "empty"), (b"\xff{[ nonsense", "not")]
+)
+def test_a_bad_tokenizer_file_is_a_one_line_error_that_names_it(
+    kind: str, content: bytes | None, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.file"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason) as error:
+        make_tokenizer(f"{kind}:{path}")
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_rank_file_needs_a_pattern(tiktoken_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"\?pattern=REGEX"):
+        make_tokenizer(f"tiktoken:{tiktoken_file}")
+    with pytest.raises(ValueError, match=r"data\.tokenizer="):
+        make_tokenizer(f"tiktoken:{tiktoken_file}?pattern=(")
+
+
+def test_a_rank_file_covers_every_byte_once(tiktoken_file: Path, tmp_path: Path) -> None:
+    lines = tiktoken_file.read_bytes().splitlines(keepends=True)
+    for name, content in (("gap", lines[1:]), ("tie", [*lines, b"bG93dGg= 258\n"])):
+        path = tmp_path / name
+        path.write_bytes(b"".join(content))
+        with pytest.raises(ValueError, match="unique and cover"):
+            make_tokenizer(f"tiktoken:{path}?pattern={PATTERN}")
+
+
+def test_a_named_encoding_that_is_neither_cached_nor_reachable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import tiktoken.load
+
+    def offline(_: str) -> bytes:
+        raise ConnectionError("no network")
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.load, "read_file", offline)
+    with pytest.raises(ValueError, match=r"TIKTOKEN_CACHE_DIR.*no network"):
+        make_tokenizer("tiktoken:cl100k_base")
+
+
+def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="pip install tokenizers"):
+        make_tokenizer("hf:tokenizer.json")

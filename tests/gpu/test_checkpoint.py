@@ -1,0 +1,62 @@
+"""Checkpoints of tensors on a GPU: saved as they were when save() returned, loaded in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coatlm.train import shards
+from coatlm.train.checkpoint import Checkpointer, load, tensor_checksum, tensor_checksums
+from coatlm.train.shards import ShardedTensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+SHAPE = (512, 1024)
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+SPIN = 100_000_000  # cycles: longer than it takes to queue the copies
+
+
+def random_bits(dtype: torch.dtype) -> torch.Tensor:
+    count = torch.Size(SHAPE).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda").view(dtype).view(SHAPE)
+
+
+def pieces_of(tensors: dict[str, torch.Tensor], row: int) -> list[ShardedTensor]:
+    """Two rectangles a tensor, cut above `row`."""
+    return [
+        ShardedTensor(key, part, part.dtype, tuple(part.shape), SHAPE, (begin, 0), None)
+        for key, tensor in tensors.items()
+        for begin, part in ((0, tensor[:row]), (row, tensor[row:]))
+    ]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_values_of_the_moment_are_saved_and_loaded_in_place(
+    tmp_path: Path, async_save: bool
+) -> None:
+    tensors = {str(dtype): random_bits(dtype) for dtype in DTYPES}
+    expected = {key: tensor_checksum(tensor) for key, tensor in tensors.items()}
+    saver = Checkpointer(tmp_path, keep=1, async_save=async_save)
+    torch.cuda._sleep(SPIN)  # the copies are still queued when save() returns
+    saver.save(1, pieces_of(tensors, 100), {})
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).zero_()
+    saver.wait()
+    path = tmp_path / "step_00000001"
+    assert tensor_checksums(path) == expected
+    load(path, pieces_of(tensors, 300))
+    assert {key: tensor_checksum(tensor) for key, tensor in tensors.items()} == expected
+
+
+def test_page_locked_copies_leave_no_trace_in_the_checkpoint(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, keep=1, async_save=True)
+    saver.save(1, pieces_of({"a": random_bits(torch.float32)}, 100), {})
+    saver.wait()
+    [stored] = shards._Reader(tmp_path / "step_00000001").tensors().values()
+    assert not stored.properties.pin_memory

@@ -1,0 +1,187 @@
+"""RMSNorm, SwiGLU and RoPE on a GPU: against their references, over 2^31 elements, and their speed.
+
+Tolerance of a kernel against its fp32 reference: half a unit in the last place for the one rounding
+of the result (EPS / 2 relative), and for the fp32 arithmetic, whose approximate exponentials and
+divisions are good to a few 2^-23, 1e-5 of the largest value.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.fp8 import activation, norm
+from coatlm.fp8 import rope as rope_module
+from coatlm.fp8.activation import swiglu, swiglu_backward_ref, swiglu_ref
+from coatlm.fp8.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
+from coatlm.fp8.rope import rope, rope_frequencies, rope_ref, rope_tables, split_qkv_rope
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+EPS = 1e-5
+DTYPES = [torch.bfloat16, torch.float32]
+OVER_INT32 = 2**31 + 2**20  # elements
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """`expected` is fp32 and not rounded; see the module's docstring for the tolerance."""
+    rtol = torch.finfo(actual.dtype).eps / 2 * 1.01
+    atol = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(actual.float(), expected, rtol=rtol, atol=atol)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def tables(tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    inv_freq = rope_frequencies(head_dim, 500000.0).cuda()
+    return rope_tables(torch.arange(tokens, device="cuda"), inv_freq)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(300, 4, 4096), (300, 4, 3072), (40, 16384), (50, 4, 32, 128), (999, 64), (7, 200)]
+)
+def test_rms_norm_equals_its_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    x, dy = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    weight = (1 + 0.1 * randn(shape[-1])).to(weight_dtype)
+    y, rstd = rms_norm_ref(x.float(), weight.float(), EPS)
+    dx, dweight = rms_norm_backward_ref(dy.float(), x.float(), weight.float(), rstd)
+    actual = rms_norm(x.requires_grad_(), weight.requires_grad_(), EPS)
+    close(actual, y)
+    actual.backward(dy)
+    close(x.grad, dx)
+    close(weight.grad, dweight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", [8192, 11008, 704, 333])
+def test_swiglu_equals_its_reference(half: int, dtype: torch.dtype) -> None:
+    x, dy = 3 * randn(300, 4, 2 * half), randn(300, 4, half, dtype=dtype)
+    x[0, 0, :half] = 100.0  # sigmoid of it is 1, of the next 0
+    x[0, 1, :half] = -100.0
+    x = x.to(dtype).requires_grad_()
+    y = swiglu(x)
+    y.backward(dy)
+    close(y, swiglu_ref(x.detach().float()))
+    close(x.grad, swiglu_backward_ref(dy.float(), x.detach().float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "groups", "queries"), [(128, 8, 4), (64, 12, 1), (80, 3, 5)])
+def test_split_qkv_rope_equals_its_reference(
+    head_dim: int, groups: int, queries: int, dtype: torch.dtype
+) -> None:
+    cos, sin = tables(257, head_dim)
+    qkv = randn(257, 3, groups, (queries + 2) * head_dim, dtype=dtype)
+    expected = rope_module.split_qkv_rope_ref(qkv.float(), cos, sin, queries, head_dim)
+    qkv.requires_grad_()
+    actual = split_qkv_rope(qkv, cos, sin, heads_per_group=queries, head_dim=head_dim)
+    for part, definition in zip(actual, expected, strict=True):
+        assert part.is_contiguous()
+        close(part, definition)
+    # gradients as attention returns them: [b, n, s, d] in memory, or without contiguous heads
+    grads = [randn(3, x.shape[2], 257, head_dim, dtype=dtype).permute(2, 0, 1, 3) for x in actual]
+    grads[2] = grads[2].transpose(2, 3).contiguous().transpose(2, 3)
+    torch.autograd.backward(actual, grads)
+    close(qkv.grad, rope_module.join_qkv_rope_ref(*(g.float() for g in grads), cos, sin))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_of_a_strided_tensor_and_its_backward_equal_the_reference(dtype: torch.dtype) -> None:
+    cos, sin = tables(257, 128)
+    x = randn(3, 12, 257, 128, dtype=dtype).permute(2, 0, 1, 3).requires_grad_()
+    dy = randn(257, 3, 12, 128, dtype=dtype)
+    y = rope(x, cos, sin)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    close(y, rope_ref(x.detach().float(), cos, sin))
+    close(dx, rope_ref(dy.float(), cos, -sin))
+
+
+def test_kernels_index_beyond_31_bits() -> None:
+    """The last rows of tensors of over 2^31 elements equal the reference of those rows."""
+    hidden, last = 4096, slice(-3, None)
+    rows = OVER_INT32 // hidden
+    x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device="cuda")
+    x[last] = randn(3, hidden, dtype=torch.bfloat16)
+    weight = torch.ones(hidden, device="cuda")
+    y, rstd = norm._launch_forward(x, weight, EPS)
+    close(y[last], rms_norm_ref(x[last].float(), weight, EPS)[0])
+    dx, _ = norm._launch_backward(y, x, weight, rstd)
+    close(dx[last], rms_norm_backward_ref(y[last].float(), x[last].float(), weight, rstd[last])[0])
+    close(activation._launch_forward(x)[last], swiglu_ref(x[last].float()))
+    dx = activation._launch_backward(y[:, : hidden // 2], x)
+    close(dx[last], swiglu_backward_ref(y[last, : hidden // 2].float(), x[last].float()))
+    del y, dx
+    qkv = x.view(rows, 1, 8, 512)
+    cos, sin = tables(rows, 128)
+    q, k, v = split_qkv_rope(qkv, cos, sin, heads_per_group=2, head_dim=128)
+    expected = rope_module.split_qkv_rope_ref(qkv[last].float(), cos[last], sin[last], 2, 128)
+    for part, definition in zip((q, k, v), expected, strict=True):
+        close(part[last], definition)
+    joined = rope_module._join_on_gpu(q, k, v, cos, sin)[last].float()
+    # two roundings of BF16 and a rotation between them, on a pair of elements
+    torch.testing.assert_close(joined, qkv[last].float(), rtol=0, atol=2**-7 * 4)
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median of 30 runs."""
+    for _ in range(5):
+        function()
+    times = []
+    for _ in range(30):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def kernels(hidden: int, ffn: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """name -> (launch, elements read and written) for sequences of 2048, batches of 4, in BF16."""
+    bf16, shape = torch.bfloat16, (2048, 4)
+    x, dy = (randn(*shape, hidden, dtype=bf16) for _ in range(2))
+    weight, (_, rstd) = randn(hidden), rms_norm_ref(x, randn(hidden), EPS)
+    gate_up, dh = randn(*shape, 2 * ffn, dtype=bf16), randn(*shape, ffn, dtype=bf16)
+    heads = hidden // 128
+    short, (cos, sin) = randn(*shape, heads, 128, dtype=bf16), tables(2048, 128)
+    _, short_rstd = rms_norm_ref(short, randn(128), EPS)
+    qkv = randn(*shape, heads // 4, 6 * 128, dtype=bf16)
+    qkv_parts = rope_module._split_on_gpu(qkv, cos, sin, 4, 128)
+    n, f = x.numel(), dh.numel()
+    return {
+        "rms_norm": (lambda: norm._launch_forward(x, weight, EPS), 2 * n),
+        "rms_norm backward": (lambda: norm._launch_backward(dy, x, weight, rstd), 3 * n),
+        "qk norm": (lambda: norm._launch_forward(short, weight[:128], EPS), 2 * n),
+        "qk norm backward": (
+            lambda: norm._launch_backward(short, short, weight[:128], short_rstd),
+            3 * n,
+        ),
+        "swiglu": (lambda: activation._launch_forward(gate_up), 3 * f),
+        "swiglu backward": (lambda: activation._launch_backward(dh, gate_up), 5 * f),
+        "rope": (lambda: rope_module._rotate_on_gpu(short, cos, sin, inverse=False), 2 * n),
+        "split": (lambda: rope_module._split_on_gpu(qkv, cos, sin, 4, 128), 2 * qkv.numel()),
+        "join": (lambda: rope_module._join_on_gpu(*qkv_parts, cos, sin), 2 * qkv.numel()),
+    }
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(3072, 8192), (4096, 11008)])
+def test_kernels_reach_85_percent_of_the_bandwidth_of_a_copy(hidden: int, ffn: int) -> None:
+    fractions = {}
+    for name, (launch, elements) in kernels(hidden, ffn).items():
+        source = randn(elements // 2, dtype=torch.bfloat16)
+        target = torch.empty_like(source)
+        copy = milliseconds(lambda to=target, of=source: to.copy_(of))
+        fractions[name] = round(copy / milliseconds(launch), 3)
+    print(fractions)
+    assert min(fractions.values()) >= 0.85, fractions

@@ -1,0 +1,369 @@
+"""Every mistake in a configuration is reported with its path, its value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coatlm.config import Config, ConfigError, load_config, make_config
+from coatlm.model.accounting import parameters
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def message(data: Any) -> str:
+    """What the user is told about `data`."""
+    with pytest.raises(ConfigError) as error:
+        make_config(data)
+    return str(error.value)
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "nearest"),
+    [
+        ({"modle": {}}, "modle", "model"),
+        ({"run": {"nmae": "a"}}, "run.nmae", "name"),
+        ({"model": {"hiden": 256}}, "model.hiden", "hidden"),
+        ({"model": {"rope_scaling": {"facto": 8.0}}}, "model.rope_scaling.facto", "factor"),
+        ({"data": {"text": "a", "tokeniser": "byte"}}, "data.tokeniser", "tokenizer"),
+        ({"data": {"paths": [{"path": "a", "wieght": 2}]}}, "data.paths.0.wieght", "weight"),
+        ({"parallel": {"tpp": 2}}, "parallel.tpp", "tp"),
+        ({"precision": {"recipy": "bf16"}}, "precision.recipy", "recipe"),
+        ({"optim": {"warmup": 20}}, "optim.warmup", "warmup_steps"),
+        ({"train": {"microbatch": 4}}, "train.microbatch", "micro_batch"),
+        ({"checkpoint": {"evry": 4}}, "checkpoint.evry", "every"),
+        ({"log": {"wandb": "a"}}, "log.wandb", "wandb_project"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(
+    data: dict[str, Any], key: str, nearest: str
+) -> None:
+    assert message(data) == f"{key}: unknown key; the nearest known one is {nearest}"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("run", "seed", "many"),
+        ("run", "name", 3),
+        ("run", "dir", 3),
+        ("model", "layers", 1.5),
+        ("model", "layers", "4"),
+        ("model", "heads", "8"),
+        ("model", "tie_embeddings", "yes"),
+        ("model", "rope_scaling", 8),
+        ("data", "tokenizer", 3),
+        ("data", "split", 3),
+        ("parallel", "tp", True),
+        ("precision", "recipe", 16),
+        ("optim", "lr", "fast"),
+        ("train", "steps", "150"),
+        ("train", "steps", 10.0),
+        ("checkpoint", "resume", None),
+        ("log", "tensorboard", 1),
+    ],
+)
+def test_a_value_of_another_type_is_refused_and_not_converted(
+    section: str, key: str, value: Any
+) -> None:
+    fill = {"text": "a"} if section == "data" else {}
+    assert message({section: fill | {key: value}}).startswith(f"{section}.{key}={value!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "allowed"),
+    [
+        ("run", "seed", -1, "greater than or equal to 0"),
+        ("run", "name", "", "at least 1 character"),
+        ("model", "spec", "torch", "'local' or 'te'"),
+        ("model", "layers", 0, "greater than or equal to 1"),
+        ("model", "heads", 0, "greater than or equal to 1"),
+        ("model", "hidden", -8, "greater than or equal to 1"),
+        ("model", "kv_heads", 0, "greater than or equal to 1"),
+        ("model", "norm_eps", 0.0, "greater than 0"),
+        ("data", "seq_len", 1, "greater than or equal to 2"),
+        ("data", "workers", -1, "greater than or equal to 0"),
+        ("parallel", "pp", 0, "greater than or equal to 1"),
+        ("parallel", "zero", 2, "0 or 1"),
+        ("parallel", "main_grads", "fp16", "'fp32' or 'bf16'"),
+        ("precision", "recipe", "fp4", "'fp32'"),
+        ("optim", "recipe", "adam", "'adamw-fp32'"),
+        ("optim", "schedule", "step", "'cosine'"),
+        ("optim", "lr", 0.0, "greater than 0"),
+        ("optim", "lr", float("nan"), ""),
+        ("optim", "lr", float("inf"), "finite"),
+        ("optim", "clip_grad", -1.0, "greater than or equal to 0"),
+        ("train", "micro_batch", 0, "greater than or equal to 1"),
+        ("train", "recompute", "some", "'none'"),
+        ("checkpoint", "keep", 0, "greater than or equal to 1"),
+        ("log", "every", 0, "greater than or equal to 1"),
+        ("log", "hang_timeout", -1.0, "greater than or equal to 0"),
+    ],
+)
+def test_a_value_out_of_range_is_reported_with_what_is_allowed(
+    section: str, key: str, value: Any, allowed: str
+) -> None:
+    fill = {"text": "a"} if section == "data" else {}
+    told = message({section: fill | {key: value}})
+    assert told.startswith(f"{section}.{key}={value!r}: ")
+    assert allowed in told
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"model": {"hidden": 100, "heads": 8}}, "hidden=100 is not a multiple of heads=8"),
+        ({"model": {"heads": 8, "kv_heads": 3}}, "heads=8 is not a multiple of kv_heads=3"),
+        ({"model": {"head_dim": 33}}, "head_dim=33 is odd"),
+        ({"data": {"tokenizer": "byte"}}, "give either text"),
+        ({"data": {"text": ["a"], "paths": ["b"]}}, "give either text"),
+        ({"data": {"text": ["a"], "split": [0, 1, 1]}}, "split=[0.0, 1.0, 1.0]"),
+        ({"data": {"text": ["a"], "split": [9, -1, 1]}}, "split=[9.0, -1.0, 1.0]"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "betas=[0.9, 1.0]"),
+        ({"optim": {"lr": 1e-5, "min_lr": 1e-4}}, "min_lr=0.0001 is above lr=1e-05"),
+        ({"log": {"profile": [5, 4]}}, "profile=[5, 4]"),
+    ],
+)
+def test_sizes_that_contradict_each_other_in_a_section_are_refused(
+    data: dict[str, Any], told: str
+) -> None:
+    (section,) = data
+    assert message(data).startswith(f"{section}: ")
+    assert told in message(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (
+            {"model": {"hidden": 192, "heads": 6}, "parallel": {"tp": 4}},
+            "model.heads=6 is not a multiple of parallel.tp=4",
+        ),
+        (
+            {"model": {"kv_heads": 2}, "parallel": {"tp": 4}},
+            "model.kv_heads=2 is not a multiple of parallel.tp=4",
+        ),
+        (
+            {"model": {"ffn": 706}, "parallel": {"tp": 4}},
+            "model.ffn=706 is not a multiple of parallel.tp=4",
+        ),
+        (
+            {"model": {"vocab": 258}, "parallel": {"tp": 4}},
+            "model.vocab=258 is not a multiple of parallel.tp=4",
+        ),
+        (
+            {"model": {"layers": 6}, "parallel": {"pp": 2, "vpp": 2}},
+            "model.layers=6 is not a multiple of parallel.pp*vpp=4",
+        ),
+        ({"parallel": {"vpp": 2}}, "parallel.vpp=2 needs parallel.pp > 1"),
+        (
+            {"train": {"micro_batch": 3, "global_batch": 16}},
+            "train.global_batch=16 is not a multiple of train.micro_batch=3",
+        ),
+        (
+            {"data": {"text": ["a"], "seq_len": 258}, "parallel": {"cp": 2}},
+            "data.seq_len=258 is not a multiple of 2*parallel.cp=4",
+        ),
+        (
+            {
+                "data": {"text": ["a"], "seq_len": 257},
+                "parallel": {"tp": 2, "sequence_parallel": True},
+            },
+            "data.seq_len=257 is not a multiple of parallel.tp*cp=2",
+        ),
+        ({"parallel": {"sequence_parallel": True}}, "needs parallel.tp > 1"),
+        (
+            {"precision": {"recipe": "te-delayed"}},
+            "precision.recipe=te-delayed needs model.spec=te",
+        ),
+        (
+            {"precision": {"recipe": "fp32"}, "optim": {"recipe": "adamw-bf16"}},
+            "optim.recipe=adamw-bf16 keeps BF16 weights",
+        ),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(data: dict[str, Any], told: str) -> None:
+    assert told in message(data)
+
+
+@pytest.mark.parametrize("value", [None, 3, "a", [1, 2]])
+@pytest.mark.parametrize("section", sorted(Config.model_fields))
+def test_a_section_that_is_no_mapping_is_refused(section: str, value: Any) -> None:
+    assert message({section: value}).startswith(f"{section}={value!r}: ")
+
+
+def test_every_mistake_is_reported_on_its_own_line() -> None:
+    told = message({"train": {"steps": 0}, "optim": {"lr": -1.0, "wd": 0.1}})
+    assert [line.split("=")[0].split(":")[0] for line in told.splitlines()] == [
+        "optim.lr",
+        "optim.wd",
+        "train.steps",
+    ]
+
+
+def test_the_data_parallel_size_is_what_the_model_parallel_ranks_leave() -> None:
+    config = make_config(
+        {
+            "parallel": {"tp": 2, "pp": 2, "cp": 2},
+            "train": {"micro_batch": 2, "global_batch": 8},
+        }
+    )
+    assert config.data_parallel_size(8) == 1
+    assert config.data_parallel_size(32) == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "told"),
+    [
+        ({"tp": 2, "cp": 2}, 6, "parallel.tp*pp*cp=2*1*2=4: start a multiple of 4"),
+        ({}, 3, "train.micro_batch * data-parallel size = 2*3"),
+        ({"pp": 2, "vpp": 2}, 16, "needs microbatches a step in multiples of parallel.pp=2, got 1"),
+    ],
+)
+def test_a_number_of_processes_that_does_not_fit_is_refused(
+    parallel: dict[str, Any], world_size: int, told: str
+) -> None:
+    config = make_config({"parallel": parallel, "train": {"micro_batch": 2, "global_batch": 16}})
+    with pytest.raises(ConfigError) as error:
+        config.data_parallel_size(world_size)
+    assert told in str(error.value)
+
+
+def test_kv_heads_and_head_dim_follow_from_heads_and_hidden() -> None:
+    model = make_config({"model": {"hidden": 96, "heads": 6}}).model
+    assert (model.queries_groups, model.size_per_head) == (6, 16)
+    model = make_config({"model": {"hidden": 100, "heads": 6, "head_dim": 16}}).model
+    assert (model.queries_groups, model.size_per_head) == (6, 16)
+
+
+def test_nothing_can_be_changed_after_loading() -> None:
+    config = make_config({})
+    with pytest.raises(pydantic.ValidationError):
+        config.train.steps = 1
+    with pytest.raises(pydantic.ValidationError):
+        config.train = config.train
+
+
+def test_an_override_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {steps: 7, micro_batch: 2}\noptim: {lr: 3e-4}\n")
+    config = load_config(path, ["train.steps=9", "optim.lr=5e-4", "optim.betas=[0.8, 0.9]"])
+    assert config.train.steps == 9
+    assert config.train.micro_batch == 2
+    assert config.train.global_batch == Config().train.global_batch
+    assert config.optim.lr == 5e-4
+    assert config.optim.betas == (0.8, 0.9)
+
+
+def test_the_last_of_two_overrides_wins(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, ""), ["train.steps=9", "train.steps=8"])
+    assert config.train.steps == 8
+
+
+def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "optim: {lr: 3e-4}\n")).optim.lr == 3e-4
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "told"),
+    [
+        ("train: {steps: 1\n", [], "not valid YAML"),
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", [], "duplicate key train"),
+        ("- train\n- model\n", [], ""),
+        ("3\n", [], ""),
+        ("run: {name: '${nowhere}'}\n", [], "nowhere"),
+        ("", ["train.steps"], "'train.steps': overrides read key=value"),
+        ("", ["train.stesp=3"], "train.stesp: unknown key; the nearest known one is steps"),
+        ("", ["model=3"], "model=3: "),
+    ],
+)
+def test_a_file_or_override_that_cannot_be_read_is_an_error_of_the_user(
+    tmp_path: Path, text: str, overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text), overrides)
+    assert told in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such configuration file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_directory_or_a_binary_file_is_an_error_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "run.bin").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "run.bin"):
+        with pytest.raises(ConfigError):
+            load_config(path)
+
+
+def test_a_dataset_may_be_a_path_or_a_path_with_a_weight() -> None:
+    data = make_config({"data": {"paths": ["a", {"path": "b", "weight": 3}]}}).data
+    assert [(str(s.path), s.weight) for s in data.paths] == [("a", 1.0), ("b", 3.0)]
+
+
+@given(
+    name=st.text(st.characters(codec="utf-8", exclude_characters="$"), min_size=1),
+    lr=st.floats(1e-9, 1e3),
+    weight=st.floats(1e-6, 1e6),
+    profile=st.none() | st.integers(1, 9).map(lambda n: (n, n + 1)),
+)
+@settings(max_examples=30)
+def test_to_yaml_loads_as_the_same_config(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    lr: float,
+    weight: float,
+    profile: tuple[int, int] | None,
+) -> None:
+    config = make_config(
+        {
+            "run": {"name": name, "dir": f"runs/{lr}"},
+            "model": {"rope_scaling": {"factor": 1.0 + lr}},
+            "data": {"paths": ["a", {"path": "b", "weight": weight}]},
+            "optim": {"lr": lr, "min_lr": lr / 3},
+            "log": {"profile": profile},
+        }
+    )
+    path = write(tmp_path_factory.mktemp("round_trip"), config.to_yaml())
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_file_in_configs_loads_on_one_node_of_eight_gpus(path: Path) -> None:
+    config = load_config(path)
+    assert config.data_parallel_size(8) >= 1
+    assert config.run.name == path.stem
+    assert config.run.dir == Path("runs") / path.stem
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen2.5-0.5b", 494_032_768),
+    ],
+)
+def test_a_config_named_after_a_model_has_its_number_of_parameters(
+    name: str, published: int
+) -> None:
+    path = next(path for path in CONFIGS if path.stem == name)
+    config = load_config(path)
+    assert config.model.vocab is not None
+    assert parameters(config.model, config.model.vocab) == published

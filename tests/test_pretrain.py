@@ -1,0 +1,220 @@
+"""The command line as a user meets it: what it prints, its exit codes, and what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Forks
+
+SMALL = {
+    "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
+    "data": {"seq_len": 32},
+    "precision": {"recipe": "fp32"},
+    "optim": {"recipe": "adamw-fp32"},
+    "train": {"steps": 6, "micro_batch": 4, "global_batch": 8, "eval_every": 3, "eval_batches": 1},
+    "checkpoint": {"every": 2},
+    "log": {"every": 1},
+}
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with Forks(tmp_path_factory.mktemp("output")) as server:
+        yield server
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A small run on a text of its own; YAML is a superset of JSON."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    sections = json.loads(json.dumps(SMALL))
+    sections["run"] = {"dir": str(tmp_path / "run")}
+    sections["data"] |= {"text": [str(text)], "cache_dir": str(tmp_path / "cache")}
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+def test_a_run_leaves_what_the_readme_promises(forks: Forks, config: str, tmp_path: Path) -> None:
+    code, output = forks.run(config)
+    assert code == 0, output
+    run = tmp_path / "run"
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "train.log", "loss.png"):
+        assert (run / name).stat().st_size > 0
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000006"
+    assert "step 6/6 | loss " in output and "| val_loss " in output
+    assert "done: step 6" in output.splitlines()[-1]
+
+
+def test_the_resolved_config_gives_the_same_run(forks: Forks, config: str, tmp_path: Path) -> None:
+    assert forks.run(config)[0] == 0
+    again = tmp_path / "again"
+    code, output = forks.run(str(tmp_path / "run" / "config.yaml"), f"run.dir={again}")
+    assert code == 0, output
+    losses = [
+        [line.get("loss") for line in map(json.loads, (d / "metrics.jsonl").open())]
+        for d in (tmp_path / "run", again)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_dry_run_prints_config_and_plan_and_writes_nothing(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    code, output = forks.run(config, "--dry-run", "--ranks", "2")
+    assert code == 0
+    assert "recipe: adamw-fp32" in output and "parameters" in output and "dp 2" in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("optim.learning_rate=1", "optim.learning_rate: unknown key"),
+        ("train.steps=many", "train.steps='many'"),
+        ("parallel.tp=3", "model.heads=4 is not a multiple of parallel.tp=3"),
+        ("train.global_batch=6", "train.global_batch=6 is not a multiple"),
+        ("parallel.pp=2", "1 processes cannot hold"),
+        ("data.text=[/nonexistent.txt]", "/nonexistent.txt"),
+        ("data.tokenizer=hf:/nonexistent.json", "/nonexistent.json"),
+        ("model.vocab=128", "model.vocab=128"),
+        ("data.seq_len=2000000", "data.seq_len + 1"),
+        ("run.dir=/proc/run", "run.dir=/proc/run"),
+        ("data.split=[1,0,0]", "train.eval_every"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    forks: Forks, config: str, override: str, reason: str
+) -> None:
+    code, output = forks.run(config, override)
+    assert code == 2, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and reason in errors[0]
+    assert "Traceback" not in output and "| loss" not in output
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("checkpoint.resume=/nonexistent", "/nonexistent"),
+        ("checkpoint.resume={run}/checkpoints/step_00000002", "step_00000002"),  # broken below
+    ],
+)
+def test_a_checkpoint_that_was_asked_for_must_be_whole(
+    forks: Forks, config: str, tmp_path: Path, override: str, reason: str
+) -> None:
+    assert forks.run(config)[0] == 0
+    data = next((tmp_path / "run/checkpoints/step_00000002").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    code, output = forks.run(config, override.format(run=tmp_path / "run"), "train.steps=8")
+    assert code == 4, output
+    assert reason in output and "| loss" not in output
+
+
+def test_auto_names_a_broken_newest_checkpoint_and_uses_the_one_before(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    assert forks.run(config)[0] == 0
+    data = next((tmp_path / "run/checkpoints/step_00000006").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    code, output = forks.run(config, "train.steps=8")
+    assert code == 0, output
+    assert "step_00000006" in output and "resumed from" in output and "at step 4" in output
+
+
+def test_a_checkpoint_of_another_model_is_refused(forks: Forks, config: str, tmp_path: Path) -> None:
+    assert forks.run(config)[0] == 0
+    code, output = forks.run(config, "model.ffn=128", "train.steps=8")
+    assert code == 4 and "model.ffn=96 there, 128 here" in output
+
+
+def test_weights_only_starts_a_new_run(forks: Forks, config: str, tmp_path: Path) -> None:
+    assert forks.run(config)[0] == 0
+    old, new = tmp_path / "run", tmp_path / "new"
+    arguments = (f"run.dir={new}", f"checkpoint.resume={old}", "checkpoint.weights_only=true")
+    code, output = forks.run(config, *arguments)
+    assert code == 0, output
+    first, started = (json.loads((d / "metrics.jsonl").open().readline()) for d in (old, new))
+    assert started["step"] == 1 and started["loss"] < first["loss"] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85)]
+)
+def test_a_signal_saves_and_exits_with_its_code(
+    forks: Forks, config: str, tmp_path: Path, number: int, code: int
+) -> None:
+    child = forks.start(config, "train.steps=100000", "checkpoint.every=0")
+    wait_for_line(child.output, "step 2/")
+    child.kill(number)
+    assert child.wait() == code, child.text()
+    latest = (tmp_path / "run/checkpoints/latest").read_text().strip()
+    last_step = int(latest.removeprefix("step_"))
+    code, output = forks.run(config, f"train.steps={last_step + 2}")
+    assert code == 0 and f"at step {last_step}" in output
+
+
+def test_nan_losses_are_skipped_and_end_the_run(forks: Forks, config: str) -> None:
+    # some weights are Inf, and Inf * 0 is NaN
+    code, output = forks.run(config, "model.init_std=1e38", "train.steps=50", "train.max_skipped=3")
+    assert code == 3, output
+    assert "train.max_skipped=3" in output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_keeps_the_old_checkpoint(forks: Forks, config: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    if os.system(f"mount -t tmpfs -o size=4m tmpfs {run} 2>/dev/null"):
+        pytest.skip("cannot mount here")
+    try:
+        sizes = ("train.steps=40", "checkpoint.keep=50")
+        code, output = forks.run(config, *sizes)
+        assert code == 4 and "No space left" in output
+        latest = run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
+        from coatlm.train.checkpoint import verify
+
+        assert verify(latest) == []
+    finally:
+        os.system(f"umount -l {run}")
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    """Each life is killed at a random moment of training or saving; the next one must go on."""
+    moments = random.Random(0)
+    resumed = 0
+    for _ in range(KILLS):
+        child = forks.start(config, "train.steps=100000", "checkpoint.every=1", "train.eval_every=0")
+        wait_for_line(child.output, " | loss ")
+        time.sleep(moments.uniform(0.0, 0.5))
+        child.kill()
+        assert child.wait() == -signal.SIGKILL, child.text()
+        assert "no whole checkpoint" not in child.text()
+        resumed += "resumed from" in child.text()
+    assert resumed >= KILLS - 2  # all but the first, and one killed before its first checkpoint
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert steps == sorted(set(steps)) and len(steps) >= KILLS
+
+
+def wait_for_line(path: Path, text: str, timeout: float = 60.0) -> None:
+    """Until `text` appears in the file."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if path.exists() and text in path.read_text(errors="replace"):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{text!r} did not appear:\n{path.read_text() if path.exists() else ''}")

@@ -1,0 +1,71 @@
+"""Benchmarks: `python tools/bench.py NAME [options]` prints a table and writes JSON with --out.
+
+Every row is measured in a process of its own, so that no row inherits another's memory or caches;
+peers that are not installed are left out and named. Times are medians over steps, by CUDA events or
+with the device synchronised. Compare ratios within one run: machines differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = {  # name -> module with `rows(arguments) -> names` and `measure(name, arguments)`
+    "end-to-end": "tools.benchmarks.end_to_end",
+}
+RESULT = "RESULT "  # a row's process prints its record behind this
+
+
+def main() -> None:
+    """Run one benchmark, or (--row) one row of it in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose name contains one of these")
+    parser.add_argument("--out", type=Path, help="write the records here as JSON")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", metavar="key=value", help="what the benchmark takes")
+    args = parser.parse_intermixed_args()
+    benchmark = importlib.import_module(BENCHMARKS[args.name])
+    options = dict(option.split("=", 1) for option in args.options)
+    if args.row:
+        print(RESULT + json.dumps(benchmark.measure(args.row, options)), flush=True)
+        return
+    names = [n for n in benchmark.rows(options) if not args.only or any(o in n for o in args.only)]
+    records = []
+    for name in names:
+        record = run_row(args.name, name, args.options)
+        records.append(record)
+        print(json.dumps(record), flush=True)
+    print_table(records)
+    if args.out:
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def run_row(benchmark: str, row: str, options: list[str]) -> dict[str, Any]:
+    """The record of a row, or why there is none."""
+    command = [sys.executable, str(Path(__file__)), benchmark, "--row", row, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith(RESULT):
+            return {"row": row, **json.loads(line.removeprefix(RESULT))}
+    reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"row": row, "missing": reason[:300]}
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    """Markdown, a row a record, columns in the order in which they first appear."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    print("\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    for record in records:
+        print("| " + " | ".join(str(record.get(column, "")) for column in columns) + " |")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,258 @@
+"""Tokens a second and peak memory of whole training steps: coatlm and megatron-core + TE.
+
+Random tokens, one microbatch a step, one process; a step is forward, backward, gradient norm,
+clipping and the update with fp32 master weights and moments. Options: model=3b mbs=4 seq=2048
+steps=8. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
+DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SHAPES = {  # hidden, layers, heads, ffn
+    "1b": (2048, 16, 16, 5504),
+    "3b": (3072, 28, 24, 8192),
+    "7b": (4096, 32, 32, 11008),
+}
+VOCAB = 32000
+WARMUP = 3  # steps
+COATLM = {  # row -> model.spec, precision.recipe
+    "coatlm local bf16": ("local", "bf16"),
+    "coatlm te bf16": ("te", "bf16"),
+    "coatlm te-delayed": ("te", "te-delayed"),
+    "coatlm te-current": ("te", "te-current"),
+}
+PEERS = {  # row -> fp8, fp8_recipe of megatron-core
+    "megatron+te bf16": (None, None),
+    "megatron+te delayed": ("hybrid", "delayed"),
+    "megatron+te current": ("hybrid", "tensorwise"),
+}
+
+
+def rows(options: dict[str, str]) -> list[str]:
+    """Peers and coatlm in turn, so that a drift of the machine meets both."""
+    also = [name for name in options.get("also", "").split(",") if name]
+    return ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16", *also]
+
+
+def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
+    """Median step time, tokens a second and peak memory of one row."""
+    size = int(options.get("mbs", 4)), int(options.get("seq", 2048))
+    hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
+    layers = int(options.get("layers", layers))
+    shape = (hidden, layers, heads, ffn)
+    make = coatlm_step if row in COATLM else peer_step
+    step, optimizer = make(row, shape, *size)
+    updates = record_updates(optimizer)
+    times, loss = [], 0.0
+    for number in range(int(options.get("steps", 8)) + WARMUP):
+        if number == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times[WARMUP:])
+    return {
+        "step_ms": round(1000 * seconds, 1),
+        "tokens_per_s": round(size[0] * size[1] / seconds),
+        "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "spread": round((max(times[WARMUP:]) - min(times[WARMUP:])) / seconds, 3),
+        "loss": round(float(loss), 4),
+    }
+
+
+def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """Events around every call of `optimizer.step`: norm, clipping and update."""
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    inner = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        events[-1][0].record()
+        result = inner(*args, **kwargs)
+        events[-1][1].record()
+        return result
+
+    optimizer.step = step
+    return events
+
+
+def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
+    """Fresh [mbs, seq + 1] tokens a call, the same sequence for every row."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
+
+
+def coatlm_step(row: str, shape: tuple[int, ...], mbs: int, seq: int) -> tuple[Callable[[], Any], Any]:
+    """One step of coatlm's trainer."""
+    from coatlm.config import make_config
+    from coatlm.parallel.groups import make_groups
+    from coatlm.train.setup import Launch, quiet_megatron, start_processes
+    from coatlm.train.step import Trainer
+
+    hidden, layers, heads, ffn = shape
+    spec, recipe = COATLM[row]
+    config = make_config(
+        {
+            "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
+            "data": {"text": ["-"], "seq_len": seq},
+            "precision": {"recipe": recipe},
+            "optim": {"recipe": "adamw-fp32", "lr": 1e-4},
+            "train": {"micro_batch": mbs, "global_batch": mbs},
+        }
+    )
+    quiet_megatron()
+    start_processes(Launch())
+    trainer = Trainer(config, make_groups(config.parallel), VOCAB)
+    draw = random_tokens(mbs, seq)
+    mask = torch.ones(mbs, seq, device="cuda")
+
+    def step() -> Any:
+        tokens = draw()
+        batch = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": mask,
+            "attention_mask": None,
+        }
+        return trainer.train_step([batch], 1e-4)[0]
+
+    return step, trainer.optimizer
+
+
+def peer_step(row: str, shape: tuple[int, ...], mbs: int, seq: int) -> tuple[Callable[[], Any], Any]:
+    """One step of megatron-core with TransformerEngine layers, configured as its users do."""
+    provide_fused_weight_gradient()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from coatlm.model.attention import CoreAttention
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    hidden, layers, heads, ffn = shape
+    fp8, fp8_recipe = PEERS[row]
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=True,
+        bias_activation_fusion=True,
+        apply_rope_fusion=True,
+        masked_softmax_fusion=True,
+        cross_entropy_loss_fusion=True,
+        **({"fp8": fp8, "fp8_recipe": fp8_recipe} if fp8 else {}),
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    # cuDNN attention through torch for both sides: TE's own choice depends on how it was built
+    spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB,
+        max_sequence_length=seq,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).cuda()
+    ddp = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        ),
+        module=model,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = ddp.no_sync
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-4,
+            min_lr=1e-5,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            clip_grad=1.0,
+        ),
+        [ddp],
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    schedule = get_forward_backward_func()
+    draw = random_tokens(mbs, seq)
+    positions = torch.arange(seq, device="cuda")[None].expand(mbs, -1)
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        tokens = next(data)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        output = chunk(inputs, positions, None, labels=labels)
+
+        def loss_function(out: torch.Tensor) -> Any:
+            loss = out.float().mean()
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_function
+
+    def step() -> Any:
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        results = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter([draw()]),
+            model=[ddp],
+            num_microbatches=1,
+            seq_length=seq,
+            micro_batch_size=mbs,
+            forward_only=False,
+        )
+        optimizer.step()
+        return results[-1]["loss"]
+
+    return step, optimizer
+
+
+def provide_fused_weight_gradient() -> None:
+    """Without apex, megatron's output layer refuses fused accumulation: give it a plain one."""
+    module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
+
+    def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
+
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules.setdefault("fused_weight_gradient_mlp_cuda", module)
