@@ -6,6 +6,9 @@ VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 
+# Threads that wait sleep: where others use the CPU too, spinning ones cost many times the speed.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 

@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a YAML file; every key is in coatlm/config.py")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, stop")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for so many processes")
     args = parser.parse_intermixed_args(arguments)

@@ -10,27 +10,36 @@ What depends on the number of processes (the data-parallel size) is checked by `
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pydantic
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 PrecisionRecipe = Literal["fp32", "bf16", "te-delayed", "te-current", "te-blockwise"]
 OptimRecipe = Literal["adamw-fp32", "adamw-bf16"]
 
 
 class ConfigError(ValueError):
-    """A run that cannot be started as described; the message names the field and what is allowed."""
+    """A run that cannot be started; the message names the field and what is allowed."""
 
 
 class Section(BaseModel):
     """A YAML mapping: no unknown keys, no silent conversions, no changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Run(Section):
@@ -38,46 +47,52 @@ class Run(Section):
 
     name: str = Field("run", min_length=1)  # shown in trackers and in the console
     dir: Path = Path("runs/run")  # everything the run writes
-    seed: int = Field(1234, ge=0)  # initial weights and the order of samples
+    seed: StrictInt = Field(1234, ge=0)  # initial weights and the order of samples
 
 
 class RopeScaling(Section):
     """Llama-3 stretching of the rotary frequencies; the names are those of Hugging Face."""
 
-    factor: float = Field(8.0, ge=1.0)  # how much longer than the original context
-    low_freq_factor: float = Field(1.0, gt=0.0)
-    high_freq_factor: float = Field(4.0, gt=0.0)
-    original_max_position_embeddings: int = Field(8192, ge=1)  # tokens
+    factor: FiniteFloat = Field(8.0, ge=1.0)  # how much longer than the original context
+    low_freq_factor: FiniteFloat = Field(1.0, gt=0.0)
+    high_freq_factor: FiniteFloat = Field(4.0, gt=0.0)
+    original_max_position_embeddings: StrictInt = Field(8192, ge=1)  # tokens
 
 
 class Model(Section):
     """A Llama-family transformer. Sizes are elements, counts are counts."""
 
     spec: Literal["local", "te"] = "local"  # own layers, or TransformerEngine's
-    layers: int = Field(4, ge=1)
-    hidden: int = Field(256, ge=1)
-    heads: int = Field(8, ge=1)
-    kv_heads: int | None = Field(None, ge=1)  # null: as many as heads
-    head_dim: int | None = Field(None, ge=2)  # null: hidden / heads
-    ffn: int = Field(704, ge=1)
-    vocab: int | None = Field(None, ge=1)  # null: what the tokenizer has, padded to a multiple of 128
-    rope_theta: float = Field(10000.0, gt=0.0)
+    layers: StrictInt = Field(4, ge=1)
+    hidden: StrictInt = Field(256, ge=1)
+    heads: StrictInt = Field(8, ge=1)
+    kv_heads: StrictInt | None = Field(None, ge=1)  # null: as many as heads
+    head_dim: StrictInt | None = Field(None, ge=2)  # null: hidden / heads
+    ffn: StrictInt = Field(704, ge=1)
+    vocab: StrictInt | None = Field(
+        None, ge=1
+    )  # null: what the tokenizer has, padded to a multiple of 128
+    rope_theta: FiniteFloat = Field(10000.0, gt=0.0)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = Field(1e-5, gt=0.0)
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    init_std: float = Field(0.02, gt=0.0)  # normal; output projections get init_std / sqrt(2 * layers)
+    norm_eps: FiniteFloat = Field(1e-5, gt=0.0)
+    tie_embeddings: StrictBool = False
+    qkv_bias: StrictBool = False
+    qk_norm: StrictBool = False
+    init_std: FiniteFloat = Field(
+        0.02, gt=0.0
+    )  # normal; output projections get init_std / sqrt(2 * layers)
 
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
         data = dict(data)
         heads, hidden = data.get("heads", 8), data.get("hidden", 256)
         if data.get("kv_heads") is None:
             data["kv_heads"] = heads
-        if data.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int):
-            if heads < 1 or hidden % heads:
+        if data.get("head_dim") is None and all(type(n) is int and n > 0 for n in (heads, hidden)):
+            if hidden % heads:
                 raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}")
             data["head_dim"] = hidden // heads
         return data
@@ -105,7 +120,7 @@ class Source(Section):
     """One prepared dataset of a blend: PATH stands for PATH.bin and PATH.idx."""
 
     path: Path
-    weight: float = Field(1.0, gt=0.0)
+    weight: FiniteFloat = Field(1.0, gt=0.0)
 
 
 class Data(Section):
@@ -114,12 +129,12 @@ class Data(Section):
     text: tuple[str, ...] = ()  # files, globs, or `python-stdlib`
     paths: tuple[Source, ...] = ()  # prefixes of indexed datasets, or {path, weight}
     tokenizer: str = "byte"  # byte | hf:tokenizer.json | sentencepiece:FILE.model | tiktoken:NAME
-    seq_len: int = Field(256, ge=2)  # tokens a sample
-    split: tuple[float, float, float] = (96, 2, 2)  # train, validation, test
-    reset_attention_mask: bool = False  # no attention across end-of-document
-    eod_mask_loss: bool = False  # no loss for predicting what follows an end-of-document
+    seq_len: StrictInt = Field(256, ge=2)  # tokens a sample
+    split: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (96, 2, 2)  # train, validation, test
+    reset_attention_mask: StrictBool = False  # no attention across end-of-document
+    eod_mask_loss: StrictBool = False  # no loss for predicting what follows an end-of-document
     cache_dir: Path = Path(".cache/coatlm")  # datasets made from `text`
-    workers: int = Field(0, ge=0)  # tokenising processes; 0: one a core
+    workers: StrictInt = Field(0, ge=0)  # tokenising processes; 0: one a core
 
     @field_validator("paths", mode="before")
     @classmethod
@@ -145,16 +160,16 @@ class Data(Section):
 class Parallel(Section):
     """How the model and the batch are spread. data-parallel size = processes / (tp * pp * cp)."""
 
-    tp: int = Field(1, ge=1)  # tensor-parallel ranks, inside one node
-    sequence_parallel: bool = False  # split norms and residuals along the sequence over tp
-    pp: int = Field(1, ge=1)  # pipeline stages
-    vpp: int = Field(1, ge=1)  # model chunks a stage (interleaved schedule when > 1)
-    cp: int = Field(1, ge=1)  # context-parallel ranks
+    tp: StrictInt = Field(1, ge=1)  # tensor-parallel ranks, inside one node
+    sequence_parallel: StrictBool = False  # split norms and residuals along the sequence over tp
+    pp: StrictInt = Field(1, ge=1)  # pipeline stages
+    vpp: StrictInt = Field(1, ge=1)  # model chunks a stage (interleaved schedule when > 1)
+    cp: StrictInt = Field(1, ge=1)  # context-parallel ranks
     zero: Literal[0, 1] = 1  # shard over data parallel: nothing | optimizer states
     main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated and reduced in this
-    bucket_size: int = Field(40_000_000, ge=1)  # elements reduced in one collective
-    overlap_grad_reduce: bool = True  # reduce a bucket as soon as backward has filled it
-    overlap_param_gather: bool = True  # with zero=1: gather weights while forward runs
+    bucket_size: StrictInt = Field(40_000_000, ge=1)  # elements reduced in one collective
+    overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
+    overlap_param_gather: StrictBool = True  # with zero=1: gather weights while forward runs
 
 
 class Precision(Section):
@@ -167,15 +182,17 @@ class Optim(Section):
     """AdamW, its state formats and its schedule."""
 
     recipe: OptimRecipe = "adamw-fp32"
-    lr: float = Field(1e-3, gt=0.0)  # peak
-    min_lr: float = Field(1e-4, ge=0.0)  # at the end of the schedule
+    lr: FiniteFloat = Field(1e-3, gt=0.0)  # peak
+    min_lr: FiniteFloat = Field(1e-4, ge=0.0)  # at the end of the schedule
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    warmup_steps: int = Field(20, ge=0)
-    decay_steps: int | None = Field(None, ge=1)  # wsd: length of the final decay; null: a tenth
-    weight_decay: float = Field(0.1, ge=0.0)  # matrices only, not norms and biases
+    warmup_steps: StrictInt = Field(20, ge=0)
+    decay_steps: StrictInt | None = Field(
+        None, ge=1
+    )  # wsd: length of the final decay; null: a tenth
+    weight_decay: FiniteFloat = Field(0.1, ge=0.0)  # matrices only, not norms and biases
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0.0)
-    clip_grad: float = Field(1.0, ge=0.0)  # global L2 norm; 0: off
+    eps: FiniteFloat = Field(1e-8, gt=0.0)
+    clip_grad: FiniteFloat = Field(1.0, ge=0.0)  # global L2 norm; 0: off
 
     @model_validator(mode="after")
     def _ranges(self) -> Optim:
@@ -189,33 +206,35 @@ class Optim(Section):
 class Train(Section):
     """The loop. Batches are counted in samples of data.seq_len tokens."""
 
-    steps: int = Field(150, ge=1)
-    micro_batch: int = Field(4, ge=1)  # samples a forward pass and rank
-    global_batch: int = Field(16, ge=1)  # samples a step over all ranks
-    eval_every: int = Field(50, ge=0)  # steps; 0: never
-    eval_batches: int = Field(8, ge=1)  # global batches an evaluation
+    steps: StrictInt = Field(150, ge=1)
+    micro_batch: StrictInt = Field(4, ge=1)  # samples a forward pass and rank
+    global_batch: StrictInt = Field(16, ge=1)  # samples a step over all ranks
+    eval_every: StrictInt = Field(50, ge=0)  # steps; 0: never
+    eval_batches: StrictInt = Field(8, ge=1)  # global batches an evaluation
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
-    max_skipped: int = Field(10, ge=1)  # stop after so many non-finite steps in a row
+    max_skipped: StrictInt = Field(10, ge=1)  # stop after so many non-finite steps in a row
 
 
 class Checkpoint(Section):
     """What is kept, and what a start continues from."""
 
-    every: int = Field(50, ge=0)  # steps; 0: only at the end
-    keep: int = Field(3, ge=1)  # newest checkpoints that stay
+    every: StrictInt = Field(50, ge=0)  # steps; 0: only at the end
+    keep: StrictInt = Field(3, ge=1)  # newest checkpoints that stay
     resume: str = "auto"  # auto | none | a checkpoint or run directory
-    weights_only: bool = False  # a new run from the weights of `resume`: step 0, fresh states
-    async_save: bool = True  # write while training goes on
+    weights_only: StrictBool = False  # a new run from the weights of `resume`: step 0, fresh states
+    async_save: StrictBool = True  # write while training goes on
 
 
 class Log(Section):
     """What is reported, and how often."""
 
-    every: int = Field(10, ge=1)  # steps
-    tensorboard: bool = False
+    every: StrictInt = Field(10, ge=1)  # steps
+    tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
-    hang_timeout: float = Field(0.0, ge=0.0)  # seconds without a step until stacks are dumped; 0: off
+    hang_timeout: FiniteFloat = Field(
+        0.0, ge=0.0
+    )  # seconds without a step until stacks are dumped; 0: off
 
     @model_validator(mode="after")
     def _window(self) -> Log:
@@ -246,7 +265,12 @@ class Config(Section):
         if m.vocab is not None:
             divides("model.vocab", m.vocab, "parallel.tp", p.tp)
         divides("model.layers", m.layers, "parallel.pp*vpp", p.pp * p.vpp)
-        divides("train.global_batch", self.train.global_batch, "train.micro_batch", self.train.micro_batch)
+        divides(
+            "train.global_batch",
+            self.train.global_batch,
+            "train.micro_batch",
+            self.train.micro_batch,
+        )
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
         if p.sequence_parallel and p.tp == 1:
@@ -272,7 +296,7 @@ class Config(Section):
         ranks = p.tp * p.pp * p.cp
         if world_size % ranks:
             raise ConfigError(
-                f"{world_size} processes cannot hold parallel.tp*pp*cp={p.tp}*{p.pp}*{p.cp}={ranks}: "
+                f"{world_size} processes cannot hold parallel.tp*pp*cp={p.tp}*{p.pp}*{p.cp}: "
                 f"start a multiple of {ranks}"
             )
         dp = world_size // ranks
@@ -283,8 +307,8 @@ class Config(Section):
             )
         if p.vpp > 1 and (t.global_batch // (t.micro_batch * dp)) % p.pp:
             raise ConfigError(
-                f"parallel.vpp={p.vpp} needs microbatches a step in multiples of parallel.pp={p.pp}, "
-                f"got {t.global_batch // (t.micro_batch * dp)}"
+                f"parallel.vpp={p.vpp}: {t.global_batch // (t.micro_batch * dp)} microbatches a step "
+                f"are not a multiple of parallel.pp={p.pp}"
             )
         return dp
 
@@ -302,6 +326,7 @@ def divides(name: str, value: int, by_name: str, by: int) -> None:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read YAML, apply `a.b=c` overrides, validate. Raises ConfigError with one line a mistake."""
     path = Path(path)
+    merged: Any
     try:
         merged = OmegaConf.load(path)
     except FileNotFoundError:
@@ -335,7 +360,11 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = _known_keys(error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.0)
-        return f"{path}: unknown key; the nearest known one is {near[0]}" if near else f"{path}: unknown key"
+        return (
+            f"{path}: unknown key; the nearest known one is {near[0]}"
+            if near
+            else f"{path}: unknown key"
+        )
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{path}: {message}" if path else message
@@ -349,7 +378,11 @@ def _known_keys(loc: tuple[Any, ...]) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = section.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation), *(a for t in get_args(annotation) for a in get_args(t))]
+        candidates = [
+            annotation,
+            *get_args(annotation),
+            *(a for t in get_args(annotation) for a in get_args(t)),
+        ]
         section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
     return list(section.model_fields)
 

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600  # seconds
 
 
-def run_ranks(size: int, function: str, arguments: Any = None, *, timeout: float = TIMEOUT) -> list[Any]:
+def run_ranks(
+    size: int, function: str, arguments: Any = None, *, timeout: float = TIMEOUT
+) -> list[Any]:
     """Results (JSON) of `function` on each rank; raises with the output of the rank that failed."""
     with tempfile.TemporaryDirectory() as directory:
         processes = [
@@ -59,8 +61,13 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
     }
+
+
+def python_path() -> str:
+    """The repository before whatever the environment has."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.distributed import python_path
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,7 +51,7 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
         )
         assert self.ask({"ping": 1}) == 1
 

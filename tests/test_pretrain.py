@@ -134,7 +134,9 @@ def test_auto_names_a_broken_newest_checkpoint_and_uses_the_one_before(
     assert "step_00000006" in output and "resumed from" in output and "at step 4" in output
 
 
-def test_a_checkpoint_of_another_model_is_refused(forks: Forks, config: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
     assert forks.run(config)[0] == 0
     code, output = forks.run(config, "model.ffn=128", "train.steps=8")
     assert code == 4 and "model.ffn=96 there, 128 here" in output
@@ -198,7 +200,9 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(
     moments = random.Random(0)
     resumed = 0
     for _ in range(KILLS):
-        child = forks.start(config, "train.steps=100000", "checkpoint.every=1", "train.eval_every=0")
+        child = forks.start(
+            config, "train.steps=100000", "checkpoint.every=1", "train.eval_every=0"
+        )
         wait_for_line(child.output, " | loss ")
         time.sleep(moments.uniform(0.0, 0.5))
         child.kill()

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = {  # name -> module with `rows(arguments) -> names` and `measure(name, arguments)`
+BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`
     "end-to-end": "tools.benchmarks.end_to_end",
+    "layer-kernels": "tools.benchmarks.layer_kernels",
 }
 RESULT = "RESULT "  # a row's process prints its record behind this
 
@@ -26,7 +27,9 @@ def main() -> None:
     """Run one benchmark, or (--row) one row of it in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=BENCHMARKS)
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="rows whose name contains one of these"
+    )
     parser.add_argument("--out", type=Path, help="write the records here as JSON")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", metavar="key=value", help="what the benchmark takes")
@@ -39,23 +42,24 @@ def main() -> None:
     names = [n for n in benchmark.rows(options) if not args.only or any(o in n for o in args.only)]
     records = []
     for name in names:
-        record = run_row(args.name, name, args.options)
-        records.append(record)
-        print(json.dumps(record), flush=True)
+        for record in run_row(args.name, name, args.options):
+            records.append(record)
+            print(json.dumps(record), flush=True)
     print_table(records)
     if args.out:
         args.out.write_text(json.dumps(records, indent=1) + "\n")
 
 
-def run_row(benchmark: str, row: str, options: list[str]) -> dict[str, Any]:
-    """The record of a row, or why there is none."""
+def run_row(benchmark: str, row: str, options: list[str]) -> list[dict[str, Any]]:
+    """The records of a row (most have one), or why there is none."""
     command = [sys.executable, str(Path(__file__)), benchmark, "--row", row, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
-            return {"row": row, **json.loads(line.removeprefix(RESULT))}
+            found = json.loads(line.removeprefix(RESULT))
+            return found if isinstance(found, list) else [{"row": row, **found}]
     reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"row": row, "missing": reason[:300]}
+    return [{"row": row, "missing": reason[:300]}]
 
 
 def print_table(records: list[dict[str, Any]]) -> None:

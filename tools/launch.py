@@ -2,12 +2,15 @@
 
     python tools/launch.py CONFIG.yaml [key=value ...]
 
-A batch splits evenly: for n processes tp * pp * cp divides n, and micro_batch * n / (tp * pp * cp)
-divides global_batch. The largest such n up to the number of GPUs is started.
+n processes hold dp = n / (tp * pp * cp) replicas, and each step's global_batch is split evenly over
+them: the largest n up to the number of GPUs is taken with which both divisions have no remainder.
+Where micro_batch does not divide a replica's share, their greatest common divisor takes its place;
+the samples of a step, and so the loss, stay the same.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,49 +18,46 @@ from pathlib import Path
 
 import torch
 
-from coatlm.config import Config, ConfigError, load_config
+from coatlm.config import ConfigError, load_config
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain.py"
 
 
-def processes(arguments: Sequence[str], gpus: int) -> int:
-    """How many processes to start with these arguments of pretrain.py on so many GPUs.
+def command(arguments: Sequence[str], gpus: int) -> list[str]:
+    """What to execute for these arguments of pretrain.py on so many GPUs.
 
-    One where the arguments hold a mistake, and pretrain.py reports it. One a GPU where no number
-    fits: pretrain.py then says which field is in the way.
+    One process where the arguments hold a mistake or ask for no training: pretrain.py says the
+    rest. One a GPU where no number fits: it then says which field is in the way.
     """
-    words = [word for word in arguments if not word.startswith("-")]
-    if gpus < 2 or not words or any(word in arguments for word in ("--dry-run", "--help", "-h")):
-        return 1
+    options = [word for word in arguments if word.startswith("-")]
+    words = [word for word in arguments if word not in options]
+    count, overrides = (1, []) if gpus < 2 or options or not words else fit(words, gpus)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    start = [sys.executable, *(torchrun if count > 1 else []), str(PRETRAIN)]
+    return [*start, *arguments, *overrides]
+
+
+def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
+    """The number of processes for CONFIG and overrides, and the override that it asks for."""
     try:
         config = load_config(words[0], words[1:])
     except ConfigError:
-        return 1
-    return next((n for n in range(gpus, 0, -1) if _fits(config, n)), gpus)
-
-
-def command(arguments: Sequence[str], count: int) -> list[str]:
-    """What to execute for `count` processes: torchrun for several, else pretrain.py itself."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    return [sys.executable, *(torchrun if count > 1 else []), str(PRETRAIN), *arguments]
-
-
-def _fits(config: Config, world_size: int) -> bool:
-    try:
-        config.data_parallel_size(world_size)
-    except ConfigError:
-        return False
-    return True
+        return 1, []
+    parallel, train = config.parallel, config.train
+    ranks = parallel.tp * parallel.pp * parallel.cp
+    for dp in range(gpus // ranks, 0, -1):
+        if train.global_batch % dp:
+            continue
+        micro_batch = math.gcd(train.micro_batch, train.global_batch // dp)
+        same = micro_batch == train.micro_batch
+        return dp * ranks, [] if same else [f"train.micro_batch={micro_batch}"]
+    return gpus, []
 
 
 def main() -> None:
-    arguments, gpus = sys.argv[1:], torch.cuda.device_count()
-    count = processes(arguments, gpus)
-    if 1 < count < gpus:
-        print(
-            f"using {count} of {gpus} GPUs: the batch does not split evenly over more", flush=True
-        )
-    os.execv(sys.executable, command(arguments, count))
+    line = command(sys.argv[1:], torch.cuda.device_count())
+    print("+", *line[1:], flush=True)
+    os.execv(line[0], line)
 
 
 if __name__ == "__main__":

@@ -202,12 +202,10 @@ def _check_manifest(
 
 def _check_vocabulary(prefix: Path, tokens: NDArray[Any], tokenizer: Tokenizer) -> None:
     """Raise ValueError if an id is outside the vocabulary; samples what is over SCANNED_TOKENS."""
-    blocks = SCANNED_TOKENS // SCANNED_BLOCK
-    if len(tokens) <= SCANNED_TOKENS:
-        starts = range(0, len(tokens), SCANNED_BLOCK)
-    else:
-        starts = range(0, len(tokens) - SCANNED_BLOCK + 1, (len(tokens) - SCANNED_BLOCK) // blocks)
-    for start in starts:
+    last = max(len(tokens) - SCANNED_BLOCK, 0)
+    blocks = min(-(-len(tokens) // SCANNED_BLOCK), SCANNED_TOKENS // SCANNED_BLOCK)
+    for number in range(blocks):  # from end to end; together all tokens, if they are few enough
+        start = number * last // max(blocks - 1, 1)
         block = tokens[start : start + SCANNED_BLOCK]
         for token in (int(block.max()), int(block.min())):
             if not 0 <= token < tokenizer.vocab_size:

@@ -97,7 +97,7 @@ class SelfAttention(MegatronSelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [S(/tp), B, H], rotary_pos_emb = stacked cos, sin [2, S, D/2] -> [S(/tp), B, H]."""
+        """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2] -> [S(/tp), B, H]."""
         qkv_SBW, _ = self.linear_qkv(hidden_states)
         assert rotary_pos_emb is not None
         if self.checkpoint_core_attention and self.training:
@@ -120,7 +120,8 @@ class SelfAttention(MegatronSelfAttention):
             )
         else:
             sizes = [heads_per_group * head_dim, head_dim, head_dim]
-            q, k, v = qkv_SBGW.split(sizes, dim=-1)
+            # copies: a view that is saved for backward would keep all of qkv alive
+            q, k, v = (part.contiguous() for part in qkv_SBGW.split(sizes, dim=-1))
             q = self.q_layernorm(q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3))
             q, k = rope(q, cos, sin), rope(self.k_layernorm(k), cos, sin)
         return self.core_attention(q, k, v, attention_mask)

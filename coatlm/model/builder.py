@@ -44,7 +44,9 @@ TE_RECIPES = {  # precision.recipe -> megatron's fp8 and fp8_recipe
 class Llama(GPTModel):
     """Tokens [B, S] (and labels) -> per-token loss [B, S], or hidden states between stages."""
 
-    def __init__(self, config: TransformerConfig, run: Config, groups: Groups, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, run: Config, groups: Groups, **kwargs: Any
+    ) -> None:
         super().__init__(config=config, position_embedding_type="none", **kwargs)
         model = run.model
         scaling = model.rope_scaling.model_dump() if model.rope_scaling else None
@@ -194,4 +196,6 @@ def _draw(item: ShardedTensor, seed: int, std: float) -> Tensor:
     shape = item.global_shape
     whole = torch.empty(shape, dtype=torch.float32, device=item.data.device)
     whole.normal_(0.0, std, generator=generator)
-    return whole[tuple(slice(o, o + n) for o, n in zip(item.global_offset, item.local_shape, strict=True))]
+    return whole[
+        tuple(slice(o, o + n) for o, n in zip(item.global_offset, item.local_shape, strict=True))
+    ]

@@ -57,7 +57,9 @@ def _local_layer(config: Config) -> ModuleSpec:
 
 def _te_layer(config: Config) -> ModuleSpec:
     if importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError("model.spec=te needs the package transformer_engine, which is not installed")
+        raise ValueError(
+            "model.spec=te needs the package transformer_engine, which is not installed"
+        )
     from megatron.core.extensions.transformer_engine import (
         TELayerNormColumnParallelLinear,
         TERowParallelLinear,
@@ -107,7 +109,7 @@ def fused_weight_gradient(linear: type) -> type:
     megatron-core switches this on for all linears at once and then insists on apex for its own.
     """
 
-    class FusedWeightGradient(linear):  # type: ignore[misc, valid-type]
+    class FusedWeightGradient(linear):
         def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
             config = copy.copy(config)
             config.gradient_accumulation_fusion = True

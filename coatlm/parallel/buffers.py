@@ -48,6 +48,8 @@ class FlatModel(nn.Module):
     `shard=True` (every rank keeps its part), else reduced whole.
     """
 
+    module: Any  # megatron's modules have no types
+
     def __init__(
         self,
         module: nn.Module,
@@ -61,7 +63,7 @@ class FlatModel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config: Any = module.config
+        self.config: Any = self.module.config
         self.group = group
         self.sharded = shard
         self.overlap_grad_reduce = overlap_grad_reduce
@@ -80,7 +82,7 @@ class FlatModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def set_is_first_microbatch(self) -> None:
-        """The schedule's word that the weights are new: TransformerEngine casts them to FP8 again."""
+        """The schedule says that weights are new: TransformerEngine casts them to FP8 again."""
         self.module.set_is_first_microbatch()
 
     # gradients
@@ -121,7 +123,7 @@ class FlatModel(nn.Module):
         else:
             bucket.reduction = dist.all_reduce(bucket.grads, group=self.group, async_op=True)
 
-    def _accumulate_into_main_grad(self, param: nn.Parameter) -> None:
+    def _accumulate_into_main_grad(self, param: Any) -> None:
         """Move each gradient into the buffer as soon as autograd has it.
 
         The hook sits on autograd's accumulation node, so it also runs for functions that have added

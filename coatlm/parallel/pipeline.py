@@ -48,7 +48,11 @@ def run_microbatches(
 
         def loss_function(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss = (loss_BS * batch["loss_mask"]).sum() * share
-            return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach()}
+            return (
+                loss,
+                torch.zeros((), dtype=torch.int, device=loss.device),
+                {"loss": loss.detach()},
+            )
 
         return output, loss_function
 

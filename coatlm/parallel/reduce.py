@@ -57,7 +57,9 @@ def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> No
         param.main_grad
         for chunk in chunks
         for name, param in chunk.module.named_parameters()
-        if getattr(param, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name
+        if getattr(param, "sequence_parallel", False)
+        or "q_layernorm" in name
+        or "k_layernorm" in name
     ]
     if not grads:
         return

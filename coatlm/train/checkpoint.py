@@ -82,7 +82,7 @@ class Checkpointer:
 
     `group` is a gloo group over all ranks that nothing else uses; None: one process. All ranks
     make one and call `save` with the same steps. Making one clears away what a killed run left
-    behind, so only one run may write to a directory. Raises CheckpointError if nobody can.
+    behind, so only one run may write to a directory, and raises CheckpointError if it cannot.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device
 from coatlm.train import checkpoint
 from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
-from coatlm.train.metrics import (
-    MetricsLogger,
+from coatlm.train.metrics import MetricsLogger
+from coatlm.train.run_directory import (
     loss_plot,
     start_logging,
     write_config,

@@ -1,12 +1,9 @@
-"""What a run reports: numbers to files, trackers and the console, and how it was started.
+"""What a run reports of its steps: numbers to a file, trackers and the console.
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
                     peak_mem_gib skipped; after an evaluation step val_loss val_ppl
-    train.log       the console's lines with the time of day
-    loss.png        curves of the above
-    config.yaml     the resolved configuration
-    env.json        versions, device, host, commit and command line
+    tb/             the same for TensorBoard, when asked; wandb likewise
 
 Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
 on a CPU). A value that is NaN or Inf is null too, as JSON has neither, and its name stands in the
@@ -21,221 +18,31 @@ Nothing here reads a device: numbers arrive as floats, on log steps only.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import logging
 import math
-import os
-import platform
 import shutil
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-import torch
 from tqdm import tqdm
 
 from coatlm.config import Config
 from coatlm.model import accounting
-
-METRICS = "metrics.jsonl"
-PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
-Record = dict[str, Any]
-
-logger = logging.getLogger("coatlm")
-lines = logging.getLogger("coatlm.lines")  # what a progress bar shows instead
-
-
-# --- the run directory --------------------------------------------------------------------------
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by `text`; after a crash it is whole, the old one or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write_config(run_dir: Path, config: Config) -> None:
-    """config.yaml: loading it gives the same run."""
-    write_atomically(run_dir / "config.yaml", config.to_yaml())
-
-
-def write_environment(run_dir: Path, *, device_name: str | None) -> None:
-    """env.json: what this run was started with, and on."""
-    environment = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "command": sys.argv,
-        "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cuda": torch.version.cuda,
-        "gpu": device_name,
-    }
-    write_atomically(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    """The commit of the code, `-dirty` behind it if files differ; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def read_metrics(run_dir: Path) -> list[Record]:
-    """The records of metrics.jsonl without lines that are no JSON object; [] without a file."""
-    return [record for record, _ in _whole_lines(run_dir / METRICS)]
-
-
-def repair_metrics(path: Path, last_step: int) -> int:
-    """Drop torn lines and those of steps after `last_step`; return how many went.
-
-    A crash can leave half a line, and a run resumed at step k repeats the steps after k.
-    """
-    if not path.exists():
-        return 0
-    kept = [line for record, line in _whole_lines(path) if record["step"] <= last_step]
-    text = path.read_text(encoding="utf-8", errors="replace")
-    whole = "".join(line + "\n" for line in kept)
-    if whole != text:
-        write_atomically(path, whole)
-    return len(text.splitlines()) - len(kept)
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[Record, str]]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield record, line
-
-
-def loss_plot(run_dir: Path) -> Path | None:
-    """Draw loss.png from metrics.jsonl: losses above, learning rate below; None without a loss."""
-    from matplotlib.figure import Figure  # half a second that only the end of a run pays
-
-    records = read_metrics(run_dir)
-    train = [r for r in records if "loss" in r]
-    val = [r for r in records if "val_loss" in r]
-    if not train and not val:
-        return None
-    figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: no display, no globals
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    upper.plot(*_curve(train, "loss"), linewidth=1.2, label="train")
-    upper.plot(
-        *_curve(val, "val_loss"), marker="o", markersize=4, linewidth=1.0, label="validation"
-    )
-    upper.set_ylabel("loss (nats a token)")
-    upper.legend(frameon=False)
-    lower.plot(*_curve(train, "lr"), color="0.4", linewidth=1.0)
-    lower.set_ylabel("lr")
-    lower.set_xlabel("step")
-    for axis in (upper, lower):
-        axis.grid(alpha=0.3)
-    path = run_dir / "loss.png"
-    figure.savefig(path, dpi=130)
-    return path
-
-
-def _curve(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """x and y of a line; null leaves a gap."""
-    return [r["step"] for r in records], [math.nan if r[key] is None else r[key] for r in records]
-
-
-# --- console and log file -----------------------------------------------------------------------
-
-
-class _Console(logging.StreamHandler[TextIO]):
-    """Writes above a progress bar instead of through it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(file=self.stream):
-            super().emit(record)
-
-
-def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
-    """Send the logger `coatlm` to the console and to train.log; other ranks warn on stderr only.
-
-    `stream` is rank 0's console, stdout unless given. Another call replaces the former handlers.
-    """
-    stop_logging()
-    console = _Console((stream or sys.stdout) if rank == 0 else sys.stderr)
-    handlers: list[logging.Handler] = [console]
-    if rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if console.stream.isatty():
-            console.addFilter(lambda record: record.name != lines.name)
-        file = logging.FileHandler(run_dir / "train.log", encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        handlers.append(file)
-    else:
-        console.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False  # other libraries configure the root logger
-    for handler in handlers:
-        logger.addHandler(handler)
-
-
-def stop_logging() -> None:
-    """Undo `start_logging`."""
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
-
-
-def step_line(record: Mapping[str, Any], steps: int) -> str:
-    """The console's line for a record; what is not known is left out."""
-    parts = [f"step {record['step']}/{steps}"]
-    if "val_loss" in record:
-        return f"{parts[0]} | val_loss {record['val_loss']:.4f} | val_ppl {record['val_ppl']:.2f}"
-    parts += [
-        f"loss {record['loss']:.4f}",
-        f"grad_norm {record['grad_norm']:.2f}",
-        f"lr {record['lr']:.1e}",
-        *_speed(record),
-    ]
-    if record["peak_mem_gib"] is not None:
-        parts.append(f"mem {record['peak_mem_gib']:.1f} GiB")
-    return " | ".join(parts)
-
-
-def _speed(record: Mapping[str, Any]) -> Iterator[str]:
-    rate, tflops = record["tokens_per_s_per_gpu"], record["tflops_per_gpu"]
-    yield (f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}") + " tok/s/gpu"
-    yield (f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}") + " TFLOP/s/gpu"
-    if record["mfu"] is not None:
-        yield f"mfu {100 * record['mfu']:.1f}%"
-
-
-# --- where records go ---------------------------------------------------------------------------
+from coatlm.train.run_directory import (
+    METRICS,
+    Record,
+    lines,
+    logger,
+    repair_metrics,
+    speed,
+    step_line,
+    write_atomically,
+)
 
 
 class Sink(Protocol):
@@ -334,7 +141,7 @@ class Console:
         evaluated = "val_loss" in record
         (logger if evaluated else lines).info(step_line(record, self.steps))
         if not evaluated:
-            self.bar.set_postfix_str(", ".join([f"loss {record['loss']:.4f}", *_speed(record)]))
+            self.bar.set_postfix_str(", ".join([f"loss {record['loss']:.4f}", *speed(record)]))
 
     def close(self) -> None:
         self.bar.close()
@@ -352,9 +159,6 @@ def _scalars(record: Record) -> Record:
         for k, v in record.items()
         if v is not None and k != "step"
     }
-
-
-# --- the logger ---------------------------------------------------------------------------------
 
 
 class Throughput:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections import Counter
@@ -134,6 +135,16 @@ def test_foreign_datasets_of_every_integer_type_are_read(tmp_path: Path, dtype: 
 def test_an_id_outside_the_vocabulary_is_an_error_that_names_it(tmp_path: Path, token: int) -> None:
     write_foreign(tmp_path / "x", [[1, 2], [3, token]])
     with pytest.raises(ValueError, match=rf"x\.bin: holds token id {token}, outside the 257 ids"):
+        open_indexed(tmp_path / "x", BYTE)
+
+
+@pytest.mark.parametrize("at", [0, 150, 333, 399])
+def test_every_id_of_a_small_dataset_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr(indexed, "SCANNED_BLOCK", 150)
+    write_foreign(tmp_path / "x", [[1] * at + [999] + [1] * (399 - at)])
+    with pytest.raises(ValueError, match="holds token id 999"):
         open_indexed(tmp_path / "x", BYTE)
 
 
@@ -276,6 +287,7 @@ def test_few_documents_are_cut_so_that_every_part_gets_its_tokens(lengths: list[
     assert [int(p[-1] - p[0]) for p in parts] == [96_000, 2000, 2000]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(lambda x: sum(x) > 0),
     st.tuples(st.integers(1, 99), st.integers(0, 99), st.integers(0, 99)),
@@ -286,7 +298,7 @@ def test_parts_are_disjoint_complete_and_at_least_half_of_their_share(
     bounds = np.cumsum([0, *lengths]).astype(np.int64)
     parts = split_bounds(bounds, ratios)
     assert parts[0][0] == 0 and parts[-1][-1] == bounds[-1]
-    for before, after in zip(parts[:-1], parts[1:], strict=True):
+    for before, after in itertools.pairwise(parts):
         assert before[-1] == after[0]
     for part, ratio in zip(parts, ratios, strict=True):
         assert (np.diff(part) >= 0).all()
@@ -303,13 +315,22 @@ def test_a_part_of_ratio_zero_does_not_exist(prefix: Path) -> None:
 # ---- the order of one source
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(0, 2**63))
 def test_shuffled_is_a_permutation(count: int, key: int) -> None:
     assert sorted(shuffled(count, key).tolist()) == list(range(count))
 
 
-def test_shuffled_is_the_same_in_every_version() -> None:
-    assert shuffled(8, "windows", 1234, 0).tolist() == [3, 4, 0, 5, 1, 7, 2, 6]
+def test_shuffled_is_its_definition_in_whole_numbers() -> None:
+    base = int.from_bytes(hashlib.sha256(b"windows 1234 0").digest()[:8], "little")
+
+    def mix(i: int) -> int:
+        x = (base + i * 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    assert shuffled(1000, "windows", 1234, 0).tolist() == sorted(range(1000), key=mix)
 
 
 def test_shuffled_spreads_every_number_over_every_place() -> None:
@@ -462,7 +483,7 @@ def test_the_order_of_samples_is_the_same_in_every_version(tmp_path: Path) -> No
         assert part is not None
         for i in range(300):
             digest.update(part[i].astype("<i8").tobytes())
-    assert digest.hexdigest()[:16] == "GOLDEN"
+    assert digest.hexdigest()[:16] == "543f7107548554f2"
 
 
 def test_a_batch_that_does_not_divide_is_an_error(train: Dataset) -> None:
@@ -553,7 +574,8 @@ def test_a_sequence_that_does_not_divide_is_an_error() -> None:
 
 
 def test_cp_slices_put_together_are_the_batch() -> None:
-    batch = batch_of([list(range(9)), [3, 0, 1, 0, 5, 6, 0, 8, 9]], eod_mask_loss=True, reset_attention_mask=True)  # fmt: skip
+    rows = [list(range(9)), [3, 0, 1, 0, 5, 6, 0, 8, 9]]
+    batch = batch_of(rows, eod_mask_loss=True, reset_attention_mask=True)
     assert cp_slice(batch, 0, 1) is batch
     slices = [cp_slice(batch, rank, 2) for rank in range(2)]
     order = torch.cat([zigzag_positions(8, rank, 2) for rank in range(2)]).argsort()

@@ -191,6 +191,7 @@ def test_what_is_not_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
     assert manifest.replaced_utf8 == 3 + 2 + 1
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_decode_counts_exactly_what_it_replaced(raw: bytes) -> None:
     text, replaced = decode(raw)

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatlm.data.tokenizer import ByteTokenizer, make_tokenizer
@@ -13,6 +13,7 @@ from tests.data.conftest import CORPUS, PATTERN
 TEXTS = ["", " ", "\n\n", "naïve — 東京 🦊\x00\t", "a\r\nb", *CORPUS[:4]]
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_byte_decodes_what_it_encoded(text: str) -> None:
     tokenizer = ByteTokenizer()

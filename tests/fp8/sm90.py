@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -94,16 +95,13 @@ def access_bytes(compiled: CompiledKernel) -> list[int]:
     return sorted(widths + [int(size, 0) for size in to_shared], reverse=True)
 
 
-def vector_bytes(compiled: CompiledKernel) -> int:
-    """Bytes per thread of the widest global access."""
-    return access_bytes(compiled)[0]
-
-
 def run_interpreted(test_file: str) -> None:
     """Run the functions `interpreted_*` of a test file, as tests, with Triton as an interpreter.
 
     In a process of its own: Triton decides at import, and does not undo what it then changes.
     """
+    if triton.__version__.startswith("3.6."):
+        pytest.skip("the interpreter of Triton 3.6 fails at loops with numpy >= 2.4")
     options = ["-q", "-p", "no:cacheprovider", "-o", "python_functions=interpreted_*"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, test_file],

@@ -34,7 +34,7 @@ QWEN3_06B = {
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48}
 DATA = {"text": "x", "seq_len": 64}
 VARIANTS = [
-    {"tie_embeddings": tied, "qkv_bias": bias, "qk_norm": norm}
+    {"tie_embeddings": bool(tied), "qkv_bias": bool(bias), "qk_norm": bool(norm)}
     for tied, bias, norm in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
 ]
 
@@ -361,7 +361,11 @@ def test_optimizer_state_bytes_are_those_the_optimizer_allocates(
     c = config(precision={"recipe": precision}, optim={"recipe": recipe}, parallel={"zero": 0})
     weight, gradient = (torch.zeros(1024, dtype=dtype) for _ in range(2))
     optimizer = AdamW(
-        [Shard(weight, gradient)], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        [Shard(weight, gradient, ())],
+        recipe=recipe,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
     )
     tensors = [tensor for states in optimizer.states for tensor in states.values()]
     assert acc.optim_state_bytes(c, 1024, 4) == sum(t.nbytes for t in tensors)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
+from coatlm.platform import device
 from tests.distributed import run_ranks
 
 STEPS = 3
@@ -42,15 +43,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(parallel: dict[str, Any], variant: str) -> Config:
-    """A small run in fp32; buckets so small that there are several."""
+def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Config:
+    """A small run; buckets so small that there are several."""
     extra = VARIANTS[variant]
     return make_config(
         {
             "model": MODEL | extra.get("model", {}),
             "data": {"text": ["unused"], "seq_len": 32} | extra.get("data", {}),
             "parallel": {"bucket_size": 20000} | parallel,
-            "precision": {"recipe": "fp32"},
+            "precision": {"recipe": precision},
             "optim": {"recipe": "adamw-fp32", "lr": 1e-3},
             "train": {"micro_batch": 2, "global_batch": 16} | extra.get("train", {}),
         }
@@ -60,9 +61,10 @@ def case(parallel: dict[str, Any], variant: str) -> Config:
 def batches(config: Config, groups: Any, step: int) -> list[dict[str, Any]]:
     """This rank's microbatches of random tokens with some masked: a pure function of the step."""
     t, length = config.train, config.data.seq_len
-    generator = torch.Generator().manual_seed(100 + step)
-    tokens = torch.randint(0, 128, (t.global_batch, length + 1), generator=generator)
-    mask = (torch.rand(t.global_batch, length, generator=generator) > 0.1).float()
+    generator = torch.Generator("cpu").manual_seed(100 + step)
+    size = (t.global_batch, length + 1)
+    tokens = torch.randint(0, 128, size, generator=generator, device="cpu").to(device())
+    mask = torch.rand(size, generator=generator, device="cpu")[:, 1:].gt(0.1).float().to(device())
     ids = (tokens[:, :-1] < 8).int().cumsum(1) if config.data.reset_attention_mask else None
     result = []
     for k in range(t.global_batch // (t.micro_batch * groups.dp.size())):
@@ -79,16 +81,16 @@ def batches(config: Config, groups: Any, step: int) -> list[dict[str, Any]]:
     return result
 
 
-def train_cases(rank: int, size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    """Losses and gradient norms of each (layout, variant)."""
+def train_cases(rank: int, size: int, cases: list[tuple[str, ...]]) -> dict[str, Any]:
+    """Losses and gradient norms of each (layout, variant[, precision])."""
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
     from coatlm.train.step import Trainer
 
     start_processes(Launch.from_environment())
     results = {}
-    for layout, variant in cases:
-        config = case(LAYOUTS[size][layout], variant)
+    for layout, *rest in cases:
+        config = case(LAYOUTS[size][layout], *rest)
         groups = make_groups(config.parallel)
         trainer = Trainer(config, groups, vocab=128)
         curve = []
@@ -98,7 +100,7 @@ def train_cases(rank: int, size: int, cases: list[tuple[str, str]]) -> dict[str,
             curve.append((float(loss), float(norm)))
         held_out = trainer.place(batches(config, groups, 99))
         curve.append((float(trainer.evaluate(held_out)), 0.0))
-        results[f"{layout}/{variant}"] = curve
+        results["/".join((layout, *rest))] = curve
         release_groups()
     return results
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch import PRETRAIN, command, processes
+from coatlm.config import load_config
+from tools.launch import PRETRAIN, command, fit
 
-CONFIG = "train: {micro_batch: 2, global_batch: 16}\n"
+CONFIG = "train: {micro_batch: 8, global_batch: 16}\n"
 
 
 @pytest.fixture
@@ -19,32 +20,47 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("gpus", "count"), [(0, 1), (1, 1), (2, 2), (3, 2), (7, 4), (8, 8)])
+@pytest.mark.parametrize(
+    ("gpus", "count", "micro_batch"), [(2, 2, 8), (3, 2, 8), (4, 4, 4), (7, 4, 4), (8, 8, 2)]
+)
 def test_the_largest_number_that_divides_the_batch_is_started(
-    config: str, gpus: int, count: int
+    config: str, gpus: int, count: int, micro_batch: int
 ) -> None:
-    assert processes([config], gpus) == count
+    processes, overrides = fit([config], gpus)
+    assert processes == count
+    loaded = load_config(config, overrides)
+    assert loaded.train.micro_batch == micro_batch
+    assert loaded.data_parallel_size(processes) == count
 
 
 def test_overrides_count(config: str) -> None:
-    assert processes([config, "train.global_batch=12"], 8) == 6
-    assert processes([config, "parallel.tp=4"], 7) == 4
+    assert fit([config, "train.global_batch=48", "train.micro_batch=2"], 7) == (6, [])
 
 
-def test_the_model_parallel_ranks_are_multiples(config: str) -> None:
-    assert processes([config, "parallel.pp=2", "parallel.cp=2"], 7) == 4
+def test_the_processes_are_a_multiple_of_the_model_parallel_ranks(config: str) -> None:
+    assert fit([config, "parallel.pp=2", "parallel.cp=2"], 7) == (4, [])
 
 
 def test_where_nothing_fits_every_gpu_is_started_and_pretrain_reports(config: str) -> None:
-    assert processes([config, "parallel.tp=8"], 4) == 4
+    assert fit([config, "parallel.tp=8"], 4) == (4, [])
 
 
-@pytest.mark.parametrize("extra", ["--dry-run", "--help", "train.stesp=3"])
-def test_one_process_reports_and_plans(config: str, extra: str) -> None:
-    assert processes([config, extra], 8) == 1
+def test_a_mistake_is_reported_by_one_process(config: str) -> None:
+    assert fit([config, "train.stesp=3"], 8) == (1, [])
 
 
-def test_one_process_needs_no_torchrun() -> None:
-    assert command(["run.yaml"], 1) == [sys.executable, str(PRETRAIN), "run.yaml"]
-    assert "torch.distributed.run" in command(["run.yaml"], 2)
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run.yaml", "--dry-run"]])
+def test_what_does_not_train_is_one_process(arguments: list[str]) -> None:
+    assert command(arguments, 8) == [sys.executable, str(PRETRAIN), *arguments]
+
+
+def test_one_gpu_or_none_needs_no_torchrun(config: str) -> None:
     assert PRETRAIN.is_file()
+    for gpus in (0, 1):
+        assert command([config], gpus) == [sys.executable, str(PRETRAIN), config]
+
+
+def test_several_gpus_are_started_by_torchrun(config: str) -> None:
+    line = command([config, "optim.lr=1e-3"], 8)
+    assert line[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
+    assert line[5:] == [str(PRETRAIN), config, "optim.lr=1e-3", "train.micro_batch=2"]

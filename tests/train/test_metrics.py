@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatlm.config import Config, load_config, make_config
-from coatlm.train import metrics
+from coatlm.train import run_directory
 from coatlm.train.metrics import MetricsLogger, Throughput
 
 H200 = "NVIDIA H200"
@@ -39,7 +39,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     yield
-    metrics.stop_logging()
+    run_directory.stop_logging()
 
 
 def open_logger(run_dir: Path, resume_step: int = 0, **options: Any) -> MetricsLogger:
@@ -127,7 +127,7 @@ def test_repair_leaves_a_whole_file_untouched(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
     before = path.stat()
-    assert metrics.repair_metrics(path, 2) == 0
+    assert run_directory.repair_metrics(path, 2) == 0
     assert path.stat().st_ino == before.st_ino and path.stat().st_mtime_ns == before.st_mtime_ns
 
 
@@ -140,7 +140,7 @@ def test_whatever_a_crash_cuts_off_whole_lines_up_to_the_step_remain(
     text = "\n".join(lines) + "\n"
     left = text[: len(text) - cut]
     path.write_text(left)
-    metrics.repair_metrics(path, last)
+    run_directory.repair_metrics(path, last)
     whole = [line for line in left.split("\n") if line in lines][:last]
     assert path.read_text() == "".join(line + "\n" for line in whole)
 
@@ -148,8 +148,8 @@ def test_whatever_a_crash_cuts_off_whole_lines_up_to_the_step_remain(
 def test_lines_that_are_no_records_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n[1]\n{"loss": 1}\n{"step": 2}\n')
-    assert metrics.repair_metrics(path, 2) == 3
-    assert metrics.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert run_directory.repair_metrics(path, 2) == 3
+    assert run_directory.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -168,22 +168,22 @@ def test_the_console_line_has_the_documented_shape() -> None:
         **{"step": 10, "loss": 3.40213, "grad_norm": 1.9199, "lr": 5e-4, "mfu": 0.5211},
         **{"tokens_per_s_per_gpu": 12345.6, "tflops_per_gpu": 512.3, "peak_mem_gib": 31.24},
     }
-    assert metrics.step_line(record, 150) == (
+    assert run_directory.step_line(record, 150) == (
         "step 10/150 | loss 3.4021 | grad_norm 1.92 | lr 5.0e-04 | 12.3k tok/s/gpu | "
         "512 TFLOP/s/gpu | mfu 52.1% | mem 31.2 GiB"
     )
     cpu = {**record, "tokens_per_s_per_gpu": 950.4, "tflops_per_gpu": 0.03127}
     cpu |= {"mfu": None, "peak_mem_gib": None, "loss": math.nan}
-    assert metrics.step_line(cpu, 150) == (
+    assert run_directory.step_line(cpu, 150) == (
         "step 10/150 | loss nan | grad_norm 1.92 | lr 5.0e-04 | 950 tok/s/gpu | 0.0313 TFLOP/s/gpu"
     )
     val = {"step": 50, "val_loss": 3.2, "val_ppl": 24.5325}
-    assert metrics.step_line(val, 150) == "step 50/150 | val_loss 3.2000 | val_ppl 24.53"
+    assert run_directory.step_line(val, 150) == "step 50/150 | val_loss 3.2000 | val_ppl 24.53"
 
 
 def test_without_a_terminal_each_record_is_one_line_also_in_train_log(tmp_path: Path) -> None:
     stream = io.StringIO()
-    metrics.start_logging(tmp_path, 0, stream=stream)
+    run_directory.start_logging(tmp_path, 0, stream=stream)
     logger = open_logger(tmp_path, stream=stream)
     log(logger, 1)
     logger.log_eval(1, 2.0)
@@ -198,7 +198,7 @@ def test_without_a_terminal_each_record_is_one_line_also_in_train_log(tmp_path: 
 
 def test_on_a_terminal_a_bar_takes_the_place_of_step_lines(tmp_path: Path) -> None:
     stream = Terminal()
-    metrics.start_logging(tmp_path, 0, stream=stream)
+    run_directory.start_logging(tmp_path, 0, stream=stream)
     logger = open_logger(tmp_path, resume_step=40, stream=stream)
     log(logger, 41)
     logger.log_eval(41, 2.0)
@@ -214,7 +214,7 @@ def test_on_a_terminal_a_bar_takes_the_place_of_step_lines(tmp_path: Path) -> No
 def test_other_ranks_log_warnings_to_stderr_with_their_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics.start_logging(tmp_path / "run", 3)
+    run_directory.start_logging(tmp_path / "run", 3)
     logging.getLogger("coatlm").info("unheard")
     logging.getLogger("coatlm.data").warning("heard")
     captured = capsys.readouterr()
@@ -225,7 +225,7 @@ def test_other_ranks_log_warnings_to_stderr_with_their_rank(
 def test_starting_logging_twice_does_not_double_lines(tmp_path: Path) -> None:
     stream = io.StringIO()
     for _ in range(2):
-        metrics.start_logging(tmp_path, 0, stream=stream)
+        run_directory.start_logging(tmp_path, 0, stream=stream)
     logging.getLogger("coatlm").info("once")
     assert stream.getvalue() == "once\n"
 
@@ -316,17 +316,17 @@ def test_evaluation_and_warmup_are_not_in_step_times() -> None:
 
 def test_config_yaml_loads_to_the_same_run(tmp_path: Path) -> None:
     original = config(every=3)
-    metrics.write_config(tmp_path, original)
+    run_directory.write_config(tmp_path, original)
     assert load_config(tmp_path / "config.yaml") == original
 
 
 def test_env_json_names_versions_device_and_command(tmp_path: Path) -> None:
     import torch
 
-    metrics.write_environment(tmp_path, device_name=H200)
+    run_directory.write_environment(tmp_path, device_name=H200)
     env = json.loads((tmp_path / "env.json").read_text())
     assert env["packages"]["torch"] == torch.__version__
-    assert set(env["packages"]) == set(metrics.PACKAGES)
+    assert set(env["packages"]) == set(run_directory.PACKAGES)
     assert env["gpu"] == H200 and env["command"] == sys.argv and env["host"]
     assert env["git_commit"] is None or len(env["git_commit"].removesuffix("-dirty")) == 40
 
@@ -335,19 +335,19 @@ def test_an_interrupted_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    metrics.write_atomically(path, "old")
-    monkeypatch.setattr(metrics.os, "fsync", lambda _: 1 / 0)
+    run_directory.write_atomically(path, "old")
+    monkeypatch.setattr(run_directory.os, "fsync", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        metrics.write_atomically(path, "new")
+        run_directory.write_atomically(path, "new")
     assert path.read_text() == "old"
 
 
 def test_loss_plot_draws_a_run_with_gaps_and_is_none_without_one(tmp_path: Path) -> None:
-    assert metrics.loss_plot(tmp_path) is None
+    assert run_directory.loss_plot(tmp_path) is None
     logger = open_logger(tmp_path)
     for step, loss in enumerate((5.0, math.nan, 4.0), start=1):
         log(logger, step, loss=loss)
     logger.log_eval(3, 4.2)
-    path = metrics.loss_plot(tmp_path)
+    path = run_directory.loss_plot(tmp_path)
     assert path == tmp_path / "loss.png"
     assert path.read_bytes().startswith(b"\x89PNG")

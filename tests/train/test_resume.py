@@ -77,7 +77,9 @@ def train_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
 
 
 def start_jobs(size: int, jobs: list[Config]) -> None:
-    run_ranks(size, "tests.train.test_resume:train_all", [job.model_dump(mode="json") for job in jobs])
+    run_ranks(
+        size, "tests.train.test_resume:train_all", [job.model_dump(mode="json") for job in jobs]
+    )
 
 
 def metrics_of(directory: Path) -> list[dict[str, Any]]:
@@ -154,12 +156,13 @@ def exchange(rank: int, size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     for layout in [name for name, (ranks, _) in LAYOUTS.items() if ranks == size]:
         config = run_config(root / "unused", layout)
         groups = make_groups(config.parallel)
-        targets = Trainer(config, groups, vocab=384).optimizer.tensors_to_load()
+        optimizer = Trainer(config, groups, vocab=384).optimizer
+        targets = optimizer.tensors_to_load()
         load(Path(arguments["reference"]), targets, groups.checkpoint)
         if not arguments["sources"]:
             directory = root / f"{layout} from single" / "checkpoints"
             saver = Checkpointer(directory, keep=1, async_save=False, group=groups.checkpoint)
-            saver.save(5, targets, {})
+            saver.save(5, optimizer.tensors_to_save(), {})
             results[layout] = tensor_checksums(directory / "step_00000005") if rank == 0 else {}
         expected = [target.data.clone() for target in targets]
         for source in arguments["sources"]:

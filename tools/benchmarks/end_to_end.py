@@ -95,7 +95,9 @@ def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
 
 
-def coatlm_step(row: str, shape: tuple[int, ...], mbs: int, seq: int) -> tuple[Callable[[], Any], Any]:
+def coatlm_step(
+    row: str, shape: tuple[int, ...], mbs: int, seq: int
+) -> tuple[Callable[[], Any], Any]:
     """One step of coatlm's trainer."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups
@@ -132,7 +134,9 @@ def coatlm_step(row: str, shape: tuple[int, ...], mbs: int, seq: int) -> tuple[C
     return step, trainer.optimizer
 
 
-def peer_step(row: str, shape: tuple[int, ...], mbs: int, seq: int) -> tuple[Callable[[], Any], Any]:
+def peer_step(
+    row: str, shape: tuple[int, ...], mbs: int, seq: int
+) -> tuple[Callable[[], Any], Any]:
     """One step of megatron-core with TransformerEngine layers, configured as its users do."""
     provide_fused_weight_gradient()
     from megatron.core import parallel_state, tensor_parallel

@@ -1,0 +1,39 @@
+"""On several GPUs, through NCCL, each layout trains the same model in BF16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.parallel.test_parity import LAYOUTS
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+# BF16 has 8 bits: a value is off by up to 2^-9. Losses average over many tokens; norms of small
+# models do not, and layouts round partial sums at other places.
+LOSS_RELATIVE, NORM_RELATIVE = 2e-3, 3e-2
+
+
+@pytest.fixture(scope="module")
+def curves() -> dict[str, Any]:
+    """Three steps and an evaluation of each layout that fits the GPUs here."""
+    found: dict[str, Any] = {}
+    for size in (n for n in LAYOUTS if n <= GPUS):
+        cases = [(layout, "plain", "bf16") for layout in LAYOUTS[size]]
+        found |= run_ranks(size, "tests.parallel.test_parity:train_cases", cases)[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", [x for n in LAYOUTS if n <= max(GPUS, 2) for x in LAYOUTS[n]])
+def test_layout_trains_like_one_gpu(curves: Any, layout: str) -> None:
+    for expected, actual in zip(
+        curves["single/plain/bf16"], curves[f"{layout}/plain/bf16"], strict=True
+    ):
+        assert actual[0] == pytest.approx(expected[0], rel=LOSS_RELATIVE)
+        assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)
