@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import free_port
 from tests.forks import Forks
 
 SMALL = {
@@ -66,6 +67,31 @@ def test_the_resolved_config_gives_the_same_run(forks: Forks, config: str, tmp_p
         for d in (tmp_path / "run", again)
     ]
     assert losses[0] == losses[1]
+
+
+def test_srun_needs_no_torchrun(forks: Forks, config: str, tmp_path: Path) -> None:
+    size = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        forks.start(config, env=size | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
+        for r in range(2)
+    ]
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], ranks[0].text()
+    assert "2 = tp 1 x pp 1 x cp 1 x dp 2" in ranks[0].text()
+    assert ranks[1].text() == ""  # rank 0 speaks for all
+
+
+def test_the_profiler_leaves_a_trace(forks: Forks, config: str, tmp_path: Path) -> None:
+    code, output = forks.run(config, "log.profile=[2,3]")
+    assert code == 0, output
+    trace = json.loads(next((tmp_path / "run/traces").glob("*.json")).read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 2  # steps 2 and 3
+    assert any("scaled_dot_product" in name for name in names)
 
 
 def test_dry_run_prints_config_and_plan_and_writes_nothing(

@@ -52,6 +52,7 @@ def train(config: Config) -> ExitCode:
         code = loop.run_steps()
     if launch.rank == 0:
         finish(config, loop.run, code)
+    torch.distributed.destroy_process_group()
     return code
 
 

@@ -38,6 +38,7 @@ class Launch:
     address: str | None = None  # host:port of rank 0; None: one process
     store_held: bool = False  # the launcher already serves the store at `address`
     attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
+    own_gpu: bool = False  # the launcher shows each process only its own GPU
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -49,6 +50,7 @@ class Launch:
         elif "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
             rank, size = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_NTASKS")
             local = _integer(env, "SLURM_LOCALID")
+            env = {"LOCAL_WORLD_SIZE": str(_tasks_a_node(env, local)), **env}
             host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
         else:
             return cls()
@@ -60,6 +62,7 @@ class Launch:
             f"{host}:{env.get('MASTER_PORT') or _slurm_port(env)}",
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            "SLURM_GPUS_PER_TASK" in env or "SLURM_TRES_PER_TASK" in env,
         )
 
 
@@ -108,9 +111,9 @@ def choose_gpu(launch: Launch) -> torch.device | None:
     if not torch.cuda.is_available():
         return None
     count = torch.cuda.device_count()
-    if count == 1 and launch.local_size == launch.local_rank + 1 and launch.world_size > 1:
+    if launch.own_gpu and count == 1:
         return torch.device("cuda", 0)
-    if max(launch.local_size, launch.local_rank + 1) > count:
+    if launch.local_size > count:
         raise ConfigError(
             f"{launch.local_size} processes on this node but {count} GPUs: "
             f"start at most {count} a node"
@@ -145,6 +148,12 @@ def quiet_megatron() -> None:
 
     for module in ("transformer.transformer_layer", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{module}").addFilter(unexpected)
+
+
+def _tasks_a_node(env: Mapping[str, str], local_rank: int) -> int:
+    """The most tasks of this step on a node: SLURM writes `4(x2),3`."""
+    counts = re.findall(r"(?:^|,)(\d+)", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max([local_rank + 1, *map(int, counts)])
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:

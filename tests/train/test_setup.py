@@ -1,0 +1,96 @@
+"""Who a process is, from torchrun's or srun's environment, and which GPU it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from coatlm.config import ConfigError
+from coatlm.train.setup import Launch, choose_gpu, first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08],login",
+    "SLURM_JOB_ID": "42017",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+def test_nothing_set_is_one_process() -> None:
+    assert Launch.from_environment({}) == Launch(0, 1, 0, address=None)
+
+
+def test_torchrun_is_understood() -> None:
+    assert Launch.from_environment(TORCHRUN) == Launch(5, 8, 1, 4, "node0:1234", True, "2")
+
+
+def test_srun_is_understood_without_torchrun() -> None:
+    launch = Launch.from_environment(SRUN)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (3, 4, 1)
+    assert launch.local_size == 2 and not launch.own_gpu
+    assert launch.address == "gpu07:29517"  # the port differs between jobs
+
+
+def test_srun_with_a_gpu_for_each_task_is_understood() -> None:
+    assert Launch.from_environment(SRUN | {"SLURM_GPUS_PER_TASK": "1"}).own_gpu
+
+
+def test_a_batch_script_without_srun_is_one_process() -> None:
+    alone = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_NODELIST"}
+    assert Launch.from_environment(alone).world_size == 1
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_LOCALID"])
+def test_a_missing_variable_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Launch.from_environment({key: value for key, value in SRUN.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[07-08,12]", "gpu07"),
+        ("rack3-gpu[1,5]-ib,x", "rack3-gpu1-ib"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus", "index"),
+    [
+        (Launch(), 0, None),
+        (Launch(1, 2, 1, 2), 2, 1),
+        (Launch(), 8, 0),
+        (Launch(3, 4, 3, 4, own_gpu=True), 1, 0),
+    ],
+)
+def test_gpu_of_a_process(monkeypatch: Any, launch: Launch, gpus: int, index: int | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert choose_gpu(launch) == (None if index is None else torch.device("cuda", index))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_more_processes_than_gpus_is_an_error_on_every_rank(monkeypatch: Any, rank: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="4 processes on this node but 2 GPUs"):
+        choose_gpu(Launch(rank, 4, rank, 4))
