@@ -218,7 +218,7 @@ class Train(Section):
 class Checkpoint(Section):
     """What is kept, and what a start continues from."""
 
-    every: StrictInt = Field(50, ge=0)  # steps; 0: only at the end
+    every: StrictInt = Field(50, ge=0)  # steps, and at the end; 0: only when a signal ends the run
     keep: StrictInt = Field(3, ge=1)  # newest checkpoints that stay
     resume: str = "auto"  # auto | none | a checkpoint or run directory
     weights_only: StrictBool = False  # a new run from the weights of `resume`: step 0, fresh states

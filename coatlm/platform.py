@@ -69,6 +69,21 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def has_apex() -> bool:
+    """Whether NVIDIA's apex is here with the kernels that megatron-core fuses gradients with."""
+    kernels = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
+    return torch.cuda.is_available() and kernels is not None
+
+
+def has_foreign_apex() -> bool:
+    """Whether a package called apex is here that is not NVIDIA's: PyPI's is a web library."""
+    found = importlib.util.find_spec("apex")
+    if found is None or found.submodule_search_locations is None:
+        return found is not None
+    places = [Path(place) for place in found.submodule_search_locations]
+    return not any((place / "multi_tensor_apply").is_dir() for place in places)
+
+
 def rewrite(source: str) -> str:
     """`source` of a megatron module with its CUDA literals replaced, rules in order."""
     for rule in RULES:

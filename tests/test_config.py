@@ -226,9 +226,9 @@ def test_the_data_parallel_size_is_what_the_model_parallel_ranks_leave() -> None
 @pytest.mark.parametrize(
     ("parallel", "world_size", "told"),
     [
-        ({"tp": 2, "cp": 2}, 6, "parallel.tp*pp*cp=2*1*2=4: start a multiple of 4"),
+        ({"tp": 2, "cp": 2}, 6, "parallel.tp*pp*cp=2*1*2: start a multiple of 4"),
         ({}, 3, "train.micro_batch * data-parallel size = 2*3"),
-        ({"pp": 2, "vpp": 2}, 16, "needs microbatches a step in multiples of parallel.pp=2, got 1"),
+        ({"pp": 2, "vpp": 2}, 16, "1 microbatches a step are not a multiple of parallel.pp=2"),
     ],
 )
 def test_a_number_of_processes_that_does_not_fit_is_refused(
@@ -345,9 +345,8 @@ def test_to_yaml_loads_as_the_same_config(
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_file_in_configs_loads_on_one_node_of_eight_gpus(path: Path) -> None:
+def test_every_file_in_configs_loads_and_is_named_after_its_run(path: Path) -> None:
     config = load_config(path)
-    assert config.data_parallel_size(8) >= 1
     assert config.run.name == path.stem
     assert config.run.dir == Path("runs") / path.stem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,3 +37,17 @@ def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
     platform.enable_cpu()
     assert sum(type(finder) is platform._Finder for finder in sys.meta_path) == 1
     assert torch.cuda.current_device is before
+
+
+def test_without_apex_there_is_nothing_to_say() -> None:
+    assert not platform.has_apex() and not platform.has_foreign_apex()
+
+
+@pytest.mark.parametrize(("inside", "foreign"), [("models", True), ("multi_tensor_apply", False)])
+def test_a_web_library_called_apex_is_told_from_nvidias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, foreign: bool
+) -> None:
+    (tmp_path / "apex" / inside).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert platform.has_foreign_apex() is foreign

@@ -22,7 +22,7 @@ from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
-from coatlm.platform import device, enable_cpu
+from coatlm.platform import device, enable_cpu, has_apex
 
 enable_cpu()
 
@@ -145,7 +145,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         use_cpu_initialization=device().type == "cpu",
         perform_initialization=False,
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=has_apex(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

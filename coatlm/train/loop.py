@@ -22,7 +22,7 @@ from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab, plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
-from coatlm.platform import device
+from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
 from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
 from coatlm.train.metrics import MetricsLogger
@@ -64,6 +64,8 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     prepare_directory(config.run.dir)
     start_logging(config.run.dir, launch.rank)
     quiet_megatron()
+    if has_foreign_apex():
+        logger.warning("the installed package `apex` is not NVIDIA's: ignored")
     start_processes(launch)
     groups = make_groups(config.parallel)
     data = rank_zero_first(
@@ -128,11 +130,10 @@ class Loop:
             async_save=config.checkpoint.async_save,
             group=self.groups.checkpoint,
         )
-        self.saved_step = run.step if run.step else -1
 
     def run_steps(self) -> ExitCode:
         """Until train.steps, or until the ranks agree on a signal."""
-        steps, every = self.config.train.steps, self.config.checkpoint.every
+        steps = self.config.train.steps
         with self._batches() as batches, self._profiler() as profiler:
             while self.run.step < steps:
                 self._step(next(batches))
@@ -142,7 +143,7 @@ class Loop:
                 if self._due(self.config.train.eval_every):
                     self._evaluate()
                 signal = self.signals.agreed(self.groups.control)
-                if signal is not None or done == steps or (every and done % every == 0):
+                if signal is not None or self._due(self.config.checkpoint.every):
                     self._save()
                 self.checkpoints.poll()
                 self.watchdog.beat()
@@ -150,8 +151,6 @@ class Loop:
                     self.checkpoints.wait()
                     logger.warning("%s: saved step %d, leaving", signal.name, done)
                     return SIGNALS[signal]
-        if self.saved_step != self.run.step:
-            self._save()
         self.checkpoints.wait()
         return ExitCode.OK
 
@@ -211,7 +210,6 @@ class Loop:
                 "config": self.config.model_dump(mode="json"),
             }
             self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
-            self.saved_step = self.run.step
 
     def _batches(self) -> BatchIterator:
         return BatchIterator(self.data.train, first_step=self.run.step, **self._share())
@@ -295,7 +293,8 @@ def prepare_directory(path: Path) -> None:
 def finish(config: Config, run: Progress, code: ExitCode) -> None:
     """The last words of a run."""
     plot = loss_plot(config.run.dir)
-    parts = ["metrics.jsonl", "checkpoints/latest", *([plot.name] if plot else [])]
+    latest = ["checkpoints/latest"] if (config.run.dir / "checkpoints/latest").exists() else []
+    parts = ["metrics.jsonl", *latest, *([plot.name] if plot else [])]
     where = f"{config.run.dir}/{{{','.join(parts)}}}"
     if code == ExitCode.OK:
         more = f"train.steps={2 * config.train.steps}"
