@@ -24,8 +24,9 @@ install: $(INSTALLED)
 
 # torch comes first: it is most of the download, and an interrupted install need not repeat it.
 $(INSTALLED): pyproject.toml constraints.txt
-	@command -v "$(PYTHON)" >/dev/null || { echo "no $(PYTHON) here: make PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
+	@command -v "$(PYTHON)" >/dev/null || \
+	{ echo "no $(PYTHON) here: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
 	"coatlm needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) torch

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 
 from coatlm.config import Config, ConfigError, load_config
 
@@ -42,8 +43,9 @@ def dry_run(config: Config, ranks: int | None) -> int:
     from coatlm.model.accounting import plan
 
     try:
-        tokenizer = make_tokenizer(config.data.tokenizer)
-        text = plan(config, ranks, tokenizer_vocab=tokenizer.vocab_size)
+        known = config.model.vocab is not None  # then the tokenizer's files need not be here yet
+        vocab = None if known else make_tokenizer(config.data.tokenizer).vocab_size
+        text = plan(config, ranks, tokenizer_vocab=vocab)
     except ValueError as error:
         return fail(error)
     print(config.to_yaml())
@@ -53,6 +55,8 @@ def dry_run(config: Config, ranks: int | None) -> int:
 
 def run(config: Config) -> int:
     """Train; errors of the user come before the first step."""
+    # what megatron-core says on import is about packages that coatlm does without
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from coatlm.train.checkpoint import CheckpointError
     from coatlm.train.faults import ExitCode, NonFiniteError
     from coatlm.train.loop import train

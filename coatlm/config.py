@@ -29,7 +29,20 @@ from pydantic import (
 )
 
 PrecisionRecipe = Literal["fp32", "bf16", "te-delayed", "te-current", "te-blockwise"]
-OptimRecipe = Literal["adamw-fp32", "adamw-bf16"]
+OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
+    "adamw-fp32",
+    "adamw-bf16",
+    "adamw-bf16-fp32state",
+    "kahan",
+    "collage-light",
+    "collage-plus",
+    "fp8lm",
+    "coat",
+    "coat-lean",
+    "coat-24",
+    "fp8-plain",
+]
+FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
 
 
 class ConfigError(ValueError):
@@ -57,6 +70,15 @@ class RopeScaling(Section):
     low_freq_factor: FiniteFloat = Field(1.0, gt=0.0)
     high_freq_factor: FiniteFloat = Field(4.0, gt=0.0)
     original_max_position_embeddings: StrictInt = Field(8192, ge=1)  # tokens
+
+    @model_validator(mode="after")
+    def _band(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+        return self
 
 
 class Model(Section):
@@ -200,6 +222,8 @@ class Optim(Section):
             raise ValueError(f"betas={list(self.betas)}: each is in [0, 1)")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(f"decay_steps={self.decay_steps} is for schedule=wsd alone")
         return self
 
 
@@ -283,10 +307,10 @@ class Config(Section):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
-        if self.precision.recipe == "fp32" and self.optim.recipe != "adamw-fp32":
+        if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
-                "goes with adamw-fp32"
+                f"goes with {', '.join(FP32_RECIPES)}"
             )
         return self
 
@@ -305,10 +329,11 @@ class Config(Section):
                 f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch * "
                 f"data-parallel size = {t.micro_batch}*{dp}"
             )
-        if p.vpp > 1 and (t.global_batch // (t.micro_batch * dp)) % p.pp:
+        microbatches = t.global_batch // (t.micro_batch * dp)
+        if p.vpp > 1 and microbatches % p.pp:
             raise ConfigError(
-                f"parallel.vpp={p.vpp}: {t.global_batch // (t.micro_batch * dp)} microbatches a step "
-                f"are not a multiple of parallel.pp={p.pp}"
+                f"parallel.vpp={p.vpp}: {microbatches} microbatches a step are not a multiple of "
+                f"parallel.pp={p.pp}"
             )
         return dp
 

@@ -19,12 +19,13 @@ def unannotated(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
             continue
         a = node.args
         arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
         untyped = [x.arg for x in arguments if x is not None and x.annotation is None]
-        if node.returns is None or set(untyped) - {"self", "cls"}:
+        returns = node.returns is not None or node.name == "__init__"
+        if not returns or set(untyped) - {"self", "cls"}:
             yield f"{node.name}:{node.lineno}"
 
 

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer-kernels": "tools.benchmarks.layer_kernels",
+    "optimizer": "tools.benchmarks.optimizer",
+    "quantize": "tools.benchmarks.quantize",
 }
 RESULT = "RESULT "  # a row's process prints its record behind this
 
@@ -26,7 +28,7 @@ RESULT = "RESULT "  # a row's process prints its record behind this
 def main() -> None:
     """Run one benchmark, or (--row) one row of it in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("name", nargs="?", choices=BENCHMARKS, help="all of them unless given")
     parser.add_argument(
         "--only", nargs="*", default=[], help="rows whose name contains one of these"
     )
@@ -34,20 +36,31 @@ def main() -> None:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", metavar="key=value", help="what the benchmark takes")
     args = parser.parse_intermixed_args()
-    benchmark = importlib.import_module(BENCHMARKS[args.name])
     options = dict(option.split("=", 1) for option in args.options)
     if args.row:
+        benchmark = importlib.import_module(BENCHMARKS[args.name])
         print(RESULT + json.dumps(benchmark.measure(args.row, options)), flush=True)
         return
-    names = [n for n in benchmark.rows(options) if not args.only or any(o in n for o in args.only)]
+    found = {}
+    for name in [args.name] if args.name else BENCHMARKS:
+        found[name] = run_benchmark(name, args.only, args.options)
+        print_table(found[name])
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run_benchmark(name: str, only: list[str], options: list[str]) -> list[dict[str, Any]]:
+    """The records of all rows, or of those whose name contains one of `only`."""
+    benchmark = importlib.import_module(BENCHMARKS[name])
+    rows = benchmark.rows(dict(option.split("=", 1) for option in options))
     records = []
-    for name in names:
-        for record in run_row(args.name, name, args.options):
+    for row in rows:
+        if only and not any(word in row for word in only):
+            continue
+        for record in run_row(name, row, options):
             records.append(record)
             print(json.dumps(record), flush=True)
-    print_table(records)
-    if args.out:
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+    return records
 
 
 def run_row(benchmark: str, row: str, options: list[str]) -> list[dict[str, Any]]:

@@ -1,36 +1,42 @@
-"""Dynamic Range Expansion: optimizer states in FP8 (COAT, arXiv 2410.19313, section 4 and appendix A).
+"""Dynamic Range Expansion: optimizer states in FP8 (COAT, arXiv 2410.19313, section 4, appendix A).
 
-G groups of E = 128 consecutive elements; the last one may be shorter. A group stores one FP8 code an
+G groups of E = 128 consecutive elements; the last may be shorter. A group stores a code an
 element, one byte k16 = 16 k and one fp32 L, the log2 of its scale: 133 bytes for 128 elements.
 
-    encode   c = cast(sign(x) 2^t),  t = k (log2|x| - L)       decode   x = sign(c) 2^(log2|c| / k + L)
-    k = round(16 log2(R) / log2(max|x| / min|x|)) / 16         L = log2(max|x|) - log2(MAX) / k
+    k = round(16 log2(R) / log2(max|x| / min|x|)) / 16        L = log2(max|x|) - log2(MAX) / k
+    encode  c = cast(sign(x) 2^t), t = k (log2|x| - L)        decode  x = sign(c) 2^(log2|c|/k + L)
 
-so that the group's largest element becomes MAX and its smallest MAX / R. All of it is fp32, in log2:
-one logarithm and one exponential an element in each direction, and no scale that could underflow.
+The largest element of a group becomes MAX and the smallest MAX / R. All is fp32 and in log2: one
+logarithm and one exponential an element in each direction, and no scale that can underflow.
 
-Chosen by measurement, as the relative error of m / sqrt(v) after 200 steps of simulated AdamW whose
-states are encoded at every step (beta2 0.95, 0.999; gradient scales within a group spread by e^1.5):
+R, the rounding of k and its bounds were chosen by the error they leave, ||u' - u|| / ||u|| with
+u = mhat / (sqrt(vhat) + eps), in steps 21 to 200 of AdamW on simulated gradients, states encoded at
+every step. In a group the gradients' scale is log-normal with sigma 0.5 (narrow) or 1.5 (wide):
 
-    states                                                   beta2 0.95    0.999
-    m and v E4M3, no expansion                               52.9          155
-    m and v E4M3, k of the published kernel                  0.071         0.091
-    m and v E4M3 as in the paper, k >= 1                     51.7          161
-    M_E4M3 with V_E5M2                                       0.070         0.092
-    M_E4M3 with V_E4M3                                       0.069         0.090
+    m and v                                narrow, beta2 .95   .999      wide .95   .999
+    E4M3, not expanded                     .065                .078      77         119
+    E4M3, R and k of the published kernel  .0395               .0469     .0710      .0910
+    E4M3, R of the paper, k >= 1           .0382               .0481     79         121
+    M_E4M3, V_E4M3 but for k >= 1          .0370               .0452     .162       .174
+    M_E4M3, V_E5M2                         .0377               .0477     .0699      .0924
+    M_E4M3, V_E4M3                         .0371               .0452     .0687      .0904
 
-- A v that becomes 0 while m does not gives an update m / eps: the numbers above 50. Hence an unsigned
-  state (v) never rounds a non-zero value to zero. And R: for m all of MAX / smallest subnormal, 448 *
-  512 as in the paper (13% less error than 448 * 448 / 2 of the published kernel, on moments of a
-  small transformer); for v, which divides, MAX / smallest normal, where relative error is uniform.
-- k is rounded to nearest. Rounded down, a group's smallest element decodes to less than it was, again
-  at every step: with beta2 = 0.999 and a spread of e^0.5 the error is 0.112 instead of 0.048.
-- 1 <= k < 16. Groups wider than R exist (rarely used elements): V_E5M2 has a range of 2^29.8 for them,
-  V_E4M3 one of 2^14.8 and goes down to k = 1/2 instead, which is nearly the same set of values.
+- Where v becomes zero and m does not, the update is m / eps: the errors of 77 and more. An
+  unsigned state (v) therefore never rounds a non-zero value to zero.
+- R is the paper's 448 * 512 for m: 13 % less error than with the published kernel's 448 * 448 / 2,
+  in the moments of a small transformer. v divides, so its relative error counts everywhere: its R
+  ends at the smallest normal, as the precision of the format does.
+- k is rounded to nearest. Rounded down, the smallest element of a group decodes to less than it
+  was, again at every step: .112 instead of .048 for the paper's k at beta2 = .999.
+- 1 <= k < 16 for m. Some groups of v are wider than R; compressing them to k >= 1/2 costs
+  precision for all their elements, but k >= 1 lifts the smallest ones to MAX / R. E5M2 has that
+  range itself.
+- L is fp32. As an fp16 rounded up it saves 2 bytes a group, but the largest element is then no
+  longer exact and grows a little at every step: .077 instead of .045 at beta2 = .999.
 
-Zeros, and subnormal fp32 values with them, become zero and do not enter the minimum: they would make
-it 0 and k meaningless. A group with a NaN or an infinity has L = NaN and decodes to NaN throughout.
-All bytes zero decode to zero, so that is how a state starts.
+Zeros, and subnormal fp32 values with them, become zero and do not count for min|x|: with them k
+would mean nothing. A group with a NaN or an infinity has L = NaN and decodes to NaN throughout.
+FP8 states whose bytes are all zero decode to zero, which is how they start.
 """
 
 import math
@@ -42,7 +48,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format, cast
+from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
 
 GROUP = 128  # elements that share k and L
 K_STEPS = 16  # k16 = K_STEPS * k
@@ -59,8 +65,8 @@ class Expansion:
 
     fmt: Fp8Format | DynamicExponent
     signed: bool  # False: x >= 0, and what is not zero stays so
-    k16_min: int = 16  # 16 k of groups wider than R
-    k16_max: int = 255  # 16 k of groups of equal elements; 16 here and above: plain FP8, no expansion
+    k16_min: int = 16  # 16 k of the widest groups
+    k16_max: int = 255  # 16 k of groups of equal elements; 16 is plain FP8, without expansion
 
     def __post_init__(self) -> None:
         if not 1 <= self.k16_min <= self.k16_max <= 255:
@@ -108,17 +114,13 @@ def expand_quantize_ref(x: Tensor, how: Expansion) -> Expanded:
     else:
         lost = (a_GE > 0) & (y_GE < how.fmt.smallest_subnormal)
         y_GE = torch.where(lost, how.fmt.smallest_subnormal, y_GE)
-    if isinstance(how.fmt, DynamicExponent):
-        codes = how.fmt.nearest(y_GE)
-    else:
-        codes = cast(y_GE, how.fmt)
-    codes = codes.flatten()[:n].view(x.shape)
+    codes = how.fmt.encode(y_GE).flatten()[:n].view(x.shape)
     return Expanded(codes, k16.to(torch.uint8), log2_scale)
 
 
 def _group_parameters_ref(high: Tensor, low: Tensor, how: Expansion) -> tuple[Tensor, Tensor]:
     """16 k and L, both fp32[G], from the largest and the smallest non-zero |x| of each group."""
-    span = (high.log2() - low.log2()).clamp(min=1.0)  # below 1, k is k16_max anyway
+    span = (high.log2() - low.log2()).clamp(min=0.5)  # so short that k16 is k16_max
     k16 = (K_STEPS * how.log2_range / span + 0.5).floor().clamp(how.k16_min, how.k16_max)
     k16 = torch.where(high < torch.inf, k16, how.k16_min)
     log2_scale = high.log2() - how.log2_max * (K_STEPS / k16)
@@ -129,11 +131,8 @@ def _group_parameters_ref(high: Tensor, low: Tensor, how: Expansion) -> tuple[Te
 def expand_dequantize_ref(state: Expanded, how: Expansion) -> Tensor:
     """The definition of decoding, with the `how` of encoding: fp32 in the shape of the codes."""
     n = state.codes.numel()
-    if isinstance(how.fmt, DynamicExponent):
-        value = how.fmt.table().to(state.codes.device)[state.codes.flatten().int()]
-    else:
-        value = state.codes.flatten().float()
-    c_GE = torch.nn.functional.pad(value, (0, -n % GROUP)).view(-1, GROUP)
+    c = how.fmt.decode(state.codes).flatten()
+    c_GE = torch.nn.functional.pad(c, (0, -n % GROUP)).view(-1, GROUP)
     inverse_k = K_STEPS / state.k16.float()
     a_GE = torch.exp2(c_GE.abs().log2() * inverse_k[:, None] + state.log2_scale[:, None])
     a_GE = torch.where(a_GE < SMALLEST, 0.0, a_GE)
@@ -168,7 +167,7 @@ def expand_parameters(high, low, HOW: tl.constexpr):
     `high` is 0 for a group of zeros (then `low` is not looked at) and NaN or Inf where x has one.
     """
     log2_high = _lg2(high)
-    span = tl.maximum(log2_high - _lg2(low), 1.0)
+    span = tl.maximum(log2_high - _lg2(low), 0.5)
     k16 = tl.floor(HOW.log2_range * 16.0 / span + 0.5)
     k16 = tl.minimum(tl.maximum(k16, HOW.k16_min), HOW.k16_max)
     finite = high < float("inf")

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -76,9 +75,17 @@ class Fp8Format:
         """Spacing at 1: rounding moves a normal by at most eps / 2 of its value."""
         return 2.0**-self.mantissa_bits
 
+    def encode(self, x: Tensor) -> Tensor:
+        """`cast`, saturating."""
+        return cast(x, self)
 
-# The tie above MAX goes to the even mantissa: 464, half way from 448 to 480, becomes 448, but 61440,
-# half way from 57344 to 65536, overflows.
+    def decode(self, codes: Tensor) -> Tensor:
+        """fp32, exact."""
+        return codes.float()
+
+
+# The tie above MAX goes to the even mantissa: 464, half way from 448 to 480, becomes 448;
+# 61440, half way from 57344 to 65536, overflows.
 E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 4, 3, 448.0, 464.0 + 2.0**-15, has_inf=False)
 E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 5, 2, 57344.0, 61440.0, has_inf=True)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
@@ -153,12 +160,10 @@ class DynamicExponent:
         table = self.table()
         return (table[1:] + table[:-1]) / 2
 
-    def nearest(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
         """uint8 codes of fp32 values: the number of midpoints below x, so a tie goes down."""
         return torch.searchsorted(self.midpoints().to(x.device), x.contiguous()).to(torch.uint8)
 
-
-@triton.jit
-def saturating_cast(x, FP8: tl.constexpr):
-    """fp32 -> FP8 inside a kernel with the bits of `cast`; the bare conversion makes Inf MAX."""
-    return tl.where(tl.abs(x) == float("inf"), float("nan"), x).to(FP8)
+    def decode(self, codes: Tensor) -> Tensor:
+        """fp32, exact."""
+        return self.table().to(codes.device)[codes.int()]

@@ -1,13 +1,13 @@
 """FP8 quantization: codes = cast(x / S), S = amax / MAX of each granule (COAT section 3).
 
-x [..., K] is read as a matrix [M, K]; scaling.py has the rules of a scale. Rounding happens in three
-places: S, the fp32 quotient x / S, and the FP8 code. A granule with a NaN or an infinity has a scale
-that is not finite and nothing but NaN codes; a quotient too large for fp32 is NaN too.
+x [..., K] is read as a matrix [M, K]; scaling.py has the rules of a scale. Three roundings: S, the
+fp32 quotient x / S, and the code. A granule with a NaN or an infinity has a scale that is not
+finite and nothing but NaN codes; a quotient too large for fp32 is NaN too.
 
-The quotient is the correctly rounded one, so that a kernel's codes are those of the reference bit for
-bit. All elements of a granule share the divisor, which allows Markstein's division (IBM Journal of
-Research and Development 34, 1990): with r = 1 / S rounded to nearest, two steps q - r (q S - x) from
-q = x r give x / S rounded to nearest. Five instructions instead of the twenty and a branch of div.rn.
+The quotient is rounded correctly, so that kernels give the bits of the reference. One divisor for
+a granule allows Markstein's division (IBM Journal of Research and Development 34, 1990): with r =
+1 / S rounded to nearest, two steps q <- q - r (q S - x) from q = x r give x / S rounded to
+nearest, in five instructions an element; div.rn takes some twenty and a branch.
 """
 
 import torch
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import Fp8Format, cast
+from coatlm.fp8.formats import SOURCES, Fp8Format, cast
 from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, Granularity, QTensor
 from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of, scale_ref
 
 TILE = 4096  # elements a program
-THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight
-TRANSPOSE_TILE = (128, 64)  # rows x columns: 128 bytes of codes in each direction or more
+THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight; twice that to transpose
+TRANSPOSE_TILE = (128, 64)  # rows x columns: 128 bytes a row of BF16, and a column of codes
 LONGEST_ROW = 65536  # elements that one program can hold
 
 
@@ -67,11 +67,11 @@ def quotient(x, scale):
     """
     shift = tl.where(scale < 2.0**-62, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
     divisor = scale * shift
-    r = tl.div_rn(1.0, divisor)
-    x = x * shift
-    q = x * r
-    q = tl.fma(-tl.fma(q, divisor, -x), r, q)  # in this order -0 stays -0
-    return tl.fma(-tl.fma(q, divisor, -x), r, q)
+    minus_r = tl.div_rn(-1.0, divisor)
+    minus_x = x * -shift  # signs are chosen so that -0 stays -0
+    q = minus_x * minus_r
+    q = tl.fma(tl.fma(q, divisor, minus_x), minus_r, q)
+    return tl.fma(tl.fma(q, divisor, minus_x), minus_r, q)
 
 
 @triton.jit
@@ -116,3 +116,115 @@ def _quantize_kernel(
     if code_t_ptr is not None:
         at_t = column[:, None] * M + row[None, :]
         tl.store(code_t_ptr + at_t, tl.trans(code), mask=tl.trans(mask))
+
+
+def quantize(
+    x: Tensor,
+    *,
+    fmt: Fp8Format,
+    granularity: Granularity,
+    scale: Tensor | None = None,
+    transpose: bool = False,
+    scale_dtype: torch.dtype = torch.float32,
+) -> QTensor:
+    """x [..., K] in FP8, with the bits of `quantize_ref` on every device.
+
+    `scale`: fp32 [] on x's device, for TENSOR (delayed, or `group_scale` of known amaxes); x is
+        then read once. Without it scales are those of x, for which TENSOR reads x twice.
+    `transpose`: also the codes of the transposed matrix [K, M], from the same read; TENSOR only.
+    `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
+
+    Raises ValueError for what is not fp32, BF16 or FP16, for shapes that have no scales (see
+    Granularity), for ROW on a GPU with K > 65536, and for the combinations excluded above.
+    """
+    _check(x, granularity, scale, transpose, scale_dtype)
+    shape = granularity.scale_shape(x.shape)
+    if not x.numel():
+        scale = torch.ones(shape, device=x.device).to(scale_dtype) if scale is None else scale
+        codes_t = cast(x.reshape(x.shape[-1], -1), fmt) if transpose else None
+        return QTensor(cast(x, fmt), scale, granularity, fmt, codes_t)
+    if not x.is_cuda:
+        return quantize_ref(
+            x,
+            fmt=fmt,
+            granularity=granularity,
+            scale=scale,
+            transpose=transpose,
+            scale_dtype=scale_dtype,
+        )
+    x = x.contiguous()
+    if granularity == TENSOR:
+        scale = current_scale(x, fmt) if scale is None else scale
+    else:
+        scale = torch.empty(shape, dtype=scale_dtype, device=x.device)
+    codes, codes_t = _launch(x, scale, fmt, granularity, transpose)
+    return QTensor(codes, scale, granularity, fmt, codes_t)
+
+
+def _check(
+    x: Tensor,
+    granularity: Granularity,
+    scale: Tensor | None,
+    transpose: bool,
+    scale_dtype: torch.dtype,
+) -> None:
+    """Raise ValueError for what `quantize` cannot do."""
+    if x.dtype not in SOURCES:
+        raise ValueError(f"x.dtype={x.dtype}: FP8 is quantized from {SOURCES}")
+    if granularity != TENSOR and (scale is not None or transpose):
+        raise ValueError(f"granularity={granularity}: scale and transpose go with TENSOR")
+    if scale is not None and (scale.shape or scale.dtype != torch.float32):
+        raise ValueError(f"scale: {scale.dtype}{list(scale.shape)} given, torch.float32[] needed")
+    if scale_dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise ValueError(f"scale_dtype={scale_dtype}: torch.float32 or torch.float8_e8m0fnu")
+    if granularity == TENSOR and scale_dtype != torch.float32:
+        raise ValueError(f"scale_dtype={scale_dtype}: the scale of a whole tensor is torch.float32")
+    if transpose and x.ndim < 2:
+        raise ValueError(f"transpose: x has the shape {list(x.shape)}, needs two axes")
+    if granularity == ROW and x.is_cuda and x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"rows of {x.shape[-1]}: at most {LONGEST_ROW} on a GPU")
+
+
+def _launch(
+    x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity, transpose: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Codes and transposed codes of a contiguous x, not empty; fills `scale` unless TENSOR."""
+    columns = x.shape[-1] if x.ndim else 1
+    tile = _tile(x.numel() // columns, columns, granularity, transpose)
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    codes_t = None
+    if transpose:
+        codes_t = torch.empty(columns, x.numel() // columns, dtype=fmt.dtype, device=x.device)
+    e8m0 = scale.dtype != torch.float32
+    grid = (triton.cdiv(tile["M"], tile["ROWS"]) * triton.cdiv(tile["K"], tile["COLUMNS"]),)
+    _quantize_kernel[grid](
+        x,
+        codes,
+        codes_t,
+        scale.view(torch.uint8) if e8m0 else scale,
+        GIVEN=granularity == TENSOR,
+        WHOLE=granularity == BLOCK,
+        TOP=fmt.max,
+        E8M0=e8m0,
+        **tile,
+    )
+    return codes, codes_t
+
+
+def _tile(m: int, k: int, granularity: Granularity, transpose: bool) -> dict[str, int]:
+    """How the kernel sees [m, k]: M rows of K in tiles of ROWS x COLUMNS, and warps a tile."""
+    rows = 1
+    if transpose:
+        rows, columns = TRANSPOSE_TILE
+    elif granularity == TENSOR:
+        m, k, columns = 1, m * k, TILE  # one long row
+    elif granularity == BLOCK:
+        rows, columns = 128, 128
+    else:
+        if granularity.columns is not None:
+            m, k = m * k // granularity.columns, granularity.columns  # a row is a group
+        columns = triton.next_power_of_2(k)
+        rows = max(TILE // columns, 1)
+    thread = 2 * THREAD if transpose else THREAD
+    warps = min(max(rows * columns // (32 * thread), 4), 32)
+    return {"M": m, "K": k, "ROWS": rows, "COLUMNS": columns, "num_warps": warps}

@@ -1,16 +1,16 @@
 """Scales for FP8: x / S fills the format when S = amax / MAX, amax = max|x| (COAT section 3).
 
     current     S from the amax of this tensor
-    group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that produces x
-                also writes one amax for each 1 x G elements, so only those are read for the maximum
+    group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that makes x
+                also writes an amax for each 1 x G elements, and only those are read again
     delayed     S from the largest amax of the last 16 steps, known before x is
 
-The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded once; S = 1 for amax = 0;
-S >= 2^-126, so that it is a normal number; a NaN or an infinity in x becomes one in S. E8M0 scales are
-the next power of two, one byte (OCP MX), 0xFF for what is not finite.
+The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded once; 1 where amax
+= 0; not below 2^-126, the smallest normal; a NaN or an infinity in x makes it one. An E8M0 scale
+is the next power of two in one byte (OCP MX), 0xFF where it is not finite.
 
-No function here waits for the device. amax is computed on the bits of |x| as integers, where NaN >
-Inf > every number: float maxima on GPUs (and NCCL's) return the other operand when one is NaN.
+No function here waits for the device. amax is taken of the bits of |x| as integers, where NaN >
+Inf > every number: the float maxima of GPUs and of NCCL return the other operand when one is NaN.
 """
 
 from dataclasses import dataclass
@@ -133,8 +133,8 @@ def current_scale(x: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
 class DelayedScaling:
     """Scales of T tensors from their last amaxes. The history is fp32[T, length], newest first.
 
-    An amax that is not finite does not enter the history: that step's own codes already show it, and
-    in the history it would spoil the next `length` steps. Raises ValueError for length < 1.
+    An amax that is not finite does not enter the history: the codes of its step show it already,
+    and it would spoil the next `length` steps. Raises ValueError for length < 1.
     """
 
     fmt: Fp8Format

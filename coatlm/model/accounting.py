@@ -26,7 +26,10 @@ import math
 import re
 from dataclasses import astuple, dataclass
 
-from coatlm.config import Config, ConfigError, Model, OptimRecipe
+import torch
+
+from coatlm.config import Config, ConfigError, Model
+from coatlm.optim.adamw import bytes_per_parameter
 
 VOCAB_MULTIPLE = 128  # rows of the embedding: full GEMM tiles
 LOGITS_BYTES = 256 * 2**20  # of logits that `loss.py` lets exist at a time
@@ -54,10 +57,6 @@ PEAK_BF16 = tuple(
         (r"\bL4\b", 121e12),
     )
 )
-
-# Bytes a parameter beside the weight: fp32 master + m + v; BF16 m + v.
-STATE_BYTES: dict[OptimRecipe, float] = {"adamw-fp32": 12, "adamw-bf16": 4}
-MASTER_BYTES = 4  # of adamw-fp32, saved where the weight is fp32 and is its own master
 
 
 # --- parameters ---------------------------------------------------------------------------------
@@ -217,9 +216,8 @@ def main_grad_bytes(config: Config, count: int) -> int:
 
 def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
     """States of `count` parameters; with zero=1 divided over data- and context-parallel ranks."""
-    each = STATE_BYTES[config.optim.recipe]
-    if config.precision.recipe == "fp32":
-        each -= MASTER_BYTES
+    dtype = torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
+    each = bytes_per_parameter(config.optim.recipe, dtype)
     ranks = data_parallel * config.parallel.cp if config.parallel.zero else 1
     return math.ceil(count * each / ranks)
 
@@ -246,7 +244,7 @@ def attention_activation_bytes(config: Config) -> int:
     """Bytes a token that attention keeps between the output of qkv and the input of the projection.
 
     Kept are q, k, v after RoPE, the output, and what the projection keeps of it. Norms of queries
-    and keys add their inputs (the queries a copy, the keys the whole output of qkv). Context
+    and keys add their inputs. Context
     parallelism gathers keys and values and keeps the output in two parts beside the whole. An
     attention mask becomes a bias of S elements a token. `selective` keeps the output of qkv alone.
     """
@@ -259,7 +257,7 @@ def attention_activation_bytes(config: Config) -> int:
     if p.cp > 1 or x != e:
         kept += q * e
     if m.qk_norm:
-        kept += (2 * q + k) * e + STATISTIC * (m.heads + m.queries_groups)
+        kept += (q + k) * e + STATISTIC * (m.heads + m.queries_groups)
     if config.data.reset_attention_mask:
         kept += config.data.seq_len * e
     return kept

@@ -3,33 +3,34 @@
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2         g = clip * gradient
     w = w - lr (m / c1) / (sqrt(v / c2) + eps) - lr wd w         c = 1 - b^t
 
-Decoupled weight decay: Loshchilov & Hutter 2019 (arXiv 1711.05101), algorithm 2. The moments that
-a step uses are those it has computed, not yet rounded to storage, except where a format computes
-in BF16 throughout (Collage, arXiv 2405.03637).
+Decoupled weight decay: Loshchilov & Hutter 2019 (arXiv 1711.05101), algorithm 2. What a step uses
+are the moments it has computed, before they are rounded to be stored; Collage (arXiv 2405.03637)
+computes them in BF16 in the first place.
 
-The optimizer sees flat shards. Whatever decides about a step is decided on the device: a step with
-a clip coefficient that is not finite changes nothing, and the host never waits to find out.
+The optimizer sees flat shards and no process groups. Everything about a step is decided on the
+device: where the clip coefficient is not finite nothing changes, and the host does not learn of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coatlm.optim.formats import (
-    GROUP,
-    Direct,
-    Master,
-    MomentFormat,
-    Plain,
-    StrictBf16,
-    WeightFormat,
-)
+from coatlm.fp8.expand import M_E4M3, V_E4M3, Expansion
+from coatlm.fp8.formats import E4M3
+from coatlm.optim import formats
+from coatlm.optim.formats import GROUP, MomentFormat, Stored, WeightFormat
 
-CHUNK = 1 << 22  # elements the reference updates at a time: bounds its fp32 temporaries
+if TYPE_CHECKING:
+    from coatlm.optim.fused import FusedStep
+
+CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
+MASTER, M, V = "fp32_param", "exp_avg", "exp_avg_sq"  # names in checkpoints, as megatron-core's
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
@@ -40,35 +41,66 @@ class Shard:
     """
 
     weight: Tensor  # [n] a view into the parameter buffer, bf16 or fp32; updated in place
-    grad: Tensor  # [n] reduced gradients, fp32 or bf16; only read
-    decay: tuple[tuple[int, int], ...] = ()  # [start, end) elements that get weight decay
-    params: tuple[tuple[int, int], ...] = ()  # [start, end) elements of each parameter's part
+    grad: Tensor  # [n] reduced gradients, a view too, fp32 or bf16; only read
+    decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
+    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter: FP8-LM's tensors
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where each tensor lives. `weights`: the dtypes that the model's weights may have."""
+    """Where each tensor lives."""
 
     m: MomentFormat
     v: MomentFormat
     weight: WeightFormat
-    weights: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    weights: tuple[torch.dtype, ...] = (BF16,)  # that the model may have
+    strict: bool = False  # gradients are rounded to BF16, and so is whatever follows from them
 
     @property
-    def named(self) -> tuple[tuple[str, MomentFormat], ...]:
-        """Names of the moments in checkpoints, as megatron-core has them."""
-        return ("exp_avg", self.m), ("exp_avg_sq", self.v)
+    def tensor_scaled(self) -> bool:
+        """Whether a scale belongs to a whole parameter."""
+        return any(part.kind == "scaled" for part in (self.m, self.v, self.weight))
+
+    @property
+    def moments(self) -> dict[str, MomentFormat]:
+        return {M: self.m, V: self.v}
 
 
-MASTER = "fp32_param"  # name of the weight's state in checkpoints
-RECIPES: dict[str, Recipe] = {
-    "adamw-fp32": Recipe(Plain(torch.float32), Plain(torch.float32), Master()),
-    "adamw-bf16": Recipe(StrictBf16(), StrictBf16(), Direct(), weights=(torch.bfloat16,)),
-}
+def _recipes() -> dict[str, Recipe]:
+    fp32, bf16, pair = formats.Fp32(), formats.Bf16(), formats.Bf16Pair()
+    m, v = formats.Expanded(M_E4M3), formats.Expanded(V_E4M3)
+    plain = formats.Expanded(Expansion(E4M3, signed=True, k16_min=16, k16_max=16))
+    fp8, fp16 = (formats.TensorScaled(t) for t in (torch.float8_e4m3fn, torch.float16))
+    master, both = formats.Master(), (BF16, FP32)
+    return {
+        "adamw-fp32": Recipe(fp32, fp32, master, both),  # Collage's option D
+        "adamw-bf16": Recipe(bf16, bf16, formats.Direct(), strict=True),  # A
+        "adamw-bf16-fp32state": Recipe(fp32, fp32, formats.Direct()),  # D without master weights
+        "kahan": Recipe(bf16, bf16, formats.Kahan(), strict=True),
+        "collage-light": Recipe(bf16, bf16, formats.Pair(), strict=True),  # B
+        "collage-plus": Recipe(bf16, pair, formats.Pair(), strict=True),  # C
+        "fp8lm": Recipe(fp8, fp16, formats.TensorScaledMaster()),
+        "coat": Recipe(m, v, master, both),
+        "coat-lean": Recipe(m, v, formats.Remainder(16)),
+        "coat-24": Recipe(m, v, formats.Remainder(8)),
+        "fp8-plain": Recipe(plain, plain, master, both),  # no expansion: what COAT improves on
+    }
+
+
+RECIPES = _recipes()
+
+
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe by name, or the one given. Raises ValueError with the names there are."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r}: one of {', '.join(RECIPES)}")
+    return RECIPES[recipe]
 
 
 def check_recipe(
-    recipe: str,
+    recipe: str | Recipe,
     shards: Sequence[Shard],
     *,
     betas: tuple[float, float],
@@ -76,160 +108,225 @@ def check_recipe(
     weight_decay: float,
 ) -> None:
     """Raise ValueError, with the field and what is allowed, where AdamW could not run."""
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r}: one of {', '.join(RECIPES)}")
+    allowed = find_recipe(recipe).weights
+    if not shards:
+        raise ValueError("shards=(): there is nothing to update")
     if not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas={betas}: each is in [0, 1)")
     if not eps > 0.0:
-        raise ValueError(f"eps={eps}: must be > 0, padding would become 0 / 0")
+        raise ValueError(f"eps={eps}: must be > 0, or zero padding becomes 0 / 0")
     if not weight_decay >= 0.0:
         raise ValueError(f"weight_decay={weight_decay}: must be >= 0")
-    allowed = RECIPES[recipe].weights
     for i, shard in enumerate(shards):
         n = shard.weight.numel()
         if n % GROUP or shard.weight.shape != (n,) or shard.grad.shape != (n,):
-            shapes = f"{tuple(shard.weight.shape)}, {tuple(shard.grad.shape)}"
-            raise ValueError(f"shards[{i}]: {shapes} must be equal, flat, a multiple of {GROUP}")
+            shapes = f"{tuple(shard.weight.shape)} and {tuple(shard.grad.shape)}"
+            raise ValueError(f"shards[{i}]: shapes {shapes} must be one (n,), n % {GROUP} == 0")
         if shard.weight.dtype not in allowed:
-            names = " or ".join(str(dtype) for dtype in allowed)
-            raise ValueError(f"shards[{i}].weight is {shard.weight.dtype}; {recipe} needs {names}")
-        if shard.grad.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"shards[{i}].grad is {shard.grad.dtype}: bfloat16 or float32")
+            raise ValueError(f"shards[{i}].weight is {shard.weight.dtype}: recipe needs {allowed}")
+        if shard.grad.dtype not in (BF16, FP32):
+            raise ValueError(f"shards[{i}].grad is {shard.grad.dtype}: one of {(BF16, FP32)}")
+        kind = [(t.dtype, t.device) for t in (shard.weight, shard.grad)]
+        if kind != [(t.dtype, t.device) for t in (shards[0].weight, shards[0].grad)]:
+            raise ValueError(f"shards[{i}]: dtype or device differs from that of shards[0]")
         for start, end in (*shard.decay, *shard.params):
             if start % GROUP or not 0 <= start <= end <= n:
-                raise ValueError(
-                    f"shards[{i}]: range [{start}, {end}) must start on a multiple of {GROUP} "
-                    f"and lie in [0, {n})"
-                )
+                raise ValueError(f"shards[{i}]: [{start}, {end}) not in [0, {n}) from 128 j on")
+
+
+class Proposal(NamedTuple):
+    """What a step would do to a run of elements."""
+
+    update: Tensor  # fp32, what is to be added to the weights
+    weight: Tensor  # in the model's dtype
+    states: Stored
 
 
 class AdamW:
-    """Updates shards in place. `states[i]` are the flat tensors that shard i keeps."""
+    """Updates shards in place. `states[i]` are the flat tensors that belong to shard i."""
 
     def __init__(
         self,
         shards: Sequence[Shard],
         *,
-        recipe: str,
+        recipe: str | Recipe,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
     ) -> None:
+        betas = (float(betas[0]), float(betas[1]))
         check_recipe(recipe, shards, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.shards = tuple(shards)
-        self.recipe = RECIPES[recipe]
+        self.shards, self.recipe = tuple(shards), find_recipe(recipe)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        device = shards[0].weight.device if shards else torch.device("cpu")
-        self.step_count = torch.zeros((), dtype=torch.int64, device=device)
-        self.states: list[dict[str, Tensor]] = [self._empty_states(shard) for shard in shards]
-        self._decayed = [_decayed_groups(shard) for shard in shards]
+        device = shards[0].weight.device
+        self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
+        flat = self._allocate(device)
+        self.states = [dict(zip(flat, parts, strict=True)) for parts in self._cut(flat.values())]
+        decayed = torch.cat([_decayed_groups(shard) for shard in shards]).to(device)
+        self._decayed = [parts[0] for parts in self._cut([decayed])]
+        self.reload_from_weights()
+        self.fused = self._fuse(flat, decayed) if device.type == "cuda" else None
 
     @torch.no_grad()
     def step(self, *, lr: float, clip_coefficient: Tensor | None = None) -> None:
-        """One update with learning rate `lr` >= 0 of gradients times `clip_coefficient`.
+        """One update with learning rate `lr` >= 0 of gradients times `clip_coefficient` (fp32[]).
 
         Nothing changes, not even `step_count`, where the coefficient is NaN or Inf.
         """
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
-        clip = self.step_count.new_ones((), dtype=torch.float32)
+        if self.fused is not None:
+            self.fused(
+                lr=lr,
+                decay=lr * self.weight_decay,
+                clip_coefficient=clip_coefficient,
+                step_count=self.step_count,
+            )
+            return
+        clip = torch.ones_like(self.step_count, dtype=FP32)
         clip = clip if clip_coefficient is None else clip_coefficient
-        go = torch.isfinite(clip)
+        go = clip.abs() < torch.inf
+        for i, start, stop in self.spans(CHUNK):
+            old = self.state_of(i, start, stop)
+            new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip)
+            for name, tensor in new.states.items():
+                old[name].copy_(torch.where(go, tensor, old[name]))
+            weight = self.shards[i].weight[start:stop]
+            weight.copy_(torch.where(go, new.weight, weight))
         self.step_count += go
-        corrections = tuple((1.0 - beta**self.step_count.double()).float() for beta in self.betas)
-        for i, shard in enumerate(self.shards):
-            for at in _chunks(shard):
-                self._update(i, at, go, clip, lr, corrections)
 
+    @torch.no_grad()
+    def propose(
+        self, i: int, start: int, stop: int, *, lr: float, clip_coefficient: Tensor
+    ) -> Proposal:
+        """The definition of a step, for elements [start, stop) of shard i; changes nothing."""
+        recipe, old = self.recipe, self.state_of(i, start, stop)
+        weight = self.shards[i].weight[start:stop]
+        g = self.shards[i].grad[start:stop].float() * clip_coefficient
+        w = recipe.weight.decode(weight, named_state(old, MASTER))
+        if recipe.strict:
+            g, w = g.bfloat16().float(), weight.float()
+        m, new_m = recipe.m.ema(named_state(old, M), g, self.betas[0])
+        v, new_v = recipe.v.ema(named_state(old, V), g * g, self.betas[1])
+        scale_m, scale_v = (self._inverse_correction(beta) for beta in self.betas)
+        # torch's fp32 root is not correctly rounded on every CPU; through fp64 it is
+        root = (v * scale_v).double().sqrt().float()
+        direction = (m * scale_m) / (root + self.eps)
+        decay = self._decayed[i][start // GROUP : stop // GROUP] * (lr * self.weight_decay)
+        update = -lr * direction - decay.repeat_interleave(GROUP) * w
+        new_weight, new_w = recipe.weight.add(weight, named_state(old, MASTER), update)
+        states = {M + suffix: tensor for suffix, tensor in new_m.items()}
+        states |= {V + suffix: tensor for suffix, tensor in new_v.items()}
+        states |= {MASTER + suffix: tensor for suffix, tensor in new_w.items()}
+        return Proposal(update, new_weight, states)
+
+    @torch.no_grad()
     def reload_from_weights(self) -> None:
-        """Make what is kept beside each weight anew, after the weights alone were loaded."""
-        for shard, states in zip(self.shards, self.states, strict=True):
-            for suffix, tensor in self.recipe.weight.split(shard.weight).items():
-                states[MASTER + suffix].copy_(tensor)
+        """Make anew what is kept beside each weight, after the weights alone were loaded."""
+        for i, start, stop in self.spans(CHUNK):
+            state = self.recipe.weight.split(self.shards[i].weight[start:stop])
+            for suffix, tensor in state.items():
+                self.state_of(i, start, stop)[MASTER + suffix].copy_(tensor)
 
     def state_bytes(self) -> int:
-        """Bytes of all states, the weights themselves not counted."""
+        """Bytes of all states; weights and gradients are not counted."""
         return sum(t.numel() * t.element_size() for states in self.states for t in states.values())
 
+    @torch.no_grad()
     def decode(self, i: int, name: str) -> Tensor:
-        """fp32[n] of "fp32_param" (the weight as precisely as it is known), or a moment."""
+        """fp32[n] of shard i: a moment, or "fp32_param", the weight as well as it is known."""
         if name == MASTER:
-            return self.recipe.weight.decode(
-                self.shards[i].weight, _strip(self.states[i], MASTER)
-            ).float()
-        formats = dict(self.recipe.named)
-        if name not in formats:
-            raise ValueError(f"name={name!r}: one of {MASTER}, {', '.join(formats)}")
-        return formats[name].decode(_strip(self.states[i], name))
+            state = named_state(self.states[i], MASTER)
+            return self.recipe.weight.decode(self.shards[i].weight, state).float()
+        if name not in self.recipe.moments:
+            raise ValueError(f"name={name!r}: one of {(MASTER, *self.recipe.moments)}")
+        return self.recipe.moments[name].decode(named_state(self.states[i], name))
 
-    def _empty_states(self, shard: Shard) -> dict[str, Tensor]:
-        states = _prefixed(MASTER, self.recipe.weight.split(shard.weight))
-        for name, moment in self.recipe.named:
-            states |= _prefixed(name, moment.zeros(shard.weight.numel(), shard.weight.device))
-        return states
+    def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, start, stop) of runs that can be updated one by one, on multiples of 128."""
+        for i, shard in enumerate(self.shards):
+            n = shard.weight.numel()
+            if self.recipe.tensor_scaled:
+                yield from ((i, start, _round_up(end)) for start, end in shard.params or ((0, n),))
+            else:
+                yield from ((i, at, min(at + longest, n)) for at in range(0, n, longest))
 
-    def _update(
-        self,
-        i: int,
-        at: slice,
-        go: Tensor,
-        clip: Tensor,
-        lr: float,
-        corrections: tuple[Tensor, ...],
-    ) -> None:
-        """The definition of a step, for the elements `at` of shard i."""
-        shard, recipe, n = self.shards[i], self.recipe, self.shards[i].weight.numel()
-        old = {name: _cut(tensor, at, n) for name, tensor in self.states[i].items()}
-        weight = shard.weight[at]
-        g = shard.grad[at].float() * clip
-        m, new_m = recipe.m.ema(_strip(old, "exp_avg"), g, self.betas[0])
-        v, new_v = recipe.v.ema(_strip(old, "exp_avg_sq"), g * g, self.betas[1])
-        w = recipe.weight.decode(weight, _strip(old, MASTER))
-        decay = _cut(self._decayed[i], at, n).repeat_interleave(GROUP) * (lr * self.weight_decay)
-        step = (m / corrections[0]) / ((v / corrections[1]).sqrt() + self.eps)
-        new_weight, new_w = recipe.weight.add(
-            weight, _strip(old, MASTER), -lr * step - decay * w
+    def _allocate(self, device: torch.device) -> dict[str, Tensor]:
+        """Zero states of all shards end to end, so that one kernel can walk over them."""
+        n = sum(shard.weight.numel() for shard in self.shards)
+        flat: dict[str, Tensor] = {}
+        for name, moment in self.recipe.moments.items():
+            flat |= {name + suffix: tensor for suffix, tensor in moment.zeros(n, device).items()}
+        sample = self.recipe.weight.split(self.shards[0].weight[:GROUP])
+        for suffix, tensor in sample.items():
+            size = n * tensor.numel() // GROUP
+            flat[MASTER + suffix] = torch.zeros(size, dtype=tensor.dtype, device=device)
+        return flat
+
+    def _cut(self, flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Views of each shard's part of flat tensors."""
+        n = sum(shard.weight.numel() for shard in self.shards)
+        start = 0
+        for shard in self.shards:
+            stop = start + shard.weight.numel()
+            yield [_part(tensor, start, stop, n) for tensor in flat]
+            start = stop
+
+    def state_of(self, i: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what is stored for elements [start, stop) of shard i, multiples of 128."""
+        n = self.shards[i].weight.numel()
+        return {name: _part(tensor, start, stop, n) for name, tensor in self.states[i].items()}
+
+    def _inverse_correction(self, beta: float) -> Tensor:
+        """1 / (1 - beta^t) of the step under way, fp32."""
+        return (1.0 / (1.0 - beta ** (self.step_count + 1).double())).float()
+
+    def _fuse(self, flat: Mapping[str, Tensor], decayed: Tensor) -> FusedStep | None:
+        """The kernel for this recipe. None leaves it to the reference: FP8 formats of studies."""
+        from coatlm.optim import fused  # Gluon is young: only CUDA depends on it
+
+        if not fused.covers(self.recipe):
+            return None
+        n = sum(shard.weight.numel() for shard in self.shards)
+        return fused.FusedStep(
+            self.recipe,
+            weights=[shard.weight for shard in self.shards],
+            grads=[shard.grad for shard in self.shards],
+            spans=list(self.spans(n)),
+            states=flat,
+            decayed=decayed,
+            betas=self.betas,
+            eps=self.eps,
         )
-        new = _prefixed("exp_avg", new_m) | _prefixed("exp_avg_sq", new_v)
-        for name, tensor in (new | _prefixed(MASTER, new_w)).items():
-            old[name].copy_(torch.where(go, tensor, old[name]))
-        weight.copy_(torch.where(go, new_weight, weight))
 
 
-def bytes_per_parameter(recipe: str, weight_dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bytes a parameter of all states, the weight and its gradient not counted."""
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r}: one of {', '.join(RECIPES)}")
+def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
+    """Bytes a parameter of all states; the weight and its gradient are not counted."""
     weight = torch.zeros(GROUP, dtype=weight_dtype)
-    shard = Shard(weight, weight)
+    shard = Shard(weight, weight, decay=())
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return optimizer.state_bytes() / GROUP
 
 
 def _decayed_groups(shard: Shard) -> Tensor:
-    """fp32[n / 128]: 1 for groups that decay. Rounding an end up reaches only zero padding."""
-    decayed = torch.zeros(shard.weight.numel() // GROUP)
+    """uint8[n / 128]: 1 for groups that decay. An end is rounded up into zero padding only."""
+    decayed = torch.zeros(shard.weight.numel() // GROUP, dtype=torch.uint8)
     for start, end in shard.decay:
-        decayed[start // GROUP : -(-end // GROUP)] = 1.0
-    return decayed.to(shard.weight.device)
+        decayed[start // GROUP : _round_up(end) // GROUP] = 1
+    return decayed
 
 
-def _chunks(shard: Shard) -> Iterator[slice]:
-    n = shard.weight.numel()
-    return (slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK))
+def _round_up(n: int) -> int:
+    return -(-n // GROUP) * GROUP
 
 
-def _cut(tensor: Tensor, at: slice, n: int) -> Tensor:
-    """The part of a flat state that belongs to elements `at` of n."""
+def _part(tensor: Tensor, start: int, stop: int, n: int) -> Tensor:
+    """What belongs to elements [start, stop) of n in a state of n entries or one a group."""
     each = n // tensor.numel()
-    return tensor[at.start // each : at.stop // each]
+    return tensor[start // each : stop // each]
 
 
-def _strip(states: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The state called `name`, with suffixes for keys."""
-    parts = {key: key.removeprefix(name) for key in states if key.startswith(name)}
-    return {suffix: states[key] for key, suffix in parts.items() if suffix[:1] in ("", ".")}
-
-
-def _prefixed(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name + suffix: tensor for suffix, tensor in state.items()}
+def named_state(states: Mapping[str, Tensor], name: str) -> Stored:
+    """The state called `name`, by suffix."""
+    parts = [key.partition(".") for key in states]
+    return {dot + rest: states[key + dot + rest] for key, dot, rest in parts if key == name}

@@ -6,7 +6,10 @@ this module hands it flat shards, and describes the result to checkpoints as rec
 tensors, so that a checkpoint does not depend on how many ranks wrote it.
 
 A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
-whole rows, the start of its last row.
+whole rows, the start of its last row. States that are kept once for 128 consecutive elements (the
+scales of quantised moments) are rectangles of a tensor that is 128 times narrower. Where a row is
+no multiple of 128, groups run over its end; then the groups of each tensor-parallel rank are a part
+of a flat tensor, which only the same tensor-parallel layout can load.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from coatlm.parallel.buffers import Bucket, FlatModel
+from coatlm.parallel.buffers import ALIGNMENT, Bucket, FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.reduce import clip_coefficient, finalize_gradients, grad_norm
 from coatlm.platform import enable_cpu
@@ -41,6 +45,20 @@ class Region:
     offset: tuple[int, ...]  # of the rectangle in it
     start: int  # first element in the bucket
     main: bool  # not a copy of what another model-parallel rank writes
+
+    def narrowed(self) -> Region:
+        """The same in units of 128 elements. The last dimension is a multiple of 128."""
+        *shape, width = self.shape
+        *global_shape, global_width = self.global_shape
+        *offset, first = self.offset
+        return Region(
+            self.key,
+            (*shape, width // ALIGNMENT),
+            (*global_shape, global_width // ALIGNMENT),
+            (*offset, first // ALIGNMENT),
+            self.start // ALIGNMENT,
+            self.main,
+        )
 
     @property
     def stop(self) -> int:
@@ -66,6 +84,10 @@ class ZeroOptimizer:
         self.parts = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
         self.optimizer = make_optimizer([self._shard(make_shard, c, b) for c, b in self.parts])
         self.regions = {b: r for chunk in chunks for b, r in _regions(chunk).items()}
+        self.group_regions = {
+            bucket: _group_regions(bucket, regions, groups.tp)
+            for bucket, regions in self.regions.items()
+        }
         self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
@@ -129,9 +151,14 @@ class ZeroOptimizer:
         for (chunk, bucket), states in zip(self.parts, self.optimizer.states, strict=True):
             bounds = self._bounds(chunk, bucket)
             for name, tensor in states.items():
-                for region in self.regions[bucket]:
-                    prefix = f"optimizer.state.{name}."
-                    yield from self._pieces(region, tensor, bounds[0], bounds, prefix)
+                prefix = f"optimizer.state.{name}."
+                regions, unit = self.regions[bucket], 1
+                if tensor.numel() < bounds[1] - bounds[0]:
+                    regions, unit = self.group_regions[bucket], ALIGNMENT
+                begin, end = bounds[0] // unit, bounds[1] // unit
+                assert tensor.numel() == end - begin
+                for region in regions:
+                    yield from self._pieces(region, tensor, begin, (begin, end), prefix)
 
     def _pieces(
         self, region: Region, flat: Tensor, origin: int, bounds: tuple[int, int], prefix: str
@@ -221,6 +248,31 @@ def _regions(chunk: FlatModel) -> dict[Bucket, list[Region]]:
         )
     assert seen == set(chunk.bucket_of), "every parameter is saved"
     return regions
+
+
+def _group_regions(
+    bucket: Bucket, regions: Sequence[Region], tp: dist.ProcessGroup
+) -> list[Region]:
+    """The regions in units of 128 elements, for what is stored once a group."""
+    result = []
+    for start, stop in bucket.params.values():
+        inside = [region for region in regions if start <= region.start < stop]
+        if all(not region.shape[-1] % ALIGNMENT for region in inside):
+            result += [region.narrowed() for region in inside]
+            continue
+        count = -(-(stop - start) // ALIGNMENT)
+        shards = tp.size() if inside[0].shape != inside[0].global_shape else 1
+        result.append(
+            Region(
+                key=inside[0].key,
+                shape=(count,),
+                global_shape=(count * shards,),
+                offset=(count * tp.rank() if shards > 1 else 0,),
+                start=start // ALIGNMENT,
+                main=inside[0].main,
+            )
+        )
+    return result
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, ShardedTensor]]:

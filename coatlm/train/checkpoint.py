@@ -263,6 +263,6 @@ def _copies_queued(pieces: Sequence[ShardedTensor]) -> torch.cuda.Event | None:
     """An event after the copies on the current stream, for the thread to sleep on."""
     if not any(piece.data.is_cuda for piece in pieces if piece.data is not None):
         return None
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)
     event.record()
     return event

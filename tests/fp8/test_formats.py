@@ -3,6 +3,7 @@ rational arithmetic for rounding, and ml_dtypes."""
 
 import bisect
 import functools
+import itertools
 import math
 from fractions import Fraction
 
@@ -96,9 +97,7 @@ def test_every_tie_goes_to_the_even_mantissa_and_its_neighbours_to_the_nearest(
     fmt: Fp8Format, sign: int
 ) -> None:
     values = positive_values(fmt)
-    tie = torch.tensor(
-        [float(a + b) / 2 for a, b in zip(values, values[1:], strict=False)], dtype=torch.float32
-    )
+    tie = torch.tensor([float(a + b) / 2 for a, b in itertools.pairwise(values)])
     below = torch.nextafter(tie, torch.zeros(()))
     above = torch.nextafter(tie, torch.tensor(torch.inf))
     negative = 0x80 if sign < 0 else 0

@@ -11,6 +11,7 @@ from coatlm.config import load_config
 from tools.launch import PRETRAIN, command, fit
 
 CONFIG = "train: {micro_batch: 8, global_batch: 16}\n"
+SHIPPED = sorted((PRETRAIN.parent / "configs").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -31,6 +32,13 @@ def test_the_largest_number_that_divides_the_batch_is_started(
     loaded = load_config(config, overrides)
     assert loaded.train.micro_batch == micro_batch
     assert loaded.data_parallel_size(processes) == count
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_file_in_configs_uses_all_of_eight_gpus(path: Path) -> None:
+    processes, overrides = fit([str(path)], 8)
+    assert processes == 8
+    load_config(path, overrides).data_parallel_size(8)
 
 
 def test_overrides_count(config: str) -> None:

@@ -1,0 +1,177 @@
+"""Scales: the definition, its edges, the three recipes, and the kernels' arithmetic on the CPU."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatlm.fp8 import scaling
+from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.scaling import (
+    DelayedScaling,
+    current_scale,
+    group_amax,
+    group_amax_ref,
+    group_scale,
+    scale_ref,
+)
+from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
+
+both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+E8M0 = torch.float8_e8m0fnu
+nan, inf = math.nan, math.inf
+
+
+@both
+@given(amax=st.floats(2.0**-100, 2.0**127, width=32))
+def test_scale_is_the_correctly_rounded_quotient(fmt: Fp8Format, amax: float) -> None:
+    exact = torch.tensor(amax, dtype=torch.float64) / fmt.max  # 53 >= 2 * 24 + 2 bits: exact enough
+    assert scale_ref(torch.tensor(amax), fmt) == exact.float()
+
+
+@both
+def test_scale_of_zero_is_one_and_of_a_tiny_amax_a_normal_number(fmt: Fp8Format) -> None:
+    scale = scale_ref(torch.tensor([0.0, 1e-45, 2.0**-126]), fmt)
+    assert scale.tolist() == [1.0, 2.0**-126, 2.0**-126]
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, E8M0])
+def test_scale_of_what_is_not_finite_is_not_finite(fmt: Fp8Format, dtype: torch.dtype) -> None:
+    scale = scale_ref(torch.tensor([nan, inf]), fmt, dtype=dtype)
+    assert not scale.float().isfinite().any()
+
+
+def test_margin_multiplies_the_scale_by_a_power_of_two() -> None:
+    amax = torch.tensor([3.0, 1e-3])
+    assert torch.equal(scale_ref(amax, E4M3, margin=2), 4 * scale_ref(amax, E4M3))
+
+
+@given(amax=st.floats(2.0**-110, 2.0**120, width=32))
+def test_e8m0_is_the_next_power_of_two(amax: float) -> None:
+    scale = scale_ref(torch.tensor(amax), E4M3).item()
+    power = scale_ref(torch.tensor(amax), E4M3, dtype=E8M0)
+    assert power.nbytes == 1
+    assert power.float().item() == 2.0 ** math.ceil(math.log2(scale))
+
+
+def test_e8m0_keeps_powers_of_two() -> None:
+    amax = E4M3.max * 2.0 ** torch.arange(-100, 100)
+    power = scale_ref(amax, E4M3, dtype=E8M0)
+    assert torch.equal(power.float(), 2.0 ** torch.arange(-100, 100))
+
+
+def test_other_scale_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16"):
+        scale_ref(torch.ones(1), E4M3, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [1, 16, 128])
+def test_group_scaling_gives_the_current_scale(size: int) -> None:
+    x = torch.randn(3, 5, 256).bfloat16()
+    amax = group_amax(x, size)
+    assert amax.shape == (3, 5, 256 // size)
+    assert torch.equal(group_scale(amax, E4M3), current_scale(x, E4M3))
+    assert torch.equal(current_scale(x, E4M3), scale_ref(x.abs().max().float(), E4M3))
+
+
+def test_current_scale_of_an_empty_tensor_is_one() -> None:
+    assert current_scale(torch.empty(0, 16), E4M3) == 1
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_one_bad_value_reaches_the_scale(bad: float) -> None:
+    x = torch.randn(4, 256)
+    x[2, 200] = bad
+    amax = group_amax(x, 128)
+    assert amax.isfinite().logical_not().nonzero().tolist() == [[2, 1]]
+    assert not group_scale(amax, E4M3).isfinite()
+    assert not current_scale(x, E4M3).isfinite()
+
+
+@pytest.mark.parametrize(("shape", "size"), [((4, 100), 16), ((4, 96), 24), ((), 16), ((4, 96), 0)])
+def test_group_sizes_that_do_not_fit_are_refused(shape: tuple[int, ...], size: int) -> None:
+    with pytest.raises(ValueError, match=f"size={size}"):
+        group_amax(torch.ones(shape), size)
+
+
+def test_delayed_scale_is_that_of_the_largest_of_the_last_amaxes() -> None:
+    recipe = DelayedScaling(E4M3, length=3, margin=1)
+    history = recipe.start(2)
+    assert recipe.scale(history).tolist() == [1.0, 1.0]
+    for first, second in [(8.0, 1.0), (2.0, 4.0), (3.0, 2.0)]:
+        recipe.push_(history, torch.tensor([first, second]))
+    assert torch.equal(recipe.scale(history), scale_ref(torch.tensor([8.0, 4.0]), E4M3, margin=1))
+    recipe.push_(history, torch.tensor([1.0, 0.0]))
+    assert history.tolist() == [[1.0, 3.0, 2.0], [0.0, 2.0, 4.0]]
+    assert torch.equal(recipe.scale(history), scale_ref(torch.tensor([3.0, 4.0]), E4M3, margin=1))
+
+
+def test_an_amax_that_is_not_finite_leaves_only_its_own_history_alone() -> None:
+    recipe = DelayedScaling(E5M2, length=2)
+    history = recipe.start(3)
+    recipe.push_(history, torch.tensor([1.0, 2.0, 3.0]))
+    recipe.push_(history, torch.tensor([nan, 5.0, inf]))
+    assert history.tolist() == [[1.0, 0.0], [5.0, 2.0], [3.0, 0.0]]
+
+
+def test_delayed_scaling_remembers_16_steps_unless_told_otherwise() -> None:
+    assert DelayedScaling(E4M3).start(1).shape == (1, 16)
+    with pytest.raises(ValueError, match="length=0"):
+        DelayedScaling(E4M3, length=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [16, 128, scaling.TILE])
+def test_amax_kernel_compiles_for_sm90_with_16_byte_loads(dtype: torch.dtype, size: int) -> None:
+    compiled = compile_sm90(
+        scaling._group_amax_kernel,
+        {"x_ptr": POINTER[dtype], "amax_ptr": "*fp32", "n": "i64"},
+        {"SIZE": size, "BLOCK": max(scaling.TILE // size, 1)},
+        aligned=("n",),
+    )
+    assert access_bytes(compiled)[0] == 16
+
+
+def test_scale_kernel_compiles_for_sm90() -> None:
+    compile_sm90(
+        scaling._group_scale_kernel,
+        {"amax_ptr": "*fp32", "scale_ptr": "*fp32", "n": "i32"},
+        {"TOP": E4M3.max, "BLOCK": scaling.STAGE_TWO},
+        num_warps=8,
+    )
+
+
+def bad_at(index: int, value: float, *shape: int) -> torch.Tensor:
+    x = torch.randn(shape)
+    x.flatten()[index] = value
+    return x
+
+
+@pytest.mark.parametrize("x", [torch.randn(7, 384), torch.zeros(2, 128), bad_at(300, nan, 3, 128)])
+def interpreted_group_amax_equals_the_reference(x: torch.Tensor) -> None:
+    actual = scaling._flat_group_amax(x, 128)
+    torch.testing.assert_close(
+        actual, group_amax_ref(x.flatten(), 128), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def interpreted_group_amax_takes_a_short_last_group() -> None:
+    x = torch.randn(300)
+    assert torch.equal(scaling._flat_group_amax(x, 128)[2], x[256:].abs().max())
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-30, 3.0, 3e38, inf, nan])
+def interpreted_scale_equals_the_reference(amax: float) -> None:
+    parts, scale = torch.tensor([0.0, amax, 0.0]), torch.empty(())
+    launch: Any = scaling._group_scale_kernel[(1,)]
+    launch(parts, scale, 3, E4M3.max, 4)
+    expected = scale_ref(parts.amax(), E4M3)
+    torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)

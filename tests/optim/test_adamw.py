@@ -1,0 +1,370 @@
+"""AdamW on the CPU, which is its definition: arithmetic, contracts, and what each recipe costs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.fp8.expand import Expansion
+from coatlm.fp8.formats import E5M2, DynamicExponent
+from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard, bytes_per_parameter
+from coatlm.optim.formats import Expanded, Master
+
+BF16, FP32 = torch.bfloat16, torch.float32
+BETAS = (0.9, 0.95)
+NAMES = sorted(RECIPES)
+STUDY = {  # formats of COAT's tables 1 and 8 that no named recipe has
+    "e5m2": Expansion(E5M2, signed=True),
+    "e5m2-plain": Expansion(E5M2, signed=True, k16_min=16, k16_max=16),
+    "de8": Expansion(DynamicExponent(signed=True), signed=True),
+    "de8-plain": Expansion(DynamicExponent(signed=True), signed=True, k16_min=16, k16_max=16),
+}
+
+
+def shard_of(weight: Tensor, *, grad: torch.dtype = BF16, **ranges: Any) -> Shard:
+    n = weight.numel()
+    ranges = {"decay": ((0, n),), "params": ((0, n),), **ranges}
+    return Shard(weight, torch.zeros(n, dtype=grad), **ranges)
+
+
+def weights(n: int, *, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    return (0.02 * torch.randn(n, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def optimizer(shards: list[Shard], recipe: str | Recipe, **options: Any) -> AdamW:
+    options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, **options}
+    return AdamW(shards, recipe=recipe, **options)
+
+
+def fill(shards: list[Shard], seed: int) -> None:
+    """New gradients of uneven size, the same for the same seed and layout."""
+    generator = torch.Generator().manual_seed(seed)
+    for shard in shards:
+        n = shard.grad.numel()
+        g = 1e-3 * torch.randn(n, generator=generator) * torch.randn(n, generator=generator).exp()
+        shard.grad.copy_(g)
+
+
+def train(opt: AdamW, steps: range, *, clip: float | None = 0.7, lr: float = 1e-3) -> None:
+    for seed in steps:
+        fill(list(opt.shards), seed)
+        opt.step(lr=lr, clip_coefficient=None if clip is None else torch.tensor(clip))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()]).clone()
+
+
+def snapshot(opt: AdamW) -> list[Tensor]:
+    parts = [opt.step_count, *(s.weight for s in opt.shards)]
+    parts += [tensor for states in opt.states for tensor in states.values()]
+    return [bits(tensor) for tensor in parts]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+# --- arithmetic ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_adamw_fp32_equals_torch_adamw(dtype: torch.dtype) -> None:
+    shard = shard_of(weights(4096, dtype=dtype), grad=FP32)
+    opt = optimizer([shard], "adamw-fp32")
+    expected = torch.nn.Parameter(shard.weight.float().clone())
+    peer = torch.optim.AdamW([expected], lr=1e-2, betas=BETAS, eps=1e-8, weight_decay=0.1)
+    for seed in range(50):
+        fill([shard], seed)
+        expected.grad = 0.5 * shard.grad
+        peer.step()
+        opt.step(lr=1e-2, clip_coefficient=torch.tensor(0.5))
+    # 50 steps of a few roundings of 2^-24 on weights of about 0.2
+    torch.testing.assert_close(opt.decode(0, "fp32_param"), expected.data, rtol=1e-6, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state = peer.state[expected][name]
+        torch.testing.assert_close(opt.decode(0, name), state, rtol=1e-5, atol=1e-10)
+    half_ulp = 2.0**-8 if dtype is BF16 else 1e-6
+    torch.testing.assert_close(shard.weight.float(), expected.data, rtol=half_ulp, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_every_recipe_follows_adamw_within_its_precision(recipe: str) -> None:
+    """After 60 steps, at a rate that BF16 weights can resolve, the change is right to a tenth."""
+    start = weights(8192)
+    opt = optimizer([shard_of(start.clone())], recipe)
+    reference = optimizer([shard_of(start.clone())], "adamw-fp32")
+    train(opt, range(60))
+    train(reference, range(60))
+    expected = reference.decode(0, "fp32_param")
+    change = (expected - start.float()).norm()
+    error = (opt.decode(0, "fp32_param") - expected).norm() / change
+    assert error <= (0.0 if recipe == "adamw-fp32" else 0.1)
+
+
+def test_coat_lean_equals_coat_bit_for_bit() -> None:
+    start = weights(128 * 96)
+    pair = [optimizer([shard_of(start.clone())], recipe) for recipe in ("coat", "coat-lean")]
+    for opt in pair:
+        train(opt, range(40))
+    assert torch.equal(bits(pair[0].shards[0].weight), bits(pair[1].shards[0].weight))
+    for name in ("fp32_param", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(bits(pair[0].decode(0, name)), bits(pair[1].decode(0, name)))
+
+
+@pytest.mark.parametrize(("m", "v"), list(itertools.product(STUDY, STUDY)))
+def test_formats_of_the_study_train(m: str, v: str) -> None:
+    recipe = Recipe(Expanded(STUDY[m]), Expanded(STUDY[v]), Master())
+    start = weights(1024)
+    opt = optimizer([shard_of(start.clone())], recipe)
+    train(opt, range(3))
+    assert opt.decode(0, "fp32_param").isfinite().all()
+    assert (opt.decode(0, "fp32_param") != start.float()).float().mean() > 0.9
+
+
+def test_expansion_makes_m_over_root_v_more_accurate() -> None:
+    """COAT's table 1 in small: the direction m / sqrt(v) after 30 steps against fp32 moments."""
+    errors = {}
+    for recipe in ("adamw-fp32", "coat", "fp8-plain"):
+        opt = optimizer([shard_of(weights(8192))], recipe, weight_decay=0.0)
+        train(opt, range(30))
+        errors[recipe] = opt.decode(0, "exp_avg") / (opt.decode(0, "exp_avg_sq").sqrt() + 1e-8)
+    exact = errors.pop("adamw-fp32")
+    relative = {name: ((x - exact).norm() / exact.norm()).item() for name, x in errors.items()}
+    assert relative["coat"] < 0.1
+    assert relative["fp8-plain"] > 1.6 * relative["coat"]  # 1.63 in the paper
+
+
+# --- contracts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coefficient", (float("nan"), float("inf"), float("-inf")))
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_coefficient_that_is_not_finite_skips_the_step(recipe: str, coefficient: float) -> None:
+    opt = optimizer([shard_of(weights(512))], recipe)
+    train(opt, range(2))
+    before = snapshot(opt)
+    train(opt, range(2, 3), clip=coefficient)
+    assert equal(snapshot(opt), before)
+    assert opt.step_count.item() == 2
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_skipped_first_step_leaves_no_trace(recipe: str) -> None:
+    skipping, plain = (optimizer([shard_of(weights(512))], recipe) for _ in range(2))
+    train(skipping, range(9, 10), clip=float("nan"))
+    for opt in (skipping, plain):
+        train(opt, range(3))
+    assert equal(snapshot(skipping), snapshot(plain))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_only_decay_ranges_decay(recipe: str) -> None:
+    """Without gradients weights shrink by lr * weight_decay where they decay, else not at all."""
+    shard = shard_of(torch.ones(1024, dtype=BF16), decay=((128, 300), (512, 640)))
+    opt = optimizer([shard], recipe, weight_decay=0.5)
+    opt.step(lr=0.5, clip_coefficient=None)  # 0.25 of the weight: visible in every format
+    decayed = torch.zeros(1024, dtype=torch.bool)
+    decayed[128:384] = decayed[512:640] = True  # an end is rounded up to a group
+    assert torch.equal(shard.weight, torch.where(decayed, 0.75, 1.0).to(BF16))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_padding_stays_zero(recipe: str) -> None:
+    weight = weights(1024)
+    params = ((0, 100), (128, 129), (256, 900))  # a tail, one element, a long one; then padding
+    real = torch.zeros(1024, dtype=torch.bool)
+    for start, end in params:
+        real[start:end] = True
+    weight[~real] = 0
+    shard = shard_of(weight, params=params, decay=params)
+    opt = optimizer([shard], recipe)
+    for seed in range(5):
+        fill([shard], seed)
+        shard.grad[~real] = 0
+        opt.step(lr=1e-3, clip_coefficient=torch.tensor(1.0))
+    for tensor in (shard.weight, *(opt.decode(0, n) for n in ("fp32_param", "exp_avg"))):
+        assert torch.equal(tensor[~real].float(), torch.zeros(int((~real).sum())))
+    assert (opt.decode(0, "exp_avg")[real] != 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_saved_states_continue_bit_for_bit(recipe: str) -> None:
+    opt = optimizer([shard_of(weights(512)), shard_of(weights(256, seed=1))], recipe)
+    train(opt, range(4))
+    shards = [shard_of(s.weight.clone()) for s in opt.shards]
+    other = optimizer(shards, recipe)
+    other.step_count.copy_(opt.step_count)
+    for mine, theirs in zip(other.states, opt.states, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            mine[name].copy_(tensor)
+    for o in (opt, other):
+        train(o, range(4, 8))
+    assert equal(snapshot(opt), snapshot(other))
+
+
+@pytest.mark.parametrize("recipe", [n for n in NAMES if n != "fp8lm"])
+def test_shards_can_be_cut_anywhere_on_multiples_of_128(recipe: str) -> None:
+    """What resharding relies on: an element's states do not depend on the shard it is in.
+
+    FP8-LM's scales are those of a rank's part of a tensor, so it is no part of this.
+    """
+    start, generator = weights(1024), torch.Generator()
+    whole = optimizer([shard_of(start.clone())], recipe)
+    pieces = [start[:128].clone(), start[128:640].clone(), start[640:].clone()]
+    cut = optimizer([shard_of(piece) for piece in pieces], recipe)
+    for seed in range(4):
+        grad = 1e-3 * torch.randn(1024, generator=generator.manual_seed(seed))
+        whole.shards[0].grad.copy_(grad)
+        for shard, part in zip(cut.shards, grad.split([128, 512, 384]), strict=True):
+            shard.grad.copy_(part)
+        for opt in (whole, cut):
+            opt.step(lr=1e-3, clip_coefficient=torch.tensor(1.0))
+    for name, tensor in whole.states[0].items():
+        assert torch.equal(bits(torch.cat([s[name] for s in cut.states])), bits(tensor))
+    assert torch.equal(torch.cat([s.weight for s in cut.shards]), whole.shards[0].weight)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_many_small_shards_are_updated_as_one_is(recipe: str) -> None:
+    n = 50
+    many = optimizer([shard_of(weights(128, seed=i)) for i in range(n)], recipe)
+    train(many, range(2))
+    for i in (0, n - 1):
+        alone = optimizer([shard_of(weights(128, seed=i))], recipe)
+        for seed in range(2):
+            shards = [shard_of(weights(128)) for _ in range(n)]
+            fill(shards, seed)
+            alone.shards[0].grad.copy_(shards[i].grad)
+            alone.step(lr=1e-3, clip_coefficient=torch.tensor(0.7))
+        assert torch.equal(alone.shards[0].weight, many.shards[i].weight)
+
+
+def test_fp8lm_scales_belong_to_parameters() -> None:
+    shard = shard_of(weights(512), params=((0, 256), (256, 384)))
+    opt = optimizer([shard], "fp8lm")
+    shard.grad[:256], shard.grad[256:384] = 1e-3, 1e-6
+    opt.step(lr=1e-3, clip_coefficient=None)
+    scale = opt.states[0]["exp_avg.scale"]
+    assert scale[0] == scale[1] > 100 * scale[2]
+    assert (opt.decode(0, "exp_avg")[:384] > 0).all()  # neither part underflows
+
+
+@pytest.mark.parametrize(
+    "grad",
+    (
+        torch.zeros(128),
+        torch.full((128,), 1e-3),
+        torch.cat([torch.full((1,), 1e3), torch.zeros(127)]),
+        torch.cat([torch.full((64,), 1e-20), torch.full((64,), 1.0)]),
+        torch.full((128,), 1e-30),
+    ),
+    ids=("zeros", "all equal", "one and zeros", "wide", "tiny"),
+)
+@pytest.mark.parametrize("recipe", ("coat", "coat-lean", "fp8lm", "fp8-plain", "collage-plus"))
+def test_odd_groups_stay_finite_and_keep_their_sign(recipe: str, grad: Tensor) -> None:
+    shard = shard_of(weights(128), grad=FP32)
+    opt = optimizer([shard], recipe, weight_decay=0.0)
+    start = opt.decode(0, "fp32_param").clone()
+    shard.grad.copy_(grad)
+    for _ in range(3):
+        opt.step(lr=1e-3, clip_coefficient=None)
+    for name in ("fp32_param", "exp_avg", "exp_avg_sq"):
+        assert opt.decode(0, name).isfinite().all()
+    assert (opt.decode(0, "exp_avg_sq") >= 0).all()
+    moved = opt.decode(0, "fp32_param") - start
+    assert ((moved == 0) | (moved.sign() == -grad.sign())).all()
+
+
+def test_reload_from_weights_forgets_the_old_master() -> None:
+    for recipe in NAMES:
+        opt = optimizer([shard_of(weights(256))], recipe)
+        train(opt, range(3))
+        opt.shards[0].weight.copy_(weights(256, seed=1))
+        opt.reload_from_weights()
+        eps = 2.0**-11 if recipe == "fp8lm" else 0.0  # FP16 holds BF16's bits, but not its range
+        expected = weights(256, seed=1).float()
+        torch.testing.assert_close(opt.decode(0, "fp32_param"), expected, rtol=eps, atol=1e-8)
+
+
+# --- cost and errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "budget"),
+    {
+        "adamw-fp32": 12,
+        "adamw-bf16": 4,
+        "adamw-bf16-fp32state": 8,
+        "kahan": 6,
+        "collage-light": 6,
+        "collage-plus": 8,
+        "fp8lm": 5 + 3 * 4 / 128,
+        "coat": 4 + 2 * (1 + 5 / 128),
+        "coat-lean": 2 + 2 * (1 + 5 / 128),
+        "coat-24": 1 + 2 * (1 + 5 / 128),
+        "fp8-plain": 4 + 2 * (1 + 5 / 128),
+    }.items(),
+)
+def test_bytes_per_parameter(recipe: str, budget: float) -> None:
+    """Beside the BF16 weight; with it coat-lean has 6.08, coat-24 5.08; m and v of COAT 2.08."""
+    assert bytes_per_parameter(recipe, BF16) == budget
+    n = 128 * 7
+    assert optimizer([shard_of(weights(n))], recipe).state_bytes() == budget * n
+
+
+def test_fp32_weights_are_their_own_master() -> None:
+    assert bytes_per_parameter("adamw-fp32", FP32) == 8
+    assert bytes_per_parameter("coat", FP32) == 2 + 10 / 128
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"recipe": "coat-leaner"}, r"recipe='coat-leaner': one of adamw-fp32, .*coat-lean"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\): each is in \[0, 1\)"),
+        ({"betas": (-0.1, 0.9)}, r"betas=\(-0\.1, 0\.9\)"),
+        ({"eps": 0.0}, r"eps=0\.0: must be > 0"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0\.1: must be >= 0"),
+    ),
+)
+def test_impossible_options_name_field_and_limit(change: dict[str, Any], message: str) -> None:
+    options = {"recipe": "coat", "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, **change}
+    with pytest.raises(ValueError, match=message):
+        AdamW([shard_of(weights(128))], **options)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    (
+        ([], r"shards=\(\): there is nothing"),
+        ([shard_of(torch.zeros(100, dtype=BF16))], r"shards\[0\]: shapes \(100,\).*128"),
+        ([shard_of(torch.zeros(128, dtype=torch.half))], r"shards\[0\]\.weight is torch\.float16"),
+        ([shard_of(weights(128), grad=torch.half)], r"shards\[0\]\.grad is torch\.float16"),
+        ([shard_of(weights(128, dtype=FP32))], r"shards\[0\]\.weight is torch\.float32"),
+        ([shard_of(weights(256), decay=((64, 256),))], r"shards\[0\]: \[64, 256\)"),
+        ([shard_of(weights(256), params=((0, 300),))], r"shards\[0\]: \[0, 300\)"),
+        ([shard_of(weights(128)), shard_of(weights(128), grad=FP32)], r"shards\[1\]: dtype"),
+    ),
+)
+def test_impossible_shards_are_refused(shards: list[Shard], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizer(shards, "adamw-bf16")
+
+
+def test_a_negative_rate_is_refused() -> None:
+    opt = optimizer([shard_of(weights(128))], "coat")
+    with pytest.raises(ValueError, match=r"lr=-0\.1: must be >= 0"):
+        opt.step(lr=-0.1, clip_coefficient=None)
+
+
+def test_an_unknown_state_names_those_there_are() -> None:
+    opt = optimizer([shard_of(weights(128))], "coat")
+    with pytest.raises(ValueError, match=r"name='exp_avg_cubed': .*exp_avg_sq"):
+        opt.decode(0, "exp_avg_cubed")

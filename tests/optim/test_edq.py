@@ -1,0 +1,101 @@
+"""Metrics of what storage loses: known answers, and that measuring changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coatlm.optim.adamw import RECIPES, AdamW, Shard
+from coatlm.optim.edq import code_statistics, measure
+
+N = 4096
+
+
+def trained(recipe: str, *, steps: int, beta2: float = 0.95, lr: float = 1e-4) -> AdamW:
+    """Adam on N(0, .02) weights and N(.3 N, 1) * 1e-3 gradients; one more gradient is in place."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(N, generator=generator)).bfloat16()
+    mu = 0.3 * torch.randn(N, generator=generator)
+    shard = Shard(weight, torch.zeros(N, dtype=torch.bfloat16), ((0, N),), ((0, N),))
+    optimizer = AdamW([shard], recipe=recipe, betas=(0.9, beta2), eps=1e-8, weight_decay=0.1)
+    for _ in range(steps):
+        shard.grad.copy_(1e-3 * (mu + torch.randn(N, generator=generator)))
+        optimizer.step(lr=lr)
+    shard.grad.copy_(1e-3 * (mu + torch.randn(N, generator=generator)))
+    return optimizer
+
+
+@pytest.mark.parametrize("recipe", ("collage-light", "collage-plus", "kahan", "adamw-fp32"))
+def test_nothing_of_the_update_is_lost_where_weights_have_a_low_half(recipe: str) -> None:
+    # each weight errs by half a unit in the 16th bit, 2^-17 of 0.02 against updates of 1e-4
+    assert measure(trained(recipe, steps=30), lr=1e-4)["edq_ratio"] == pytest.approx(1, abs=2e-3)
+
+
+def test_bf16_weights_lose_most_of_a_small_update() -> None:
+    """Half a unit of a weight of 0.02 is 6e-5: of updates of 1e-5 only small weights see any."""
+    optimizer = trained("adamw-bf16", steps=30)
+    found = measure(optimizer, lr=1e-5)
+    assert found["edq_ratio"] < 0.5
+    assert found["update_lost"] > 0.5
+    proposal = optimizer.propose(0, 0, N, lr=1e-5, clip_coefficient=torch.ones(()))
+    size = proposal.update.double().norm().item()
+    assert found["edq"] == pytest.approx(found["edq_ratio"] * size)
+
+
+def test_v_tells_light_from_plus_where_edq_does_not() -> None:
+    light, plus = (
+        measure(trained(r, steps=50, beta2=0.999), lr=1e-4)
+        for r in ("collage-light", "collage-plus")
+    )
+    assert light["edq_ratio"] == pytest.approx(plus["edq_ratio"], abs=2e-3)
+    assert light["exp_avg_sq_stalled"] > 5 * plus["exp_avg_sq_stalled"]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_measuring_changes_nothing_and_gives_finite_floats(recipe: str) -> None:
+    optimizer = trained(recipe, steps=3)
+    tensors = [optimizer.step_count, optimizer.shards[0].weight, *optimizer.states[0].values()]
+    before = [tensor.clone() for tensor in tensors]
+    found = measure(optimizer, lr=1e-4) | code_statistics(optimizer)
+    assert all(map(torch.equal, before, tensors))
+    assert all(isinstance(value, float) and value == value for value in found.values())
+
+
+def test_errors_are_those_of_the_formats() -> None:
+    found = measure(trained("coat", steps=5), lr=1e-4)
+    # E4M3 rounds to 2^-4 at most, to 2^-4 / sqrt(3) on average, and expansion divides that by k
+    for name in ("exp_avg_error", "exp_avg_sq_error"):
+        assert 2.0**-10 < found[name] < 2.0**-4
+    assert found["exp_avg_sq_underflow"] == 0.0
+    exact = measure(trained("adamw-fp32", steps=5), lr=1e-4)
+    assert exact["exp_avg_sq_error"] < 2.0**-23
+
+
+def test_code_statistics_count_groups_and_codes() -> None:
+    optimizer = trained("coat", steps=5)
+    found = code_statistics(optimizer)
+    k = optimizer.states[0]["exp_avg.k"].double() / 16
+    assert found["exp_avg_k_mean"] == pytest.approx(k.mean().item())
+    assert found["exp_avg_k_p50"] == k.quantile(0.5, interpolation="lower").item()
+    assert found["exp_avg_k_p05"] <= found["exp_avg_k_p50"] <= found["exp_avg_k_p95"]
+    codes = optimizer.states[0]["exp_avg"].view(torch.float8_e4m3fn).float()
+    assert found["exp_avg_zero"] == (codes == 0).double().mean().item()
+    assert found["exp_avg_saturated"] == (codes.abs() == 448).double().mean().item() >= 1 / 128
+
+
+def test_formats_without_codes_have_no_code_statistics() -> None:
+    assert code_statistics(trained("collage-plus", steps=1)) == {}
+
+
+def test_several_shards_are_measured_together() -> None:
+    one = trained("coat", steps=2)
+    weight, grad = one.shards[0].weight, one.shards[0].grad
+    halves = [
+        Shard(weight[a:b].clone(), grad[a:b].clone(), ((0, b - a),))
+        for a, b in ((0, N // 2), (N // 2, N))
+    ]
+    options = {"recipe": "coat", "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    whole = AdamW([Shard(weight.clone(), grad, ((0, N),))], **options)
+    assert measure(AdamW(halves, **options), lr=1e-4) == pytest.approx(
+        measure(whole, lr=1e-4), rel=1e-9
+    )

@@ -1,0 +1,133 @@
+"""Storage formats alone: what they keep exactly, and what rounding costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coatlm.optim.adamw import RECIPES
+from coatlm.optim.formats import Bf16, Bf16Pair, Remainder, TensorScaled, nearest_bf16
+
+BF16 = torch.bfloat16
+ALL_LOW_HALVES = torch.arange(1 << 16, dtype=torch.int32)
+
+
+def floats(high: int) -> Tensor:
+    """The 65536 fp32 numbers whose upper half is `high`."""
+    return ((high << 16) + ALL_LOW_HALVES).view(torch.float32)
+
+
+@pytest.mark.parametrize("high", (0x0000, 0x0001, 0x3F80, 0x3F81, 0x42F7, 0x7F7E))
+@pytest.mark.parametrize("negative", (False, True))
+def test_remainder_16_keeps_every_fp32_bit(high: int, negative: bool) -> None:
+    master = floats(high - (1 << 15) if negative else high)
+    remainder = Remainder(16)
+    weight, state = remainder.add(torch.zeros(1 << 16, dtype=BF16), _zero(remainder), master)
+    assert torch.equal(weight, nearest_bf16(master))
+    assert torch.equal(remainder.decode(weight, state), master)
+
+
+def _zero(remainder: Remainder) -> dict[str, Tensor]:
+    return remainder.split(torch.zeros(1 << 16, dtype=BF16))
+
+
+def test_nearest_bf16_is_nearest_and_takes_ties_away_from_zero() -> None:
+    for x in (floats(0x3F80), -floats(0x3F80), floats(0x3F81)):
+        rounded = nearest_bf16(x)
+        even = x.to(BF16)
+        tie = (x.view(torch.int32) & 0xFFFF) == 0x8000
+        assert torch.equal(rounded[~tie], even[~tie])
+        assert (rounded[tie].abs().float() > x[tie].abs()).all()
+
+
+def test_nearest_bf16_keeps_nan_and_infinity() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000, -0x00800000])
+    x = nearest_bf16(bits.to(torch.int32).view(torch.float32))
+    # 0x7F800001 is a NaN whose only set bit of the fraction is below BF16: no GPU result has it
+    assert x[[0, 1]].isnan().all()
+    assert x[3] == torch.inf
+    assert x[4] == -torch.inf
+
+
+def test_correction_8_keeps_24_bits() -> None:
+    correction = Remainder(8)
+    master = floats(0x3F80)
+    weight, state = correction.add(torch.zeros(1 << 16, dtype=BF16), _zero(correction), master)
+    kept = correction.decode(weight, state)
+    assert state[".remainder"].dtype == torch.int8
+    assert (kept.view(torch.int32) & 0xFF == 0).all()
+    assert ((kept.double() - master.double()).abs() <= 2.0**-16).all()  # 16 bits: half a unit
+    assert torch.equal(weight, nearest_bf16(kept))
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float16))
+def test_tensor_scale_is_the_power_of_two_that_just_fits(dtype: torch.dtype) -> None:
+    codec = TensorScaled(dtype)
+    for largest in (1e-30, 2.0**-9, 1.0, 447.9, 448.0, 448.1, 65504.0, 1e20):
+        x = torch.tensor([largest, -largest / 3] + [0.0] * 126)
+        state = codec.encode(x)
+        scale = state[".scale"][0].item()
+        assert scale == 2.0 ** round(torch.tensor(scale).log2().item())
+        assert 0.5 < largest / (scale * codec.max) <= 1.0
+        eps = torch.finfo(dtype).eps / 2
+        assert torch.allclose(codec.decode(state), x, rtol=eps * 1.001, atol=0.0)
+
+
+def test_tensor_scale_of_zeros_is_finite_and_decodes_to_zero() -> None:
+    codec = TensorScaled(torch.float8_e4m3fn)
+    state = codec.encode(torch.zeros(256))
+    assert state[".scale"].isfinite().all()
+    assert torch.equal(codec.decode(state), torch.zeros(256))
+
+
+def test_a_new_scale_leaves_representable_values_alone() -> None:
+    codec = TensorScaled(torch.float16)
+    x = torch.randn(128).half().float()
+    once = codec.decode(codec.encode(x))
+    more = codec.decode(codec.encode(torch.cat([x, torch.full((128,), 500.0)])))[:128]
+    assert torch.equal(once, x)
+    assert torch.equal(more, x)
+
+
+@pytest.mark.parametrize("beta", (0.95, 0.99, 0.999))
+def test_a_pair_averages_what_bf16_cannot(beta: float) -> None:
+    """The mean of x = 1 is 1 - beta^t; plain BF16 stops once (1 - beta) x rounds away."""
+    steps, n = 8 * round(1 / (1 - beta)), 128
+    x = torch.ones(n)
+    errors = {}
+    for name, moment in (("pair", Bf16Pair()), ("bf16", Bf16())):
+        state = moment.zeros(n, torch.device("cpu"))
+        for _ in range(steps):
+            _, state = moment.ema(state, x, beta)
+        errors[name] = (moment.decode(state) - (1 - beta**steps)).abs().max().item()
+    # (1 - beta) x and the 1 - beta of the pair are off by 2^-9 each, and so is their fixed point;
+    # every step rounds by 2^-17, and 1 / (1 - beta) steps add up
+    assert errors["pair"] <= 2 * 2.0**-9 + 2.0**-17 / (1 - beta)
+    assert errors["bf16"] > 4 * errors["pair"] or beta == 0.95
+
+
+@given(recipe=st.sampled_from(sorted(RECIPES)), seed=st.integers(0, 2**16))
+def test_zeros_decode_to_zeros_in_every_moment_format(recipe: str, seed: int) -> None:
+    for moment in RECIPES[recipe].moments.values():
+        state = moment.zeros(256, torch.device("cpu"))
+        assert torch.equal(moment.decode(state), torch.zeros(256))
+        value, state = moment.ema(state, torch.zeros(256), 0.9)
+        assert torch.equal(value, torch.zeros(256))
+        assert torch.equal(moment.decode(state), torch.zeros(256))
+
+
+@given(
+    recipe=st.sampled_from(("coat", "fp8lm", "adamw-fp32")),
+    scale=st.floats(1e-6, 1e3),
+    beta=st.sampled_from((0.9, 0.99)),
+)
+def test_the_step_uses_the_moment_before_it_is_rounded(
+    recipe: str, scale: float, beta: float
+) -> None:
+    x = scale * torch.randn(256, generator=torch.Generator().manual_seed(0)).abs()
+    for moment in RECIPES[recipe].moments.values():
+        value, _ = moment.ema(moment.zeros(256, torch.device("cpu")), x, beta)
+        assert torch.equal(value, (1 - beta) * x)

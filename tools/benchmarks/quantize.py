@@ -1,0 +1,70 @@
+"""FP8 quantization of BF16 tensors, as a share of a device copy's bandwidth in the same run.
+
+Bytes are what a kernel must read and write once: a scaled cast moves 3 an element, a cast with
+transpose 4, a tensor scaled by its own amax 5, for it is read twice. Expansion starts from fp32.
+Options: shapes=8192x8192,32768x4096.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
+from coatlm.fp8.formats import E4M3
+from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, group
+from coatlm.fp8.quantize import quantize
+from coatlm.fp8.scaling import current_scale, group_amax
+from tools.benchmarks.layer_kernels import Launch, milliseconds
+
+SETS = 4  # of tensors, used in turn: together many times the L2 cache
+SHAPES = "8192x8192,32768x4096"
+
+
+def rows(options: dict[str, str]) -> list[str]:
+    """One process measures all kernels and the copy for a shape."""
+    return options.get("shapes", SHAPES).split(",")
+
+
+def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
+    """A record a kernel: milliseconds, GB/s, share of the copy."""
+    shape = tuple(int(size) for size in row.split("x"))
+    sets = [kernels(shape) for _ in range(SETS)]
+    records: list[dict[str, Any]] = []
+    for name, (_, bytes_moved) in sets[0].items():
+        ms = milliseconds([kernel[name][0] for kernel in sets])
+        rate = bytes_moved / ms / 1e6
+        records.append({"shape": row, "kernel": name, "ms": round(ms, 4), "gb_per_s": round(rate)})
+    for record in records:
+        record["share_of_copy"] = round(record["gb_per_s"] / records[0]["gb_per_s"], 3)
+    return records
+
+
+def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
+    """name -> (launch, bytes that it must move)."""
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    to, scale = torch.empty_like(x), current_scale(x, E4M3)
+    m = x.float()
+    v, state = m.square(), expand_quantize(m, M_E4M3)
+    n = x.numel()
+
+    def quantized(granularity: Any, **options: Any) -> Launch:
+        return lambda: quantize(x, fmt=E4M3, granularity=granularity, **options)
+
+    e8m0 = {"scale_dtype": torch.float8_e8m0fnu}
+    return {
+        "copy": (lambda: to.copy_(x), 4 * n),
+        "scaled cast": (quantized(TENSOR, scale=scale), 3 * n),
+        "1x16": (quantized(group(16)), (3 + 4 / 16) * n),
+        "1x16, e8m0 scales": (quantized(group(16), **e8m0), (3 + 1 / 16) * n),
+        "1x128": (quantized(group(128)), (3 + 4 / 128) * n),
+        "128x128": (quantized(BLOCK), 3 * n),
+        "row": (quantized(ROW), 3 * n),
+        "cast + transpose": (quantized(TENSOR, scale=scale, transpose=True), 4 * n),
+        "amax of 1x128": (lambda: group_amax(x, 128), (2 + 4 / 128) * n),
+        "tensor, own amax": (quantized(TENSOR), 5 * n),
+        "expand m": (lambda: expand_quantize(m, M_E4M3), (5 + 5 / 128) * n),
+        "expand v": (lambda: expand_quantize(v, V_E4M3), (5 + 5 / 128) * n),
+        "decode m": (lambda: expand_dequantize(state, M_E4M3), (5 + 5 / 128) * n),
+    }
