@@ -198,7 +198,8 @@ def expand_value(c, inverse_k, log2_scale, HOW: tl.constexpr):
 def expand_group(x_GE, HOW: tl.constexpr):
     """fp32 [groups, 128] -> 16 k and L, fp32 [groups]."""
     bits = x_GE.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers NaN > Inf > any number
-    high = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    high = tl.max(bits, 1)
+    high = tl.where(high < 0x00800000, 0, high).to(tl.float32, bitcast=True)  # as lg2 counts it
     # Less than the smallest normal wraps around to the top, so that the minimum passes it over.
     low = tl.min((bits - 0x00800000).to(tl.uint32, bitcast=True), 1) + 0x00800000
     return expand_parameters(high, low.to(tl.float32, bitcast=True), HOW)

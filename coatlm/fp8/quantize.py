@@ -63,9 +63,10 @@ def _amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
 def quotient(x, scale):
     """x / scale in fp32, rounded to nearest, for scale >= 0; NaN where a bare division gives Inf.
 
-    Both are first brought to where no step under- or overflows, by the same power of two.
+    Both are first brought to where no step under- or overflows, by the same power of two. An x that
+    overflows in this way has a quotient that does.
     """
-    shift = tl.where(scale < 2.0**-62, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
+    shift = tl.where(scale <= 2.0**-64, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
     divisor = scale * shift
     minus_r = tl.div_rn(-1.0, divisor)
     minus_x = x * -shift  # signs are chosen so that -0 stays -0

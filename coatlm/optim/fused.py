@@ -201,7 +201,7 @@ def covers(recipe: "Recipe") -> bool:
     return all(isinstance(moment.how.fmt, Fp8Format) for moment in moments)
 
 
-def fastest_tile(recipe: "Recipe") -> Tile:
+def fastest_tile(recipe: "Recipe", grad: torch.dtype) -> Tile:
     """The layout that an H200 runs fastest, of those that tools/bench.py optimizer tiles=1 tries.
 
     A thread's run of fp32 states is best short, so that a warp's access is contiguous; what is
@@ -211,7 +211,17 @@ def fastest_tile(recipe: "Recipe") -> Tile:
     expanded = any(isinstance(moment, Expanded) for moment in (recipe.m, recipe.v))
     if not any(fp32):
         return Tile()
-    return Tile(run=8) if expanded else Tile(run=4)
+    if expanded:
+        return Tile(run=8 if grad == torch.bfloat16 else 16)
+    return Tile(run=4)
+
+
+def contracts(recipe: "Recipe", grad: torch.dtype) -> bool:
+    """Whether multiplications and additions may fuse: with BF16 gradients COAT's recipes are bound
+    by instructions and gain 3%. Their bits are their own in any case.
+    """
+    expanded = any(isinstance(moment, Expanded) for moment in (recipe.m, recipe.v))
+    return expanded and grad == torch.bfloat16
 
 
 class FusedStep:
@@ -250,10 +260,9 @@ class FusedStep:
             "BETAS": betas,
             "PAIR": expansion.split(betas[1]),
             "EPS": eps,
-            # contraction spares COAT's arithmetic, bound by instructions, 3%; the bits are its own
-            "enable_fp_fusion": any(isinstance(m, Expanded) for m in (recipe.m, recipe.v)),
+            "enable_fp_fusion": contracts(recipe, grads[0].dtype),
         }
-        self.use(fastest_tile(recipe))
+        self.use(fastest_tile(recipe, grads[0].dtype))
 
     def use(self, tile: Tile) -> None:
         """Lay programs out like this from now on; nothing but speed depends on it."""

@@ -322,3 +322,18 @@ def test_expand_over_2_31_elements_has_the_values_of_its_last_groups() -> None:
     expected = expand_dequantize_ref(expand_quantize_ref(tail, M_E4M3), M_E4M3)
     assert torch.isclose(decoded[-1024:].cpu(), expected, rtol=2.0**-14).float().mean() > 0.99
     assert not decoded[:-1024].any()
+
+
+@states
+def test_groups_of_denormals_are_zeros_as_in_the_reference(how: Expansion) -> None:
+    """Moments of a weight that is no longer used decay through fp32's denormals to zero."""
+    x = torch.zeros(4, GROUP)
+    x[0] = 1e-39  # nothing but denormals
+    x[1, :5] = 3e-45
+    x[2] = torch.logspace(-44, -30, GROUP)  # some of them
+    x[3] = 1.1754943508222875e-38  # the smallest normal
+    state = expand_quantize(x.cuda(), how)
+    decoded = expand_dequantize(state, how).cpu().view_as(x)
+    expected = expand_dequantize_ref(expand_quantize_ref(x, how), how)
+    assert not decoded[:2].any()
+    torch.testing.assert_close(decoded, expected, rtol=0.13, atol=0)  # a code of E5M2 at most

@@ -1,4 +1,4 @@
-"""States are saved as they are stored, FP8 as FP8, and runs continue bit by bit with each recipe."""
+"""States are saved as they are stored, FP8 as FP8; runs continue bit by bit with each recipe."""
 
 from __future__ import annotations
 

@@ -1,0 +1,345 @@
+"""COAT's Tables 1 and 8 and its figures 2 and 3, on the moments of a run (arXiv 2410.19313, s. 4).
+
+    python tools/study_states.py runs/baseline/checkpoints/step_00010000 --out study
+
+CHECKPOINT is one of a run with optim.recipe=adamw-fp32, or such a run's directory (its newest). All
+matrices are taken, each in groups of 128 consecutive elements; norms are not, nor the last elements
+of a matrix that fill no group. With --elements N an equal share of every matrix is taken, in groups
+spread evenly over it, together at most N elements but at least one group a matrix.
+
+m and v are encoded once and decoded, m as the row says and v as the column says. With the run's
+eps, and c = 1 - beta^t at its t updates,
+
+    u = (m / c1) / (sqrt(v / c2) + eps)      u' = the same of the decoded m and v
+    MSE = mean (u' - u)^2, in units of 1e-5   error = ||u' - u|| / ||u||
+
+The paper names no unit, so only ratios of cells compare with its tables. Where v becomes zero and m
+does not, u' is m / (c1 eps): a few such elements decide a mean over all. If there are any, all is
+also given over the elements whose v becomes zero in none of the formats; and for every format the
+share of all elements with a v that is not zero and becomes so.
+
+    E4M3, E5M2, DE8   the largest |x| of a group becomes the format's largest number; k = 1
+    + Expand          what coatlm.fp8.expand does: M_E4M3 for rows and V_E4M3, V_E5M2 for columns,
+                      and their like for the other formats
+    paper's rule      E4M3 with R = 448 * 512 and k >= 1 for both moments; v may become zero
+    published kernel  E4M3 with R = 448 * 448 / 2 and any k for both moments; v may become zero.
+                      That kernel rounds k down to a multiple of 1/16, here k is the nearest one
+
+Prints the tables in Markdown; writes states.json and states.png to --out. Exit code: 0, or 2 with
+one line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from coatlm.fp8.expand import (
+    GROUP,
+    K_STEPS,
+    M_E4M3,
+    SMALLEST,
+    V_E4M3,
+    V_E5M2,
+    Expansion,
+    expand_dequantize,
+    expand_quantize,
+)
+from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
+from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_state, read_tensors
+
+RECIPE = "adamw-fp32"
+M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
+PIECE = GROUP << 15  # elements worked on at a time
+DRAWN = 2048 * GROUP  # elements drawn
+UNIT = 1e-5  # of the MSE printed
+
+
+@dataclass(frozen=True)
+class PublishedKernel(Expansion):
+    """The range to which the published kernel expands, for either moment."""
+
+    @property
+    def log2_range(self) -> float:
+        return math.log2(448 * 448 / 2)
+
+
+def plain(fmt: Fp8Format | DynamicExponent) -> Expansion:
+    """Without expansion. Also v is "signed": what is too small becomes zero."""
+    return Expansion(fmt, signed=True, k16_max=16)
+
+
+PUBLISHED = PublishedKernel(E4M3, signed=True, k16_min=1)
+DE8_M, DE8_V = DynamicExponent(signed=True), DynamicExponent(signed=False)
+M_FORMATS = {
+    "E4M3": plain(E4M3),
+    "E4M3 + Expand": M_E4M3,
+    "E5M2": plain(E5M2),
+    "E5M2 + Expand": Expansion(E5M2, signed=True),
+    "DE8": plain(DE8_M),
+    "DE8 + Expand": Expansion(DE8_M, signed=True),
+    "published kernel": PUBLISHED,
+}
+V_FORMATS = {
+    "E4M3": plain(E4M3),
+    "E4M3 + Expand": V_E4M3,
+    "E5M2": plain(E5M2),
+    "E5M2 + Expand": V_E5M2,
+    "DE8": plain(DE8_V),
+    "DE8 + Expand": Expansion(DE8_V, signed=False, k16_min=V_E4M3.k16_min),
+    "paper's rule": M_E4M3,
+    "published kernel": PUBLISHED,
+}
+TABLE_1 = ("E4M3", "E4M3 + Expand", "E5M2", "E5M2 + Expand")
+TABLE_8 = (("E4M3 + Expand", "DE8", "DE8 + Expand"), (*TABLE_1, "DE8", "DE8 + Expand"))
+RULES = (  # rows without the paper's: for m it is M_E4M3
+    ("E4M3 + Expand", "published kernel"),
+    ("E4M3 + Expand", "paper's rule", "published kernel"),
+)
+Cells = dict[str, dict[str, float]]  # by row, m, and column, v
+
+
+@dataclass(frozen=True)
+class Moments:
+    """fp32 m and v, flat and in whole groups, and what makes an update of them."""
+
+    m: Tensor
+    v: Tensor
+    updates: int  # t
+    betas: tuple[float, float]
+    eps: float
+
+    def update(self, m: Tensor, v: Tensor) -> Tensor:
+        """u, elementwise in fp32."""
+        c1, c2 = (1 - beta**self.updates for beta in self.betas)
+        return (m / c1) / ((v / c2).sqrt() + self.eps)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The tables: over all elements, and over those whose v no format rounds to zero ("kept")."""
+
+    elements: int
+    kept: int
+    zeroed: dict[str, float]  # by column: the share of all elements whose v becomes zero
+    mse: Cells
+    error: Cells
+    mse_kept: Cells
+    error_kept: Cells
+
+
+def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
+    """The moments of the matrices, on the host. The module docstring says which elements.
+
+    Raises CheckpointError if there is no whole checkpoint, and ValueError if it is of another
+    recipe, from before the first update, or holds no group of a matrix, or a moment that is
+    not finite or zero throughout.
+    """
+    if elements is not None and elements < GROUP:
+        raise ValueError(f"elements={elements}: at least {GROUP}, a group")
+    path = find_checkpoint(str(checkpoint), checkpoint, logging.getLogger("study_states"))
+    assert path is not None
+    state = read_state(path)
+    optim = state["config"]["optim"]
+    if optim["recipe"] != RECIPE:
+        raise ValueError(
+            f"{path}: optim.recipe={optim['recipe']}; only {RECIPE} keeps exact states"
+        )
+    if state["updates"] < 1:
+        raise ValueError(f"{path}: updates={state['updates']}; at least 1, before it all is zero")
+    m, v = (_matrices(path, prefix) for prefix in (M_KEY, V_KEY))
+    if not m:
+        raise ValueError(f"{path} holds no matrix of at least {GROUP} elements")
+    share = 1.0 if elements is None else elements / sum(x.numel() for x in m)
+    m_flat, v_flat = (torch.cat([_spread(x, share) for x in moment]) for moment in (m, v))
+    if not all(bool(x.isfinite().all()) for x in (m_flat, v_flat)):
+        raise ValueError(f"{path}: a moment is NaN or infinite")
+    if not all(bool(x.any()) for x in (m_flat, v_flat)):
+        raise ValueError(f"{path}: a moment is zero throughout")
+    return Moments(m_flat, v_flat, state["updates"], tuple(optim["betas"]), optim["eps"])
+
+
+def _matrices(checkpoint: Path, prefix: str) -> list[Tensor]:
+    """Each in whole groups, [groups, 128], in the order of their names."""
+    return [
+        x.flatten()[: x.numel() // GROUP * GROUP].view(-1, GROUP)
+        for key, x in read_tensors(checkpoint)
+        if key.startswith(prefix) and x.dim() > 1 and x.numel() >= GROUP
+    ]
+
+
+def _spread(x_GE: Tensor, share: float) -> Tensor:
+    """A share of the groups, evenly spaced, flat."""
+    count = max(1, min(len(x_GE), int(share * len(x_GE))))
+    return x_GE[torch.arange(count) * len(x_GE) // count].flatten()
+
+
+def round_trip(x: Tensor, how: Expansion) -> Tensor:
+    """What a moment becomes by being stored."""
+    return expand_dequantize(expand_quantize(x, how), how)
+
+
+def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:
+    """Every row with every column. Sums are fp64, everything before them is fp32."""
+    rows, columns = list(M_FORMATS), list(V_FORMATS)
+    squares = torch.zeros(2, len(rows), len(columns), dtype=torch.float64)  # [all | kept]
+    total, count = (torch.zeros(2, dtype=torch.float64) for _ in range(2))
+    zeroed = torch.zeros(len(columns), dtype=torch.float64)
+    pieces = zip(moments.m.split(PIECE), moments.v.split(PIECE), strict=True)
+    for m, v in ((m.to(device), v.to(device)) for m, v in pieces):
+        u = moments.update(m, v)
+        ms = [round_trip(m, how) for how in M_FORMATS.values()]
+        vs = [round_trip(v, how) for how in V_FORMATS.values()]
+        lost = torch.stack([(q == 0) & (v > 0) for q in vs])
+        kept = ~lost.any(0)
+        zeroed += lost.sum(1).cpu()
+        count += torch.tensor([kept.numel(), int(kept.sum())])
+        total += _sums(u, kept)
+        for i, m_stored in enumerate(ms):
+            for j, v_stored in enumerate(vs):
+                squares[:, i, j] += _sums(moments.update(m_stored, v_stored) - u, kept)
+    cells = [
+        {m: dict(zip(columns, row, strict=True)) for m, row in zip(rows, table, strict=True)}
+        for which in (0, 1)
+        for table in (
+            (squares[which] / count[which]).tolist(),
+            (squares[which] / total[which]).sqrt().tolist(),
+        )
+    ]
+    shares = dict(zip(columns, (zeroed / count[0]).tolist(), strict=True))
+    return Study(int(count[0]), int(count[1]), shares, *cells)
+
+
+def _sums(x: Tensor, kept: Tensor) -> Tensor:
+    """fp64[2] on the host: the sum of squares of all and of those kept."""
+    squares = x.double().square()
+    return torch.stack([squares.sum(), squares[kept].sum()]).cpu()
+
+
+def markdown(result: Study) -> Iterator[str]:
+    """Lines: Table 1, Table 8 and the rules of expansion, over all and over the kept."""
+    lost = result.elements - result.kept
+    views = [(f"all {result.elements:,} elements", result.mse, result.error)]
+    if lost:
+        which = f"all but the {lost:,} elements whose v some format rounds to zero"
+        views.append((which, result.mse_kept, result.error_kept))
+    for title, rows, columns in (
+        ("Table 1", TABLE_1, TABLE_1),
+        ("Table 8", *TABLE_8),
+        ("Rules of expansion", *RULES),
+    ):
+        for which, mse, error in views:
+            yield f"{title}: MSE of m / (sqrt(v) + eps) in {UNIT:g}, relative error; {which}"
+            yield ""
+            yield "| m \\ v | " + " | ".join(columns) + " |"
+            yield "|---|" + "---:|" * len(columns)
+            for m in rows:
+                cells = [f"{mse[m][v] / UNIT:.4g}, {error[m][v]:.3g}" for v in columns]
+                yield f"| {m} | " + " | ".join(cells) + " |"
+            yield ""
+    yield "| v that becomes zero | " + " | ".join(result.zeroed) + " |"
+    yield "|---|" + "---:|" * len(result.zeroed)
+    yield "| share | " + " | ".join(f"{100 * s:.2g} %" for s in result.zeroed.values()) + " |"
+    yield ""
+    for which, mse, _ in views:
+        m, v = best(mse)
+        yield f"Over {which}: the smallest MSE of Table 1 is that of m in {m} and v in {v};"
+        yield f"E4M3 for both has {gain(mse):.3g} times that of E4M3 + Expand (paper: 1.63)."
+
+
+def best(mse: Cells) -> tuple[str, str]:
+    """The row and the column of Table 1 with the smallest MSE."""
+    return min(((m, v) for m in TABLE_1 for v in TABLE_1), key=lambda cell: mse[cell[0]][cell[1]])
+
+
+def gain(mse: Cells) -> float:
+    """MSE of E4M3 for both moments over that of E4M3 with both expanded."""
+    return mse["E4M3"]["E4M3"] / mse["E4M3 + Expand"]["E4M3 + Expand"]
+
+
+def draw(moments: Moments, path: Path) -> None:
+    """Where |m| and |v| lie in E4M3's range before and after rounding, and the k of groups."""
+    figure = Figure(figsize=(12, 6), layout="constrained")  # without pyplot: no display, no globals
+    axes = figure.subplots(2, 3)
+    for row, (name, x, how) in zip(
+        axes, (("m", moments.m, M_E4M3), ("v", moments.v, V_E4M3)), strict=True
+    ):
+        x = _spread(x.view(-1, GROUP), min(1.0, DRAWN / x.numel()))
+        _draw_range(row[0], x, plain(E4M3), f"{name}, E4M3")
+        _draw_range(row[1], x, how, f"{name}, E4M3 + Expand")
+        k = expand_quantize(x, how).k16.float() / K_STEPS
+        k = k[x.view(-1, GROUP).any(1)]  # of a group of zeros, k says nothing
+        row[2].hist(k.tolist(), bins=[i / 4 for i in range(65)], color="tab:green")
+        row[2].set(title=f"k of {name}: median {k.median():.3g}", xlabel="k", ylabel="groups")
+    figure.savefig(path, dpi=130)
+
+
+def _draw_range(axes: Axes, x: Tensor, how: Expansion, title: str) -> None:
+    """Histograms of log2 of what is rounded, and of what it is rounded to."""
+    state = expand_quantize(x, how)
+    k, scale = (state.k16.float() / K_STEPS)[:, None], state.log2_scale[:, None]
+    a_GE = x.abs().view(-1, GROUP)
+    before = (k * (a_GE.log2() - scale))[a_GE >= SMALLEST]
+    codes = how.fmt.decode(state.codes).abs().view(-1, GROUP)
+    after = codes[codes > 0].log2()
+    lost = float(((codes == 0) & (a_GE >= SMALLEST)).float().mean())
+    lowest, highest = math.log2(E4M3.smallest_subnormal), math.log2(E4M3.max)
+    bins = [i / 4 for i in range(-64, 37)]
+    axes.hist(before.clamp(min=bins[0]).tolist(), bins=bins, color="tab:blue", label="before")
+    axes.hist(after.tolist(), bins=bins, histtype="step", color="tab:red", label="after rounding")
+    axes.axvspan(lowest, highest, color="0.9", zorder=0, label="E4M3's range")
+    axes.set(
+        title=f"{title} ({lost:.2%} become zero)", xlabel="log2 of |x|^k / scale", ylabel="elements"
+    )
+    axes.legend(frameon=False)
+
+
+def as_json(moments: Moments, result: Study) -> dict[str, Any]:
+    """What states.json holds; the MSE is in units of 1."""
+    return {
+        "updates": moments.updates,
+        "betas": list(moments.betas),
+        "eps": moments.eps,
+        **vars(result),
+        "best_of_table_1": best(result.mse),
+        "gain": gain(result.mse),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
+    parser.add_argument("--elements", type=int, help="at most so many (default: all)")
+    options = parser.parse_args(arguments)
+    try:
+        moments = read_moments(options.checkpoint, elements=options.elements)
+        result = study(moments, device="cuda" if torch.cuda.is_available() else "cpu")
+        options.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(as_json(moments, result), indent=1) + "\n"
+        (options.out / "states.json").write_text(text, encoding="utf-8")
+        draw(moments, options.out / "states.png")
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"study_states: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(markdown(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
