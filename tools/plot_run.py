@@ -28,6 +28,7 @@ from coatlm.train.run_directory import METRICS, read_metrics
 
 FINAL = 0.05  # the share of the steps that the final loss is the mean of
 Curve = dict[int, float]  # loss by step
+COLORS = 10  # of matplotlib's cycle; further runs are dashed
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,11 @@ def draw(runs: Mapping[str, Run], baseline: str, path: Path, *, smooth: int) -> 
     """Write the picture; its type is that of the path's suffix."""
     figure = Figure(figsize=(9, 7), layout="constrained")  # without pyplot: no display, no globals
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    for name, run in runs.items():
-        upper.plot(list(run.loss), list(run.loss.values()), linewidth=1.0, label=name)
+    for number, (name, run) in enumerate(runs.items()):
+        line = {"linewidth": 1.0, "label": name, "linestyle": "-" if number < COLORS else "--"}
+        upper.plot(list(run.loss), list(run.loss.values()), **line)
         curve = difference(run, runs[baseline], smooth=smooth)
-        lower.plot(list(curve), list(curve.values()), linewidth=1.0, label=name)
+        lower.plot(list(curve), list(curve.values()), **line)
     upper.set_ylabel("loss (nats a token)")
     upper.legend(frameon=False)
     lower.set_ylabel(f"difference to {baseline} (%)\nmean of {smooth} logged steps")
