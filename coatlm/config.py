@@ -91,18 +91,14 @@ class Model(Section):
     kv_heads: StrictInt | None = Field(None, ge=1)  # null: as many as heads
     head_dim: StrictInt | None = Field(None, ge=2)  # null: hidden / heads
     ffn: StrictInt = Field(704, ge=1)
-    vocab: StrictInt | None = Field(
-        None, ge=1
-    )  # null: what the tokenizer has, padded to a multiple of 128
+    vocab: StrictInt | None = Field(None, ge=1)  # null: the tokenizer's, padded to 128 n
     rope_theta: FiniteFloat = Field(10000.0, gt=0.0)
     rope_scaling: RopeScaling | None = None
     norm_eps: FiniteFloat = Field(1e-5, gt=0.0)
     tie_embeddings: StrictBool = False
     qkv_bias: StrictBool = False
     qk_norm: StrictBool = False
-    init_std: FiniteFloat = Field(
-        0.02, gt=0.0
-    )  # normal; output projections get init_std / sqrt(2 * layers)
+    init_std: FiniteFloat = Field(0.02, gt=0.0)  # output projections: / sqrt(2 * layers)
 
     @model_validator(mode="before")
     @classmethod
@@ -208,9 +204,7 @@ class Optim(Section):
     min_lr: FiniteFloat = Field(1e-4, ge=0.0)  # at the end of the schedule
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     warmup_steps: StrictInt = Field(20, ge=0)
-    decay_steps: StrictInt | None = Field(
-        None, ge=1
-    )  # wsd: length of the final decay; null: a tenth
+    decay_steps: StrictInt | None = Field(None, ge=1)  # wsd: of the final decay; null: a tenth
     weight_decay: FiniteFloat = Field(0.1, ge=0.0)  # matrices only, not norms and biases
     betas: tuple[float, float] = (0.9, 0.95)
     eps: FiniteFloat = Field(1e-8, gt=0.0)
@@ -256,9 +250,7 @@ class Log(Section):
     tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
-    hang_timeout: FiniteFloat = Field(
-        0.0, ge=0.0
-    )  # seconds without a step until stacks are dumped; 0: off
+    hang_timeout: FiniteFloat = Field(0.0, ge=0.0)  # seconds without a step; 0: off
 
     @model_validator(mode="after")
     def _window(self) -> Log:

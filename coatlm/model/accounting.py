@@ -29,10 +29,10 @@ from dataclasses import astuple, dataclass
 import torch
 
 from coatlm.config import Config, ConfigError, Model
+from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
 
 VOCAB_MULTIPLE = 128  # rows of the embedding: full GEMM tiles
-LOGITS_BYTES = 256 * 2**20  # of logits that `loss.py` lets exist at a time
 STATISTIC = 4  # bytes of an fp32 number that a kernel keeps a row
 GIB = 2**30
 
@@ -191,9 +191,14 @@ class RankBytes:
         return sum(astuple(self))
 
 
+def weight_dtype(config: Config) -> torch.dtype:
+    """Of weights, and of activations between layers."""
+    return torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
+
+
 def element_bytes(config: Config) -> int:
     """Bytes of a weight, and of an activation between layers."""
-    return 4 if config.precision.recipe == "fp32" else 2
+    return weight_dtype(config).itemsize
 
 
 def linear_input_bytes(config: Config) -> int:
@@ -216,8 +221,7 @@ def main_grad_bytes(config: Config, count: int) -> int:
 
 def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
     """States of `count` parameters; with zero=1 divided over data- and context-parallel ranks."""
-    dtype = torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
-    each = bytes_per_parameter(config.optim.recipe, dtype)
+    each = bytes_per_parameter(config.optim.recipe, weight_dtype(config))
     ranks = data_parallel * config.parallel.cp if config.parallel.zero else 1
     return math.ceil(count * each / ranks)
 
@@ -244,9 +248,9 @@ def attention_activation_bytes(config: Config) -> int:
     """Bytes a token that attention keeps between the output of qkv and the input of the projection.
 
     Kept are q, k, v after RoPE, the output, and what the projection keeps of it. Norms of queries
-    and keys add their inputs. Context
-    parallelism gathers keys and values and keeps the output in two parts beside the whole. An
-    attention mask becomes a bias of S elements a token. `selective` keeps the output of qkv alone.
+    and keys add their inputs. Context parallelism gathers keys and values and keeps the output in
+    two parts beside the whole. An attention mask becomes a bias of S elements a token. `selective`
+    keeps the output of qkv alone.
     """
     m, p = config.model, config.parallel
     e, x = element_bytes(config), linear_input_bytes(config)
@@ -302,7 +306,7 @@ def loss_bytes(config: Config, vocab: int) -> int:
     and once as it is handed on.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
-    rows = max(LOGITS_BYTES // (tokens * e) // VOCAB_MULTIPLE, 1) * VOCAB_MULTIPLE
+    rows = default_chunk(tokens, weight_dtype(config))
     return tokens * (min(rows, vocab // config.parallel.tp) * e + m.hidden * (4 + e))
 
 

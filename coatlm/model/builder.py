@@ -22,15 +22,13 @@ from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
+from coatlm.parallel.zero import sharded_tensors
 from coatlm.platform import device, enable_cpu, has_apex
 
 enable_cpu()
 
 from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -174,18 +172,14 @@ def init_weights(chunks: Sequence[Llama], config: Config) -> None:
     """
     std = config.model.init_std
     for chunk in chunks:
-        state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-        apply_factories(state)
-        for value in state.values():
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if not isinstance(item, ShardedTensor) or item.data is None:
-                    continue
-                if item.data.dim() == 1:
-                    item.data.fill_(1.0 if "norm" in item.key else 0.0)
-                    continue
-                output = item.key.endswith(("linear_proj.weight", "linear_fc2.weight"))
-                scale = std / math.sqrt(2 * config.model.layers) if output else std
-                item.data.copy_(_draw(item, config.run.seed, scale))
+        for _, item in sharded_tensors(chunk):
+            assert item.data is not None
+            if item.data.dim() == 1:
+                item.data.fill_(1.0 if "norm" in item.key else 0.0)
+                continue
+            output = item.key.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            scale = std / math.sqrt(2 * config.model.layers) if output else std
+            item.data.copy_(_draw(item, config.run.seed, scale))
 
 
 def _draw(item: ShardedTensor, seed: int, std: float) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from coatlm.config import Parallel
@@ -81,10 +80,3 @@ def make_groups(parallel: Parallel, *, timeout: timedelta = timedelta(minutes=30
 def release_groups() -> None:
     """Forget the layout; another `make_groups` may follow in the same world."""
     parallel_state.destroy_model_parallel()
-
-
-def all_reduce_scalar(value: float, group: Group, op: dist.ReduceOp.RedOpType) -> float:
-    """Reduce one number on the host over a gloo group."""
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor, op=op, group=group)
-    return float(tensor)

@@ -214,16 +214,11 @@ def rectangles(
 
 
 def _regions(chunk: FlatModel) -> dict[Bucket, list[Region]]:
-    """Where the logical tensors of a chunk lie in its buckets.
-
-    megatron-core's modules say how each parameter is cut; a fused gate|up weight is two tensors.
-    """
-    state = chunk.module.sharded_state_dict(metadata=METADATA)
-    apply_factories(state)
+    """Where the logical tensors of a chunk lie in its buckets."""
     named = dict(chunk.module.named_parameters())
     regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in chunk.buckets}
     seen: set[nn.Parameter] = set()
-    for name, value in _tensors(state):
+    for name, value in sharded_tensors(chunk.module):
         param = named.get(name)
         if param is None:  # the output layer's name for a tied embedding
             param = chunk.module.shared_embedding_or_output_weight()
@@ -275,8 +270,13 @@ def _group_regions(
     return result
 
 
-def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, ShardedTensor]]:
-    """(parameter name, sharded tensor) of megatron's state dict; a factory gives several."""
+def sharded_tensors(model: Any) -> Iterator[tuple[str, ShardedTensor]]:
+    """(parameter name, where its data lies in which logical tensor) as megatron-core describes it.
+
+    The data are views of the parameters; a fused gate|up weight gives two.
+    """
+    state = model.sharded_state_dict(metadata=METADATA)
+    apply_factories(state)
     for name, value in state.items():
         found = value if isinstance(value, list | tuple) else [value]
         for item in found:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from coatlm.config import FP32_RECIPES, OptimRecipe
 from coatlm.fp8.expand import Expansion
 from coatlm.fp8.formats import E5M2, DynamicExponent
 from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard, bytes_per_parameter
@@ -368,3 +369,10 @@ def test_an_unknown_state_names_those_there_are() -> None:
     opt = optimizer([shard_of(weights(128))], "coat")
     with pytest.raises(ValueError, match=r"name='exp_avg_cubed': .*exp_avg_sq"):
         opt.decode(0, "exp_avg_cubed")
+
+
+def test_the_configuration_names_the_recipes_that_there_are() -> None:
+    """config.py is below optim and lists the names itself."""
+    assert set(get_args(OptimRecipe)) == set(RECIPES)
+    fp32 = {name for name, recipe in RECIPES.items() if torch.float32 in recipe.weights}
+    assert set(FP32_RECIPES) == fp32
