@@ -28,7 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-PrecisionRecipe = Literal["fp32", "bf16", "te-delayed", "te-current", "te-blockwise"]
+PrecisionRecipe = Literal[
+    "fp32", "bf16", "te-delayed", "te-current", "te-blockwise", "fp8-linear", "coat", "coat-lean"
+]
 OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
     "adamw-fp32",
     "adamw-bf16",
@@ -187,13 +189,32 @@ class Parallel(Section):
     main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated and reduced in this
     bucket_size: StrictInt = Field(40_000_000, ge=1)  # elements reduced in one collective
     overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
+    tp_comm: Literal["fp8", "bf16"] = "fp8"  # gathers of an FP8 flow under sequence_parallel
     overlap_param_gather: StrictBool = True  # with zero=1: gather weights while forward runs
 
 
 class Precision(Section):
-    """What the GEMMs compute in."""
+    """What the GEMMs compute in, and what is kept for backward: coatlm.fp8.recipe.
+
+    All but `recipe` is for fp8-linear, coat and coat-lean.
+    """
 
     recipe: PrecisionRecipe = "bf16"
+    group_size: Literal[16, 32, 64, 128] | None = None  # elements a kept scale; null: the recipe's
+    grad_format: Literal["e5m2", "e4m3"] = "e5m2"  # of gradients that enter a GEMM
+    fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
+        "forward",
+        "dgrad",
+        "wgrad",
+    )
+    keep_linear_inputs: StrictBool | None = None  # else made again; null: the recipe's
+    keep_weights: StrictBool = False  # FP8 weights live for a step: 2 bytes a weight, fewer casts
+    bf16_layers: tuple[StrictInt, StrictInt] = (0, 0)  # the first and the last ones that stay BF16
+
+    @property
+    def flow(self) -> bool:
+        """The layers are coatlm's FP8 flow."""
+        return self.recipe in ("fp8-linear", "coat", "coat-lean")
 
 
 class Optim(Section):
