@@ -268,6 +268,7 @@ class Log(Section):
     """What is reported, and how often."""
 
     every: StrictInt = Field(10, ge=1)  # steps
+    states_every: StrictInt = Field(0, ge=0)  # steps: what storing loses; 0: never
     tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace

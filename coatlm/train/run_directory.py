@@ -4,6 +4,7 @@ config.yaml     the resolved configuration
 env.json        versions, device, host, commit and command line
 train.log       the console's lines with the time of day
 metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
+states.jsonl    likewise, where log.states_every asks for it
 loss.png        its curves
 """
 
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from coatlm.config import Config
 
 METRICS = "metrics.jsonl"
+STATES = "states.jsonl"
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
 

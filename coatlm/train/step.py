@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.data import dataset
 from coatlm.model.builder import build_model, token_positions
+from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
@@ -48,13 +50,33 @@ class Trainer:
             ),
         )
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> tuple[Tensor, Tensor]:
-        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks."""
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        *,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks.
+
+        `observe` is called with the clip coefficient when gradients are complete.
+        """
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         loss = self._run(batches, forward_only=False)
-        return loss, self.optimizer.step(lr)
+        return loss, self.optimizer.step(lr, observe=observe)
+
+    def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
+        """`edq.report` of the step under way, the same on all ranks; waits for the device."""
+        zero = self.optimizer
+        sums = edq.collect(
+            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.owned
+        )
+        flat = torch.cat(list(sums.values()))
+        dist.all_reduce(flat, group=zero.norm_group)
+        parts = flat.split([part.numel() for part in sums.values()])
+        return edq.report(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
