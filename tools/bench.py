@@ -20,7 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`, which
-    # returns a record or several; `prepare(name)`, if there, imports what a row needs beforehand
+    # returns a record or several; if there, `prepare(name)` imports what a row needs beforehand and
+    # `summary(records)` makes a table of the whole
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
@@ -64,6 +65,9 @@ def main() -> None:
     for name in names:
         found[name] = run_benchmark(name, args.only, args.options, deadline)
         print_table(found[name])
+        summary = getattr(importlib.import_module(BENCHMARKS[name]), "summary", None)
+        if summary is not None:
+            print_table(summary(found[name]))
         if args.out:
             args.out.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -155,6 +159,8 @@ def print_table(records: list[dict[str, Any]]) -> None:
             ]
         )
     records = [record for record in records if "table" not in record]
+    if not records:
+        return
     columns = list(dict.fromkeys(key for record in records for key in record))
     print("\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for record in records:

@@ -34,7 +34,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 
 
 def test_smoke_measures_every_row_in_time_and_memory(records: dict[str, Record]) -> None:
-    for row in layer.SMOKE_ROWS:
+    for row in set(layer.SMOKE_ROWS) - {"roofline"}:
         found = records[row]
         assert 0 < found["forward_ms"] < found["ms"]
         assert found["launch_ms"] > 0
@@ -63,6 +63,44 @@ def test_bf16_layer_holds_what_accounting_by_hand_says(records: dict[str, Record
     """
     found = records["coatlm bf16"]["act_b_per_token"]
     assert found == 16 * HIDDEN + 6 * FFN + 2 * 4 + 4 * HEADS
+
+
+def test_roofline_is_gemms_attention_and_traffic(records: dict[str, Record]) -> None:
+    found = records["roofline"]
+    parts = [found[f"{kind}_ms"] for kind in ("gemm", "attention", "elementwise")]
+    assert min(parts) > 0
+    assert found["roofline_ms"] == pytest.approx(sum(parts), abs=0.01)
+
+
+def test_traffic_of_coats_flow_is_counted_in_bytes() -> None:
+    shape = Shape(hidden=16, ffn=32, heads=1, seq=8, batch=2)
+    assert layer_profile.elementwise_bytes(shape) == 16 * (70 * 16 + 16 * 32) + 4 * (
+        4 * 16 * 16 + 3 * 16 * 32
+    )
+
+
+def test_profile_splits_the_step_and_names_its_kernels() -> None:
+    (found, *kernels) = layer.measure("torch eager", {**SMOKE, "profile": "1"})
+    assert min(found["gemm_ms"], found["attention_ms"], found["elementwise_ms"]) > 0
+    assert {"aten::mm", "aten::silu"} <= {record["kernel"] for record in kernels}
+    assert all(record["table"] == "kernels" and record["launches"] > 0 for record in kernels)
+
+
+def test_summary_compares_coat_with_the_fastest_fp8_peer() -> None:
+    at = {"hidden": 4096, "seq": 2048}
+    found = layer.summary(
+        [
+            {"row": "te bf16", **at, "ms": 9.0, "act_b_per_token": 5},  # not FP8
+            {"row": "te delayed", **at, "ms": 12.0, "act_b_per_token": 5},
+            {"row": "te current", **at, "ms": 11.0, "act_b_per_token": 6, "graph_ms": 10.5},
+            {"row": "torchao tensorwise", **at, "missing": "not installed"},
+            {"row": "coatlm coat", **at, "ms": 10.0, "act_b_per_token": 4},
+            {"row": "coatlm coat", **at, "table": "kernels", "kernel": "k"},
+        ]
+    )
+    cells = {line["row"]: line["4096:2048"] for line in found}
+    assert cells["te current"] == "11.0; 10.5; 6"
+    assert cells["fastest FP8 peer / coatlm coat"] == 1.1
 
 
 def test_a_graph_without_a_gpu_says_so(records: dict[str, Record]) -> None:

@@ -19,7 +19,6 @@ also=ROW,... and dotted options for coatlm's rows, such as precision.group=32. F
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,9 +29,10 @@ import torch
 from torch import Tensor
 
 from tools.benchmarks import layer_peers, layer_profile
+from tools.benchmarks.clock import DEVICE, elapsed, mark, milliseconds, release, synchronize
+from tools.benchmarks.layer_memory import held, held_by_compiled, peak_mib
 from tools.benchmarks.layer_stacks import (
     COATLM,
-    DEVICE,
     Shape,
     Stack,
     coatlm_stack,
@@ -60,8 +60,8 @@ ROWS = (  # peers and coatlm in turn, so that a drift of the machine meets both
     "coatlm te-current",
     "coatlm te-blockwise",
 )
-SMOKE_ROWS = ("coatlm fp32", "coatlm bf16", "torch eager")
-LAYERS = 4  # in the stack whose memory is read
+FP8_PEERS = ("te delayed", "te current", "te block", "torchao tensorwise")
+SMOKE_ROWS = ("roofline", "coatlm fp32", "coatlm bf16", "torch eager")
 WARMUP, LAUNCHES = 5, 5  # steps
 Record = dict[str, Any]
 Build = Callable[[int], Stack]  # layers -> stack
@@ -119,7 +119,33 @@ def _measure(row: str, options: dict[str, str]) -> Iterator[Record]:
         except Exception as error:  # the other shapes are still worth having
             reason = str(error).strip().splitlines() or [""]
             yield named | {"missing": f"{type(error).__name__}: {reason[-1]}"[:300]}
-        _release()
+        release()
+
+
+def summary(found: list[Record]) -> list[Record]:
+    """Rows by shapes: `ms`, `graph_ms` if it was asked for, bytes a token; then who is faster."""
+    table: dict[str, Record] = {}
+    times: dict[str, dict[str, float]] = {}
+    for record in found:
+        if "table" in record or ("ms" not in record and "roofline_ms" not in record):
+            continue
+        row, shape = record["row"], f"{record['hidden']}:{record['seq']}"
+        line = table.setdefault(row, {"table": "ms; from a graph; bytes a token", "row": row})
+        held_bytes = record.get("act_b_per_token", record.get("held_b_per_token"))
+        parts = (record.get("ms", record.get("roofline_ms")), record.get("graph_ms"), held_bytes)
+        line[shape] = "; ".join(str(part) for part in parts if part is not None)
+        if "ms" in record:
+            times.setdefault(shape, {})[row] = record["ms"]
+    for ours in ("coatlm coat", "coatlm coat-lean"):
+        ratios = {}
+        for shape, ms in times.items():
+            peers = [ms[peer] for peer in FP8_PEERS if peer in ms]
+            if ours in ms and peers:
+                ratios[shape] = round(min(peers) / ms[ours], 3)
+        if ratios:
+            name = f"fastest FP8 peer / {ours}"
+            table[name] = {"table": "ms; from a graph; bytes a token", "row": name, **ratios}
+    return list(table.values())
 
 
 def records(row: str, shape: Shape, options: dict[str, str]) -> Iterator[Record]:
@@ -172,10 +198,10 @@ def _of_stack(
         record |= errors(stack, shape)
     if DEVICE == "cuda":
         record["peak_mib"] = peak_mib(stack, shape)
-    kernels = layer_profile.profile(row, stack, shape) if profile and DEVICE == "cuda" else []
+    kernels = layer_profile.profile(row, stack, shape) if profile else []
     if kernels:
         record |= layer_profile.split(kernels)
-    record |= held(stack.repeated(LAYERS) if stack.compiled else build, shape)
+    record |= held_by_compiled(stack, shape) if stack.compiled else held(build, shape)
     if graph:
         record["graph_ms"] = graphed(stack, shape, steps)
     yield record
@@ -189,24 +215,24 @@ def timing(stack: Stack, shape: Shape, steps: int) -> Record:
         stack.step(x, dy)
     launches = []
     for _ in range(LAUNCHES):
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         stack.step(x, dy)
         launches.append(1000 * (time.perf_counter() - start))
-    _synchronize()
+    synchronize()
     laps = []
     for _ in range(steps):
         stack.clear(x)
-        marks = [_mark()]
+        marks = [mark()]
         stack.new_weights()
         y = stack.forward(x)
-        marks.append(_mark())
+        marks.append(mark())
         y.backward(dy)
-        marks.append(_mark())
+        marks.append(mark())
         laps.append(marks)
-    _synchronize()
-    forward = statistics.median(_ms(first, second) for first, second, _ in laps)
-    whole = [_ms(first, last) for first, _, last in laps]
+    synchronize()
+    forward = statistics.median(elapsed(first, second) for first, second, _ in laps)
+    whole = [elapsed(first, last) for first, _, last in laps]
     return {
         "ms": round(statistics.median(whole), 3),
         "forward_ms": round(forward, 3),
@@ -223,7 +249,7 @@ def graphed(stack: Stack, shape: Shape, steps: int) -> float | str:
     for _ in range(2):
         stack.step(x, dy)
     stack.clear(x)
-    _release()
+    release()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(
@@ -232,78 +258,7 @@ def graphed(stack: Stack, shape: Shape, steps: int) -> float | str:
             stack.step(x, dy)
     except Exception as error:  # whatever a peer does that a graph cannot hold
         return f"not captured: {(str(error).strip().splitlines() or [''])[0][:120]}"
-    laps = []
-    for number in range(WARMUP + steps):
-        marks = (_mark(), graph.replay(), _mark())
-        if number >= WARMUP:
-            laps.append(marks)
-    _synchronize()
-    return round(statistics.median(_ms(first, last) for first, _, last in laps), 3)
-
-
-def held(build: Build | Stack, shape: Shape) -> Record:
-    """Bytes that a stack holds between forward and backward, a token and layer."""
-    if isinstance(build, Stack):
-        return {"held_b_per_token": round(held_bytes(build, shape.batch) / LAYERS / shape.tokens)}
-    _release()
-    stack = build(LAYERS)
-    x, dy = stack.inputs(shape.batch)
-    before = _allocated()
-    stack.step(x, dy)
-    stack.clear(x)
-    _release()
-    kept = _allocated() - before  # weights in FP8 that serve the next microbatch too
-    whole = held_bytes(stack, shape.batch) / LAYERS
-    record = {"held_b_per_token": round((whole + kept / LAYERS) / shape.tokens)}
-    if shape.batch % 2 == 0:
-        half = held_bytes(stack, shape.batch // 2) / LAYERS
-        a_token = (whole - half) / (shape.tokens / 2)
-        copies = whole - a_token * shape.tokens + kept / LAYERS
-        record["act_b_per_token"] = round(a_token)
-        record["act_u"] = round(a_token / (2 * shape.hidden), 2)
-        record["weight_copies_mib"] = round(copies / 2**20, 1)
-    return record
-
-
-def held_bytes(stack: Stack, batch: int) -> int:
-    """Bytes between forward and backward, the input in and the output out.
-
-    On a GPU what the allocator counts; on a CPU the storages that autograd has saved.
-    """
-    x, _ = stack.inputs(batch)
-    _release()
-    if DEVICE == "cpu":
-        return _saved_bytes(stack, x)
-    before = torch.cuda.memory_allocated()
-    stack.new_weights()
-    y = stack.forward(x * 1.0)  # the layer before would hand over such a tensor, and keep none
-    after = torch.cuda.memory_allocated()
-    return after - before - y.numel() * y.element_size()
-
-
-def _saved_bytes(stack: Stack, x: Tensor) -> int:
-    storages: dict[int, int] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        y = stack.forward(x * 1.0)
-    for tensor in (y, *stack.parameters):
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
-
-
-def peak_mib(stack: Stack, shape: Shape) -> float:
-    """The most that a step of one layer allocates on top of weights, gradients, x and dy."""
-    x, dy = stack.inputs(shape.batch)
-    _release()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    stack.step(x, dy)
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    return round(milliseconds(graph.replay, steps), 3)
 
 
 def errors(stack: Stack, shape: Shape) -> Record:
@@ -330,31 +285,3 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     """||found - wanted|| / ||wanted||, to three digits."""
     difference = torch.linalg.vector_norm(found.double() - wanted.double())
     return float(f"{float(difference / torch.linalg.vector_norm(wanted.double())):.3g}")
-
-
-def _mark() -> Any:
-    if DEVICE == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _ms(start: Any, end: Any) -> float:
-    return 1000 * (end - start) if DEVICE == "cpu" else start.elapsed_time(end)
-
-
-def _synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def _allocated() -> int:
-    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-
-
-def _release() -> None:
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

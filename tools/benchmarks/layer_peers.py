@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tools.benchmarks.clock import DEVICE
 from tools.benchmarks.layer_stacks import (
-    DEVICE,
     INIT_STD,
     NORM_EPS,
     SEED,

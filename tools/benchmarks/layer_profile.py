@@ -8,8 +8,8 @@ T tokens, H hidden, F ffn.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tools.benchmarks.clock import DEVICE, milliseconds, synchronize
 from tools.benchmarks.layer_stacks import Shape, Stack
 
-COPY = 1 << 30  # bytes
-REPS, WARMUP, PROFILED = 20, 3, 5
+COPY = {"cuda": 1 << 30, "cpu": 1 << 24}[DEVICE]  # bytes
+PROFILED = 5  # steps
 ATTENTION = ("sdpa", "flash", "fmha", "attention", "cudnn")  # in lower-cased kernel names
-GEMM = ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "wgmma")
+GEMM = ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "wgmma", "aten::mm")
 SHOWN_MS = 0.003  # kernels below that are only in the sums
 
 Bytes = Callable[[Shape], float]
@@ -54,22 +55,27 @@ WEIGHT_CAST = 4  # bytes a weight: BF16 read, FP8 written both ways
 
 
 def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:
-    """A record a kernel of a step, longest first: its kind, time, and bandwidth where known."""
+    """A record a kernel of a step, longest first: its kind, time, and bandwidth where known.
+
+    On a CPU the operators stand for the kernels.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     copy = copy_rate()
     x, dy = stack.inputs(shape.batch)
     stack.step(x, dy)
-    torch.cuda.synchronize()
-    with record(activities=[ProfilerActivity.CUDA]) as profiler:
+    synchronize()
+    activity = ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU
+    with record(activities=[activity]) as profiler:
         for _ in range(PROFILED):
             stack.step(x, dy)
-        torch.cuda.synchronize()
+        synchronize()
     known = BYTES[""] | BYTES.get(row, {})
     kernels = []
     for event in profiler.key_averages():
-        ms = event.self_device_time_total / 1000 / PROFILED
+        us = event.self_device_time_total if DEVICE == "cuda" else event.self_cpu_time_total
+        ms = us / 1000 / PROFILED
         if ms <= 0 or event.is_user_annotation:
             continue
         found: dict[str, Any] = {
@@ -155,9 +161,9 @@ def elementwise_bytes(shape: Shape) -> int:
 
 def gemm(m: int, n: int, k: int, dtype: torch.dtype, *, fast: bool) -> float:
     """Milliseconds of [m, k] @ [n, k]^T; the first operand in `dtype`, the second in E4M3."""
-    a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16).to(dtype)
-    b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
-    one = torch.ones((), device="cuda")
+    a = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16).to(dtype)
+    b = torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=DEVICE)
     return milliseconds(
         lambda: torch._scaled_mm(
             a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -170,11 +176,11 @@ def attention(shape: Shape) -> tuple[float, float]:
 
     def heads() -> Tensor:
         size = (shape.seq, shape.batch, shape.heads, shape.head_dim)
-        x_SBND = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        x_SBND = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
         return x_SBND.permute(1, 2, 0, 3).detach().requires_grad_()
 
     q, k, v = heads(), heads(), heads()
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if DEVICE == "cuda" else nullcontext():
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         do = torch.randn_like(o)
         with torch.no_grad():
@@ -185,19 +191,6 @@ def attention(shape: Shape) -> tuple[float, float]:
 
 def copy_rate() -> float:
     """GB/s of a device copy, bytes read and written."""
-    source = torch.empty(COPY, dtype=torch.uint8, device="cuda")
+    source = torch.empty(COPY, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * COPY / milliseconds(lambda: target.copy_(source)) / 1e6
-
-
-def milliseconds(launch: Callable[[], object]) -> float:
-    """Median time of a launch by CUDA events."""
-    for _ in range(WARMUP):
-        launch()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPS)]
-    for start, end in pairs:
-        start.record()
-        launch()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)

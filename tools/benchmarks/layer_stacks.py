@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tools.benchmarks.clock import DEVICE
+
 ROPE_THETA, NORM_EPS, INIT_STD, SEED = 10000.0, 1e-5, 0.02, 1234
 VOCAB = 128  # of the embedding around coatlm's layers, which no step touches
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COATLM = {  # row -> model.spec, precision.recipe
     "coatlm fp32": ("local", "fp32"),
     "coatlm bf16": ("local", "bf16"),
@@ -254,14 +255,16 @@ def reference_gradients(
     with torch.no_grad():
         for name, module in layer.named_children():
             weight = weights[name].float()
-            module.weight.copy_(_by_kind(weight, shape) if name == "qkv" else weight)
+            module.get_parameter("weight").copy_(
+                _by_kind(weight, shape) if name == "qkv" else weight
+            )
     x = x_SBH.detach().float().transpose(0, 1).contiguous().requires_grad_()
     y = layer(x, *rope_tables(shape, torch.float32))
     y.backward(dy_SBH.float().transpose(0, 1))
     assert x.grad is not None
     found = {"y": y.detach().transpose(0, 1), "dx": x.grad.transpose(0, 1)}
     for name, module in layer.named_children():
-        grad = module.weight.grad
+        grad: Any = module.weight.grad
         found[name] = _by_head(grad, shape) if name == "qkv" else grad
     return found
 
