@@ -130,6 +130,27 @@ def test_a_shape_that_fails_leaves_the_others_in() -> None:
     assert broken["missing"] == "ValueError: grads=fp7: fp32 or bf16"
 
 
+def test_a_closed_stack_leaves_no_weights_behind() -> None:
+    """Run apart: it starts a process group of its own."""
+    script = """if True:
+        import gc, weakref
+        from tools.benchmarks.layer_stacks import Shape, coatlm_stack
+        shape = Shape(hidden=64, ffn=176, heads=2, seq=16, batch=1)
+        stack = coatlm_stack("coatlm bf16", shape, 2)
+        x, dy = stack.inputs(1)
+        stack.step(x, dy)
+        weights = [weakref.ref(weight) for weight in stack.parameters]
+        stack.close()
+        del stack
+        gc.collect()
+        print("left", sum(weight() is not None for weight in weights), "of", len(weights))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "left 0 of 12\n"
+
+
 def test_a_peer_is_measured_once_a_process() -> None:
     layer.peer.cache_clear()
     first = layer.peer("torch eager", 64, 176, 2, 16, 1, steps=1)

@@ -59,6 +59,7 @@ class Stack:
     dtype: torch.dtype
     parameters: Sequence[nn.Parameter]
     new_weights: Callable[[], None] = lambda: None  # a step starts: the optimizer has run
+    close: Callable[[], None] = lambda: None  # lets its memory go
     compiled: bool = False  # for one batch size; calls of one layer stand for several layers
     weights: Callable[[], dict[str, nn.Parameter]] | None = None  # of the first layer
 
@@ -150,12 +151,17 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
     def forward(x_SBH: Tensor) -> Tensor:
         return decoder(hidden_states=x_SBH, attention_mask=None, rotary_pos_emb=cos_sin)
 
+    def close() -> None:
+        for parameter in flat.parameters():  # its node in autograd holds it, its hook the model
+            del parameter.accumulation_node  # type: ignore[attr-defined]
+
     return Stack(
         forward=forward,
         input_shape=lambda batch: (shape.seq, batch, shape.hidden),
         dtype=torch.float32 if recipe == "fp32" else torch.bfloat16,
         parameters=list(decoder.parameters()),
         new_weights=flat.set_is_first_microbatch,
+        close=close,
         weights=lambda: _first_layer(decoder),
     )
 
