@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer-kernels": "tools.benchmarks.layer_kernels",
+    "memory": "tools.benchmarks.memory",
     "optimizer": "tools.benchmarks.optimizer",
     "quantize": "tools.benchmarks.quantize",
 }
