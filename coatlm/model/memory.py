@@ -239,7 +239,7 @@ def backward_bytes(config: Config) -> int:
 
     The most is there within the MLP: the gradients of the residual stream, of the SwiGLU's output
     and of gate and up, while the SwiGLU's output itself has been let go. With full recomputation
-    also everything that the layer keeps.
+    also everything that the layer keeps; its input, counted before, stands for its output here.
     """
     p, kept = config.parallel, RECIPES[config.precision.recipe].layer(config)
     gradients = 3 * config.model.ffn * element_bytes(config) - kept.swiglu
