@@ -25,6 +25,7 @@ BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
+    "memory": "tools.benchmarks.memory",
     "optimizer": "tools.benchmarks.optimizer",
     "quantize": "tools.benchmarks.quantize",
 }

@@ -20,7 +20,8 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.model.accounting import flops_per_token, model_vocab, plan
+from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex

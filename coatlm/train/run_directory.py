@@ -88,7 +88,12 @@ def _git_commit() -> str | None:
 
 def read_metrics(run_dir: Path) -> list[Record]:
     """The records of metrics.jsonl without lines that are no JSON object; [] without a file."""
-    return [record for record, _ in _whole_lines(run_dir / METRICS)]
+    return read_records(run_dir / METRICS)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The JSON objects of a file with one a line that carry a step; [] without a file."""
+    return [record for record, _ in _whole_lines(path)]
 
 
 def repair_metrics(path: Path, last_step: int) -> int:
