@@ -209,6 +209,7 @@ class Precision(Section):
     )
     keep_linear_inputs: StrictBool | None = None  # else made again; null: the recipe's
     keep_weights: StrictBool = False  # FP8 weights live for a step: 2 bytes a weight, fewer casts
+    tune_gemms: StrictBool = True  # time the GEMM algorithms at start; else cuBLASLt's first choice
     bf16_layers: tuple[StrictInt, StrictInt] = (0, 0)  # the first and the last ones that stay BF16
 
     @property
@@ -321,12 +322,45 @@ class Config(Section):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
+        self._check_flow()
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
                 f"goes with {', '.join(FP32_RECIPES)}"
             )
         return self
+
+    def _check_flow(self) -> None:
+        """FP8 layers: what their kernels can hold. Raises ValueError."""
+        m, p, recipe = self.model, self.precision, self.precision.recipe
+        if not p.flow:
+            for name in set(Precision.model_fields) - {"recipe"}:
+                if getattr(p, name) != Precision.model_fields[name].default:
+                    raise ValueError(
+                        f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
+                    )
+            return
+        if m.spec != "local":
+            raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
+        size = p.group_size or 16  # also what the tensor cores need of every matrix
+        tp = self.parallel.tp
+        divides("model.hidden", m.hidden, "precision.group_size", size)
+        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
+        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
+            width = heads * m.size_per_head // tp
+            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
+        if recipe == "coat-lean":
+            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
+            if self.data.seq_len == m.size_per_head:
+                raise ValueError(
+                    f"precision.recipe=coat-lean: data.seq_len={self.data.seq_len} must differ "
+                    "from model.head_dim, by which kept tensors are told from masks"
+                )
+        if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
+            raise ValueError(
+                f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
+                f"together at most model.layers={m.layers}"
+            )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""

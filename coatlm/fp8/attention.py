@@ -62,13 +62,14 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 class SavedInFp8:
-    """A context in which autograd keeps BF16 tensors in FP8; `kept` finds what it made of one.
+    """A context in which autograd keeps q, k, v and the output in FP8; `kept` finds what it made.
 
-    Tensors whose last dimension is no multiple of the group size, or is not contiguous, stay.
+    They are told from masks and probabilities by their rows of `head_dim` elements, which must not
+    be the length of a sequence too. Their last dimension is contiguous.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, head_dim: int) -> None:
+        self.size, self.head_dim = size, head_dim
         self.made: dict[int, tuple[Tensor, QTensor, list[int]]] = {}
         self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -100,8 +101,8 @@ class SavedInFp8:
         return entry[1], entry[2]
 
     def _pack(self, x: Tensor) -> Tensor | tuple[QTensor, list[int], torch.dtype]:
-        fits = x.dim() > 1 and x.stride(-1) == 1 and x.shape[-1] % self.size == 0
-        if x.dtype not in KEPT_DTYPES or not fits:
+        heads = x.dim() == 4 and x.shape[-1] == self.head_dim and x.stride(-1) == 1
+        if x.dtype not in KEPT_DTYPES or not heads:
             return x
         made, order = self._quantize(x)
         return made, order, x.dtype
@@ -115,9 +116,14 @@ def _unpack(kept: Any) -> Tensor:
     return dequantize_groups(made, dtype).permute(inverse)
 
 
-def attend_keeping_fp8(core: Callable[[], Tensor], size: int) -> tuple[Tensor, QTensor]:
-    """Run `core`, an attention that returns [S, B, N*D]; also its output in FP8, as it is kept."""
-    with SavedInFp8(size) as saved:
+def attend_keeping_fp8(
+    core: Callable[[], Tensor], size: int, head_dim: int
+) -> tuple[Tensor, QTensor]:
+    """Run `core`, an attention that returns [S, B, N*D]; also its output in FP8, as it is kept.
+
+    `size`: elements a scale, a divisor of `head_dim`.
+    """
+    with SavedInFp8(size, head_dim) as saved:
         out = core()
         kept = saved.kept(out)
     saved.forget()

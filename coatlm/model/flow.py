@@ -23,6 +23,7 @@ On the CPU the references run: the same scales and codes, products in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from coatlm.fp8.attention import attend_keeping_fp8
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.gemm import matmul
+from coatlm.fp8.gemm import matmul, tune
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, QTensor, group
 from coatlm.fp8.recipe import FlowRecipe
@@ -41,6 +42,7 @@ from coatlm.fp8.scaling import current_scale, group_scale
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from coatlm.fp8.transpose import (
     Codes,
+    padded_rows,
     quantize_both,
     quantize_direct,
     quantize_transposed,
@@ -68,6 +70,17 @@ class Flow:
     def __init__(self, recipe: FlowRecipe, parallel: TensorParallel, eps: float) -> None:
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
         self.kept: dict[Tensor, Weight] = {}
+
+    def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
+        """Choose the algorithms of backward's products, for `tokens` in a microbatch."""
+        fast = self.recipe.fast
+        kinds: dict[str, Any] = {"a_fmt": self.recipe.grad_fmt, "b_fmt": E4M3}
+        for weight in weights:
+            kinds["device"] = weight.device.index
+            n, k = weight.shape
+            tune(tokens, k, n, out_dtype=torch.bfloat16, fast="dgrad" in fast, accumulate=False, **kinds)
+            summed = padded_rows(tokens)
+            tune(n, k, summed, out_dtype=grad_dtype, fast="wgrad" in fast, accumulate=True, **kinds)
 
     def forward_weight(self, weight: Tensor) -> QTensor:
         """[out, in] with a scale a row."""
@@ -287,7 +300,7 @@ class _ProjMLP(torch.autograd.Function):
             *(proj, norm, fc1, fc2),
         )
         ctx.flow = flow
-        return out.view(x.shape)
+        return out.view(x.shape).data  # not marked as a view: pipeline stages free what they sent
 
     @staticmethod
     @once_differentiable
@@ -350,6 +363,12 @@ class CoatTransformerLayer(TransformerLayer):
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
         self.is_first_microbatch = True  # megatron sets it where weights are new
 
+    def tune(self, tokens: int, grad_dtype: torch.dtype) -> None:
+        """Before training, on a GPU: choose the algorithms of products with `tokens` rows."""
+        attention, mlp = self.self_attention, self.mlp
+        linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        self.flow.tune([linear.weight for linear in linears], tokens, grad_dtype)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -411,5 +430,5 @@ class CoatTransformerLayer(TransformerLayer):
 
         if not size or not torch.is_grad_enabled():
             return attend(), None, None
-        out, kept = attend_keeping_fp8(attend, size)
+        out, kept = attend_keeping_fp8(attend, size, q.shape[-1])
         return out, kept.codes, kept.scale

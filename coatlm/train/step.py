@@ -12,12 +12,14 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data import dataset
 from coatlm.model.builder import build_model, token_positions
+from coatlm.model.flow import CoatTransformerLayer
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import Batch, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
+from coatlm.platform import device
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -40,6 +42,8 @@ class Trainer:
             )
             for chunk in build_model(config, groups, vocab)
         ]
+        if config.precision.tune_gemms and device().type == "cuda":
+            self._tune()
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
