@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def _milliseconds(work: Callable[[], None]) -> float:
         work()
     marks[-1].record()
     marks[-1].synchronize()
-    pairs = zip(marks[:-1], marks[1:], strict=True)
+    pairs = itertools.pairwise(marks)
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 

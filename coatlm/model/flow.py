@@ -23,11 +23,11 @@ On the CPU the references run: the same scales and codes, products in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from coatlm.fp8.attention import attend_keeping_fp8
@@ -78,9 +78,10 @@ class Flow:
         for weight in weights:
             kinds["device"] = weight.device.index
             n, k = weight.shape
-            tune(tokens, k, n, out_dtype=torch.bfloat16, fast="dgrad" in fast, accumulate=False, **kinds)
-            summed = padded_rows(tokens)
-            tune(n, k, summed, out_dtype=grad_dtype, fast="wgrad" in fast, accumulate=True, **kinds)
+            kinds |= {"fast": "dgrad" in fast, "accumulate": False}
+            tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            kinds |= {"fast": "wgrad" in fast, "accumulate": True}
+            tune(n, k, padded_rows(tokens), out_dtype=grad_dtype, **kinds)
 
     def forward_weight(self, weight: Tensor) -> QTensor:
         """[out, in] with a scale a row."""
@@ -363,12 +364,6 @@ class CoatTransformerLayer(TransformerLayer):
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
         self.is_first_microbatch = True  # megatron sets it where weights are new
 
-    def tune(self, tokens: int, grad_dtype: torch.dtype) -> None:
-        """Before training, on a GPU: choose the algorithms of products with `tokens` rows."""
-        attention, mlp = self.self_attention, self.mlp
-        linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-        self.flow.tune([linear.weight for linear in linears], tokens, grad_dtype)
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -432,3 +427,16 @@ class CoatTransformerLayer(TransformerLayer):
             return attend(), None, None
         out, kept = attend_keeping_fp8(attend, size, q.shape[-1])
         return out, kept.codes, kept.scale
+
+
+def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype) -> None:
+    """Before training on a GPU: let FP8 layers choose their GEMMs for microbatches of `tokens`.
+
+    `grad_dtype`: of main gradients. Other layers, and a CPU, have nothing to choose.
+    """
+    for layer in layers:
+        if not isinstance(layer, CoatTransformerLayer) or not torch.cuda.is_available():
+            continue
+        attention, mlp = layer.self_attention, layer.mlp
+        linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        layer.flow.tune([linear.weight for linear in linears], tokens, grad_dtype)

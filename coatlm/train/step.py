@@ -12,14 +12,13 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data import dataset
 from coatlm.model.builder import build_model, token_positions
-from coatlm.model.flow import CoatTransformerLayer
+from coatlm.model.flow import tune_layers
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import Batch, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
-from coatlm.platform import device
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,8 +41,10 @@ class Trainer:
             )
             for chunk in build_model(config, groups, vocab)
         ]
-        if config.precision.tune_gemms and device().type == "cuda":
-            self._tune()
+        if config.precision.tune_gemms:
+            tokens = config.train.micro_batch * config.data.seq_len // p.cp
+            for chunk in self.chunks:
+                tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,

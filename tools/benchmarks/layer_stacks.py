@@ -119,6 +119,7 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
 
     from coatlm.config import make_config
     from coatlm.model.builder import build_model
+    from coatlm.model.flow import tune_layers
     from coatlm.parallel.buffers import FlatModel
 
     spec, recipe = COATLM[row]
@@ -147,6 +148,9 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )
+
+    if config.precision.tune_gemms:
+        tune_layers(decoder.layers, shape.batch * shape.seq, torch.float32)
 
     def forward(x_SBH: Tensor) -> Tensor:
         return decoder(hidden_states=x_SBH, attention_mask=None, rotary_pos_emb=cos_sin)
