@@ -17,8 +17,9 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.pipeline import Batch, run_microbatches
+from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
+from coatlm.platform import device
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -45,6 +46,9 @@ class Trainer:
             tokens = config.train.micro_batch * config.data.seq_len // p.cp
             for chunk in self.chunks:
                 tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
+        self.graph = MicrobatchGraph(self.chunks[0]) if config.train.cuda_graphs else None
+        if self.graph is not None and device().type != "cuda":
+            raise ValueError("train.cuda_graphs=true needs a GPU")
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -110,4 +114,5 @@ class Trainer:
             self.groups,
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
+            graph=self.graph,
         )
