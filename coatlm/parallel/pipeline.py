@@ -64,7 +64,8 @@ class MicrobatchGraph:
             for name, value in inputs.items()
         }
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # thread_local: the watchdog of NCCL asks for its events meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.loss = self._forward_backward(self.inputs)
 
     def _forward_backward(self, inputs: Batch) -> Tensor:
