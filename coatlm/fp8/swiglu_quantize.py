@@ -29,7 +29,6 @@ from coatlm.fp8.norm_quantize import (
     UNSCALED,
     empty_rows,
     group_exponents,
-    load_scaled,
     parts_of,
     quantize_rows_ref,
 )
@@ -43,18 +42,11 @@ from coatlm.fp8.scaling import (
     power_of_two_ref,
     top_exponent,
 )
-from coatlm.fp8.transpose import (
-    as_bytes,
-    columns_of,
-    inverse_of,
-    padded_rows,
-    padded_t,
-    store_words,
-)
+from coatlm.fp8.transpose import Tile, padded_rows, padded_t
 
 BLOCK = 2048  # columns of a row that a program of forward handles at a time
-TILE, TILE_WARPS = (16, 64), 4  # words of four rows x columns of a in backward
-AMAX_TILE, AMAX_WARPS = (8, 512), 8  # rows x columns, to find the amax of dx
+TILE = Tile(64, 64, 8, 1, 4)  # of a in backward
+AMAX_TILE = Tile(8, 256, 16, 1, 4)  # to find the amax of dx
 WARPS = 8
 PROGRAMS_PER_SM = 8  # of the pass that finds an amax
 
@@ -150,118 +142,6 @@ def _swiglu_quantize_kernel(
         tl.store(a_ptr + row * F + col, a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _swiglu_gradients(gate, up, da):
-    """(a, dgate, dup) of a tile."""
-    s = tl.sigmoid(gate)
-    silu = gate * s
-    return silu * up, da * up * s * (1 + gate * (1 - s)), da * silu
-
-
-@triton.jit
-def _gradient_codes(
-    da_ptr,
-    x_ptr,
-    exponent_ptr,
-    dx_ptr,
-    inverse,
-    a_inverse,
-    row,
-    M,
-    first,
-    F,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    A_FORMAT: tl.constexpr,
-):
-    """Codes of dgate, dup and a for the given rows and a run of groups; those of dx are stored."""
-    half = F // SIZE
-    gate = load_scaled(x_ptr, exponent_ptr, row, M, first, half, 2 * F, GROUPS, SIZE)
-    up = load_scaled(x_ptr, exponent_ptr, row, M, half + first, 2 * half, 2 * F, GROUPS, SIZE)
-    da = load_scaled(da_ptr, None, row, M, first, half, F, GROUPS, SIZE)
-    a, dgate, dup = _swiglu_gradients(gate, up, da)
-    dgate = as_bytes(dgate * inverse, FORMAT)
-    dup = as_bytes(dup * inverse, FORMAT)
-    a = as_bytes(a * a_inverse, A_FORMAT)
-    col = columns_of(first, GROUPS, SIZE)
-    mask = (row[:, None, None] < M) & (col < F)
-    at = dx_ptr + row[:, None, None] * 2 * F + col
-    tl.store(at, dgate, mask=mask)
-    tl.store(at + F, dup, mask=mask)
-    dgate = tl.reshape(dgate, [WORDS, GROUPS * SIZE])
-    dup = tl.reshape(dup, [WORDS, GROUPS * SIZE])
-    return dgate, dup, tl.reshape(a, [WORDS, GROUPS * SIZE])
-
-
-@triton.jit
-def _swiglu_backward_kernel(
-    da_ptr,
-    x_ptr,
-    exponent_ptr,  # or None: x is not FP8
-    dx_scale_ptr,
-    a_scale_ptr,
-    dx_ptr,  # uint8[M, 2F]
-    dx_t_ptr,  # int32[2F, words]
-    a_t_ptr,  # int32[F, words], or None
-    M,
-    words,
-    F,
-    FORMAT: tl.constexpr,
-    A_FORMAT: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    tiles = tl.cdiv(F, GROUPS * SIZE)
-    word = (tl.program_id(0) // tiles).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    first = tl.program_id(0) % tiles * GROUPS
-    col = first * SIZE + tl.arange(0, GROUPS * SIZE)
-    inverse, a_inverse = inverse_of(dx_scale_ptr), inverse_of(a_scale_ptr)
-    row = 4 * word
-    g0, u0, a0 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row, M,
-                                 first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g1, u1, a1 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row + 1,
-                                 M, first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g2, u2, a2 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row + 2,
-                                 M, first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g3, u3, a3 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row + 3,
-                                 M, first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    store_words(g0, g1, g2, g3, dx_t_ptr, word, words, col, F)
-    store_words(u0, u1, u2, u3, dx_t_ptr + F.to(tl.int64) * words, word, words, col, F)
-    if a_t_ptr is not None:
-        store_words(a0, a1, a2, a3, a_t_ptr, word, words, col, F)
-
-
-@triton.jit
-def _swiglu_backward_amax_kernel(
-    da_ptr,
-    x_ptr,
-    exponent_ptr,
-    amax_ptr,  # [programs]
-    M,
-    F,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    half = F // SIZE
-    tiles = tl.cdiv(half, GROUPS)
-    largest = tl.zeros([ROWS, GROUPS, SIZE], tl.int32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS) * tiles, tl.num_programs(0)):
-        row = (tile // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        first = tile % tiles * GROUPS
-        gate = load_scaled(x_ptr, exponent_ptr, row, M, first, half, 2 * F, GROUPS, SIZE)
-        up = load_scaled(x_ptr, exponent_ptr, row, M, half + first, 2 * half, 2 * F, GROUPS, SIZE)
-        da = load_scaled(da_ptr, None, row, M, first, half, F, GROUPS, SIZE)
-        _, dgate, dup = _swiglu_gradients(gate, up, da)
-        largest = tl.maximum(largest, dgate.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        largest = tl.maximum(largest, dup.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = tl.max(tl.max(tl.max(largest, 2), 1), 0).to(tl.float32, bitcast=True)
-    tl.store(amax_ptr + tl.program_id(0), amax)
-
-
 def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
     """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
 
@@ -312,6 +192,8 @@ def swiglu_backward_quantize(
     """
     if not da.is_cuda:
         return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a)
+    from coatlm.fp8 import tiles  # Gluon is young: only CUDA depends on it
+
     (m, f), device = da.shape, da.device
     elements, exponents, size = parts_of(x)
     padded = padded_rows(m)
@@ -319,9 +201,8 @@ def swiglu_backward_quantize(
     dx = torch.empty(m, 2 * f, dtype=fmt.dtype, device=device)
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
-    words = padded // 4
-    rows, columns = TILE
-    _swiglu_backward_kernel[(triton.cdiv(words, rows) * triton.cdiv(f, columns),)](
+    programs = triton.cdiv(padded, TILE.rows) * triton.cdiv(f, TILE.columns)
+    tiles.swiglu_backward_kernel[(programs,)](
         da,
         elements,
         exponents,
@@ -331,14 +212,17 @@ def swiglu_backward_quantize(
         dx_t.view(torch.int32),
         None if a_t is None else a_t.view(torch.int32),
         m,
-        words,
+        padded,
         f,
         FORMAT=fmt.triton_dtype,
         A_FORMAT=E4M3.triton_dtype,
-        WORDS=rows,
-        GROUPS=columns // size,
         SIZE=size,
-        num_warps=TILE_WARPS,
+        ROWS=TILE.rows,
+        COLUMNS=TILE.columns,
+        RUN=TILE.run,
+        DOWN=TILE.down,
+        WARPS=TILE.warps,
+        num_warps=TILE.warps,
     )
     return Gradients(
         QTensor(dx, scale, TENSOR, fmt),
@@ -351,21 +235,24 @@ def _gradient_scale(
     da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
 ) -> Tensor:
     """The scale [] of dx, from a pass over its operands."""
+    from coatlm.fp8 import tiles
+
     m, f = da.shape
-    rows, columns = AMAX_TILE
-    tiles = triton.cdiv(m, rows) * triton.cdiv(f, columns)
-    programs = min(tiles, PROGRAMS_PER_SM * processors(da.device))
+    count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
+    programs = min(count, PROGRAMS_PER_SM * processors(da.device))
     amax = torch.empty(programs, dtype=torch.float32, device=da.device)
-    _swiglu_backward_amax_kernel[(programs,)](
+    tiles.swiglu_amax_kernel[(programs,)](
         da,
         elements,
         exponents,
         amax,
         m,
         f,
-        ROWS=rows,
-        GROUPS=columns // size,
         SIZE=size,
-        num_warps=AMAX_WARPS,
+        ROWS=AMAX_TILE.rows,
+        COLUMNS=AMAX_TILE.columns,
+        RUN=AMAX_TILE.run,
+        WARPS=AMAX_TILE.warps,
+        num_warps=AMAX_TILE.warps,
     )
     return group_scale(amax, fmt, power_of_two=True)
