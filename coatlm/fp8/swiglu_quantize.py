@@ -45,10 +45,10 @@ from coatlm.fp8.scaling import (
 from coatlm.fp8.transpose import Tile, padded_rows, padded_t
 
 BLOCK = 2048  # columns of a row that a program of forward handles at a time
-TILE = Tile(64, 64, 8, 1, 4)  # of a in backward
-AMAX_TILE = Tile(8, 256, 16, 1, 4)  # to find the amax of dx
+TILE = Tile(32, 128, 8, 16, 4)  # of a in backward
+AMAX_TILE = Tile(4, 256, 16, 1, 2)  # to find the amax of dx
 WARPS = 8
-PROGRAMS_PER_SM = 8  # of the pass that finds an amax
+PROGRAMS_PER_SM = 16  # of the pass that finds an amax
 
 
 class Activated(NamedTuple):

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-WIDE_TILE = Tile(128, 64, 16, 1, 4)  # of BF16 and fp32
+WIDE_TILE = Tile(128, 64, 8, 1, 8)  # of BF16 and fp32
 CODES_TILE = Tile(128, 128, 16, 1, 8)  # of FP8
 
 
