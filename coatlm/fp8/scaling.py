@@ -68,10 +68,15 @@ def group_amax_ref(x: Tensor, size: int) -> Tensor:
 
 
 @triton.jit
+def larger(a, b):
+    """The maximum of two fp32 tiles; NaN where one is. One instruction: max.NaN.f32."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def amax_of(x, AXIS: tl.constexpr):
     """Largest |x| along an axis of an fp32 tile; NaN where there is one."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(x), AXIS, larger)
 
 
 @triton.jit
