@@ -345,10 +345,9 @@ def norm_backward(
         return dx, dweight, dx.float().abs().amax()
     rows, hidden = dy.shape
     codes, exponents, size = parts_of(x)
-    run = min(RUN, size)
-    runs = triton.next_power_of_2(hidden // run)
-    warps = min(max(runs // 32, 1), 32)
-    programs = max(1, min(rows, max(WARPS_PER_SM // warps, 1) * processors(dy.device)))
+    tile = backward_tile(hidden, size)
+    programs = max(WARPS_PER_SM // tile["WARPS"], 1) * processors(dy.device)
+    programs = max(1, min(rows, programs))
     dx = torch.empty_like(dy)
     part = torch.empty((programs, hidden), dtype=torch.float32, device=dy.device)
     amax = torch.empty(programs, dtype=torch.float32, device=dy.device)
@@ -363,12 +362,8 @@ def norm_backward(
         part,
         amax,
         rows,
-        H=hidden,
-        SIZE=size,
-        RUN=run,
-        RUNS=runs,
-        WARPS=warps,
-        num_warps=warps,
+        **tile,
+        num_warps=tile["WARPS"],
     )
     return dx, part.sum(0), amax
 
@@ -388,3 +383,11 @@ def grouped_tile(hidden: int, size: int = 0) -> dict[str, int]:
     rows = max(1, TILE // (groups * size))
     warps = min(max(rows * groups * size // (32 * THREAD), 4), 32)
     return {"H": hidden, "ROWS": rows, "GROUPS": groups, "SIZE": size, "num_warps": warps}
+
+
+def backward_tile(hidden: int, size: int) -> dict[str, int]:
+    """Launch shape of backward: a row is RUNS runs of RUN elements, a thread's each."""
+    run = min(RUN, size)
+    runs = triton.next_power_of_2(hidden // run)
+    warps = min(max(runs // 32, 1), 32)
+    return {"H": hidden, "SIZE": size, "RUN": run, "RUNS": runs, "WARPS": warps}

@@ -123,7 +123,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)), with the special-function unit's two operations and nothing around them."""
+    """1 / (1 + exp(-x)): two special functions, and nothing around them for rare numbers."""
     return _reciprocal(1.0 + _power_of_two_exponential(x * -1.4426950408889634))
 
 
@@ -163,8 +163,8 @@ def _swiglu_quantize_kernel(
     for k in gl.static_range(CHUNKS):
         mask = (group < F // SIZE - k * GROUPS)[:, None]
         at = x_row + k * GROUPS * SIZE + col
-        halves = halves + (gl.load(at, mask=mask, other=0.0),)
-        halves = halves + (gl.load(at + F, mask=mask, other=0.0),)
+        halves += (gl.load(at, mask=mask, other=0.0),)
+        halves += (gl.load(at + F, mask=mask, other=0.0),)
     activated = ()
     amax = gl.full([GROUPS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(CHUNKS):
@@ -172,7 +172,7 @@ def _swiglu_quantize_kernel(
         gate, up = halves[2 * k].to(gl.float32), halves[2 * k + 1].to(gl.float32)
         a = gate * _sigmoid(gate) * up
         amax = larger(amax, amax_of(a, 1))
-        activated = activated + (a,)
+        activated += (a,)
         if saved_ptr is not None:
             at = saved_ptr + row * 2 * F + k * GROUPS * SIZE + col
             exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * GROUPS + group
@@ -336,7 +336,8 @@ def _row_tile(f: int, size: int) -> dict[str, int]:
     run = min(RUN, size)
     runs = triton.cdiv(f, run)
     warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
-    chunks = triton.cdiv(f, max(32 * warps * run, size))
+    groups = 32 * warps // min(size // run, 32)  # that have threads at a time
+    chunks = triton.cdiv(f, groups * size)
     tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
     return tile | {"num_warps": warps}
 
