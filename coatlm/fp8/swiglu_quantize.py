@@ -2,7 +2,7 @@
 
     a = silu(gate) * up                                                as in activation.py
 
-Forward, one pass over x[M, 2F] = gate | up (a row is read twice, the second time from cache):
+Forward, one pass over x[M, 2F] = gate | up, a row in registers:
 
     codes of a, one power-of-two scale a row                           into the down projection
     codes of x, one power-of-two scale for 1 x `group` elements        saved for backward
@@ -21,7 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from coatlm.fp8 import tiles
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.norm import processors
@@ -35,19 +38,21 @@ from coatlm.fp8.norm_quantize import (
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, group
 from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import (
+    amax_of,
     exponent_of,
     group_scale,
     inverse_power_of_two,
+    larger,
     power_of_two,
     power_of_two_ref,
     top_exponent,
 )
 from coatlm.fp8.transpose import Tile, padded_rows, padded_t
 
-BLOCK = 2048  # columns of a row that a program of forward handles at a time
+RUN = 16  # elements of gate, and of up, that a thread of forward takes at a time
+CHUNKS = 6  # most times it does so; more would not fit in registers
 TILE = Tile(32, 128, 8, 16, 4)  # of a in backward
 AMAX_TILE = Tile(4, 256, 16, 1, 2)  # to find the amax of dx
-WARPS = 8
 PROGRAMS_PER_SM = 16  # of the pass that finds an amax
 
 
@@ -94,52 +99,85 @@ def swiglu_backward_quantize_ref(
 
 
 @triton.jit
+def _power_of_two_exponential(x):
+    """2^x in one instruction, within 2^-22; 0 for what would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x in one instruction, within 2^-23; 0 for what would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)): two special functions, and nothing around them for rare numbers."""
+    return _reciprocal(1.0 + _power_of_two_exponential(x * -1.4426950408889634))
+
+
+@triton.jit
+def _store_group_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
+    """Codes and scale exponents of the groups x[., SIZE]."""
+    exponent = group_exponents(x, TOP)
+    code = x * inverse_power_of_two(exponent)[:, None]
+    tl.store(at, code.to(at.dtype.element_ty), mask=mask)
+    tl.store(exponent_at, exponent.to(tl.uint8), mask=some)
+
+
+@gluon.jit
 def _swiglu_quantize_kernel(
     x_ptr,
     a_ptr,
     a_scale_ptr,
     saved_ptr,  # or None
     saved_exponent_ptr,
-    F: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP: tl.constexpr,
+    F: gl.constexpr,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    TOP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """A row, in chunks of RUN elements a thread: a stays in registers until its scale is known."""
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    GROUPS: gl.constexpr = 32 * WARPS // WIDE  # a chunk
+    row = gl.program_id(0).to(gl.int64)
     x_row = x_ptr + row * 2 * F
-    largest = tl.zeros([GROUPS, SIZE], tl.int32)
-    for first in tl.range(0, F // SIZE, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        some = group < F // SIZE
-        mask = some[:, None]
-        gate = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_row + F + col, mask=mask, other=0.0).to(tl.float32)
-        a = gate * tl.sigmoid(gate) * up
-        largest = tl.maximum(largest, a.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    a_row = a_ptr + row * F
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    col = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    halves = ()
+    for k in gl.static_range(CHUNKS):
+        mask = (group < F // SIZE - k * GROUPS)[:, None]
+        at = x_row + k * GROUPS * SIZE + col
+        halves += (gl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+        halves += (gl.load(at + F, mask=mask, other=0.0),)  # type: ignore[assignment]
+    activated = ()
+    amax = gl.full([GROUPS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(CHUNKS):
+        some = group < F // SIZE - k * GROUPS
+        gate, up = halves[2 * k].to(gl.float32), halves[2 * k + 1].to(gl.float32)  # type: ignore[var-annotated]
+        a = gate * _sigmoid(gate) * up
+        amax = larger(amax, amax_of(a, 1))
+        activated += (a,)
         if saved_ptr is not None:
-            at = saved_ptr + row * 2 * F + col
-            group_at = saved_exponent_ptr + row * (2 * F // SIZE) + group
-            exponent = group_exponents(gate, TOP)
-            code = gate * inverse_power_of_two(exponent)[:, None]
-            tl.store(at, code.to(saved_ptr.dtype.element_ty), mask=mask)
-            tl.store(group_at, exponent.to(tl.uint8), mask=some)
-            exponent = group_exponents(up, TOP)
-            code = up * inverse_power_of_two(exponent)[:, None]
-            tl.store(at + F, code.to(saved_ptr.dtype.element_ty), mask=mask)
-            tl.store(group_at + F // SIZE, exponent.to(tl.uint8), mask=some)
-    amax = tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True)
-    exponent = exponent_of(amax, TOP)
-    tl.store(a_scale_ptr + row, power_of_two(exponent))
+            at = saved_ptr + row * 2 * F + k * GROUPS * SIZE + col
+            exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * GROUPS + group
+            _store_group_codes(gate, at, exponent_at, some[:, None], some, TOP)
+            _store_group_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
+    exponent = exponent_of(amax_of(amax, 0), TOP)
+    gl.store(a_scale_ptr + row, power_of_two(exponent))
     inverse = inverse_power_of_two(exponent)
-    for first in tl.range(0, F // SIZE, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        mask = group[:, None] < F // SIZE
-        gate = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_row + F + col, mask=mask, other=0.0).to(tl.float32)
-        a = gate * tl.sigmoid(gate) * up * inverse
-        tl.store(a_ptr + row * F + col, a.to(a_ptr.dtype.element_ty), mask=mask)
+    for k in gl.static_range(CHUNKS):
+        code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
+        mask = (group < F // SIZE - k * GROUPS)[:, None]
+        gl.store(a_row + k * GROUPS * SIZE + col, code, mask=mask)
 
 
 def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
@@ -165,16 +203,24 @@ def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
         scale,
         saved,
         exponents,
-        F=f,
-        GROUPS=BLOCK // size,
-        SIZE=size,
         TOP=top_exponent(E4M3),
-        num_warps=WARPS,
+        **_row_tile(f, size),
     )
     kept = None
     if saved is not None and exponents is not None:
         kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), group(group_size), E4M3)
     return Activated(QTensor(codes, scale, ROW, E4M3), kept)
+
+
+def _row_tile(f: int, size: int) -> dict[str, int]:
+    """How the threads of a program share a row: the fewest warps with at most CHUNKS runs each."""
+    run = min(RUN, size)
+    runs = triton.cdiv(f, run)
+    warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
+    groups = 32 * warps // min(size // run, 32)  # that have threads at a time
+    chunks = triton.cdiv(f, groups * size)
+    tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
+    return tile | {"num_warps": warps}
 
 
 def swiglu_backward_quantize(
@@ -192,7 +238,6 @@ def swiglu_backward_quantize(
     """
     if not da.is_cuda:
         return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a)
-    from coatlm.fp8 import tiles  # Gluon is young: only CUDA depends on it
 
     (m, f), device = da.shape, da.device
     elements, exponents, size = parts_of(x)
@@ -235,7 +280,6 @@ def _gradient_scale(
     da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
 ) -> Tensor:
     """The scale [] of dx, from a pass over its operands."""
-    from coatlm.fp8 import tiles
 
     m, f = da.shape
     count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)

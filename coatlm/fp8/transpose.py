@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coatlm.fp8 import tiles
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.norm_quantize import parts_of
@@ -170,7 +171,6 @@ def _launch(
     direct: bool,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    from coatlm.fp8 import tiles  # Gluon is young: only CUDA depends on it
 
     elements, exponents, size = parts_of(source)
     elements = elements.contiguous()
