@@ -31,7 +31,8 @@ class MicrobatchGraph:
     The first microbatch runs as ever, which compiles kernels; the second is recorded; from then on
     a microbatch is copied into the recording's inputs and replayed, and the CPU launches one graph
     in place of some sixty kernels a layer. Kernels and numbers are the same. Gradients accumulate;
-    their reduction starts after the last microbatch, not during it.
+    their reduction starts after the last microbatch, not during it. All runs on the stream that the
+    model was told of: autograd's accumulation nodes belong to one.
     """
 
     def __init__(self, model: FlatModel) -> None:
@@ -48,7 +49,7 @@ class MicrobatchGraph:
         with self.model.no_sync():
             if not self.warm:
                 self.warm = True
-                return self._forward_backward(inputs)
+                return self._eager(inputs)
             if self.graph is None:
                 self._record(inputs)
         for name, value in self.inputs.items():
@@ -65,8 +66,19 @@ class MicrobatchGraph:
         }
         self.graph = torch.cuda.CUDAGraph()
         # thread_local: the watchdog of NCCL asks for its events meanwhile
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self.graph, stream=self.model.stream, capture_error_mode="thread_local"
+        ):
             self.loss = self._forward_backward(self.inputs)
+
+    def _eager(self, inputs: Batch) -> Tensor:
+        stream, current = self.model.stream, torch.cuda.current_stream()
+        assert stream is not None
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            loss = self._forward_backward(inputs)
+        current.wait_stream(stream)
+        return loss
 
     def _forward_backward(self, inputs: Batch) -> Tensor:
         loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])

@@ -30,6 +30,9 @@ class Trainer:
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
+        recorded = config.train.cuda_graphs
+        if recorded and device().type != "cuda":
+            raise ValueError("train.cuda_graphs=true needs a GPU")
         self.chunks = [
             FlatModel(
                 chunk,
@@ -39,6 +42,7 @@ class Trainer:
                 bucket_size=p.bucket_size,
                 overlap_grad_reduce=p.overlap_grad_reduce,
                 overlap_param_gather=p.overlap_param_gather,
+                stream=torch.cuda.Stream() if recorded else None,
             )
             for chunk in build_model(config, groups, vocab)
         ]
@@ -46,9 +50,7 @@ class Trainer:
             tokens = config.train.micro_batch * config.data.seq_len // p.cp
             for chunk in self.chunks:
                 tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
-        self.graph = MicrobatchGraph(self.chunks[0]) if config.train.cuda_graphs else None
-        if self.graph is not None and device().type != "cuda":
-            raise ValueError("train.cuda_graphs=true needs a GPU")
+        self.graph = MicrobatchGraph(self.chunks[0]) if recorded else None
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
