@@ -39,7 +39,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocab-multiple", type=int, help="to coatlm: pad the vocabulary to a multiple of this")
     add("--seq-len", type=int, help="to coatlm: data.seq_len; default: max_position_embeddings")
     add("--like", type=Path, help="to hf: whose family, tokenizer and generation config to take")
-    add("--vocab-size", type=int, help="to hf: rows of the embedding to keep; default: see the guide")
+    add(
+        "--vocab-size",
+        type=int,
+        help="to hf: rows of the embedding to keep; default: see the guide",
+    )
     add("--max-shard-size", type=_bytes, help="to hf: of a file, for example 2GB; default: 5GB")
     add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 as compressed-tensors")
     add("--fp8-scales", choices=["channel", "tensor"], help="of fp8 weights; default: channel")
@@ -59,7 +63,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Convert, and turn errors of the user into one line and an exit code."""
     args = parse_arguments(arguments)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
     from coatlm.hf.files import Report
     from coatlm.hf.fp8 import Fp8Export
     from coatlm.hf.from_hf import from_huggingface
@@ -106,7 +111,9 @@ def _bytes(text: str) -> int:
     number = text.rstrip("KMGB")
     unit = text[len(number) :]
     if not number.isdigit() or unit not in UNITS or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number with {', '.join(filter(None, UNITS))}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a number with {', '.join(filter(None, UNITS))}"
+        )
     return int(number) * UNITS[unit]
 
 

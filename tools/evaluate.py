@@ -43,7 +43,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", nargs="+", required=True, help="files and globs")
     add("--field", default="text", help="of JSON lines, and column of parquet (default: text)")
     add("--tokenizer", help="where data.tokenizer of the checkpoint lies now, as such a spec")
-    add("--prefix", type=int, metavar="ID", help="a token to put before each document (default: none)")
+    add(
+        "--prefix",
+        type=int,
+        metavar="ID",
+        help="a token to put before each document (default: none)",
+    )
     add("--window", type=int, help=f"tokens (default: data.seq_len, at most {WINDOW})")
     add("--stride", type=int, help="tokens between windows (default: half a window)")
     add("--batch", type=int, default=8, help="windows at a time (default: %(default)s)")
@@ -120,7 +125,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
                 }
             )
             print(_line(rows), flush=True)
-    print(f"{found.tokens:,} tokens predicted in {len(documents)} documents, {found.nbytes:,} bytes")
+    print(
+        f"{found.tokens:,} tokens predicted in {len(documents)} documents, {found.nbytes:,} bytes"
+    )
     counts = {"tokens": found.tokens, "bytes": found.nbytes, "documents": len(documents)}
     return {
         "checkpoint": str(path),

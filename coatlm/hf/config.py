@@ -168,9 +168,7 @@ def output_bias(raw: Mapping[str, Any]) -> bool:
     return raw["model_type"] in ("llama", "qwen3") and bool(raw.get("attention_bias"))
 
 
-def run_config(
-    model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precision: str
-) -> Config:
+def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precision: str) -> Config:
     """A whole configuration around a converted model; data and training are the defaults."""
     return make_config(
         {
@@ -203,7 +201,10 @@ def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
         ("attention_dropout", (None, 0)),
         ("mlp_bias", (None, False)),
         ("partial_rotary_factor", (None, 1)),
-        ("attention_bias", (None, False) if family in ("mistral", "qwen2") else (None, False, True)),
+        (
+            "attention_bias",
+            (None, False) if family in ("mistral", "qwen2") else (None, False, True),
+        ),
         ("architectures", (None, [ARCHITECTURES[family]])),
     ]
     for name, values in allowed:

@@ -82,7 +82,9 @@ class Weights:
 
     def describe(self) -> dict[str, Described]:
         """Type and shape of every tensor. Raises ValueError, naming the file, for a damaged one."""
-        headers = {file: _header(self.directory / file) for file in sorted(set(self.files.values()))}
+        headers = {
+            file: _header(self.directory / file) for file in sorted(set(self.files.values()))
+        }
         for name, file in self.files.items():
             if name not in headers[file]:
                 raise ValueError(f"{self.directory / file}: has no {name}, which {INDEX} lists")

@@ -104,7 +104,9 @@ def _tokenizer(
         eos = first_eos(read_json(source / GENERATION))
     spec = given or spec_in(source, eos)
     if spec is None:
-        raise ValueError(f"{source}: has no tokenizer.json and no tokenizer.model: name a tokenizer")
+        raise ValueError(
+            f"{source}: has no tokenizer.json and no tokenizer.model: name a tokenizer"
+        )
     made = make_tokenizer(spec)
     check_rows(made, rows)
     return spec, made.fingerprint
@@ -136,7 +138,9 @@ def _check_stored(
             raise ValueError(f"{weights.directory}: {name} is missing")
         if stored[name].shape != shape:
             found = list(stored[name].shape)
-            raise ValueError(f"{weights.directory}: {name} is {found}, config.json says {list(shape)}")
+            raise ValueError(
+                f"{weights.directory}: {name} is {found}, config.json says {list(shape)}"
+            )
     for name in zeros:
         if bool(weights.read(name).any()):
             raise ValueError(

@@ -11,7 +11,7 @@ same pairs on both sides, so rows are moved and values never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +31,7 @@ class Entry:
 
     key: str
     shape: Shape
-    parts: dict[str, Shape]  # in order
+    parts: Mapping[str, Shape]  # in order
     fusion: Literal["rows", "groups"] = "rows"  # one after the other | q, k, v a group
     groups: int = 1  # key/value heads, for "groups"
 

@@ -133,7 +133,9 @@ class CheckpointWeights:
             weight = self._decode(key, weight)
         result = weight.to(self.dtype)
         if self.dtype == torch.float16 and bool((result.isinf() & weight.isfinite()).any()):
-            raise ValueError(f"{self._path}: {key} has values beyond fp16's 65504: take bf16 or fp32")
+            raise ValueError(
+                f"{self._path}: {key} has values beyond fp16's 65504: take bf16 or fp32"
+            )
         return result
 
     def _decode(self, key: str, weight: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def moved(spec: str, source: Path, destination: Path) -> str:
 
 
 def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[int | None, str]:
-    """Write what AutoTokenizer reads. Returns the end-of-document id and a note where it is partial.
+    """Write what AutoTokenizer reads. Returns its end-of-document id, and a note if it could not.
 
     Raises ValueError where the files that `spec` names are not those of `fingerprint`.
     """

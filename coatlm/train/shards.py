@@ -132,8 +132,13 @@ def write_one_by_one(
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     make: Callable[[str], Tensor],
 ) -> None:
-    """Write whole tensors from one process; `make(key)` gives each when its turn has come."""
-    empty = {key: torch.empty(shape, dtype=t, device="meta") for key, (t, shape) in described.items()}
+    """Write whole tensors from one process; `make(key)` gives each when its turn has come.
+
+    What it gives is freed after it was written. Raises CheckpointError.
+    """
+    empty = {
+        key: torch.empty(shape, dtype=t, device="meta") for key, (t, shape) in described.items()
+    }
     planner = _MakingPlanner(make)
     try:
         save(empty, storage_writer=_Writer(directory), planner=planner, no_dist=True)
@@ -241,17 +246,25 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _MakingPlanner(_SavePlanner):
-    """Plans with tensors that have no data yet."""
+    """Plans with tensors that have no data yet, and takes it away again once it is written.
+
+    DCP keeps every tensor of a file until the file is complete.
+    """
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._make = make
+        self._written = torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        tensor = self._make(write_item.index.fqn)
+        self._written.untyped_storage().resize_(0)
+        tensor = self._make(write_item.index.fqn).contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
         assert write_item.tensor_data is not None
         assert tensor.shape == write_item.tensor_data.size
         assert tensor.dtype == write_item.tensor_data.properties.dtype
+        self._written = tensor
         return tensor
 
 
