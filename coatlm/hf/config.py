@@ -160,6 +160,8 @@ def write_config(
         result["sliding_window"] = None
     if family in ("qwen2", "qwen3"):
         result["use_sliding_window"] = False
+    if family == "qwen2" and model.size_per_head * model.heads == model.hidden:
+        del result["head_dim"]  # the family has no such field; transformers honours it if needed
     return result
 
 

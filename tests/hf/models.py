@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama bias": {"model_type": "llama", "attention_bias": True},
     "mistral": {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+    "qwen2 head_dim": {"model_type": "qwen2", "head_dim": 24},
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2.5": {
         "model_type": "qwen2",
