@@ -5,7 +5,7 @@ the wide type, so what is seen is the effect of the format and not of an FP8 GEM
 
     scales      S of a weight                  S of an activation
     tensor      amax / MAX of the matrix       amax / MAX of the batch
-    channel     amax / MAX of an output row    amax / MAX of a token
+    channel     amax / MAX of an output row    amax / MAX of a token (of q, k, v: and a head)
     biasN       2^(B - N), a fixed exponent bias N for everything; B is the format's own, 7 or 15
 
     what        is cast
