@@ -99,10 +99,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = make_tokenizer(args.tokenizer or data["tokenizer"])
     if tokenizer.fingerprint != state["tokenizer"]:
         raise ValueError(f"tokenizer {tokenizer.spec}: {path} was trained with another one")
-    window = args.window or min(data["seq_len"], WINDOW)
-    stride = args.stride or max(window // 2, 1)
+    window = min(data["seq_len"], WINDOW) if args.window is None else args.window
+    stride = max(window // 2, 1) if args.stride is None else args.stride
     check_windows(window, stride, args.batch)
     precision = args.precision or ("bf16" if torch.cuda.is_available() else "fp32")
+    if args.prefix is not None and not 0 <= args.prefix < tokenizer.vocab_size:
+        raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
     documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
     settings = {"window": window, "stride": stride, "batch": args.batch, "precision": precision}
     rows: list[dict[str, Any]] = []

@@ -80,6 +80,11 @@ def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[in
             _write_fast_config(destination, _token(path, tokenizer.eod))
     elif kind == "sentencepiece":
         shutil.copyfile(path, destination / "tokenizer.model")
+        if not _is_like_llama(path):
+            return tokenizer.eod, (
+                "tokenizer.model was copied, but transformers has no tokenizer for it: its "
+                "LlamaTokenizer is for BPE models that leave the text as it is"
+            )
         _write_sentencepiece_config(destination)
     else:
         return tokenizer.eod, f"no tokenizer was written: {spec} has no Hugging Face form"
@@ -143,6 +148,21 @@ def _write_fast_config(destination: Path, end: str | None) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write_json(destination / "tokenizer_config.json", content)
+
+
+def _is_like_llama(path: Path) -> bool:
+    """Whether transformers' LlamaTokenizer cuts text as this sentencepiece model does."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(path.read_bytes())
+    trained, text = model.trainer_spec, model.normalizer_spec
+    return bool(
+        trained.model_type == trained.BPE
+        and text.name == "identity"
+        and text.add_dummy_prefix
+        and not text.remove_extra_whitespaces
+    )
 
 
 def _write_sentencepiece_config(destination: Path) -> None:

@@ -46,9 +46,7 @@ def test_score_is_the_mean_over_predicted_tokens_whatever_the_batch() -> None:
     documents = [Document(tuple(range(n)), 10 * n) for n in (3, 21, 40)]
     expected = [(t + (t + 1) / 7) for d in documents for t in d.ids[:-1]]
     for batch in (1, 4, 100):
-        found = score(
-            model, documents, window=8, stride=5, batch=batch, device=torch.device("cpu")
-        )
+        found = score(model, documents, window=8, stride=5, batch=batch, device=torch.device("cpu"))
         assert found.tokens == 2 + 20 + 39 and found.nbytes == 640
         assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
         assert found.perplexity == pytest.approx(math.exp(found.loss))
@@ -73,7 +71,12 @@ def test_documents_are_files_of_text_and_lines_of_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
-    [((1, 1, 1), "window=1"), ((8, 0, 1), "stride=0"), ((8, 9, 1), "stride=9"), ((8, 8, 0), "batch")],
+    [
+        ((1, 1, 1), "window=1"),
+        ((8, 0, 1), "stride=0"),
+        ((8, 9, 1), "stride=9"),
+        ((8, 8, 0), "batch"),
+    ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, int, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):

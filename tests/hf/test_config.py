@@ -32,10 +32,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 acts within"),
     ({"model_type": "mistral"}, "sliding_window=4096 acts within max_position_embeddings=8192"),
     (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64,
-         "max_window_layers": 1},
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "max_window_layers": 1,
+        },
         "sliding_window=64 acts within",
-    ),  # fmt: skip
+    ),
     (
         {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
         "layer_types has 'sliding_attention'",
@@ -55,7 +59,7 @@ def test_what_coatlm_does_not_compute_is_refused_by_name(
 ) -> None:
     raw = {"model_type": "llama", **BASE, "max_position_embeddings": 8192}
     assert read_model(raw)["layers"] == 3
-    with pytest.raises(ValueError, match="config.json") as caught:
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
         read_model({**raw, **fields})
     assert complaint in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1

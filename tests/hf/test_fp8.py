@@ -106,5 +106,5 @@ def test_logits_of_the_fp8_model_are_near_those_of_the_original(exported: Path) 
 
 
 def test_weights_with_nan_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="x.weight: has NaN or Inf"):
+    with pytest.raises(ValueError, match=r"x\.weight: has NaN or Inf"):
         Fp8Export().encode("x.weight", torch.tensor([[1.0, float("nan")]]))
