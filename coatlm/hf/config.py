@@ -68,6 +68,7 @@ HARMLESS = frozenset(CARRIED) | {
     "_name_or_path",
     "architectures",
     "dtype",
+    "is_llama_config",
     "max_sequence_length",
     "model_type",
     "pretraining_tp",  # cut GEMMs of early checkpoints into parts, which add up to the same
@@ -78,7 +79,14 @@ HARMLESS = frozenset(CARRIED) | {
 }
 ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-FIXED = ("hidden_act", "attention_dropout", "mlp_bias", "attention_bias")
+FIXED = (
+    "hidden_act",
+    "attention_dropout",
+    "mlp_bias",
+    "attention_bias",
+    "use_mrope",
+    "rope_interleaved",
+)
 LLAMA3 = (
     "factor",
     "low_freq_factor",
@@ -203,6 +211,8 @@ def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
         ("attention_dropout", (None, 0)),
         ("mlp_bias", (None, False)),
         ("partial_rotary_factor", (None, 1)),
+        ("use_mrope", (None, False)),
+        ("rope_interleaved", (None, False)),
         (
             "attention_bias",
             (None, False) if family in ("mistral", "qwen2") else (None, False, True),

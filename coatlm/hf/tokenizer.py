@@ -8,6 +8,7 @@ encoding has no such form.
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,9 +153,11 @@ def _write_fast_config(destination: Path, end: str | None) -> None:
 
 def _is_like_llama(path: Path) -> bool:
     """Whether transformers' LlamaTokenizer cuts text as this sentencepiece model does."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        protocol: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except ImportError as error:
+        raise ValueError(f"{path}: reading it needs {error.name}: pip install protobuf") from None
+    model = protocol.ModelProto()
     model.ParseFromString(path.read_bytes())
     trained, text = model.trainer_spec, model.normalizer_spec
     return bool(

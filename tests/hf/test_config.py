@@ -19,6 +19,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act='gelu' of llama: only 'silu'"),
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ({"rope_interleaved": True}, "rope_interleaved=True of llama: only False"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"rope_scaling": YARN}, "rope_scaling.rope_type='yarn': only default and llama3"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),

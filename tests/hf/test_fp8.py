@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from coatlm.fp8.formats import E4M3
 from coatlm.hf.files import Weights
@@ -74,22 +74,19 @@ def test_config_describes_what_is_stored(exported: Path) -> None:
     assert groups[1]["input_activations"] is None
 
 
-def load_compressed(directory: Path) -> Any:
-    pytest.importorskip("compressed_tensors")
-    from transformers import CompressedTensorsConfig
-
+def load_decompressed(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
         quantization_config=CompressedTensorsConfig(run_compressed=False),
-    ).eval()
+    )
 
 
 @pytest.mark.parametrize("scales", ["channel", "tensor"])
 def test_compressed_tensors_loads_the_weights_that_decoding_gives(
     exported: Path, scales: str
 ) -> None:
-    model = load_compressed(exported / scales)
+    model = load_decompressed(exported / scales)
     stored = Weights.open(exported / scales)
     for layer in range(3):
         for part in ("self_attn.q_proj", "mlp.down_proj"):
@@ -100,9 +97,12 @@ def test_compressed_tensors_loads_the_weights_that_decoding_gives(
 
 def test_logits_of_the_fp8_model_are_near_those_of_the_original(exported: Path) -> None:
     expected = theirs(exported / "hf", tokens())
-    actual = theirs(load_compressed(exported / "tensor"), tokens())
-    error = (actual - expected).norm() / expected.norm()
-    assert 0.005 < error < 0.15  # three layers of relative errors of eps / 4 = 0.03 each way
+    errors = [
+        float((theirs(exported / scales, tokens()) - expected).norm() / expected.norm())
+        for scales in ("tensor", "channel")
+    ]
+    # three layers of relative errors of eps / 4 = 0.03 a weight, in "channel" an activation too
+    assert 0.01 < errors[0] < errors[1] < 0.3
 
 
 def test_weights_with_nan_are_refused_by_name() -> None:
