@@ -23,6 +23,7 @@ import argparse
 import itertools
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -92,7 +93,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
     quiet_megatron()
     casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
-    path = find_checkpoint(str(args.checkpoint), args.checkpoint, logging.getLogger("coatlm"))
+    named = os.path.join(".", args.checkpoint)  # not one of the words auto and none
+    path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
     assert path is not None  # a path was given
     state = read_state(path)
     data = state["config"]["data"]

@@ -9,6 +9,7 @@ the checkpoint's own run, or from a relative that it was trained from.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def to_huggingface(
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: at least 1")
-    checkpoint = find_checkpoint(str(source), source, logger)
+    named = os.path.join(".", source)  # not one of the words auto and none
+    checkpoint = find_checkpoint(named, source, logger)
     assert checkpoint is not None  # a path was given
     state = read_state(checkpoint)
     config = make_config(state["config"])
