@@ -68,10 +68,12 @@ def from_huggingface(
     weights = Weights.open(source)
     stored = weights.describe()
     kind = _common_type(stored, dtype)
+    if seq_len is None:
+        seq_len = int(raw.get("max_position_embeddings") or SEQ_LEN)
     config = run_config(
         {**model, "vocab": rows},
         tokenizer=spec if tokenizer else moved(spec, source, destination),
-        seq_len=seq_len or int(raw.get("max_position_embeddings") or SEQ_LEN),
+        seq_len=seq_len,
         precision="fp32" if kind == torch.float32 else "bf16",
     )
     plan = {entry.key: entry for entry in entries(config.model, model["vocab"])}
@@ -85,7 +87,8 @@ def from_huggingface(
     with whole_directory(destination) as directory:
         write_layout(directory)
         write_one_by_one(directory, described, make)
-        copy_files(source, directory, ("config.json", GENERATION, *TOKENIZER_FILES))
+        own = () if tokenizer else TOKENIZER_FILES
+        copy_files(source, directory, ("config.json", GENERATION, *own))
         write_file(directory / STATE, _state(config, fingerprint))
         write_file(directory / "config.yaml", _start_yaml(config, destination))
         files = {p.name: File(p.stat().st_size, sha256(p)) for p in directory.iterdir()}

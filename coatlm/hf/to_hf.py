@@ -74,7 +74,7 @@ def to_huggingface(
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}
     weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)
-    rows = _rows(vocab_size or raw.get("vocab_size"), weights.rows)
+    rows = _rows(raw.get("vocab_size") if vocab_size is None else vocab_size, weights.rows)
     result = write_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
     plan = list(entries(config.model, rows))
     zeros = zero_biases(config.model) if output_bias(result) else {}
@@ -167,7 +167,7 @@ def _padded(tensor: Tensor) -> Tensor:
 def _rows(wanted: int | None, stored: int) -> int:
     if wanted is not None and not 1 <= wanted <= stored:
         raise ValueError(f"vocab_size={wanted}: the checkpoint's embedding has {stored} rows")
-    return wanted or stored
+    return stored if wanted is None else wanted
 
 
 def _describe(
@@ -213,8 +213,10 @@ def _write_tokenizer(
     result: dict[str, Any],
 ) -> tuple[str, ...]:
     """Carry the tokenizer along; sets the ids of `result` where its origin does not give them."""
-    if relative is not None and copy_files(relative, directory, (GENERATION, *TOKENIZER_FILES)):
-        return ()
+    if relative is not None:
+        copy_files(relative, directory, (GENERATION,))
+        if copy_files(relative, directory, TOKENIZER_FILES):
+            return ()
     eod, note = export_tokenizer(config.data.tokenizer, fingerprint, directory)
     for name in ("bos_token_id", "eos_token_id"):
         if result[name] is None:

@@ -59,6 +59,17 @@ def test_converted_checkpoint_names_its_own_copy_and_the_end_of_document(
     assert (tokenizer.eod, tokenizer.fingerprint) == (2, state["tokenizer"])
 
 
+def test_tokenizer_given_in_place_of_the_directorys_is_the_one_that_goes_along(
+    source: Path, tmp_path: Path
+) -> None:
+    from_huggingface(source, tmp_path / "coatlm", tokenizer="byte")
+    to_huggingface(tmp_path / "coatlm", tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert "chat_template.jinja" not in names and "generation_config.json" in names
+    ids = AutoTokenizer.from_pretrained(tmp_path / "back").encode("é")
+    assert ids == list("é".encode())
+
+
 def test_export_of_a_run_carries_the_file_that_it_trained_with(
     source: Path, tmp_path: Path
 ) -> None:
