@@ -27,9 +27,13 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from coatlm.evaluation.cast import Cast
+    from coatlm.evaluation.perplexity import Document
 
 WINDOW = 2048  # tokens, unless the model was trained with shorter samples
 
@@ -84,10 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Print the table row by row; returns what goes into the JSON file."""
     from coatlm.data.tokenizer import make_tokenizer
-    from coatlm.evaluation.cast import Cast, casting
-    from coatlm.evaluation.model import load_weights, open_model
-    from coatlm.evaluation.perplexity import check_windows, read_documents, score
-    from coatlm.platform import device
+    from coatlm.evaluation.cast import Cast
+    from coatlm.evaluation.perplexity import check_windows, read_documents
     from coatlm.train.checkpoint import find_checkpoint, read_state
     from coatlm.train.setup import quiet_megatron
 
@@ -109,17 +111,39 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
     documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
     settings = {"window": window, "stride": stride, "batch": args.batch, "precision": precision}
-    rows: list[dict[str, Any]] = []
     print(f"{path}, step {state['step']}: " + ", ".join(f"{k} {v}" for k, v in settings.items()))
+    return {
+        "checkpoint": str(path),
+        "step": state["step"],
+        "data": args.data,
+        "prefix": args.prefix,
+        **settings,
+        "documents": len(documents),
+        **measure(path, state["config"], documents, casts, settings),
+    }
+
+
+def measure(
+    path: Path, saved: Any, documents: list[Document], casts: list[Cast], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The table: a row without and one with each cast."""
+    from coatlm.evaluation.cast import casting
+    from coatlm.evaluation.model import load_weights, open_model
+    from coatlm.evaluation.perplexity import score
+    from coatlm.platform import device
+
+    rows: list[dict[str, Any]] = []
+    sizes = {name: settings[name] for name in ("window", "stride", "batch")}
+    chosen = {name: settings[name] for name in ("window", "precision")}
     print(f"{'cast':<24}{'loss':>10}{'perplexity':>14}{'bits/byte':>12}{'':>4}vs as trained")
-    with open_model(path, state["config"], window=window, precision=precision) as model:
+    with open_model(path, saved, **chosen) as model:
         for how in [None, *casts]:
             if how is None:
-                found = score(model, documents, **_batches(settings), device=device())
+                found = score(model, documents, **sizes, device=device())
             else:
                 load_weights(model, path)
                 with casting(model, how):
-                    found = score(model, documents, **_batches(settings), device=device())
+                    found = score(model, documents, **sizes, device=device())
             rows.append(
                 {
                     "cast": how.name if how else "as trained",
@@ -130,22 +154,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             )
             print(_line(rows), flush=True)
     print(
-        f"{found.tokens:,} tokens predicted in {len(documents)} documents, {found.nbytes:,} bytes"
+        f"{found.tokens:,} tokens predicted of {found.nbytes:,} bytes in {len(documents)} documents"
     )
-    counts = {"tokens": found.tokens, "bytes": found.nbytes, "documents": len(documents)}
-    return {
-        "checkpoint": str(path),
-        "step": state["step"],
-        "data": args.data,
-        "prefix": args.prefix,
-        **settings,
-        **counts,
-        "results": rows,
-    }
-
-
-def _batches(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: settings[name] for name in ("window", "stride", "batch")}
+    return {"tokens": found.tokens, "bytes": found.nbytes, "results": rows}
 
 
 def _line(rows: list[dict[str, Any]]) -> str:

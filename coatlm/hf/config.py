@@ -93,6 +93,7 @@ LLAMA3 = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
 WRONG_LAYER = {
     "olmo2": "it normalises the outputs of attention and MLP, and q and k over all heads at once, "
     "where coatlm's layer normalises inputs, and q and k a head"
@@ -138,7 +139,10 @@ def write_config(
     `like`: the config.json of a relative (what the run started from), for the fields in `CARRIED`
     and for the family where it fits. Raises ValueError for a relative of another shape.
     """
-    model, like = config.model, like or {}
+    model = config.model
+    if like:
+        _check_shape(model, Model.model_validate(read_model(like)))
+    like = like or {}
     family = _family(model, like.get("model_type"))
     carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
     result: Json = {
@@ -187,6 +191,16 @@ def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precis
             "precision": {"recipe": precision},
         }
     )
+
+
+def _check_shape(model: Model, other: Model) -> None:
+    """Raise ValueError for a relative that cannot be one."""
+    for name in SHAPE:
+        if getattr(model, name) != getattr(other, name):
+            raise ValueError(
+                f"model.{name} is {getattr(model, name)}, and {getattr(other, name)} in the "
+                "config.json of the relative: not a model that this one was trained from"
+            )
 
 
 def _family(model: Model, wanted: str | None) -> str:

@@ -128,8 +128,15 @@ def test_family_has_the_features_of_the_model(
     model: dict[str, Any], wanted: str | None, family: str
 ) -> None:
     config = make_config({"model": model})
-    like = {"model_type": wanted} if wanted else None
-    written = write_config(config, 256, dtype="bfloat16", like=like)
+    like = write_config(make_config({}), 256, dtype="bfloat16") if wanted else {}
+    like |= {"model_type": wanted, "architectures": None}
+    written = write_config(config, 256, dtype="bfloat16", like=like if wanted else None)
     assert written["model_type"] == family
     section = make_config({"model": read_model(written)}).model
     assert section == config.model.model_copy(update={"vocab": 256})
+
+
+def test_relative_of_another_shape_is_refused() -> None:
+    like = write_config(make_config({"model": {"ffn": 512}}), 256, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"model\.ffn is 704, and 512 in the config\.json"):
+        write_config(make_config({}), 256, dtype="bfloat16", like=like)
