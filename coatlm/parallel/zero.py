@@ -89,13 +89,20 @@ class ZeroOptimizer:
             for bucket, regions in self.regions.items()
         }
         self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
+        self.owned = [list(self._owned(c, b)) for c, b in self.parts]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
-    def step(self, lr: float) -> Tensor:
-        """One update; returns the global gradient norm on the device. Skips on NaN or Inf."""
+    def step(self, lr: float, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
+        """One update; returns the global gradient norm on the device. Skips on NaN or Inf.
+
+        `observe` is called before weights and states change, with the clip coefficient.
+        """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
-        self.optimizer.step(lr=lr, clip_coefficient=clip_coefficient(norm, self.clip_grad))
+        coefficient = clip_coefficient(norm, self.clip_grad)
+        if observe is not None:
+            observe(coefficient)
+        self.optimizer.step(lr=lr, clip_coefficient=coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
         return norm
@@ -140,6 +147,16 @@ class ZeroOptimizer:
             start, stop = max(region.start, begin), min(region.stop, end)
             if region.main and start < stop:
                 yield bucket.grads[start:stop]
+
+    def _owned(self, chunk: FlatModel, bucket: Bucket) -> Iterator[tuple[int, int]]:
+        """Runs of this rank's shard, in multiples of 128, of which `norm_group` has no copies."""
+        begin, end = self._bounds(chunk, bucket)
+        for start, stop in bucket.params.values():
+            inside = [r for r in self.regions[bucket] if start <= r.start < stop]
+            first = max(start, begin)
+            last = min(-(-stop // ALIGNMENT) * ALIGNMENT, end)
+            if inside[0].main and first < last:
+                yield first - begin, last - begin
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
         for chunk, bucket in self.parts:
