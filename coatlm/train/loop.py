@@ -53,7 +53,8 @@ def train(config: Config) -> ExitCode:
     if launch.rank == 0:
         finish(config, loop.run, code)
     torch.distributed.destroy_process_group()
-    return code
+    # torchrun --max-restarts takes any other code for a failure and would start the run again
+    return ExitCode.OK if launch.restarts else code
 
 
 def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:

@@ -39,6 +39,7 @@ class Launch:
     store_held: bool = False  # the launcher already serves the store at `address`
     attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
     own_gpu: bool = False  # the launcher shows each process only its own GPU
+    restarts: int = 0  # how often the launcher starts all processes again when one fails
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -63,6 +64,7 @@ class Launch:
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             "SLURM_GPUS_PER_TASK" in env or "SLURM_TRES_PER_TASK" in env,
+            int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         )
 
 
