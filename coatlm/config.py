@@ -230,7 +230,10 @@ class Train(Section):
     eval_every: StrictInt = Field(50, ge=0)  # steps; 0: never
     eval_batches: StrictInt = Field(8, ge=1)  # global batches an evaluation
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
-    max_skipped: StrictInt = Field(10, ge=1)  # stop after so many non-finite steps in a row
+    max_skipped: StrictInt = Field(10, ge=1)  # give up after so many skipped steps in a row
+    rollbacks: StrictInt = Field(0, ge=0)  # before giving up: back to a checkpoint, on other data
+    spike_sigma: FiniteFloat = Field(0.0, ge=0.0)  # skip a loss or norm so far above; 0: off
+    spike_window: StrictInt = Field(128, ge=2)  # steps whose mean and deviation it is held against
 
 
 class Checkpoint(Section):

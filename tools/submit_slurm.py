@@ -122,8 +122,8 @@ def check(args: argparse.Namespace, config: Config) -> None:
     latest = config.run.dir / "checkpoints" / "latest"
     if config.checkpoint.resume != "auto" and latest.exists():
         raise ConfigError(
-            f"checkpoint.resume={config.checkpoint.resume}, but {latest} exists and a restart would "
-            "take that: use checkpoint.resume=auto or another run.dir"
+            f"checkpoint.resume={config.checkpoint.resume}, but {latest} exists and a restart "
+            "would take that: use checkpoint.resume=auto or another run.dir"
         )
 
 

@@ -91,11 +91,17 @@ class ZeroOptimizer:
         self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
-    def step(self, lr: float) -> Tensor:
-        """One update; returns the global gradient norm on the device. Skips on NaN or Inf."""
+    def step(self, lr: float, *, accepts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """One update; returns the global gradient norm on the device.
+
+        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False.
+        """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
-        self.optimizer.step(lr=lr, clip_coefficient=clip_coefficient(norm, self.clip_grad))
+        factor = clip_coefficient(norm, self.clip_grad)
+        if accepts is not None:
+            factor = torch.where(accepts(norm), factor, torch.nan)
+        self.optimizer.step(lr=lr, clip_coefficient=factor)
         for chunk in self.chunks:
             chunk.start_param_sync()
         return norm

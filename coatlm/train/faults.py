@@ -45,7 +45,7 @@ class ExitCode(IntEnum):
 
     OK = 0  # all steps done
     USER_ERROR = 2  # a configuration or an input that cannot be used
-    NONFINITE = 3  # train.max_skipped steps in a row without finite gradients
+    NONFINITE = 3  # train.max_skipped steps in a row were skipped: NaN, Inf or spikes
     CHECKPOINT = 4  # a checkpoint could not be written, or none could be read
     HANG = 5  # no step within log.hang_timeout
     REQUEUE = 85  # SIGUSR1: saved, start me again
@@ -171,36 +171,45 @@ class HangWatchdog:
 
 
 class NonFiniteError(ArithmeticError):
-    """Too many steps in a row had a loss or gradients that are not finite."""
+    """Too many steps in a row were skipped, the last of them `step`."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class NonFiniteGuard:
     """Counts the steps that the optimizer skipped, and ends a run that only skips.
 
-    `total` starts at what a resumed run had counted.
+    `total` and `in_row` start at what a resumed run had counted.
     """
 
-    def __init__(self, max_in_row: int, total: int = 0) -> None:
-        self.max_in_row, self.total = max_in_row, total
-        self.in_row = 0
+    def __init__(self, max_in_row: int, total: int = 0, in_row: int = 0) -> None:
+        self.max_in_row, self.total, self.in_row = max_in_row, total, in_row
 
-    def observe(self, last_step: int, grad_norms: Sequence[float]) -> None:
+    def observe(
+        self, last_step: int, grad_norms: Sequence[float], spikes: Sequence[bool] | None = None
+    ) -> None:
         """Take the gradient norms of the steps up to `last_step` that were not observed yet.
 
-        A step was skipped if and only if its norm is NaN or Inf. Norms may come in one by one or be
-        fetched together on log steps. Raises NonFiniteError at `max_in_row` skipped steps in a row.
+        A step was skipped if and only if its norm is NaN or Inf or it was a spike. Norms may come
+        in one by one or be fetched together on log steps. Raises NonFiniteError at `max_in_row`
+        skipped steps in a row.
         """
         first = last_step - len(grad_norms) + 1
-        for step, norm in enumerate(grad_norms, start=first):
-            if math.isfinite(norm):
+        spikes = spikes or [False] * len(grad_norms)
+        for step, (norm, spike) in enumerate(zip(grad_norms, spikes, strict=True), start=first):
+            if math.isfinite(norm) and not spike:
                 self.in_row = 0
                 continue
             self.total += 1
             self.in_row += 1
-            logger.warning("step %d skipped: gradient norm %g", step, norm)
+            reason = "a spike, " if spike else ""
+            logger.warning("step %d skipped: %sgradient norm %g", step, reason, norm)
             if self.in_row >= self.max_in_row:
                 raise NonFiniteError(
                     f"gradient norm {norm:g} at step {step}: train.max_skipped={self.max_in_row} "
                     "steps in a row were skipped. The weights are those of step "
-                    f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help"
+                    f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help",
+                    step,
                 )

@@ -297,6 +297,18 @@ class MetricsLogger:
         val_ppl = math.exp(val_loss) if val_loss < 700 else val_loss * math.inf
         self._write({"step": step, "val_loss": val_loss, "val_ppl": val_ppl})
 
+    def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
+        """Record that a run went back to `step` and leaves out batches [first, stop).
+
+        Only metrics.jsonl has it: no curve shows it. A resume at `step` or before drops the line,
+        as the rollback then happens again.
+        """
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.write(
+                    {"step": step + 1, "rolled_back_from": failed_step, "left_out": list(left_out)}
+                )
+
     def close(self) -> None:
         """Finish every sink."""
         for sink in self.sinks:

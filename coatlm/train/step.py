@@ -16,6 +16,8 @@ from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import Batch, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
+from coatlm.platform import device
+from coatlm.train.spikes import SpikeGuard
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,6 +40,12 @@ class Trainer:
             )
             for chunk in build_model(config, groups, vocab)
         ]
+        t = config.train
+        self.spikes = (
+            SpikeGuard(t.spike_sigma, t.spike_window, device=device(), group=groups.world)
+            if t.spike_sigma
+            else None
+        )
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -48,13 +56,20 @@ class Trainer:
             ),
         )
 
+    @property
+    def spike(self) -> Tensor:
+        """Whether the last step was skipped as a spike: bool on the device."""
+        guard = self.spikes
+        return torch.zeros((), dtype=torch.bool, device=device()) if guard is None else guard.spike
+
     def train_step(self, batches: Sequence[Batch], lr: float) -> tuple[Tensor, Tensor]:
         """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         loss = self._run(batches, forward_only=False)
-        return loss, self.optimizer.step(lr)
+        accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
+        return loss, self.optimizer.step(lr, accepts=accepts)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

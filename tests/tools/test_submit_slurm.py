@@ -209,14 +209,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
         def run(config: str, directory: Path) -> list[Any]:
             size = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
-            ranks = [
-                server.start(
-                    config,
-                    f"run.dir={directory}",
-                    env=size | {"RANK": str(r), "LOCAL_RANK": str(r)},
-                )
-                for r in range(2)
-            ]
+            each = [size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            ranks = [server.start(config, f"run.dir={directory}", env=env) for env in each]
             assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].text()
             return losses(directory)
 
