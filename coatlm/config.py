@@ -254,6 +254,7 @@ class Log(Section):
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
     hang_timeout: FiniteFloat = Field(0.0, ge=0.0)  # seconds without a step; 0: off
+    straggler_factor: FiniteFloat = Field(2.0, ge=0.0)  # warn above so many medians; 0: no report
 
     @model_validator(mode="after")
     def _window(self) -> Log:

@@ -7,7 +7,7 @@ and gradients are only ever added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,15 @@ def run_microbatches(
     *,
     seq_len: int,
     forward_only: bool = False,
+    enter: Callable[[str | None], None] = lambda phase: None,
 ) -> Tensor:
     """Forward, and backward unless `forward_only`. Returns the mean loss, fp32 on the device.
 
     `batches` are this rank's microbatches, cut for context parallelism; gradients are left summed
-    over them only (`reduce.finalize_gradients` completes them).
+    over them only (`reduce.finalize_gradients` completes them). `enter` is told where the work of
+    this rank begins, and with None where it starts to wait for others.
     """
+    enter(None)
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
     dist.all_reduce(tokens, group=groups.dp_cp)
     share = 1.0 / tokens.clamp(min=1)
@@ -57,6 +60,7 @@ def run_microbatches(
         return output, loss_function
 
     _synchronise_on_last_microbatch(chunks)
+    enter("forward_backward")
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
@@ -67,6 +71,7 @@ def run_microbatches(
         decoder_seq_length=seq_len,
         forward_only=forward_only,
     )
+    enter(None)
     loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
     if groups.last_stage and results:
         loss = torch.stack([result["loss"] for result in results]).sum()

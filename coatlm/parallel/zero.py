@@ -91,19 +91,28 @@ class ZeroOptimizer:
         self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
-    def step(self, lr: float, *, accepts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def step(
+        self,
+        lr: float,
+        *,
+        accepts: Callable[[Tensor], Tensor] | None = None,
+        enter: Callable[[str | None], None] = lambda phase: None,
+    ) -> Tensor:
         """One update; returns the global gradient norm on the device.
 
-        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False.
+        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False. `enter` is
+        told where the work of this rank begins and ends.
         """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
         factor = clip_coefficient(norm, self.clip_grad)
         if accepts is not None:
             factor = torch.where(accepts(norm), factor, torch.nan)
+        enter("update")
         self.optimizer.step(lr=lr, clip_coefficient=factor)
         for chunk in self.chunks:
             chunk.start_param_sync()
+        enter(None)
         return norm
 
     def tensors_to_save(self) -> list[ShardedTensor]:

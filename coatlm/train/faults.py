@@ -30,6 +30,7 @@ logger = logging.getLogger("coatlm")
 
 STDERR = 2  # the descriptor: sys.stderr may be replaced by an object without one
 TICKS = 10  # parts of the timeout that the watchdog sleeps
+FLIGHT = "flight_rank_"  # torchfrtrace RUN --prefix flight_rank_
 REPORT_S = 10.0  # seconds; a hung file system must not keep a hung process alive
 
 
@@ -113,8 +114,9 @@ class HangWatchdog:
     """Ends the process when nothing has called `beat` for `timeout_s` seconds; 0 switches it off.
 
     It counts from its creation, so the first step is watched too. On a hang all stacks go to stderr
-    and to `run_dir`/hang_rank<rank>.txt, then `action` runs, by default an exit with ExitCode.HANG
-    that skips every clean-up (clean-up would wait for the same hung peers).
+    and to `run_dir`/hang_rank<rank>.txt, what `flight` returns (torch's record of the latest
+    collectives) to `run_dir`/flight_rank_<rank>, then `action` runs, by default an exit with
+    ExitCode.HANG that skips every clean-up (clean-up would wait for the same hung peers).
 
     Time is counted in ticks of this process rather than by the clock: a job that its scheduler
     suspends and continues has not hung. Detection takes between one and 1 + 1/TICKS timeouts.
@@ -127,8 +129,10 @@ class HangWatchdog:
         *,
         run_dir: Path,
         rank: int = 0,
+        flight: Callable[[], bytes] | None = None,
     ) -> None:
         self.timeout_s, self.action, self.run_dir, self.rank = timeout_s, action, run_dir, rank
+        self.flight = flight
         self._ticks = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watchdog", daemon=True)
@@ -168,6 +172,8 @@ class HangWatchdog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+        if self.flight is not None:
+            path.with_name(f"{FLIGHT}{self.rank}").write_bytes(self.flight())
 
 
 class NonFiniteError(ArithmeticError):

@@ -27,6 +27,7 @@ from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
 from coatlm.train.faults import (
+    FLIGHT,
     SIGNALS,
     ExitCode,
     HangWatchdog,
@@ -41,8 +42,16 @@ from coatlm.train.run_directory import (
     write_config,
     write_environment,
 )
-from coatlm.train.setup import Launch, quiet_megatron, rank_zero_first, start_processes
+from coatlm.train.setup import (
+    Launch,
+    quiet_megatron,
+    rank_zero_first,
+    record_collectives,
+    recorded_collectives,
+    start_processes,
+)
 from coatlm.train.step import Trainer
+from coatlm.train.stragglers import compare
 
 logger = logging.getLogger("coatlm")
 
@@ -76,6 +85,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
+    record_collectives(config.run.dir / FLIGHT)
     start_processes(launch)
     groups = make_groups(config.parallel)
     data = rank_zero_first(
@@ -91,7 +101,12 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
         write_config(config.run.dir, config)
         write_environment(config.run.dir, device_name=device_name())
     signals = stack.enter_context(StopSignal())
-    watchdog = HangWatchdog(config.log.hang_timeout, run_dir=config.run.dir, rank=launch.rank)
+    watchdog = HangWatchdog(
+        config.log.hang_timeout,
+        run_dir=config.run.dir,
+        rank=launch.rank,
+        flight=recorded_collectives,
+    )
     stack.enter_context(closing(watchdog))
     open_metrics = partial(
         MetricsLogger,
@@ -161,6 +176,7 @@ class Loop:
         steps = self.config.train.steps
         with self._batches() as batches, self._profiler() as profiler:
             while self.run.step < steps:
+                self.trainer.timer.enter("data")
                 self._step(next(batches))
                 if profiler is not None:
                     profiler.step()
@@ -193,9 +209,25 @@ class Loop:
                 loss=last_loss,
                 grad_norm=last_norm,
                 lr=rate,
+                slowest=self._slowest(),
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
             )
+
+    def _slowest(self) -> dict[str, Any] | None:
+        """Compare the ranks' own work since the last log step; rank 0 warns of a straggler."""
+        factor, group = self.config.log.straggler_factor, self.groups.control
+        times = self.trainer.timer.read()
+        if not factor or group.size() == 1 or self.run.step == 1:  # the first step compiles
+            return None
+        found = compare(times, group)
+        if found.ms > factor * found.median_ms and group.rank() == 0:
+            logger.warning(
+                "step %d: rank %d is slow in %s: %.1f ms of work a step, the median is %.1f ms",
+                self.run.step,
+                *found,
+            )
+        return found._asdict()
 
     def _fetch(self) -> tuple[float, float]:
         """Wait for the device; count skipped steps; the last step's loss and gradient norm."""

@@ -2,7 +2,8 @@
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
-                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl
+                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl;
+                    with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     tb/             the same for TensorBoard, when asked; wandb likewise
 
 Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
@@ -157,7 +158,7 @@ def _scalars(record: Record) -> Record:
     return {
         f"{kind}/{k.removeprefix('val_')}": v
         for k, v in record.items()
-        if v is not None and k != "step"
+        if isinstance(v, int | float) and k != "step"
     }
 
 
@@ -270,6 +271,7 @@ class MetricsLogger:
         lr: float,
         skipped: int = 0,
         peak_mem_gib: float | None = None,
+        slowest: Record | None = None,
     ) -> None:
         """Record the state after update `step`: after `advance`, the floats already fetched."""
         seconds = self.throughput.lap()
@@ -289,6 +291,7 @@ class MetricsLogger:
                 "mfu": accounting.mfu(flops, self.device_name),
                 "peak_mem_gib": peak_mem_gib,
                 "skipped": skipped,
+                **({} if slowest is None else {"slowest": slowest}),
             }
         )
 

@@ -18,6 +18,7 @@ from coatlm.parallel.pipeline import Batch, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.platform import device
 from coatlm.train.spikes import SpikeGuard
+from coatlm.train.stragglers import PhaseTimer
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -40,6 +41,7 @@ class Trainer:
             )
             for chunk in build_model(config, groups, vocab)
         ]
+        self.timer = PhaseTimer(cuda=device().type == "cuda")
         t = config.train
         self.spikes = (
             SpikeGuard(t.spike_sigma, t.spike_window, device=device(), group=groups.world)
@@ -69,7 +71,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         loss = self._run(batches, forward_only=False)
         accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
-        return loss, self.optimizer.step(lr, accepts=accepts)
+        return loss, self.optimizer.step(lr, accepts=accepts, enter=self.timer.enter)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -98,4 +100,9 @@ class Trainer:
             self.groups,
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
+            enter=ignore if forward_only else self.timer.enter,
         )
+
+
+def ignore(phase: str | None) -> None:
+    """Evaluations are not timed."""

@@ -54,10 +54,9 @@ def started(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        for left in [*psutil.Process(process.pid).children(recursive=True), process] * (
-            process.poll() is None
-        ):
-            left.kill()
+        if process.poll() is None:
+            for left in (*psutil.Process(process.pid).children(recursive=True), process):
+                left.kill()
         process.wait()
 
 

@@ -1,8 +1,9 @@
-"""Real runs on two ranks with bad batches: what is skipped, rolled back to, and left out."""
+"""Real runs on two ranks: bad batches are skipped, rolled back from and left out; a slow rank."""
 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {  # train options, bad batches, ...
         "train": {"spike_sigma": 6.0, "spike_window": 6},
         "resume": ("spike", 10),
     },
+    "slow": {"slow": True, "log": {"every": 5}},
     "nan there": {"nan": [13], "train": {"spike_sigma": 6.0, "spike_window": 6}},
 }
 
@@ -77,11 +79,13 @@ class Shifted:
 
 
 def spoil(session: Any, case: dict[str, Any]) -> None:
-    """Make batches bad: a NaN in the loss, or labels that no text has."""
+    """Make batches bad: a NaN in the loss, labels that no text has, or late on rank 1."""
     place = session.trainer.place
 
     def spoilt(batches: Any) -> Any:
         placed = place(batches)
+        if "slow" in case and session.groups.world.rank() == 1:
+            time.sleep(0.3)
         for batch in placed:
             if session.run.batch in case.get("nan", ()):
                 batch["loss_mask"] = batch["loss_mask"] * float("nan")
@@ -130,7 +134,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ends(root: Path) -> dict[str, str]:
-    first, second = run_ranks(2, "tests.train.test_rollback:train_all", str(root))
+    first, second = run_ranks(2, "tests.train.test_faulty_runs:train_all", str(root))
     assert first == second
     return first
 
@@ -198,3 +202,13 @@ def test_a_spike_is_skipped_as_a_nan_is(root: Path, ends: dict[str, str]) -> Non
 def test_a_resumed_run_knows_the_window_of_spikes(root: Path, ends: dict[str, str]) -> None:
     assert losses(root, "spike resumed") == losses(root, "spike", after=10)
     assert lines(root, "spike resumed")[-1]["skipped"] == 1
+
+
+def test_a_slow_rank_is_reported_with_its_phase(root: Path, ends: dict[str, str]) -> None:
+    found = [line.get("slowest") for line in lines(root, "slow") if "loss" in line]
+    assert found[0] is None and len(found) == 5  # the first step is not compared
+    for report in found[1:]:
+        assert (report["rank"], report["phase"]) == (1, "data")
+        assert report["ms"] > 300 > report["median_ms"]
+    log = (root / "slow" / "train.log").read_text()
+    assert "step 20: rank 1 is slow in data: " in log
