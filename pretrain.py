@@ -11,11 +11,14 @@ Exit codes: 0 done, 2 bad input, 3 too many steps without finite gradients, 4 ch
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import warnings
 
 from coatlm.config import Config, ConfigError, load_config
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,6 +70,11 @@ def run(config: Config) -> int:
         return fail(error, ExitCode.NONFINITE)
     except CheckpointError as error:
         return fail(error, ExitCode.CHECKPOINT)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        problem = OSError(f"run.dir={config.run.dir}: {error.strerror}; the same command resumes")
+        return fail(problem, ExitCode.CHECKPOINT)
 
 
 def fail(error: Exception, code: int = 2) -> int:

@@ -16,8 +16,8 @@ from tests.forks import Child, Forks
 from tests.test_pretrain import wait_for_line
 
 CONVERT = ROOT / "tools" / "convert_checkpoint.py"
-WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-COUNTING = " ".join(WORDS)
+COUNTING = "zero one two three four five six seven eight nine ten eleven twelve"
+WORDS = COUNTING.split()
 STEPS, RANKS = 120, 2
 
 
@@ -91,13 +91,13 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 def train_through_faults(forks: Forks, config: str) -> None:
     """A rank is killed, the run is requeued, and a third life ends it."""
     ranks = start(forks, config)
-    wait_for_line(ranks[0].output, "step 30/")
+    wait_for_line(ranks[0].output, "step 30/", timeout=240)
     ranks[1].kill(signal.SIGKILL)
     assert ranks[1].wait() == -signal.SIGKILL
     assert ranks[0].wait() != 0
 
     ranks = start(forks, config)
-    wait_for_line(ranks[0].output, "step 60/")
+    wait_for_line(ranks[0].output, "step 60/", timeout=240)
     ranks[0].kill(signal.SIGUSR1)
     assert [rank.wait() for rank in ranks] == [85, 85], ranks[0].text()
     assert "resumed from" in ranks[0].text()
@@ -133,12 +133,12 @@ def test_from_text_through_a_crash_and_a_requeue_to_generated_text(tmp_path: Pat
 
 
 def generate(model_directory: Path, prompt: str, *, words: int) -> str:
-    """What transformers makes of it, greedily; each word of the corpus is one or more tokens."""
+    """What transformers makes of it, greedily; each word of the corpus is one or two tokens."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_directory)
     ids = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**ids, max_new_tokens=5 * words, do_sample=False)
+    output = model.generate(**ids, max_new_tokens=2 * words, do_sample=False)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     return " ".join(text.split()[: len(prompt.split()) + words])

@@ -47,7 +47,7 @@ class ExitCode(IntEnum):
     OK = 0  # all steps done
     USER_ERROR = 2  # a configuration or an input that cannot be used
     NONFINITE = 3  # train.max_skipped steps in a row were skipped: NaN, Inf or spikes
-    CHECKPOINT = 4  # a checkpoint could not be written, or none could be read
+    CHECKPOINT = 4  # the disk is full, or a checkpoint could not be written or none could be read
     HANG = 5  # no step within log.hang_timeout
     REQUEUE = 85  # SIGUSR1: saved, start me again
     INTERRUPTED = 128 + 2  # SIGINT: saved
