@@ -60,7 +60,7 @@ def run(config: Config) -> int:
     """Train; errors of the user come before the first step."""
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from coatlm.train.checkpoint import CheckpointError
+    from coatlm.train.checkpoint import CheckpointError, LostPeerError
     from coatlm.train.faults import ExitCode, NonFiniteError
     from coatlm.train.loop import train
 
@@ -68,6 +68,8 @@ def run(config: Config) -> int:
         return train(config)
     except NonFiniteError as error:
         return fail(error, ExitCode.NONFINITE)
+    except LostPeerError as error:
+        return fail(error, 1)  # launchers try again after 1, and not after 4
     except CheckpointError as error:
         return fail(error, ExitCode.CHECKPOINT)
     except OSError as error:

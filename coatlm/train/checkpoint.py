@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.platform import enable_cpu
@@ -38,6 +39,7 @@ from coatlm.train.manifest import (
     TEMPORARY,
     CheckpointError,
     File,
+    LostPeerError,
     clean,
     newest_first,
     prune,
@@ -66,6 +68,7 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica  # noqa: E4
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "LostPeerError",
     "find_checkpoint",
     "load",
     "read_state",
@@ -158,7 +161,8 @@ class Checkpointer:
             if self._rank == 0:  # another rank could delete what rank 0 is about to publish
                 shutil.rmtree(temporary, ignore_errors=True)
             message = f"{self._directory / step_name(step)} was not written: {one_line(error)}"
-            self._error = CheckpointError(message)
+            lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            self._error = LostPeerError(message) if lost else CheckpointError(message)
             self._error.__cause__ = error
 
     def _begin(self, temporary: Path, copied: torch.cuda.Event | None, state: str) -> None:
