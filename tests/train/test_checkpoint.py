@@ -123,7 +123,7 @@ def test_a_peer_that_has_gone_is_told_from_a_checkpoint_that_cannot_be_written(
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(checkpoint, "together", closed)  # as gloo fails in an agreement
-    with pytest.raises(LostPeerError, match="step_00000001 was not written: .*closed by peer"):
+    with pytest.raises(LostPeerError, match=r"step_00000001 was not written: .*closed by peer"):
         saver.save(1, [], {})
 
 
