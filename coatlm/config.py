@@ -231,9 +231,9 @@ class Train(Section):
     eval_batches: StrictInt = Field(8, ge=1)  # global batches an evaluation
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
     max_skipped: StrictInt = Field(10, ge=1)  # give up after so many skipped steps in a row
-    rollbacks: StrictInt = Field(0, ge=0)  # before giving up: back to a checkpoint, on other data
-    spike_sigma: FiniteFloat = Field(0.0, ge=0.0)  # skip a loss or norm so far above; 0: off
-    spike_window: StrictInt = Field(128, ge=2)  # steps whose mean and deviation it is held against
+    rollbacks: StrictInt = Field(0, ge=0)  # times to go back to a checkpoint, on other data, before
+    spike_sigma: FiniteFloat = Field(0.0, ge=0.0)  # deviations above the mean: skipped; 0: off
+    spike_window: StrictInt = Field(128, ge=2)  # steps of that mean and deviation
 
 
 class Checkpoint(Section):
@@ -299,6 +299,8 @@ class Config(Section):
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
         if p.vpp > 1 and p.pp == 1:
             raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+        if self.train.rollbacks and not self.checkpoint.every:
+            raise ValueError(f"train.rollbacks={self.train.rollbacks} needs checkpoint.every > 0")
         if self.checkpoint.weights_only and self.checkpoint.resume in ("auto", "none"):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":

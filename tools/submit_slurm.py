@@ -16,6 +16,7 @@ after the other, each going on where the one before stopped.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import subprocess
@@ -26,7 +27,7 @@ from pathlib import Path
 from coatlm.config import Config, ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")  # sbatch --time
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # sbatch --time
 ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*")
 STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
 # Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
@@ -60,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     if done.returncode:
         print(f"error: sbatch: {done.stderr.strip()}; the script is {path}", file=sys.stderr)
         return done.returncode
-    print(f"submitted {done.stdout.strip()}: {path}, log {log_name(args, config)}")
+    job = done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
+    log = log_name(args, config).replace("%j", job).replace("%A_%a", f"{job}_*")
+    print(f"submitted {job}: {path}, log {log}")
     return 0
 
 
@@ -112,8 +115,11 @@ def natural(text: str) -> int:
 def check(args: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError for what would fail or go wrong only once the job runs or restarts."""
     config.data_parallel_size(args.nodes * args.gpus_per_node)
-    if args.time is not None and not TIME.fullmatch(args.time):
-        raise ConfigError(f"--time={args.time}: minutes, [days-]hours:minutes:seconds or UNLIMITED")
+    if args.time is not None and seconds(args.time) < 2 * args.save_before:
+        raise ConfigError(
+            f"--time={args.time} is less than twice --save-before={args.save_before} seconds: the "
+            "job would be told to save before it has trained"
+        )
     for item in args.env:
         if not ENVIRONMENT.fullmatch(item):
             raise ConfigError(f"--env={item}: give NAME=VALUE")
@@ -125,6 +131,20 @@ def check(args: argparse.Namespace, config: Config) -> None:
             f"checkpoint.resume={config.checkpoint.resume}, but {latest} exists and a restart "
             "would take that: use checkpoint.resume=auto or another run.dir"
         )
+
+
+def seconds(limit: str) -> float:
+    """sbatch's --time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED. Raises ConfigError."""
+    if limit == "UNLIMITED":
+        return math.inf
+    match = TIME.fullmatch(limit)
+    if not match:
+        raise ConfigError(f"--time={limit}: minutes, [days-]hours:minutes:seconds or UNLIMITED")
+    days, *rest = match.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    units = [3600, 60, 1] if days is not None or len(numbers) == 3 else [60, 1]
+    parts = zip(numbers, units, strict=False)  # what is not given is 0
+    return 86400 * int(days or 0) + sum(number * unit for number, unit in parts)
 
 
 def slurm_directory(config: Config) -> Path:

@@ -21,7 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
     "data": {"seq_len": 32},
     "precision": {"recipe": "fp32"},
-    "train": {"steps": 24, "micro_batch": 4, "global_batch": 128, "eval_every": 0},
+    "train": {"steps": 16, "micro_batch": 4, "global_batch": 128, "eval_every": 0},
     "checkpoint": {"every": 0},  # what a restart finds was saved by the signal
     "log": {"every": 1},
 }
@@ -147,6 +147,7 @@ def test_a_run_from_another_checkpoint_restarts_from_its_own(
         (["parallel.tp=4", "model.vocab=384"], "2 processes cannot hold"),
         (["train.stesp=1"], "train.stesp: unknown key"),
         (["--time=soon"], "--time=soon"),
+        (["--time=5"], "--time=5 is less than twice --save-before=300"),
         (["--env=1=2"], "--env=1=2"),
         (["--mount=/data"], "--mount=/data needs --container"),
     ],
@@ -161,6 +162,33 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     assert submit_slurm.main([config, *NODE, *arguments]) == 2
     assert f"error: {reason}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("2:00:05", 7205),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+        ("UNLIMITED", float("inf")),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_does(limit: str, value: float) -> None:
+    assert submit_slurm.seconds(limit) == value
+
+
+def test_the_guide_shows_the_script_as_it_is(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (submit_slurm.ROOT / "docs/guides/slurm.md").read_text()
+    shown = guide.split("## What the script does\n\n```\n")[1].split("```")[0]
+    lines = script(capsys, config, "--nodes=1", "--gpus-per-node=2").splitlines()
+    for line in shown.splitlines():
+        if "..." not in line:  # stands for paths
+            assert line in lines
 
 
 def test_attempts_end_with_the_codes_that_another_would_repeat() -> None:
@@ -193,7 +221,7 @@ class Cluster:
         return bool(states) and not all(state in ended for state in states)
 
 
-def until(condition: Any, log: Path, timeout: float = 120.0) -> None:
+def until(condition: Any, log: Path, timeout: float = 300.0) -> None:
     """Wait; on a timeout the job's log says why."""
     end = time.monotonic() + timeout
     while not condition():
@@ -235,7 +263,7 @@ def test_a_job_saves_on_usr1_requeues_itself_and_ends_with_the_same_losses(
     until(lambda: not cluster.active(job), log)
     text = log.read_text()
     assert "SIGUSR1: saved step" in text and "restart 1 on" in text and "resumed from" in text
-    assert "done: step 24" in text
+    assert "done: step 16" in text
     assert losses(run) == undisturbed(config, tmp_path / "undisturbed")
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.distributed import ROOT, free_port, python_path
 from tests.forks import Forks
 
-STEPS, EVERY, RANKS = 30, 4, 4
+STEPS, EVERY, RANKS = 20, 4, 4
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
     "data": {"seq_len": 32},
