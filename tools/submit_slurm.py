@@ -204,9 +204,9 @@ def options(args: argparse.Namespace, config: Config) -> Iterator[str]:
 
 def cpus(args: argparse.Namespace) -> int:
     """Cores a task, 0 for the cluster's default: a torchrun has the ranks of a node in one task."""
-    of_cpu = args.gpus_per_node if args.launcher == "torchrun" else 1
-    each = args.cpus_per_rank or (1 if args.cpu and args.launcher == "torchrun" else 0)
-    return of_cpu * each
+    ranks = args.gpus_per_node if args.launcher == "torchrun" else 1
+    unless_given = 1 if args.cpu and args.launcher == "torchrun" else 0
+    return ranks * (args.cpus_per_rank or unless_given)
 
 
 def attempts(args: argparse.Namespace, config: Config) -> Iterator[str]:

@@ -121,6 +121,22 @@ def test_signals_to_the_launcher_save_and_are_no_reason_to_restart(
     assert log.read_text().count("model         2 layers") == 1  # started once
 
 
+def test_ranks_that_are_told_to_stop_while_they_start_do_not_come_back(
+    config: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.txt"
+    elastic = ("tools/elastic.py", "--standalone", "--nproc-per-node=1", "--max-restarts=1")
+    with started(log, *elastic, "pretrain.py", config, "train.steps=100000") as launcher:
+        end = time.monotonic() + 120
+        while not any(
+            "pretrain.py" in c.cmdline() for c in psutil.Process(launcher.pid).children()
+        ):
+            assert time.monotonic() < end, log.read_text(errors="replace")
+            time.sleep(0.02)
+        launcher.send_signal(signal.SIGUSR1)  # no rank has imported torch yet
+        assert launcher.wait(120) == 85, log.read_text(errors="replace")[-6000:]
+
+
 def test_the_exit_code_of_a_rank_becomes_the_launchers(config: str, tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     elastic = ("tools/elastic.py", "--standalone", "--nproc-per-node=1")
