@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 def dry_run(config: Config, ranks: int | None) -> int:
     """Print the resolved configuration and the plan; needs neither GPU nor launcher."""
     from coatlm.data.tokenizer import make_tokenizer
-    from coatlm.model.accounting import plan
+    from coatlm.model.plan import plan
 
     try:
         known = config.model.vocab is not None  # then the tokenizer's files need not be here yet

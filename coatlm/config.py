@@ -28,7 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-PrecisionRecipe = Literal["fp32", "bf16", "te-delayed", "te-current", "te-blockwise"]
+PrecisionRecipe = Literal[
+    "fp32", "bf16", "te-delayed", "te-current", "te-blockwise", "fp8-linear", "coat", "coat-lean"
+]
 OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
     "adamw-fp32",
     "adamw-bf16",
@@ -187,13 +189,33 @@ class Parallel(Section):
     main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated and reduced in this
     bucket_size: StrictInt = Field(40_000_000, ge=1)  # elements reduced in one collective
     overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
+    tp_comm: Literal["fp8", "bf16"] = "fp8"  # gathers of an FP8 flow under sequence_parallel
     overlap_param_gather: StrictBool = True  # with zero=1: gather weights while forward runs
 
 
 class Precision(Section):
-    """What the GEMMs compute in."""
+    """What the GEMMs compute in, and what is kept for backward: coatlm.fp8.recipe.
+
+    All but `recipe` is for fp8-linear, coat and coat-lean.
+    """
 
     recipe: PrecisionRecipe = "bf16"
+    group_size: Literal[16, 32, 64, 128] | None = None  # elements a kept scale; null: the recipe's
+    grad_format: Literal["e5m2", "e4m3"] = "e5m2"  # of gradients that enter a GEMM
+    fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
+        "forward",
+        "dgrad",
+        "wgrad",
+    )
+    keep_linear_inputs: StrictBool | None = None  # else made again; null: the recipe's
+    keep_weights: StrictBool = False  # FP8 weights live for a step: 2 bytes a weight, fewer casts
+    tune_gemms: StrictBool = True  # time the GEMM algorithms at start; else cuBLASLt's first choice
+    bf16_layers: tuple[StrictInt, StrictInt] = (0, 0)  # the first and the last ones that stay BF16
+
+    @property
+    def flow(self) -> bool:
+        """The layers are coatlm's FP8 flow."""
+        return self.recipe in ("fp8-linear", "coat", "coat-lean")
 
 
 class Optim(Section):
@@ -230,6 +252,9 @@ class Train(Section):
     eval_every: StrictInt = Field(50, ge=0)  # steps; 0: never
     eval_batches: StrictInt = Field(8, ge=1)  # global batches an evaluation
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
+    cuda_graphs: StrictBool = (
+        False  # replay a microbatch from a recording: small, launch-bound models
+    )
     max_skipped: StrictInt = Field(10, ge=1)  # give up after so many skipped steps in a row
     rollbacks: StrictInt = Field(0, ge=0)  # times to go back to a checkpoint, on other data, before
     spike_sigma: FiniteFloat = Field(0.0, ge=0.0)  # deviations above the mean: skipped; 0: off
@@ -250,6 +275,7 @@ class Log(Section):
     """What is reported, and how often."""
 
     every: StrictInt = Field(10, ge=1)  # steps
+    states_every: StrictInt = Field(0, ge=0)  # steps: what storing loses; 0: never
     tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
@@ -305,12 +331,59 @@ class Config(Section):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
+        self._check_flow()
+        self._check_graphs()
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
                 f"goes with {', '.join(FP32_RECIPES)}"
             )
         return self
+
+    def _check_flow(self) -> None:
+        """FP8 layers: what their kernels can hold. Raises ValueError."""
+        m, p, recipe = self.model, self.precision, self.precision.recipe
+        if not p.flow:
+            for name in set(Precision.model_fields) - {"recipe"}:
+                if getattr(p, name) != Precision.model_fields[name].default:
+                    raise ValueError(
+                        f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
+                    )
+            return
+        if m.spec != "local":
+            raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
+        size = p.group_size or 16  # also what the tensor cores need of every matrix
+        tp = self.parallel.tp
+        divides("model.hidden", m.hidden, "precision.group_size", size)
+        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
+        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
+            width = heads * m.size_per_head // tp
+            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
+        if recipe == "coat-lean":
+            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
+            if self.data.seq_len == m.size_per_head:
+                raise ValueError(
+                    f"precision.recipe=coat-lean: data.seq_len={self.data.seq_len} must differ "
+                    "from model.head_dim, by which kept tensors are told from masks"
+                )
+        if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
+            raise ValueError(
+                f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
+                f"together at most model.layers={m.layers}"
+            )
+
+    def _check_graphs(self) -> None:
+        """What a recorded microbatch cannot hold. Raises ValueError."""
+        if not self.train.cuda_graphs:
+            return
+        for name, value, allowed in (
+            ("parallel.pp", self.parallel.pp, 1),
+            ("model.spec", self.model.spec, "local"),
+            ("train.recompute", self.train.recompute, "none"),
+            ("precision.keep_weights", self.precision.keep_weights, False),
+        ):
+            if value != allowed:
+                raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""

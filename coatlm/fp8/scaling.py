@@ -9,10 +9,15 @@ The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded 
 = 0; not below 2^-126, the smallest normal; a NaN or an infinity in x makes it one. An E8M0 scale
 is the next power of two in one byte (OCP MX), 0xFF where it is not finite.
 
+Powers of two are also what the activation flow scales by, in fp32 where a GEMM reads them: a scale
+then moves no bit of a mantissa, x / S is an exact product with 1 / S, codes * S is exact in BF16,
+and a number that stays normal has the error that it has under any other scale.
+
 No function here waits for the device. amax is taken of the bits of |x| as integers, where NaN >
 Inf > every number: the float maxima of GPUs and of NCCL return the other operand when one is NaN.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +51,17 @@ def scale_ref(
     raise ValueError(f"dtype={dtype}: scales are torch.float32 or torch.float8_e8m0fnu")
 
 
+def power_of_two_ref(amax: Tensor, fmt: Fp8Format) -> Tensor:
+    """The definition: fp32, `scale_ref` rounded up to a power of two; Inf if not finite."""
+    scale = scale_ref(amax, fmt, dtype=torch.float8_e8m0fnu).float()
+    return torch.where(scale.isnan(), torch.inf, scale)
+
+
+def top_exponent(fmt: Fp8Format) -> int:
+    """n of MAX = 1.75 * 2^n: 8 for E4M3, 15 for E5M2."""
+    return round(math.log2(fmt.max / 1.75))
+
+
 def group_amax_ref(x: Tensor, size: int) -> Tensor:
     """The definition: fp32[..., K / size], the largest |x| of each `size` elements of a row."""
     return x.float().abs().unflatten(-1, (-1, size)).amax(-1)
@@ -71,6 +87,32 @@ def scale_of(amax, TOP: tl.constexpr, E8M0: tl.constexpr):
 
 
 @triton.jit
+def exponent_of(amax, TOP: tl.constexpr):
+    """Biased exponent of the power-of-two scale for fp32 amax, int32; 255 where it is not finite.
+
+    Both formats end at 1.75 * 2^TOP (TOP: see `top_exponent`), so the scale's exponent is that of
+    the next 1.75 * 2^n above amax, less TOP.
+    """
+    bits = amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - TOP, 1)
+    exponent = tl.where(bits == 0, 127, exponent)
+    return tl.where(bits >= 0x7F800000, 255, exponent)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """fp32 from a biased exponent; 255 gives Inf."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power_of_two(exponent):
+    """1 / `power_of_two`; NaN for 255, so that all codes of the granule become NaN."""
+    bits = tl.where(exponent == 255, 0x7FC00000, (254 - exponent) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -79,10 +121,12 @@ def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _group_scale_kernel(amax_ptr, scale_ptr, n, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _group_scale_kernel(
+    amax_ptr, scale_ptr, n, TOP: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.arange(0, BLOCK)
     amax = amax_of(tl.load(amax_ptr + at, mask=at < n, other=0.0), 0)
-    tl.store(scale_ptr, scale_of(amax, TOP, False))
+    tl.store(scale_ptr, scale_of(amax, TOP, POWER))
 
 
 def _flat_group_amax(x: Tensor, size: int) -> Tensor:
@@ -106,9 +150,13 @@ def group_amax(x: Tensor, size: int = 128) -> Tensor:
     return _flat_group_amax(x.contiguous(), size).view(*x.shape[:-1], -1)
 
 
-def group_scale(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
+def group_scale(
+    amax: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
+) -> Tensor:
     """Stage 2: the scale [] of the tensor whose amaxes (fp32, any shape, not empty) these are."""
     if not amax.is_cuda:
+        if power_of_two:
+            return power_of_two_ref(amax.amax(), fmt)
         return scale_ref(amax.amax(), fmt, margin=margin)
     amax = amax.contiguous()
     while amax.numel() > STAGE_TWO:
@@ -116,17 +164,18 @@ def group_scale(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
     scale = torch.empty((), dtype=torch.float32, device=amax.device)
     block = triton.next_power_of_2(amax.numel())
     top = fmt.max * 2.0**-margin
-    _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, block, num_warps=8)
+    _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
     return scale
 
 
-def current_scale(x: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
+def current_scale(
+    x: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
+) -> Tensor:
     """The scale [] of x by its own amax: both stages, one read of x."""
     if not x.numel():
         return torch.ones((), device=x.device)
-    if not x.is_cuda:
-        return scale_ref(x.float().abs().amax(), fmt, margin=margin)
-    return group_scale(_flat_group_amax(x.contiguous(), 128), fmt, margin=margin)
+    amax = _flat_group_amax(x.contiguous(), TILE) if x.is_cuda else x.float().abs()
+    return group_scale(amax, fmt, margin=margin, power_of_two=power_of_two)
 
 
 @dataclass(frozen=True)

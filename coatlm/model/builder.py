@@ -86,11 +86,12 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     layers = config.model.layers // (stages * p.vpp)
     chunks = []
     for chunk in range(p.vpp):
+        first = (chunk * stages + groups.pp.rank()) * layers
         model = Llama(
             transformer,
             config,
             groups,
-            transformer_layer_spec=block_spec(config, layers),
+            transformer_layer_spec=block_spec(config, first, layers),
             vocab_size=vocab,
             max_sequence_length=config.data.seq_len,
             pre_process=groups.first_stage and chunk == 0,

@@ -25,6 +25,56 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
 
+class MicrobatchGraph:
+    """Forward and backward of one microbatch of a model without stages, as one CUDA graph.
+
+    The first microbatch runs as ever, which compiles kernels; the second is recorded; from then on
+    a microbatch is copied into the recording's inputs and replayed, and the CPU launches one graph
+    in place of some sixty kernels a layer. Kernels and numbers are the same. Gradients accumulate;
+    their reduction starts after the last microbatch, not during it.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        self.model = model
+        self.warm = False
+        self.graph: Any = None
+        self.inputs: Batch = {}
+        self.loss: Tensor | None = None
+
+    def run(self, batch: Batch, share: Tensor) -> Tensor:
+        """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device."""
+        inputs = {**batch, "share": share}
+        self.model.finish_param_sync()
+        with self.model.no_sync():
+            if not self.warm:
+                self.warm = True
+                return self._forward_backward(inputs)
+            if self.graph is None:
+                self._record(inputs)
+        for name, value in self.inputs.items():
+            if isinstance(value, Tensor):
+                value.copy_(inputs[name])
+        assert self.loss is not None
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _record(self, inputs: Batch) -> None:
+        self.inputs = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: the watchdog of NCCL asks for its events meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.loss = self._forward_backward(self.inputs)
+
+    def _forward_backward(self, inputs: Batch) -> Tensor:
+        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])
+        loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
+        loss.backward()
+        return loss.detach()
+
+
 def run_microbatches(
     chunks: Sequence[FlatModel],
     batches: Sequence[Batch],
@@ -33,6 +83,7 @@ def run_microbatches(
     seq_len: int,
     forward_only: bool = False,
     enter: Callable[[str | None], None] = lambda phase: None,
+    graph: MicrobatchGraph | None = None,
 ) -> Tensor:
     """Forward, and backward unless `forward_only`. Returns the mean loss, fp32 on the device.
 
@@ -44,6 +95,12 @@ def run_microbatches(
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
     dist.all_reduce(tokens, group=groups.dp_cp)
     share = 1.0 / tokens.clamp(min=1)
+    enter("forward_backward")
+    if graph is not None and not forward_only:
+        loss = torch.stack([graph.run(batch, share) for batch in batches]).sum()
+        enter(None)
+        dist.all_reduce(loss, group=groups.dp_cp)
+        return loss
 
     def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
         batch = next(data)
@@ -60,7 +117,6 @@ def run_microbatches(
         return output, loss_function
 
     _synchronise_on_last_microbatch(chunks)
-    enter("forward_backward")
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),

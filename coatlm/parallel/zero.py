@@ -89,6 +89,7 @@ class ZeroOptimizer:
             for bucket, regions in self.regions.items()
         }
         self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
+        self.owned = [list(self._owned(c, b)) for c, b in self.parts]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
     def step(
@@ -96,20 +97,24 @@ class ZeroOptimizer:
         lr: float,
         *,
         accepts: Callable[[Tensor], Tensor] | None = None,
+        observe: Callable[[Tensor], None] | None = None,
         enter: Callable[[str | None], None] = lambda phase: None,
     ) -> Tensor:
         """One update; returns the global gradient norm on the device.
 
-        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False. `enter` is
-        told where the work of this rank begins and ends.
+        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False. `observe`
+        is called before weights and states change, with the clip coefficient. `enter` is told where
+        the work of this rank begins and ends.
         """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
-        factor = clip_coefficient(norm, self.clip_grad)
+        coefficient = clip_coefficient(norm, self.clip_grad)
         if accepts is not None:
-            factor = torch.where(accepts(norm), factor, torch.nan)
+            coefficient = torch.where(accepts(norm), coefficient, torch.nan)
+        if observe is not None:
+            observe(coefficient)
         enter("update")
-        self.optimizer.step(lr=lr, clip_coefficient=factor)
+        self.optimizer.step(lr=lr, clip_coefficient=coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
         enter(None)
@@ -155,6 +160,16 @@ class ZeroOptimizer:
             start, stop = max(region.start, begin), min(region.stop, end)
             if region.main and start < stop:
                 yield bucket.grads[start:stop]
+
+    def _owned(self, chunk: FlatModel, bucket: Bucket) -> Iterator[tuple[int, int]]:
+        """Runs of this rank's shard, in multiples of 128, of which `norm_group` has no copies."""
+        begin, end = self._bounds(chunk, bucket)
+        for start, stop in bucket.params.values():
+            inside = [r for r in self.regions[bucket] if start <= r.start < stop]
+            first = max(start, begin)
+            last = min(-(-stop // ALIGNMENT) * ALIGNMENT, end)
+            if inside[0].main and first < last:
+                yield first - begin, last - begin
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
         for chunk, bucket in self.parts:

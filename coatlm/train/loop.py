@@ -21,7 +21,8 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.model.accounting import flops_per_token, model_vocab, plan
+from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
@@ -198,7 +199,9 @@ class Loop:
     def _step(self, batches: Any) -> None:
         config, run = self.config, self.run
         rate = learning_rate(run.step, config.optim, config.train.steps)
-        loss, norm = self.trainer.train_step(self.trainer.place(batches), rate)
+        observe = partial(self._log_states, rate) if self._states_due() else None
+        placed = self.trainer.place(batches)
+        loss, norm = self.trainer.train_step(placed, rate, observe=observe)
         run.pending.append((loss, norm, self.trainer.spike))
         run.step += 1
         self.metrics.advance()
@@ -228,6 +231,16 @@ class Loop:
                 *found,
             )
         return found._asdict()
+
+    def _states_due(self) -> bool:
+        every = self.config.log.states_every
+        return bool(every) and (self.run.step + 1) % every == 0
+
+    def _log_states(self, rate: float, clip_coefficient: Tensor) -> None:
+        """In the middle of a step: gradients are complete, states are the former ones."""
+        with self.metrics.throughput.paused():
+            values = self.trainer.measure_states(rate, clip_coefficient)
+        self.metrics.log_states(self.run.step + 1, values)
 
     def _fetch(self) -> tuple[float, float]:
         """Wait for the device; count skipped steps; the last step's loss and gradient norm."""

@@ -4,6 +4,8 @@
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
                     peak_mem_gib skipped; after an evaluation step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
+    states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
+                    optim.edq.report says
     tb/             the same for TensorBoard, when asked; wandb likewise
 
 Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
@@ -36,6 +38,7 @@ from coatlm.config import Config
 from coatlm.model import accounting
 from coatlm.train.run_directory import (
     METRICS,
+    STATES,
     Record,
     lines,
     logger,
@@ -54,13 +57,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl, a line at a time; each is in the file when `write` returns."""
+    """A .jsonl file, a line at a time; each is in the file when `write` returns."""
 
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
-        dropped = repair_metrics(run_dir / METRICS, resume_step)
+    def __init__(self, path: Path, resume_step: int) -> None:
+        dropped = repair_metrics(path, resume_step)
         if dropped:
-            logger.warning("%s: dropped %d lines after step %d", METRICS, dropped, resume_step)
-        self.file = (run_dir / METRICS).open("a", encoding="utf-8")
+            logger.warning("%s: dropped %d lines after step %d", path.name, dropped, resume_step)
+        self.file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         bad = [k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
@@ -243,11 +246,16 @@ class MetricsLogger:
         self.device_name = device_name
         self.throughput = Throughput(synchronize=synchronize)
         self.sinks: list[Sink] = []
+        self.states: JsonLines | None = None
         self.bar: tqdm[Any] | None = None
         if rank != 0:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.sinks.append(JsonLines(run_dir, resume_step))
+        self.sinks.append(JsonLines(run_dir / METRICS, resume_step))
+        if config.log.states_every:
+            self.states = JsonLines(run_dir / STATES, resume_step)
+        else:
+            repair_metrics(run_dir / STATES, resume_step)  # a later start may continue it
         if config.log.tensorboard:
             self.sinks.append(TensorBoard(run_dir, resume_step))
         if config.log.wandb_project:
@@ -312,11 +320,16 @@ class MetricsLogger:
                     {"step": step + 1, "rolled_back_from": failed_step, "left_out": list(left_out)}
                 )
 
+    def log_states(self, step: int, values: Record) -> None:
+        """Record what storing update `step` loses, in states.jsonl alone."""
+        if self.states is not None:
+            self.states.write({"step": step, **values})
+
     def close(self) -> None:
         """Finish every sink."""
-        for sink in self.sinks:
+        for sink in (*self.sinks, *([self.states] if self.states else [])):
             sink.close()
-        self.sinks = []
+        self.sinks, self.states = [], None
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:

@@ -4,6 +4,7 @@ config.yaml     the resolved configuration
 env.json        versions, device, host, commit and command line
 train.log       the console's lines with the time of day
 metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
+states.jsonl    likewise, where log.states_every asks for it
 loss.png        its curves
 """
 
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from coatlm.config import Config
 
 METRICS = "metrics.jsonl"
+STATES = "states.jsonl"
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
 
@@ -86,7 +88,12 @@ def _git_commit() -> str | None:
 
 def read_metrics(run_dir: Path) -> list[Record]:
     """The records of metrics.jsonl without lines that are no JSON object; [] without a file."""
-    return [record for record, _ in _whole_lines(run_dir / METRICS)]
+    return read_records(run_dir / METRICS)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The JSON objects of a file with one a line that carry a step; [] without a file."""
+    return [record for record, _ in _whole_lines(path)]
 
 
 def repair_metrics(path: Path, last_step: int) -> int:

@@ -102,13 +102,29 @@ def load(
     together(lambda: _fill(reader, _by_key(tensors)), group)
 
 
+class StoredTensors:
+    """The logical tensors of a checkpoint: what they are, and each of them when it is wanted."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._reader = _Reader(checkpoint)
+        self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            key: (stored.properties.dtype, tuple(stored.size))
+            for key, stored in sorted(self._reader.tensors().items())
+        }
+
+    def read(self, key: str) -> Tensor:
+        """One of them, whole, on the host. Raises CheckpointError where parts are missing."""
+        dtype, shape = self.described[key]
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        _fill(self._reader, {key: tensor})
+        return tensor
+
+
 def read_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """The logical tensors stored, whole, by key and one at a time, on the host."""
-    reader = _Reader(checkpoint)
-    for key, stored in sorted(reader.tensors().items()):
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-        _fill(reader, {key: tensor})
-        yield key, tensor
+    stored = StoredTensors(checkpoint)
+    for key in stored.described:
+        yield key, stored.read(key)
 
 
 def tensor_checksums(checkpoint: Path) -> dict[str, str]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.data import dataset
 from coatlm.model.builder import build_model, token_positions
+from coatlm.model.flow import tune_layers
+from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.pipeline import Batch, run_microbatches
+from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.platform import device
 from coatlm.train.spikes import SpikeGuard
@@ -48,6 +51,13 @@ class Trainer:
             if t.spike_sigma
             else None
         )
+        if config.precision.tune_gemms:
+            tokens = config.train.micro_batch * config.data.seq_len // p.cp
+            for chunk in self.chunks:
+                tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
+        self.graph = MicrobatchGraph(self.chunks[0]) if config.train.cuda_graphs else None
+        if self.graph is not None and device().type != "cuda":
+            raise ValueError("train.cuda_graphs=true needs a GPU")
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -64,14 +74,36 @@ class Trainer:
         guard = self.spikes
         return torch.zeros((), dtype=torch.bool, device=device()) if guard is None else guard.spike
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> tuple[Tensor, Tensor]:
-        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks."""
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        *,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks.
+
+        `observe` is called with the clip coefficient when gradients are complete.
+        """
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         loss = self._run(batches, forward_only=False)
         accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
-        return loss, self.optimizer.step(lr, accepts=accepts, enter=self.timer.enter)
+        return loss, self.optimizer.step(
+            lr, accepts=accepts, observe=observe, enter=self.timer.enter
+        )
+
+    def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
+        """`edq.report` of the step under way, the same on all ranks; waits for the device."""
+        zero = self.optimizer
+        sums = edq.collect(
+            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.owned
+        )
+        flat = torch.cat(list(sums.values()))
+        dist.all_reduce(flat, group=zero.norm_group)
+        parts = flat.split([part.numel() for part in sums.values()])
+        return edq.report(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -101,6 +133,7 @@ class Trainer:
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
             enter=ignore if forward_only else self.timer.enter,
+            graph=self.graph,
         )
 
 

@@ -16,6 +16,7 @@ from coatlm.fp8.scaling import (
     group_amax,
     group_amax_ref,
     group_scale,
+    power_of_two_ref,
     scale_ref,
 )
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
@@ -140,7 +141,7 @@ def test_scale_kernel_compiles_for_sm90() -> None:
     compile_sm90(
         scaling._group_scale_kernel,
         {"amax_ptr": "*fp32", "scale_ptr": "*fp32", "n": "i32"},
-        {"TOP": E4M3.max, "BLOCK": scaling.STAGE_TWO},
+        {"TOP": E4M3.max, "POWER": True, "BLOCK": scaling.STAGE_TWO},
         num_warps=8,
     )
 
@@ -168,9 +169,12 @@ def interpreted_group_amax_takes_a_short_last_group() -> None:
 def interpreted_scale_equals_the_reference(amax: float) -> None:
     parts, scale = torch.tensor([0.0, amax, 0.0]), torch.empty(())
     launch: Any = scaling._group_scale_kernel[(1,)]
-    launch(parts, scale, 3, E4M3.max, 4)
-    expected = scale_ref(parts.amax(), E4M3)
-    torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+    for power, expected in (
+        (False, scale_ref(parts.amax(), E4M3)),
+        (True, power_of_two_ref(parts.amax(), E4M3)),
+    ):
+        launch(parts, scale, 3, E4M3.max, power, 4)
+        torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_kernels_in_the_interpreter() -> None:
