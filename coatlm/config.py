@@ -255,7 +255,10 @@ class Train(Section):
     cuda_graphs: StrictBool = (
         False  # replay a microbatch from a recording: small, launch-bound models
     )
-    max_skipped: StrictInt = Field(10, ge=1)  # stop after so many non-finite steps in a row
+    max_skipped: StrictInt = Field(10, ge=1)  # give up after so many skipped steps in a row
+    rollbacks: StrictInt = Field(0, ge=0)  # times to go back to a checkpoint, on other data, before
+    spike_sigma: FiniteFloat = Field(0.0, ge=0.0)  # deviations above the mean: skipped; 0: off
+    spike_window: StrictInt = Field(128, ge=2)  # steps of that mean and deviation
 
 
 class Checkpoint(Section):
@@ -277,6 +280,7 @@ class Log(Section):
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
     hang_timeout: FiniteFloat = Field(0.0, ge=0.0)  # seconds without a step; 0: off
+    straggler_factor: FiniteFloat = Field(2.0, ge=0.0)  # warn above so many medians; 0: no report
 
     @model_validator(mode="after")
     def _window(self) -> Log:
@@ -321,6 +325,8 @@ class Config(Section):
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
         if p.vpp > 1 and p.pp == 1:
             raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+        if self.train.rollbacks and not self.checkpoint.every:
+            raise ValueError(f"train.rollbacks={self.train.rollbacks} needs checkpoint.every > 0")
         if self.checkpoint.weights_only and self.checkpoint.resume in ("auto", "none"):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":

@@ -106,9 +106,14 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
         ("optim", "clip_grad", -1.0, "greater than or equal to 0"),
         ("train", "micro_batch", 0, "greater than or equal to 1"),
         ("train", "recompute", "some", "'none'"),
+        ("train", "max_skipped", 0, "greater than or equal to 1"),
+        ("train", "rollbacks", -1, "greater than or equal to 0"),
+        ("train", "spike_sigma", -6.0, "greater than or equal to 0"),
+        ("train", "spike_window", 1, "greater than or equal to 2"),
         ("checkpoint", "keep", 0, "greater than or equal to 1"),
         ("log", "every", 0, "greater than or equal to 1"),
         ("log", "hang_timeout", -1.0, "greater than or equal to 0"),
+        ("log", "straggler_factor", -1.0, "greater than or equal to 0"),
     ],
 )
 def test_a_value_out_of_range_is_reported_with_what_is_allowed(
@@ -183,6 +188,10 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "data.seq_len=257 is not a multiple of parallel.tp*cp=2",
         ),
         ({"parallel": {"sequence_parallel": True}}, "needs parallel.tp > 1"),
+        (
+            {"train": {"rollbacks": 1}, "checkpoint": {"every": 0}},
+            "train.rollbacks=1 needs checkpoint.every > 0",
+        ),
         (
             {"precision": {"recipe": "te-delayed"}},
             "precision.recipe=te-delayed needs model.spec=te",

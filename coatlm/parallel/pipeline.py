@@ -7,7 +7,7 @@ and gradients are only ever added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,18 +94,23 @@ def run_microbatches(
     *,
     seq_len: int,
     forward_only: bool = False,
+    enter: Callable[[str | None], None] = lambda phase: None,
     graph: MicrobatchGraph | None = None,
 ) -> Tensor:
     """Forward, and backward unless `forward_only`. Returns the mean loss, fp32 on the device.
 
     `batches` are this rank's microbatches, cut for context parallelism; gradients are left summed
-    over them only (`reduce.finalize_gradients` completes them).
+    over them only (`reduce.finalize_gradients` completes them). `enter` is told where the work of
+    this rank begins, and with None where it starts to wait for others.
     """
+    enter(None)
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
     dist.all_reduce(tokens, group=groups.dp_cp)
     share = 1.0 / tokens.clamp(min=1)
+    enter("forward_backward")
     if graph is not None and not forward_only:
         loss = torch.stack([graph.run(batch, share) for batch in batches]).sum()
+        enter(None)
         dist.all_reduce(loss, group=groups.dp_cp)
         return loss
 
@@ -134,6 +139,7 @@ def run_microbatches(
         decoder_seq_length=seq_len,
         forward_only=forward_only,
     )
+    enter(None)
     loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
     if groups.last_stage and results:
         loss = torch.stack([result["loss"] for result in results]).sum()

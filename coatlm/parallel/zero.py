@@ -92,19 +92,32 @@ class ZeroOptimizer:
         self.owned = [list(self._owned(c, b)) for c, b in self.parts]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
-    def step(self, lr: float, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
-        """One update; returns the global gradient norm on the device. Skips on NaN or Inf.
+    def step(
+        self,
+        lr: float,
+        *,
+        accepts: Callable[[Tensor], Tensor] | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+        enter: Callable[[str | None], None] = lambda phase: None,
+    ) -> Tensor:
+        """One update; returns the global gradient norm on the device.
 
-        `observe` is called before weights and states change, with the clip coefficient.
+        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False. `observe`
+        is called before weights and states change, with the clip coefficient. `enter` is told where
+        the work of this rank begins and ends.
         """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
         coefficient = clip_coefficient(norm, self.clip_grad)
+        if accepts is not None:
+            coefficient = torch.where(accepts(norm), coefficient, torch.nan)
         if observe is not None:
             observe(coefficient)
+        enter("update")
         self.optimizer.step(lr=lr, clip_coefficient=coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
+        enter(None)
         return norm
 
     def tensors_to_save(self) -> list[ShardedTensor]:

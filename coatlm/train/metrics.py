@@ -2,7 +2,8 @@
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
-                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl
+                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl;
+                    with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
                     optim.edq.report says
     tb/             the same for TensorBoard, when asked; wandb likewise
@@ -160,7 +161,7 @@ def _scalars(record: Record) -> Record:
     return {
         f"{kind}/{k.removeprefix('val_')}": v
         for k, v in record.items()
-        if v is not None and k != "step"
+        if isinstance(v, int | float) and k != "step"
     }
 
 
@@ -278,6 +279,7 @@ class MetricsLogger:
         lr: float,
         skipped: int = 0,
         peak_mem_gib: float | None = None,
+        slowest: Record | None = None,
     ) -> None:
         """Record the state after update `step`: after `advance`, the floats already fetched."""
         seconds = self.throughput.lap()
@@ -297,6 +299,7 @@ class MetricsLogger:
                 "mfu": accounting.mfu(flops, self.device_name),
                 "peak_mem_gib": peak_mem_gib,
                 "skipped": skipped,
+                **({} if slowest is None else {"slowest": slowest}),
             }
         )
 
@@ -304,6 +307,18 @@ class MetricsLogger:
         """Record an evaluation; perplexity is exp(loss), Inf where that overflows."""
         val_ppl = math.exp(val_loss) if val_loss < 700 else val_loss * math.inf
         self._write({"step": step, "val_loss": val_loss, "val_ppl": val_ppl})
+
+    def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
+        """Record that a run went back to `step` and leaves out batches [first, stop).
+
+        Only metrics.jsonl has it: no curve shows it. A resume at `step` or before drops the line,
+        as the rollback then happens again.
+        """
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.write(
+                    {"step": step + 1, "rolled_back_from": failed_step, "left_out": list(left_out)}
+                )
 
     def log_states(self, step: int, values: Record) -> None:
         """Record what storing update `step` loses, in states.jsonl alone."""

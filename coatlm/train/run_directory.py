@@ -163,6 +163,13 @@ class _Console(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
+class _LogFile(logging.FileHandler):
+    """Raises where it cannot be written to: a run whose disk is full ends with that as reason."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+
 def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
     """Send the logger `coatlm` to the console and to train.log; other ranks warn on stderr only.
 
@@ -175,7 +182,7 @@ def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> 
         run_dir.mkdir(parents=True, exist_ok=True)
         if console.stream.isatty():
             console.addFilter(lambda record: record.name != lines.name)
-        file = logging.FileHandler(run_dir / "train.log", encoding="utf-8")
+        file = _LogFile(run_dir / "train.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(file)
     else:

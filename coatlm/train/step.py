@@ -20,6 +20,8 @@ from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.platform import device
+from coatlm.train.spikes import SpikeGuard
+from coatlm.train.stragglers import PhaseTimer
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,6 +48,13 @@ class Trainer:
             )
             for chunk in build_model(config, groups, vocab)
         ]
+        self.timer = PhaseTimer(cuda=device().type == "cuda")
+        t = config.train
+        self.spikes = (
+            SpikeGuard(t.spike_sigma, t.spike_window, device=device(), group=groups.world)
+            if t.spike_sigma
+            else None
+        )
         if config.precision.tune_gemms:
             tokens = config.train.micro_batch * config.data.seq_len // p.cp
             for chunk in self.chunks:
@@ -60,6 +69,12 @@ class Trainer:
                 AdamW, recipe=o.recipe, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
             ),
         )
+
+    @property
+    def spike(self) -> Tensor:
+        """Whether the last step was skipped as a spike: bool on the device."""
+        guard = self.spikes
+        return torch.zeros((), dtype=torch.bool, device=device()) if guard is None else guard.spike
 
     def train_step(
         self,
@@ -76,7 +91,10 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         loss = self._run(batches, forward_only=False)
-        return loss, self.optimizer.step(lr, observe=observe)
+        accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
+        return loss, self.optimizer.step(
+            lr, accepts=accepts, observe=observe, enter=self.timer.enter
+        )
 
     def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
         """`edq.report` of the step under way, the same on all ranks; waits for the device."""
@@ -116,5 +134,10 @@ class Trainer:
             self.groups,
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
+            enter=ignore if forward_only else self.timer.enter,
             graph=self.graph,
         )
+
+
+def ignore(phase: str | None) -> None:
+    """Evaluations are not timed."""
