@@ -1,4 +1,4 @@
-"""Attention that keeps FP8: exact forward, what is kept, gradients against those of exact tensors."""
+"""Attention that keeps FP8: exact forward, what is kept, gradients against exact tensors."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""SwiGLU to FP8: values against fp64, gradients against autograd, transposes, what is not finite."""
+"""SwiGLU to FP8: values against fp64, gradients against autograd, transposes, NaN."""
 
 import math
 
