@@ -252,6 +252,9 @@ class Train(Section):
     eval_every: StrictInt = Field(50, ge=0)  # steps; 0: never
     eval_batches: StrictInt = Field(8, ge=1)  # global batches an evaluation
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
+    cuda_graphs: StrictBool = (
+        False  # replay a microbatch from a recording: small, launch-bound models
+    )
     max_skipped: StrictInt = Field(10, ge=1)  # stop after so many non-finite steps in a row
 
 
@@ -323,6 +326,7 @@ class Config(Section):
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
         self._check_flow()
+        self._check_graphs()
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
@@ -361,6 +365,19 @@ class Config(Section):
                 f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
                 f"together at most model.layers={m.layers}"
             )
+
+    def _check_graphs(self) -> None:
+        """What a recorded microbatch cannot hold. Raises ValueError."""
+        if not self.train.cuda_graphs:
+            return
+        for name, value, allowed in (
+            ("parallel.pp", self.parallel.pp, 1),
+            ("model.spec", self.model.spec, "local"),
+            ("train.recompute", self.train.recompute, "none"),
+            ("precision.keep_weights", self.precision.keep_weights, False),
+        ):
+            if value != allowed:
+                raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""

@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.norm import processors
@@ -34,6 +36,7 @@ from coatlm.fp8.scaling import (
     amax_of,
     exponent_of,
     inverse_power_of_two,
+    larger,
     power_of_two,
     power_of_two_ref,
     top_exponent,
@@ -41,8 +44,8 @@ from coatlm.fp8.scaling import (
 
 TILE = 4096  # elements that a program holds at least: short rows share a program
 THREAD = 16  # elements a thread
-PROGRAMS_PER_SM = 2  # in backward; more hide latency better, and write more partial sums
-STAGES = 2  # rows loaded ahead there
+RUN = 16  # elements a thread in backward
+WARPS_PER_SM = 16  # there; more hide latency better, and write more partial sums
 UNSCALED = 16  # elements that kernels treat as a group where nothing has a scale a group
 
 
@@ -173,7 +176,28 @@ def _norm_quantize_kernel(
     tl.store(y_scale_ptr + row, power_of_two(exponent), mask=row < R)
 
 
-@triton.jit
+@gluon.jit
+def _row_operands(
+    dy_ptr, x_ptr, x_exponent_ptr, rstd_ptr, dresidual_ptr, row, R, col, some, H: gl.constexpr,
+    SIZE: gl.constexpr, RUN: gl.constexpr,
+):  # fmt: skip
+    """What backward reads of one row, as it is in memory; 0 past the last row."""
+    some = some & (row < R)
+    mask = some[:, None]
+    row = row.to(gl.int64)
+    dy = gl.load(dy_ptr + row * H + col, mask=mask, other=0.0)
+    x = gl.load(x_ptr + row * H + col, mask=mask, other=0.0)
+    rstd = gl.load(rstd_ptr + row, mask=row < R, other=0.0)
+    exponent, dresidual = rstd, dy  # in place of what there is not
+    if x_exponent_ptr is not None:
+        group = gl.arange(0, col.shape[0], some.type.layout) * RUN // SIZE
+        exponent = gl.load(x_exponent_ptr + row * (H // SIZE) + group, mask=some, other=127)
+    if dresidual_ptr is not None:
+        dresidual = gl.load(dresidual_ptr + row * H + col, mask=mask, other=0.0)
+    return dy, x, rstd, exponent, dresidual
+
+
+@gluon.jit
 def _norm_backward_kernel(
     dy_ptr,
     x_ptr,
@@ -185,40 +209,45 @@ def _norm_backward_kernel(
     part_ptr,  # [programs, H]
     amax_ptr,  # [programs]
     R,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
+    H: gl.constexpr,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    RUNS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    program = tl.program_id(0)
-    group = tl.arange(0, GROUPS)
-    col = group[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
-    weight = tl.load(weight_ptr + col, mask=col < H, other=0.0).to(tl.float32)
-    dweight = tl.zeros([ROWS, GROUPS, SIZE], tl.float32)
-    largest = tl.zeros([ROWS, GROUPS, SIZE], tl.int32)
-    step = tl.num_programs(0) * ROWS
-    for first in tl.range(program * ROWS, R, step, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        at = row[:, None, None] * H + col
-        mask = (row[:, None, None] < R) & (col < H)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = load_scaled(x_ptr, x_exponent_ptr, row, R, 0, H // SIZE, H, GROUPS, SIZE)
-        rstd = tl.load(rstd_ptr + row, mask=row < R, other=0.0)[:, None, None]
-        xhat = x * rstd
-        g = dy * weight
-        dx = rstd * (g - xhat * (tl.sum(tl.sum(g * xhat, 2), 1) / H)[:, None, None])
+    """Every `num_programs`-th row. A thread owns RUN columns and loads a row ahead."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32, 1], [WARPS, 1], [1, 0])
+    run = gl.arange(0, RUNS, gl.SliceLayout(1, LAYOUT))
+    some = run < H // RUN
+    col = run[:, None] * RUN + gl.arange(0, RUN, gl.SliceLayout(0, LAYOUT))[None, :]
+    weight = gl.load(weight_ptr + col, mask=some[:, None], other=0.0)
+    dweight = gl.full([RUNS, RUN], 0.0, gl.float32, LAYOUT)
+    largest = gl.full([RUNS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    dy_row, x_row, rstd, exponent, dresidual = _row_operands(
+        dy_ptr, x_ptr, x_exponent_ptr, rstd_ptr, dresidual_ptr, program, R, col, some, H, SIZE, RUN
+    )
+    for row in range(program, R, programs):
+        ahead = _row_operands(
+            dy_ptr, x_ptr, x_exponent_ptr, rstd_ptr, dresidual_ptr, row + programs, R, col, some,
+            H, SIZE, RUN,
+        )  # fmt: skip
+        dy, xhat = dy_row.to(gl.float32), x_row.to(gl.float32)
+        if x_exponent_ptr is not None:
+            xhat = xhat * power_of_two(exponent.to(gl.int32))[:, None]
+        xhat = xhat * rstd
+        g = dy * weight.to(gl.float32)
+        dx = rstd * (g - xhat * (gl.sum(gl.sum(g * xhat, 1), 0) / H))
         if dresidual_ptr is not None:
-            dx += tl.load(dresidual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        dx = dx.to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + at, dx, mask=mask)
+            dx += dresidual.to(gl.float32)
+        at = dx_ptr + tl.cast(row, tl.int64) * H + col
+        gl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=some[:, None])
         dweight += dy * xhat
-        bits = dx.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.maximum(largest, tl.where(mask, bits, 0))
-    part = part_ptr + program.to(tl.int64) * H + col
-    tl.store(part, tl.sum(dweight, 0)[None, :, :], mask=col < H)
-    amax = tl.max(tl.max(tl.max(largest, 2), 1), 0).to(tl.float32, bitcast=True)
-    tl.store(amax_ptr + program, amax)
+        largest = larger(largest, amax_of(dx, 1))
+        dy_row, x_row, rstd, exponent, dresidual = ahead
+    gl.store(part_ptr + program.to(gl.int64) * H + col, dweight, mask=some[:, None])
+    amax = amax_of(largest, 0)  # of numbers not yet rounded: rounding keeps their order
+    gl.store(amax_ptr + program, amax.to(dx_ptr.dtype.element_ty).to(gl.float32))
 
 
 def norm_quantize(
@@ -316,10 +345,10 @@ def norm_backward(
         return dx, dweight, dx.float().abs().amax()
     rows, hidden = dy.shape
     codes, exponents, size = parts_of(x)
-    tile = grouped_tile(hidden, size)
+    tile = backward_tile(hidden, size)
+    programs = max(WARPS_PER_SM // tile["WARPS"], 1) * processors(dy.device)
+    programs = max(1, min(rows, programs))
     dx = torch.empty_like(dy)
-    tiles = triton.cdiv(rows, tile["ROWS"])
-    programs = max(1, min(tiles, PROGRAMS_PER_SM * processors(dy.device)))
     part = torch.empty((programs, hidden), dtype=torch.float32, device=dy.device)
     amax = torch.empty(programs, dtype=torch.float32, device=dy.device)
     _norm_backward_kernel[(programs,)](
@@ -333,8 +362,8 @@ def norm_backward(
         part,
         amax,
         rows,
-        STAGES=STAGES,
         **tile,
+        num_warps=tile["WARPS"],
     )
     return dx, part.sum(0), amax
 
@@ -354,3 +383,11 @@ def grouped_tile(hidden: int, size: int = 0) -> dict[str, int]:
     rows = max(1, TILE // (groups * size))
     warps = min(max(rows * groups * size // (32 * THREAD), 4), 32)
     return {"H": hidden, "ROWS": rows, "GROUPS": groups, "SIZE": size, "num_warps": warps}
+
+
+def backward_tile(hidden: int, size: int) -> dict[str, int]:
+    """Launch shape of backward: a row is RUNS runs of RUN elements, a thread's each."""
+    run = min(RUN, size)
+    runs = triton.next_power_of_2(hidden // run)
+    warps = min(max(runs // 32, 1), 32)
+    return {"H": hidden, "SIZE": size, "RUN": run, "RUNS": runs, "WARPS": warps}

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import SOURCES, Fp8Format, cast
 from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, Granularity, QTensor
@@ -21,6 +23,7 @@ from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of,
 
 TILE = 4096  # elements a program
 THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight
+GROUP_RUN, GROUP_WARPS = 16, 2  # elements a thread takes at once, of groups; warps a program
 TRANSPOSE_TILE = (128, 64)  # rows x columns: 128 bytes a row of BF16, and a column of codes
 TRANSPOSE_WARPS = 4
 ROWS_ALIGNED = 16  # columns of codes then start on multiples of 16 bytes
@@ -125,6 +128,38 @@ def _quantize_kernel(
             scale = (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8)
         tl.store(scale_at, scale, mask=some)
     tl.store(code_ptr + at, q.to(code_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _quantize_groups_kernel(
+    x_ptr,
+    code_ptr,
+    scale_ptr,
+    groups,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TOP: gl.constexpr,
+    E8M0: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """One group after the other in memory, RUN elements a thread: codes leave in 16-byte stores.
+
+    The layout is given because Triton's own, that of the loads, has half as many.
+    """
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    first = gl.program_id(0).to(gl.int64) * GROUPS
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    at = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    some = group < groups - first
+    x = gl.load(x_ptr + first * SIZE + at, mask=some[:, None], other=0.0).to(gl.float32)
+    scale = scale_of(amax_of(x, 1), TOP, E8M0)
+    code = quotient(x, scale[:, None]).to(code_ptr.dtype.element_ty)
+    if E8M0:
+        scale = (scale.to(gl.uint32, bitcast=True) >> 23).to(gl.uint8)
+    gl.store(scale_ptr + first + group, scale, mask=some)
+    gl.store(code_ptr + first * SIZE + at, code, mask=some[:, None])
 
 
 @triton.jit
@@ -254,6 +289,8 @@ def _check(
 
 def _launch(x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity) -> Tensor:
     """Codes of a contiguous x, not empty; fills `scale` unless TENSOR."""
+    if granularity.rows == 1 and granularity.columns is not None:
+        return _launch_groups(x, scale, fmt, granularity.columns)
     columns = x.shape[-1] if x.ndim else 1
     tile = _tile(x.numel() // columns, columns, granularity)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
@@ -270,6 +307,30 @@ def _launch(x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity) 
         **tile,
     )
     return codes
+
+
+def _launch_groups(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int) -> Tensor:
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    e8m0, groups = scale.dtype != torch.float32, scale.numel()
+    tile = _group_tile(size)
+    _quantize_groups_kernel[(triton.cdiv(groups, tile["GROUPS"]),)](
+        x,
+        codes,
+        scale.view(torch.uint8) if e8m0 else scale,
+        groups,
+        TOP=fmt.max,
+        E8M0=e8m0,
+        **tile,
+        num_warps=tile["WARPS"],
+    )
+    return codes
+
+
+def _group_tile(size: int) -> dict[str, int]:
+    """How a program sees groups: each of its threads takes two runs, in flight at once."""
+    run = min(GROUP_RUN, size)
+    at_once = 32 * GROUP_WARPS // min(size // run, 32)
+    return {"SIZE": size, "RUN": run, "GROUPS": 2 * at_once, "WARPS": GROUP_WARPS}
 
 
 def _launch_transpose(x: Tensor, scale: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
@@ -302,8 +363,6 @@ def _tile(m: int, k: int, granularity: Granularity) -> dict[str, int]:
     elif granularity == BLOCK:
         rows, columns = 128, 128
     else:
-        if granularity.columns is not None:
-            m, k = m * k // granularity.columns, granularity.columns  # a row is a group
         columns = triton.next_power_of_2(k)
         rows = max(TILE // columns, 1)
     warps = min(max(rows * columns // (32 * THREAD), 4), 32)

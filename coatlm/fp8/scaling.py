@@ -26,9 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements a program
+TILE = 8192  # elements a program, where there is an amax for each group
+BLOCK, WARPS = 2048, 4  # elements at a time, where there is one for all: 32 bytes of BF16 a thread
+PROGRAMS_PER_SM = 16  # there
 STAGE_TWO = 16384  # most amaxes that one program reduces
 
 
@@ -68,10 +71,15 @@ def group_amax_ref(x: Tensor, size: int) -> Tensor:
 
 
 @triton.jit
+def larger(a, b):
+    """The maximum of two fp32 tiles; NaN where one is. One instruction: max.NaN.f32."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def amax_of(x, AXIS: tl.constexpr):
     """Largest |x| along an axis of an fp32 tile; NaN where there is one."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(x), AXIS, larger)
 
 
 @triton.jit
@@ -121,6 +129,17 @@ def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
+def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
+    """Every `num_programs`-th block: one amax a program."""
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(program.to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        x = tl.load(x_ptr + first + at, mask=at < n - first, other=0.0)
+        largest = larger(largest, tl.abs(x.to(tl.float32)))
+    tl.store(amax_ptr + program, amax_of(largest, 0))
+
+
+@triton.jit
 def _group_scale_kernel(
     amax_ptr, scale_ptr, n, TOP: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -135,6 +154,14 @@ def _flat_group_amax(x: Tensor, size: int) -> Tensor:
     amax = torch.empty(triton.cdiv(n, size), dtype=torch.float32, device=x.device)
     block = max(TILE // size, 1)
     _group_amax_kernel[(triton.cdiv(amax.numel(), block),)](x, amax, n, size, block)
+    return amax
+
+
+def _few_amaxes(x: Tensor) -> Tensor:
+    """fp32[programs]: amaxes that together cover a CUDA tensor."""
+    programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS_PER_SM * processors(x.device))
+    amax = torch.empty(programs, dtype=torch.float32, device=x.device)
+    _amax_kernel[(programs,)](x, amax, x.numel(), BLOCK, num_warps=WARPS)
     return amax
 
 
@@ -159,8 +186,8 @@ def group_scale(
             return power_of_two_ref(amax.amax(), fmt)
         return scale_ref(amax.amax(), fmt, margin=margin)
     amax = amax.contiguous()
-    while amax.numel() > STAGE_TWO:
-        amax = _flat_group_amax(amax, TILE)
+    if amax.numel() > STAGE_TWO:
+        amax = _few_amaxes(amax)
     scale = torch.empty((), dtype=torch.float32, device=amax.device)
     block = triton.next_power_of_2(amax.numel())
     top = fmt.max * 2.0**-margin
@@ -174,7 +201,7 @@ def current_scale(
     """The scale [] of x by its own amax: both stages, one read of x."""
     if not x.numel():
         return torch.ones((), device=x.device)
-    amax = _flat_group_amax(x.contiguous(), TILE) if x.is_cuda else x.float().abs()
+    amax = _few_amaxes(x.contiguous()) if x.is_cuda else x.float().abs()
     return group_scale(amax, fmt, margin=margin, power_of_two=power_of_two)
 
 

@@ -2,7 +2,7 @@
 
     a = silu(gate) * up                                                as in activation.py
 
-Forward, one pass over x[M, 2F] = gate | up (a row is read twice, the second time from cache):
+Forward, one pass over x[M, 2F] = gate | up, a row in registers:
 
     codes of a, one power-of-two scale a row                           into the down projection
     codes of x, one power-of-two scale for 1 x `group` elements        saved for backward
@@ -21,7 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from coatlm.fp8 import tiles
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.norm import processors
@@ -29,34 +32,28 @@ from coatlm.fp8.norm_quantize import (
     UNSCALED,
     empty_rows,
     group_exponents,
-    load_scaled,
     parts_of,
     quantize_rows_ref,
 )
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, group
 from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import (
+    amax_of,
     exponent_of,
     group_scale,
     inverse_power_of_two,
+    larger,
     power_of_two,
     power_of_two_ref,
     top_exponent,
 )
-from coatlm.fp8.transpose import (
-    as_bytes,
-    columns_of,
-    inverse_of,
-    padded_rows,
-    padded_t,
-    store_words,
-)
+from coatlm.fp8.transpose import Tile, padded_rows, padded_t
 
-BLOCK = 2048  # columns of a row that a program of forward handles at a time
-TILE, TILE_WARPS = (16, 64), 4  # words of four rows x columns of a in backward
-AMAX_TILE, AMAX_WARPS = (8, 512), 8  # rows x columns, to find the amax of dx
-WARPS = 8
-PROGRAMS_PER_SM = 8  # of the pass that finds an amax
+RUN = 16  # elements of gate, and of up, that a thread of forward takes at a time
+CHUNKS = 6  # most times it does so; more would not fit in registers
+TILE = Tile(32, 128, 8, 16, 4)  # of a in backward
+AMAX_TILE = Tile(4, 256, 16, 1, 2)  # to find the amax of dx
+PROGRAMS_PER_SM = 16  # of the pass that finds an amax
 
 
 class Activated(NamedTuple):
@@ -102,164 +99,85 @@ def swiglu_backward_quantize_ref(
 
 
 @triton.jit
+def _power_of_two_exponential(x):
+    """2^x in one instruction, within 2^-22; 0 for what would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x in one instruction, within 2^-23; 0 for what would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)): two special functions, and nothing around them for rare numbers."""
+    return _reciprocal(1.0 + _power_of_two_exponential(x * -1.4426950408889634))
+
+
+@triton.jit
+def _store_group_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
+    """Codes and scale exponents of the groups x[., SIZE]."""
+    exponent = group_exponents(x, TOP)
+    code = x * inverse_power_of_two(exponent)[:, None]
+    tl.store(at, code.to(at.dtype.element_ty), mask=mask)
+    tl.store(exponent_at, exponent.to(tl.uint8), mask=some)
+
+
+@gluon.jit
 def _swiglu_quantize_kernel(
     x_ptr,
     a_ptr,
     a_scale_ptr,
     saved_ptr,  # or None
     saved_exponent_ptr,
-    F: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP: tl.constexpr,
+    F: gl.constexpr,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    TOP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """A row, in chunks of RUN elements a thread: a stays in registers until its scale is known."""
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    GROUPS: gl.constexpr = 32 * WARPS // WIDE  # a chunk
+    row = gl.program_id(0).to(gl.int64)
     x_row = x_ptr + row * 2 * F
-    largest = tl.zeros([GROUPS, SIZE], tl.int32)
-    for first in tl.range(0, F // SIZE, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        some = group < F // SIZE
-        mask = some[:, None]
-        gate = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_row + F + col, mask=mask, other=0.0).to(tl.float32)
-        a = gate * tl.sigmoid(gate) * up
-        largest = tl.maximum(largest, a.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    a_row = a_ptr + row * F
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    col = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    halves = ()
+    for k in gl.static_range(CHUNKS):
+        mask = (group < F // SIZE - k * GROUPS)[:, None]
+        at = x_row + k * GROUPS * SIZE + col
+        halves += (gl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+        halves += (gl.load(at + F, mask=mask, other=0.0),)  # type: ignore[assignment]
+    activated = ()
+    amax = gl.full([GROUPS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(CHUNKS):
+        some = group < F // SIZE - k * GROUPS
+        gate, up = halves[2 * k].to(gl.float32), halves[2 * k + 1].to(gl.float32)  # type: ignore[var-annotated]
+        a = gate * _sigmoid(gate) * up
+        amax = larger(amax, amax_of(a, 1))
+        activated += (a,)
         if saved_ptr is not None:
-            at = saved_ptr + row * 2 * F + col
-            group_at = saved_exponent_ptr + row * (2 * F // SIZE) + group
-            exponent = group_exponents(gate, TOP)
-            code = gate * inverse_power_of_two(exponent)[:, None]
-            tl.store(at, code.to(saved_ptr.dtype.element_ty), mask=mask)
-            tl.store(group_at, exponent.to(tl.uint8), mask=some)
-            exponent = group_exponents(up, TOP)
-            code = up * inverse_power_of_two(exponent)[:, None]
-            tl.store(at + F, code.to(saved_ptr.dtype.element_ty), mask=mask)
-            tl.store(group_at + F // SIZE, exponent.to(tl.uint8), mask=some)
-    amax = tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True)
-    exponent = exponent_of(amax, TOP)
-    tl.store(a_scale_ptr + row, power_of_two(exponent))
+            at = saved_ptr + row * 2 * F + k * GROUPS * SIZE + col
+            exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * GROUPS + group
+            _store_group_codes(gate, at, exponent_at, some[:, None], some, TOP)
+            _store_group_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
+    exponent = exponent_of(amax_of(amax, 0), TOP)
+    gl.store(a_scale_ptr + row, power_of_two(exponent))
     inverse = inverse_power_of_two(exponent)
-    for first in tl.range(0, F // SIZE, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        mask = group[:, None] < F // SIZE
-        gate = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_row + F + col, mask=mask, other=0.0).to(tl.float32)
-        a = gate * tl.sigmoid(gate) * up * inverse
-        tl.store(a_ptr + row * F + col, a.to(a_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _swiglu_gradients(gate, up, da):
-    """(a, dgate, dup) of a tile."""
-    s = tl.sigmoid(gate)
-    silu = gate * s
-    return silu * up, da * up * s * (1 + gate * (1 - s)), da * silu
-
-
-@triton.jit
-def _gradient_codes(
-    da_ptr,
-    x_ptr,
-    exponent_ptr,
-    dx_ptr,
-    inverse,
-    a_inverse,
-    row,
-    M,
-    first,
-    F,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    A_FORMAT: tl.constexpr,
-):
-    """Codes of dgate, dup and a for the given rows and a run of groups; those of dx are stored."""
-    half = F // SIZE
-    gate = load_scaled(x_ptr, exponent_ptr, row, M, first, half, 2 * F, GROUPS, SIZE)
-    up = load_scaled(x_ptr, exponent_ptr, row, M, half + first, 2 * half, 2 * F, GROUPS, SIZE)
-    da = load_scaled(da_ptr, None, row, M, first, half, F, GROUPS, SIZE)
-    a, dgate, dup = _swiglu_gradients(gate, up, da)
-    dgate = as_bytes(dgate * inverse, FORMAT)
-    dup = as_bytes(dup * inverse, FORMAT)
-    a = as_bytes(a * a_inverse, A_FORMAT)
-    col = columns_of(first, GROUPS, SIZE)
-    mask = (row[:, None, None] < M) & (col < F)
-    at = dx_ptr + row[:, None, None] * 2 * F + col
-    tl.store(at, dgate, mask=mask)
-    tl.store(at + F, dup, mask=mask)
-    dgate = tl.reshape(dgate, [WORDS, GROUPS * SIZE])
-    dup = tl.reshape(dup, [WORDS, GROUPS * SIZE])
-    return dgate, dup, tl.reshape(a, [WORDS, GROUPS * SIZE])
-
-
-@triton.jit
-def _swiglu_backward_kernel(
-    da_ptr,
-    x_ptr,
-    exponent_ptr,  # or None: x is not FP8
-    dx_scale_ptr,
-    a_scale_ptr,
-    dx_ptr,  # uint8[M, 2F]
-    dx_t_ptr,  # int32[2F, words]
-    a_t_ptr,  # int32[F, words], or None
-    M,
-    words,
-    F,
-    FORMAT: tl.constexpr,
-    A_FORMAT: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    tiles = tl.cdiv(F, GROUPS * SIZE)
-    word = (tl.program_id(0) // tiles).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    first = tl.program_id(0) % tiles * GROUPS
-    col = first * SIZE + tl.arange(0, GROUPS * SIZE)
-    inverse, a_inverse = inverse_of(dx_scale_ptr), inverse_of(a_scale_ptr)
-    row = 4 * word
-    g0, u0, a0 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row, M,
-                                 first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g1, u1, a1 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row + 1,
-                                 M, first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g2, u2, a2 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row + 2,
-                                 M, first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g3, u3, a3 = _gradient_codes(da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, row + 3,
-                                 M, first, F, WORDS, GROUPS, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    store_words(g0, g1, g2, g3, dx_t_ptr, word, words, col, F)
-    store_words(u0, u1, u2, u3, dx_t_ptr + F.to(tl.int64) * words, word, words, col, F)
-    if a_t_ptr is not None:
-        store_words(a0, a1, a2, a3, a_t_ptr, word, words, col, F)
-
-
-@triton.jit
-def _swiglu_backward_amax_kernel(
-    da_ptr,
-    x_ptr,
-    exponent_ptr,
-    amax_ptr,  # [programs]
-    M,
-    F,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    half = F // SIZE
-    tiles = tl.cdiv(half, GROUPS)
-    largest = tl.zeros([ROWS, GROUPS, SIZE], tl.int32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS) * tiles, tl.num_programs(0)):
-        row = (tile // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        first = tile % tiles * GROUPS
-        gate = load_scaled(x_ptr, exponent_ptr, row, M, first, half, 2 * F, GROUPS, SIZE)
-        up = load_scaled(x_ptr, exponent_ptr, row, M, half + first, 2 * half, 2 * F, GROUPS, SIZE)
-        da = load_scaled(da_ptr, None, row, M, first, half, F, GROUPS, SIZE)
-        _, dgate, dup = _swiglu_gradients(gate, up, da)
-        largest = tl.maximum(largest, dgate.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        largest = tl.maximum(largest, dup.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = tl.max(tl.max(tl.max(largest, 2), 1), 0).to(tl.float32, bitcast=True)
-    tl.store(amax_ptr + tl.program_id(0), amax)
+    for k in gl.static_range(CHUNKS):
+        code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
+        mask = (group < F // SIZE - k * GROUPS)[:, None]
+        gl.store(a_row + k * GROUPS * SIZE + col, code, mask=mask)
 
 
 def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
@@ -285,16 +203,24 @@ def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
         scale,
         saved,
         exponents,
-        F=f,
-        GROUPS=BLOCK // size,
-        SIZE=size,
         TOP=top_exponent(E4M3),
-        num_warps=WARPS,
+        **_row_tile(f, size),
     )
     kept = None
     if saved is not None and exponents is not None:
         kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), group(group_size), E4M3)
     return Activated(QTensor(codes, scale, ROW, E4M3), kept)
+
+
+def _row_tile(f: int, size: int) -> dict[str, int]:
+    """How the threads of a program share a row: the fewest warps with at most CHUNKS runs each."""
+    run = min(RUN, size)
+    runs = triton.cdiv(f, run)
+    warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
+    groups = 32 * warps // min(size // run, 32)  # that have threads at a time
+    chunks = triton.cdiv(f, groups * size)
+    tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
+    return tile | {"num_warps": warps}
 
 
 def swiglu_backward_quantize(
@@ -312,6 +238,7 @@ def swiglu_backward_quantize(
     """
     if not da.is_cuda:
         return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a)
+
     (m, f), device = da.shape, da.device
     elements, exponents, size = parts_of(x)
     padded = padded_rows(m)
@@ -319,9 +246,8 @@ def swiglu_backward_quantize(
     dx = torch.empty(m, 2 * f, dtype=fmt.dtype, device=device)
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
-    words = padded // 4
-    rows, columns = TILE
-    _swiglu_backward_kernel[(triton.cdiv(words, rows) * triton.cdiv(f, columns),)](
+    programs = triton.cdiv(padded, TILE.rows) * triton.cdiv(f, TILE.columns)
+    tiles.swiglu_backward_kernel[(programs,)](
         da,
         elements,
         exponents,
@@ -331,14 +257,17 @@ def swiglu_backward_quantize(
         dx_t.view(torch.int32),
         None if a_t is None else a_t.view(torch.int32),
         m,
-        words,
+        padded,
         f,
         FORMAT=fmt.triton_dtype,
         A_FORMAT=E4M3.triton_dtype,
-        WORDS=rows,
-        GROUPS=columns // size,
         SIZE=size,
-        num_warps=TILE_WARPS,
+        ROWS=TILE.rows,
+        COLUMNS=TILE.columns,
+        RUN=TILE.run,
+        DOWN=TILE.down,
+        WARPS=TILE.warps,
+        num_warps=TILE.warps,
     )
     return Gradients(
         QTensor(dx, scale, TENSOR, fmt),
@@ -351,21 +280,23 @@ def _gradient_scale(
     da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
 ) -> Tensor:
     """The scale [] of dx, from a pass over its operands."""
+
     m, f = da.shape
-    rows, columns = AMAX_TILE
-    tiles = triton.cdiv(m, rows) * triton.cdiv(f, columns)
-    programs = min(tiles, PROGRAMS_PER_SM * processors(da.device))
+    count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
+    programs = min(count, PROGRAMS_PER_SM * processors(da.device))
     amax = torch.empty(programs, dtype=torch.float32, device=da.device)
-    _swiglu_backward_amax_kernel[(programs,)](
+    tiles.swiglu_amax_kernel[(programs,)](
         da,
         elements,
         exponents,
         amax,
         m,
         f,
-        ROWS=rows,
-        GROUPS=columns // size,
         SIZE=size,
-        num_warps=AMAX_WARPS,
+        ROWS=AMAX_TILE.rows,
+        COLUMNS=AMAX_TILE.columns,
+        RUN=AMAX_TILE.run,
+        WARPS=AMAX_TILE.warps,
+        num_warps=AMAX_TILE.warps,
     )
     return group_scale(amax, fmt, power_of_two=True)

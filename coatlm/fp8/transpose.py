@@ -20,26 +20,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coatlm.fp8 import tiles
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import ALIGNMENT
-from coatlm.fp8.norm_quantize import load_scaled, parts_of
+from coatlm.fp8.norm_quantize import parts_of
 from coatlm.fp8.qtensor import TENSOR, QTensor
+from coatlm.fp8.quantize import TRANSPOSE_4X4
 from coatlm.fp8.scaling import inverse_power_of_two
 
-WORDS, COLUMNS, WARPS = 32, 64, 4  # a tile: 4 x 32 rows, runs of 128 transposed codes
+
+class Tile(NamedTuple):
+    """What a program of tiles.py handles, and how."""
+
+    rows: int
+    columns: int
+    run: int  # columns a thread
+    down: int  # tiles in a column of tiles before the next column
+    warps: int
 
 
-TRANSPOSE_4X4 = tl.constexpr("""{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $4, $5, 0x5140;
-    prmt.b32 b, $6, $7, 0x5140;
-    prmt.b32 c, $4, $5, 0x7362;
-    prmt.b32 d, $6, $7, 0x7362;
-    prmt.b32 $0, a, b, 0x5410;
-    prmt.b32 $1, a, b, 0x7632;
-    prmt.b32 $2, c, d, 0x5410;
-    prmt.b32 $3, c, d, 0x7632;
-}""")  # words of four codes of a row, one for each of four rows -> a word for each of four columns
+WIDE_TILE = Tile(128, 64, 8, 1, 8)  # of BF16 and fp32
+CODES_TILE = Tile(128, 128, 16, 1, 8)  # of FP8
 
 
 class Codes(NamedTuple):
@@ -106,83 +107,6 @@ def inverse_of(scale_ptr):
     return inverse_power_of_two((tl.load(scale_ptr).to(tl.int32, bitcast=True) >> 23) & 255)
 
 
-@triton.jit
-def _codes(
-    x_ptr,
-    exponent_ptr,
-    row_ptr,
-    column,
-    inverse,
-    code_ptr,
-    row,
-    M,
-    first,
-    K,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """Codes of the given rows and a run of groups, stored if asked for; as bytes."""
-    x = load_scaled(x_ptr, exponent_ptr, row, M, first, K // SIZE, K, GROUPS, SIZE)
-    if row_ptr is not None:
-        x *= tl.load(row_ptr + row, mask=row < M, other=0.0)[:, None, None]
-    if column is not None:
-        x *= column
-    code = as_bytes(x * inverse, FORMAT)
-    if code_ptr is not None:
-        col = columns_of(first, GROUPS, SIZE)
-        mask = (row[:, None, None] < M) & (col < K)
-        tl.store(code_ptr + row[:, None, None] * K + col, code, mask=mask)
-    return tl.reshape(code, [WORDS, GROUPS * SIZE])
-
-
-@triton.jit
-def columns_of(first, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Columns of a run of groups, [1, GROUPS, SIZE]."""
-    group = first + tl.arange(0, GROUPS)
-    return group[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
-
-
-@triton.jit
-def _transpose_kernel(
-    x_ptr,
-    exponent_ptr,  # or None
-    row_ptr,  # or None
-    column_ptr,  # or None
-    scale_ptr,
-    code_ptr,  # uint8[M, K], or None
-    code_t_ptr,  # int32[K, words], or None
-    M,
-    words,
-    K,
-    FORMAT: tl.constexpr,
-    WORDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    tiles = tl.cdiv(K, GROUPS * SIZE)
-    word = (tl.program_id(0) // tiles).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    first = tl.program_id(0) % tiles * GROUPS
-    col = first * SIZE + tl.arange(0, GROUPS * SIZE)
-    inverse = inverse_of(scale_ptr)
-    column = None
-    if column_ptr is not None:
-        at = columns_of(first, GROUPS, SIZE)
-        column = tl.load(column_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-    row = 4 * word
-    a = _codes(x_ptr, exponent_ptr, row_ptr, column, inverse, code_ptr, row, M, first, K,
-               WORDS, GROUPS, SIZE, FORMAT)  # fmt: skip
-    b = _codes(x_ptr, exponent_ptr, row_ptr, column, inverse, code_ptr, row + 1, M, first, K,
-               WORDS, GROUPS, SIZE, FORMAT)  # fmt: skip
-    c = _codes(x_ptr, exponent_ptr, row_ptr, column, inverse, code_ptr, row + 2, M, first, K,
-               WORDS, GROUPS, SIZE, FORMAT)  # fmt: skip
-    d = _codes(x_ptr, exponent_ptr, row_ptr, column, inverse, code_ptr, row + 3, M, first, K,
-               WORDS, GROUPS, SIZE, FORMAT)  # fmt: skip
-    if code_t_ptr is not None:
-        store_words(a, b, c, d, code_t_ptr, word, words, col, K)
-
-
 def quantize_direct(
     source: Tensor | QTensor,
     scale: Tensor,
@@ -231,8 +155,8 @@ def transpose_codes(x: QTensor) -> QTensor:
     """The same codes [K, M'] of a matrix with one scale."""
     if not x.codes.is_cuda:
         return QTensor(padded_t(x.codes), x.scale, TENSOR, x.fmt)
-    one = torch.ones_like(x.scale)
-    _, codes_t = _launch(x.codes, one, x.fmt, None, None, direct=False, transposed=True)
+    moved = x.codes.view(torch.uint8)
+    _, codes_t = _launch(moved, x.scale, x.fmt, None, None, direct=False, transposed=True)
     assert codes_t is not None
     return QTensor(codes_t, x.scale, TENSOR, x.fmt)
 
@@ -247,14 +171,15 @@ def _launch(
     direct: bool,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
+
     elements, exponents, size = parts_of(source)
     elements = elements.contiguous()
     (m, k), device = elements.shape, elements.device
     padded = padded_rows(m) if transposed else m
     codes = torch.empty(m, k, dtype=fmt.dtype, device=device) if direct else None
     codes_t = torch.empty(k, padded, dtype=fmt.dtype, device=device) if transposed else None
-    words = triton.cdiv(padded, 4)
-    _transpose_kernel[(triton.cdiv(words, WORDS) * triton.cdiv(k, COLUMNS),)](
+    tile = CODES_TILE if elements.element_size() == 1 else WIDE_TILE
+    tiles.transpose_kernel[(triton.cdiv(padded, tile.rows) * triton.cdiv(k, tile.columns),)](
         elements,
         exponents,
         row,
@@ -263,13 +188,16 @@ def _launch(
         None if codes is None else codes.view(torch.uint8),
         None if codes_t is None else codes_t.view(torch.int32),
         m,
-        words,
+        padded,
         k,
         FORMAT=fmt.triton_dtype,
-        WORDS=WORDS,
-        GROUPS=COLUMNS // size,
         SIZE=size,
-        num_warps=WARPS,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        RUN=tile.run,
+        DOWN=tile.down,
+        WARPS=tile.warps,
+        num_warps=tile.warps,
     )
     return codes, codes_t
 

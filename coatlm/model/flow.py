@@ -36,7 +36,7 @@ from coatlm.fp8.gemm import matmul, tune
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, QTensor, group
 from coatlm.fp8.recipe import FlowRecipe
-from coatlm.fp8.rope import split_qkv_rope
+from coatlm.fp8.rope import rotate_qkv_, split_qkv_rope
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.scaling import current_scale, group_scale
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
@@ -210,6 +210,8 @@ class _NormQKV(torch.autograd.Function):
         if cos is None or sin is None:
             return qkv, residual
         groups = qkv.unflatten(-1, (-1, (heads_per_group + 2) * head_dim))
+        if heads_per_group == 1 and not recipe.attention_group:
+            return *rotate_qkv_(groups, cos, sin), residual
         q, k, v = split_qkv_rope(
             groups, cos, sin, heads_per_group=heads_per_group, head_dim=head_dim
         )

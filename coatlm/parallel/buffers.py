@@ -13,7 +13,7 @@ Gradients are summed, not averaged: the loss is divided by the tokens of the glo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,9 @@ class FlatModel(nn.Module):
         bucket_size: int,
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
+        """`stream`: where backward will run, if not on the current one."""
         super().__init__()
         self.module = module
         self.config: Any = self.module.config
@@ -72,8 +74,10 @@ class FlatModel(nn.Module):
         params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = _fill_buckets(params, group.size() if shard else 1, grad_dtype, bucket_size)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for param in params:
-            self._accumulate_into_main_grad(param)
+        self.stream = stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for param in params:
+                self._accumulate_into_main_grad(param)
         if shard and overlap_param_gather:
             self._wait_for_weights_before_use()
         self.zero_grad_buffer()

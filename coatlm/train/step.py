@@ -17,8 +17,9 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.pipeline import Batch, run_microbatches
+from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
 from coatlm.parallel.zero import ZeroOptimizer
+from coatlm.platform import device
 
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -29,6 +30,9 @@ class Trainer:
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
+        recorded = config.train.cuda_graphs
+        if recorded and device().type != "cuda":
+            raise ValueError("train.cuda_graphs=true needs a GPU")
         self.chunks = [
             FlatModel(
                 chunk,
@@ -38,6 +42,7 @@ class Trainer:
                 bucket_size=p.bucket_size,
                 overlap_grad_reduce=p.overlap_grad_reduce,
                 overlap_param_gather=p.overlap_param_gather,
+                stream=torch.cuda.Stream() if recorded else None,
             )
             for chunk in build_model(config, groups, vocab)
         ]
@@ -45,6 +50,7 @@ class Trainer:
             tokens = config.train.micro_batch * config.data.seq_len // p.cp
             for chunk in self.chunks:
                 tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
+        self.graph = MicrobatchGraph(self.chunks[0]) if recorded else None
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -110,4 +116,5 @@ class Trainer:
             self.groups,
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
+            graph=self.graph,
         )

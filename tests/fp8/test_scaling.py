@@ -165,6 +165,19 @@ def test_amax_kernel_compiles_for_sm90_with_16_byte_loads(dtype: torch.dtype, si
     assert access_bytes(compiled)[0] == 16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_of_one_amax_reads_16_bytes_at_a_time(dtype: torch.dtype) -> None:
+    compiled = compile_sm90(
+        scaling._amax_kernel,
+        {"x_ptr": POINTER[dtype], "amax_ptr": "*fp32", "n": "i64"},
+        {"BLOCK": scaling.BLOCK},
+        aligned=("n",),
+        num_warps=scaling.WARPS,
+    )
+    loads = scaling.BLOCK * dtype.itemsize // (16 * 32 * scaling.WARPS)
+    assert access_bytes(compiled) == [16] * loads + [4]  # 4 is the amax
+
+
 def test_scale_kernel_compiles_for_sm90() -> None:
     compile_sm90(
         scaling._group_scale_kernel,
@@ -186,6 +199,13 @@ def interpreted_group_amax_equals_the_reference(x: torch.Tensor) -> None:
     torch.testing.assert_close(
         actual, group_amax_ref(x.flatten(), 128), rtol=0, atol=0, equal_nan=True
     )
+
+
+def interpreted_few_amaxes_cover_a_tensor_and_keep_a_nan() -> None:
+    x = torch.randn(3 * scaling.BLOCK + 5)
+    assert scaling._few_amaxes(x).max() == x.abs().max()
+    x[-1] = nan
+    assert scaling._few_amaxes(x).isnan().any()
 
 
 def interpreted_group_amax_takes_a_short_last_group() -> None:
