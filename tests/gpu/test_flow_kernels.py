@@ -433,11 +433,11 @@ def test_attention_keeps_q_k_v_and_the_output_once_each(monkeypatch: pytest.Monk
 
 # a layer
 
-SHAPE = {"hidden": 512, "heads": 8, "groups": 4, "d": 64, "ffn": 1376, "s": 129, "b": 2}
+SHAPE = {"hidden": 512, "heads": 8, "d": 64, "ffn": 1376, "s": 129, "b": 2}
 
 
-def layer_inputs() -> dict[str, Tensor]:
-    h, n, g, d, f, s, b = SHAPE.values()
+def layer_inputs(g: int) -> dict[str, Tensor]:
+    h, n, d, f, s, b = SHAPE.values()
     shapes = {"wqkv": ((n + 2 * g) * d, h), "proj": (h, n * d), "fc1": (2 * f, h), "fc2": (h, f)}
     tensors = {name: 2 * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
     tensors |= {name: 1 + 0.2 * torch.randn(h) for name in ("norm1", "norm2")}
@@ -445,11 +445,11 @@ def layer_inputs() -> dict[str, Tensor]:
     return {name: value.bfloat16() for name, value in tensors.items()}
 
 
-def plain_layer(t: dict[str, Tensor]) -> dict[str, Tensor]:
+def plain_layer(t: dict[str, Tensor], g: int) -> dict[str, Tensor]:
     """In fp64, by torch's autograd."""
     from coatlm.fp8.rope import split_qkv_rope_ref
 
-    h, n, g, d, _, s, _ = SHAPE.values()
+    h, n, d, _, s, _ = SHAPE.values()
     t = {name: value.double().requires_grad_(name != "dy") for name, value in t.items()}
     cos, sin = (c.double() for c in rope_tables(torch.arange(s), rope_frequencies(d, 1e4)))
     qkv = F.rms_norm(t["x"], (h,), t["norm1"], EPS) @ t["wqkv"].t()
@@ -462,9 +462,9 @@ def plain_layer(t: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"y": (out - t["x"]).detach(), **grads}
 
 
-def fp8_layer(t: dict[str, Tensor], recipe: str, device: str) -> dict[str, Tensor]:
+def fp8_layer(t: dict[str, Tensor], g: int, recipe: str, device: str) -> dict[str, Tensor]:
     """As CoatTransformerLayer runs it; gradients of weights in fp32, added to main gradients."""
-    _, n, g, d, _, s, _ = SHAPE.values()
+    _, n, d, _, s, _ = SHAPE.values()
     t = {name: value.to(device).requires_grad_(name != "dy") for name, value in t.items()}
     weights = {name: t[name] for name in ("wqkv", "proj", "fc1", "fc2", "norm1", "norm2")}
     for weight in weights.values():
@@ -492,13 +492,14 @@ def fp8_layer(t: dict[str, Tensor], recipe: str, device: str) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("recipe", sorted(FLOW_RECIPES))
-def test_a_layer_is_as_exact_on_the_gpu_as_on_the_cpu(recipe: str) -> None:
-    t = layer_inputs()
-    exact = plain_layer(t)
+@pytest.mark.parametrize("groups", [4, 8])
+def test_a_layer_is_as_exact_on_the_gpu_as_on_the_cpu(recipe: str, groups: int) -> None:
+    t = layer_inputs(groups)
+    exact = plain_layer(t, groups)
     errors = {
         device: {
             name: ((value - exact[name]).norm() / exact[name].norm()).item()
-            for name, value in fp8_layer(t, recipe, device).items()
+            for name, value in fp8_layer(t, groups, recipe, device).items()
         }
         for device in ("cpu", "cuda")
     }
