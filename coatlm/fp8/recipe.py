@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from coatlm.config import Precision
 from coatlm.fp8.formats import E5M2, FORMATS, Fp8Format
 
 Gemm = Literal["forward", "dgrad", "wgrad"]
@@ -39,31 +40,20 @@ FLOW_RECIPES = {
 }
 
 
-def flow_recipe(
-    name: str,
-    *,
-    group: int | None = None,
-    keep_linear_inputs: bool | None = None,
-    grad_format: str = "e5m2",
-    fast_accumulation: tuple[Gemm, ...] = ("forward", "dgrad", "wgrad"),
-    keep_weights: bool = False,
-) -> FlowRecipe:
-    """The recipe `name` with other choices; None leaves the recipe's own.
-
-    `group` replaces the group sizes that are not 0.
-    """
-    recipe = FLOW_RECIPES[name]
-    if group is not None:
+def recipe_of(precision: Precision) -> FlowRecipe:
+    """What the section `precision` of a run asks of its FP8 layers."""
+    recipe, size = FLOW_RECIPES[precision.recipe], precision.group_size
+    if size is not None:  # of what is kept in groups
         recipe = replace(
             recipe,
-            group=group if recipe.group else 0,
-            attention_group=group if recipe.attention_group else 0,
+            group=size if recipe.group else 0,
+            attention_group=size if recipe.attention_group else 0,
         )
-    if keep_linear_inputs is not None:
-        recipe = replace(recipe, keep_linear_inputs=keep_linear_inputs)
+    keep = precision.keep_linear_inputs
     return replace(
         recipe,
-        grad_fmt=FORMATS[grad_format],
-        fast=frozenset(fast_accumulation),
-        keep_weights=keep_weights,
+        keep_linear_inputs=recipe.keep_linear_inputs if keep is None else keep,
+        grad_fmt=FORMATS[precision.grad_format],
+        fast=frozenset(precision.fast_accumulation),
+        keep_weights=precision.keep_weights,
     )

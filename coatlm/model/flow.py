@@ -69,6 +69,7 @@ class Flow:
 
     def __init__(self, recipe: FlowRecipe, parallel: TensorParallel, eps: float) -> None:
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
+        self.keeping = False  # the layer sets it, to what the recipe says where it trains
         self.kept: dict[Tensor, Weight] = {}
 
     def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
@@ -88,7 +89,7 @@ class Flow:
         if weight in self.kept:
             return self.kept[weight].rows
         rows = quantize_rows(weight.detach())
-        if self.recipe.keep_weights and torch.is_grad_enabled():
+        if self.keeping:
             transposed = quantize_transposed(weight.detach(), rows.scale.amax())
             self.kept[weight] = Weight(rows, transposed)
         return rows
@@ -364,7 +365,6 @@ class CoatTransformerLayer(TransformerLayer):
         group = self.self_attention.linear_qkv.tp_group
         parallel = TensorParallel(group, self.config.sequence_parallel, wire)
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
-        self.is_first_microbatch = True  # megatron sets it where weights are new
 
     def forward(
         self,
@@ -375,9 +375,9 @@ class CoatTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2]."""
         flow, attention = self.flow, self.self_attention
-        if self.is_first_microbatch or not self.training:
-            flow.kept.clear()
-            self.is_first_microbatch = False
+        flow.keeping = flow.recipe.keep_weights and self.training
+        if not self.training:
+            self.forget_weights()
         assert rotary_pos_emb is not None
         cos, sin = rotary_pos_emb
         head_dim = attention.hidden_size_per_attention_head
@@ -412,6 +412,10 @@ class CoatTransformerLayer(TransformerLayer):
             torch.is_grad_enabled(),
         )
         return out, None
+
+    def forget_weights(self) -> None:
+        """Weights are new: what was kept of them in FP8 is not theirs any more."""
+        self.flow.kept.clear()
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None

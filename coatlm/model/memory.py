@@ -11,12 +11,13 @@ bytes a token, of norms | attention | the MLP, and fp32 statistics of norms and 
 
     bf16          inputs 4h, outputs 4h | q, k, v 2(q + 2k), output 2q | gate, up 4f, SwiGLU 2f
     FP8 linears   inputs 4h, outputs 2h | the same, and a copy 1q      | gate, up 4f, SwiGLU 1f
-    coat          inputs 2 (1 + 4/16) h | as in bf16                   | 2 (1 + 4/16) f
-    coat-lean     inputs 2 (1 + 1/16) h | (1 + 1/16) (2q + 2k)         | 2 (1 + 1/16) f
+    coat          inputs 2 (1 + 1/G) h  | as in bf16                   | 2 (1 + 1/G) f
+    coat-lean     inputs 2 (1 + 1/G) h  | (1 + 1/G) (2q + 2k)          | 2 (1 + 1/G) f
 
-COAT (arXiv 2410.19313, s5) keeps groups of 16 in FP8 with a scale each, of four bytes or of one;
-norm and SwiGLU outputs are made again from their inputs. What is not counted: the CUDA context,
-buffers that NCCL takes outside of torch, and fragmentation.
+COAT (arXiv 2410.19313, s5) keeps groups of G = 16 in FP8 with a scale each, here of one byte; norm
+and SwiGLU outputs are made again from their inputs. coatlm's FP8 layers also keep the row scales of
+four linear inputs. What is not counted: the CUDA context, buffers that NCCL takes outside of torch,
+scales of weights, and fragmentation.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from typing import Any
 import torch
 
 from coatlm.config import Config, ConfigError
+from coatlm.fp8.recipe import recipe_of
 from coatlm.model.accounting import key_size, layer_matrices, query_size, rank_parameters
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
 
 GIB = 2**30
 STATISTIC = 4  # bytes of an fp32 number that a kernel keeps a row
-GROUP = 16  # elements that share a scale in COAT's activations
+ROW_SCALES = 4 * STATISTIC  # bytes a token of a flow's linear inputs, kept on every rank
 WORKSPACE = 32 * 2**20  # of cuBLAS on Hopper, one for each of the threads of forward and backward
 
 
@@ -87,6 +89,7 @@ class LayerBytes:
     stream: float  # as wide as the residual stream: sequence parallelism divides it
     inner: float  # between the matrices: tensor parallelism divides it
     swiglu: float = 0  # of `inner`, the SwiGLU's output: the first to be let go
+    scales: float = 0  # of the rows of linear inputs: every rank keeps those of all its tokens
 
 
 def bf16_layer(config: Config) -> LayerBytes:
@@ -105,22 +108,16 @@ def _plain_layer(config: Config, x: int) -> LayerBytes:
     return LayerBytes(2 * m.hidden * (e + x) + 2 * STATISTIC, inner, swiglu=m.ffn * x)
 
 
-def coat_layer(config: Config) -> LayerBytes:
-    """Norm inputs, gate and up in groups of 16 with fp32 scales; attention in BF16."""
-    e = element_bytes(config)
-    return _coat_layer(config, grouped=1 + 4 / GROUP, attended=e)
-
-
-def coat_lean_layer(config: Config) -> LayerBytes:
-    """All of it in groups of 16, also q, k, v and the attention's output, with one-byte scales."""
-    grouped = 1 + 1 / GROUP
-    return _coat_layer(config, grouped=grouped, attended=grouped)
-
-
-def _coat_layer(config: Config, *, grouped: float, attended: float) -> LayerBytes:
-    m = config.model
-    inner = attention(config, attended, attended) + 2 * m.ffn * grouped
-    return LayerBytes(2 * m.hidden * grouped + 2 * STATISTIC, inner)
+def flow_layer(config: Config) -> LayerBytes:
+    """An FP8 flow: what its recipe keeps in groups, in FP8 with a scale a row, and in BF16."""
+    m, recipe, e = config.model, recipe_of(config.precision), element_bytes(config)
+    kept = 1 + 1 / recipe.group if recipe.group else e
+    attended = 1 + 1 / recipe.attention_group if recipe.attention_group else e
+    inputs = 1 if recipe.keep_linear_inputs else 0  # bytes of norm and SwiGLU outputs
+    projected = 1 if recipe.keep_linear_inputs else attended
+    inner = attention(config, attended, projected) + (2 * kept + inputs) * m.ffn
+    stream = 2 * m.hidden * (kept + inputs) + 2 * STATISTIC
+    return LayerBytes(stream, inner, swiglu=inputs * m.ffn, scales=ROW_SCALES)
 
 
 def attention(config: Config, e: float, x: float) -> float:
@@ -130,17 +127,16 @@ def attention(config: Config, e: float, x: float) -> float:
     of it: the same tensor where its elements too have `e` = `x` bytes. Norms of queries and keys
     add their inputs. Context parallelism gathers keys and values and keeps the output in two parts
     beside the whole. An attention mask becomes a bias of S elements a token. `selective` keeps the
-    output of qkv alone.
+    output of qkv alone, and an FP8 flow q, k, v and what their norms need.
     """
     m, cp, width = config.model, config.parallel.cp, element_bytes(config)
     q, k = query_size(m), key_size(m)
+    norms = ((q + k) * width + STATISTIC * (m.heads + m.queries_groups)) if m.qk_norm else 0
     if config.train.recompute == "selective":
-        return (q + 2 * k) * e + q * x
-    kept = (q + 2 * k * cp) * e + STATISTIC * m.heads + q * x
+        return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
+    kept = (q + 2 * k * cp) * e + STATISTIC * m.heads + q * x + norms
     if cp > 1 or x != e:
         kept += q * e
-    if m.qk_norm:
-        kept += (q + k) * width + STATISTIC * (m.heads + m.queries_groups)
     if config.data.reset_attention_mask:
         kept += config.data.seq_len * width
     return kept
@@ -151,7 +147,7 @@ class Recipe:
     """What a precision recipe means for memory."""
 
     layer: Callable[[Config], LayerBytes]
-    weight_copies: int  # FP8 copies of each matrix that live from step to step: W, its transpose
+    weight_copies: int  # FP8 copies of each matrix that always live: W, its transpose
 
 
 RECIPES = {  # precision.recipe -> bytes; a corrected formula changes the one function named here
@@ -160,16 +156,17 @@ RECIPES = {  # precision.recipe -> bytes; a corrected formula changes the one fu
     "te-delayed": Recipe(fp8_linear_layer, 2),
     "te-current": Recipe(fp8_linear_layer, 2),
     "te-blockwise": Recipe(fp8_linear_layer, 2),
-    "fp8-linear": Recipe(fp8_linear_layer, 0),
-    "coat": Recipe(coat_layer, 0),
-    "coat-lean": Recipe(coat_lean_layer, 0),
+    "fp8-linear": Recipe(flow_layer, 0),
+    "coat": Recipe(flow_layer, 0),
+    "coat-lean": Recipe(flow_layer, 0),
 }
 
 
 def layer_activation_bytes(config: Config) -> float:
     """Bytes a token that one layer keeps on a rank, without full recomputation."""
     p, kept = config.parallel, RECIPES[config.precision.recipe].layer(config)
-    return kept.stream / (p.tp if p.sequence_parallel else 1) + kept.inner / p.tp
+    stream = kept.stream / (p.tp if p.sequence_parallel else 1)
+    return stream + kept.inner / p.tp + kept.scales
 
 
 def layer_input_bytes(config: Config) -> float:
@@ -184,6 +181,7 @@ def layer_input_bytes(config: Config) -> float:
 def fp8_weight_bytes(config: Config) -> int:
     """FP8 copies of the matrices of a rank."""
     p, copies = config.parallel, RECIPES[config.precision.recipe].weight_copies
+    copies += 2 * config.precision.keep_weights
     return copies * (config.model.layers // p.pp) * layer_matrices(config.model) // p.tp
 
 
@@ -211,12 +209,25 @@ def chunks_in_flight(config: Config, stage: int, microbatches: int) -> int:
     return min(2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1, microbatches * p.vpp)
 
 
+def bf16_share(config: Config, stage: int) -> float:
+    """Of a stage's layers, the part that `precision.bf16_layers` leaves in BF16."""
+    m, p, (head, tail) = config.model, config.parallel, config.precision.bf16_layers
+    count = m.layers // (p.pp * p.vpp)
+    firsts = [(chunk * p.pp + stage) * count for chunk in range(p.vpp)]
+    layers = [first + i for first in firsts for i in range(count)]
+    return sum(not head <= layer < m.layers - tail for layer in layers) / len(layers)
+
+
 def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
     """Activations on a stage at its peak: of layers, and on the last one of norm and output."""
     m, p = config.model, config.parallel
     layers = chunks_in_flight(config, stage, microbatches) * m.layers // (p.pp * p.vpp)
     full = config.train.recompute == "full"
     each_token = layers * (layer_input_bytes(config) if full else layer_activation_bytes(config))
+    if not full:
+        plain = replaced(config, precision={"recipe": "bf16"})
+        more = layer_activation_bytes(plain) - layer_activation_bytes(config)
+        each_token += layers * bf16_share(config, stage) * more
     if stage == p.pp - 1:
         statistics = STATISTIC / (p.tp if p.sequence_parallel else 1)
         each_token += layer_input_bytes(config) + statistics + m.hidden * element_bytes(config)

@@ -11,7 +11,7 @@ import importlib.util
 from typing import Any
 
 from coatlm.config import Config
-from coatlm.fp8.recipe import FLOW_RECIPES, flow_recipe
+from coatlm.fp8.recipe import FLOW_RECIPES, recipe_of
 from coatlm.model.attention import CoreAttention, SelfAttention
 from coatlm.model.flow import CoatTransformerLayer
 from coatlm.model.layers import MLP, RMSNorm
@@ -69,18 +69,9 @@ def _local_layer(config: Config) -> ModuleSpec:
 
 def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
     """The modules of a local layer, and so its parameters and checkpoints, run as an FP8 flow."""
-    p = config.precision
-    recipe = flow_recipe(
-        p.recipe,
-        group=p.group_size,
-        keep_linear_inputs=p.keep_linear_inputs,
-        grad_format=p.grad_format,
-        fast_accumulation=p.fast_accumulation,
-        keep_weights=p.keep_weights,
-    )
     return ModuleSpec(
         module=CoatTransformerLayer,
-        params={"recipe": recipe, "wire": config.parallel.tp_comm},
+        params={"recipe": recipe_of(config.precision), "wire": config.parallel.tp_comm},
         submodules=local.submodules,
     )
 

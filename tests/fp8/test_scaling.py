@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from coatlm.fp8.scaling import (
     group_scale,
     power_of_two_ref,
     scale_ref,
+    top_exponent,
 )
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
@@ -63,6 +66,31 @@ def test_e8m0_keeps_powers_of_two() -> None:
     amax = E4M3.max * 2.0 ** torch.arange(-100, 100)
     power = scale_ref(amax, E4M3, dtype=E8M0)
     assert torch.equal(power.float(), 2.0 ** torch.arange(-100, 100))
+
+
+@both
+@given(amax=st.floats(2.0**-120, 3.4028234663852886e38, width=32))
+def test_power_of_two_scale_fills_the_upper_half_of_the_format_and_never_saturates(
+    fmt: Fp8Format, amax: float
+) -> None:
+    scale = power_of_two_ref(torch.tensor(amax), fmt).item()
+    assert math.frexp(scale)[0] == 0.5
+    assert amax / scale <= fmt.max
+    if scale > 2.0**-126:
+        assert amax / scale > fmt.max / 2
+
+
+@both
+def test_power_of_two_scale_of_zero_is_one_and_of_what_is_not_finite_infinite(
+    fmt: Fp8Format,
+) -> None:
+    amax = torch.tensor([0.0, 1e-45, inf, nan])
+    assert power_of_two_ref(amax, fmt).tolist() == [1.0, 2.0**-126, inf, inf]
+
+
+@both
+def test_formats_end_at_seven_quarters_of_the_power_that_kernels_count_with(fmt: Fp8Format) -> None:
+    assert 1.75 * 2.0 ** top_exponent(fmt) == fmt.max
 
 
 def test_other_scale_dtypes_are_refused() -> None:
@@ -195,6 +223,36 @@ def interpreted_scale_equals_the_reference(amax: float) -> None:
     ):
         launch(parts, scale, 3, E4M3.max, power, 4)
         torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _exponents_kernel(amax_ptr, scale_ptr, inverse_ptr, n, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    exponent = scaling.exponent_of(tl.load(amax_ptr + at, mask=at < n, other=0.0), TOP)
+    tl.store(scale_ptr + at, scaling.power_of_two(exponent), mask=at < n)
+    tl.store(inverse_ptr + at, scaling.inverse_power_of_two(exponent), mask=at < n)
+
+
+def edge_amaxes() -> torch.Tensor:
+    """0, denormals, the largest number, what is not finite, and 1.75 * 2^n with its neighbours."""
+    edges = 1.75 * 2.0 ** torch.arange(-126, 128)
+    up, down = (torch.nextafter(edges, torch.full_like(edges, to)) for to in (inf, 0.0))
+    powers = 2.0 ** torch.arange(-126, 128)
+    others = torch.tensor([0.0, 1e-45, 5.9e-39, 2.0**-126, 3.4028234663852886e38, inf, nan])
+    return torch.cat([edges, up, down, powers, others])
+
+
+@both
+def interpreted_exponents_are_those_of_the_definition(fmt: Fp8Format) -> None:
+    amax = edge_amaxes()
+    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
+    launch: Any = _exponents_kernel[(1,)]
+    launch(amax, scale, inverse, amax.numel(), top_exponent(fmt), 2048)
+    expected = power_of_two_ref(amax, fmt)
+    assert torch.equal(scale, expected)
+    finite = expected.isfinite()
+    assert torch.equal(inverse[finite] * expected[finite], torch.ones(int(finite.sum())))
+    assert inverse[~finite].isnan().all()
 
 
 def test_kernels_in_the_interpreter() -> None:
