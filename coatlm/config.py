@@ -270,6 +270,7 @@ class Log(Section):
 
     every: StrictInt = Field(10, ge=1)  # steps
     states_every: StrictInt = Field(0, ge=0)  # steps: what storing loses; 0: never
+    numerics_every: StrictInt = Field(0, ge=0)  # steps: what FP8 loses in layers; 0: never
     tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
@@ -339,6 +340,11 @@ class Config(Section):
                     raise ValueError(
                         f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
                     )
+            if self.log.numerics_every:
+                raise ValueError(
+                    f"log.numerics_every={self.log.numerics_every} is for precision.recipe="
+                    f"fp8-linear, coat and coat-lean, not {recipe}: 0"
+                )
             return
         if m.spec != "local":
             raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
