@@ -13,7 +13,6 @@ from coatlm.fp8.formats import E4M3, E5M2
 from coatlm.model.numerics import TENSORS
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
-from tools.plot_run import read_run
 
 SIZES = MODEL | {"hidden": 128, "heads": 8, "ffn": 128}
 LAYOUTS = ("tp2", "tp2 sp", "cp2", "pp2", "pp2 vpp2", "dp2")
@@ -50,7 +49,7 @@ def by_tensor(directory: Path, step: int) -> dict[tuple[int, str], Line]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps of two microbatches a rank and more, asked and not asked, and on two ranks."""
+    """Four steps of eight microbatches, asked and not asked, and one step on two ranks."""
     root = tmp_path_factory.mktemp("numerics")
     (root / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(6000)))
     full = {"recompute": "full"}
@@ -114,22 +113,41 @@ def test_errors_are_those_of_rounding(runs: Path, recipe: str) -> None:
         assert line["amax"] > 0 and 0 <= line["underflow"] < 0.05 and line["saturated"] < 0.2, line
 
 
+def same_sums(line: Line) -> Line:
+    """For comparisons where only the order of fp64 sums differs."""
+    return line | {name: pytest.approx(line[name], rel=1e-9) for name in MEASURES}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_report_what_one_does(runs: Path, layout: str) -> None:
-    """Another layout's sums round differently, to BF16 and then to other codes, and a rank's part
-    of a row has its own power-of-two scale: a code more or less at the ends, hardly another error.
+def test_two_ranks_report_of_the_whole_tensor_what_one_does(runs: Path, layout: str) -> None:
+    """Exactly where both have the same numbers: all over the pipeline and over dp, else before the
+    first sum over ranks, and in weights that are not cut through rows.
     """
     one, two = by_tensor(runs / "first", 1), by_tensor(runs / layout, 1)
     assert one.keys() == two.keys()
     for key, expected in one.items():
-        if layout.startswith("pp"):
-            assert two[key] == expected
-            continue
-        actual = two[key]
-        assert actual["amax"] == pytest.approx(expected["amax"], rel=0.05), key
-        assert actual["relative_error"] == pytest.approx(expected["relative_error"], rel=0.05), key
+        (layer, tensor), actual = key, two[key]
+        first = layer == 1 and tensor in ("norm1_saved", "qkv_input")
+        if layout.startswith("pp") or first or tensor in ("qkv_weight", "fc1_weight"):
+            assert actual == same_sums(expected)
+        if tensor.endswith("_weight"):
+            assert actual["amax"] == expected["amax"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_lose_what_one_does(runs: Path, layout: str) -> None:
+    """Sums over ranks round differently, and a rank's part of a row or of tokens has its own scale,
+    so codes differ. Of gradients a few values make most of the
+    norm: their error moves most. The first query's is 0 but for rounding, and that underflows.
+    """
+    one, two = by_tensor(runs / "first", 1), by_tensor(runs / layout, 1)
+    for key, expected in one.items():
+        actual, backward = two[key], key[1].endswith("_grad")
+        error = pytest.approx(expected["relative_error"], rel=0.2 if backward else 0.06)
+        assert actual["relative_error"] == error, key
+        assert actual["amax"] == pytest.approx(expected["amax"], rel=0.1), key
         for name in ("saturated", "underflow"):
-            assert actual[name] == pytest.approx(expected[name], rel=0.1, abs=5e-3), (key, name)
+            assert actual[name] == pytest.approx(expected[name], rel=0.1, abs=1e-2), (key, name)
 
 
 def outlier_lines(rank: int, size: int, job: Line) -> list[list[Line]]:
@@ -180,6 +198,8 @@ def test_numerics_are_for_fp8_layers(tmp_path: Path) -> None:
 
 
 def test_plot_run_draws_a_curve_for_each_tensor(runs: Path) -> None:
+    from tools.plot_run import read_run  # to processes of run_ranks `tools` is another package
+
     curves = read_run(runs / "asked").curves
     for measure in MEASURES:
         for tensor in TENSORS:
