@@ -276,6 +276,7 @@ class Log(Section):
 
     every: StrictInt = Field(10, ge=1)  # steps
     states_every: StrictInt = Field(0, ge=0)  # steps: what storing loses; 0: never
+    numerics_every: StrictInt = Field(0, ge=0)  # steps: what FP8 loses in layers; 0: never
     tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
@@ -349,6 +350,11 @@ class Config(Section):
                     raise ValueError(
                         f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
                     )
+            if self.log.numerics_every:
+                raise ValueError(
+                    f"log.numerics_every={self.log.numerics_every} is for precision.recipe="
+                    f"fp8-linear, coat and coat-lean, not {recipe}: 0"
+                )
             return
         if m.spec != "local":
             raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
@@ -381,6 +387,7 @@ class Config(Section):
             ("model.spec", self.model.spec, "local"),
             ("train.recompute", self.train.recompute, "none"),
             ("precision.keep_weights", self.precision.keep_weights, False),
+            ("log.numerics_every", self.log.numerics_every, 0),
         ):
             if value != allowed:
                 raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")

@@ -48,6 +48,14 @@ from coatlm.fp8.transpose import (
     quantize_transposed,
     transpose_codes,
 )
+from coatlm.model.numerics import (
+    Probe,
+    Rows,
+    norm_output,
+    qkv_gradient,
+    swiglu_gradient,
+    swiglu_output,
+)
 from coatlm.parallel.tensor import TensorParallel, Wire
 from coatlm.platform import enable_cpu
 
@@ -71,6 +79,12 @@ class Flow:
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
         self.keeping = False  # the layer sets it, to what the recipe says where it trains
         self.kept: dict[Tensor, Weight] = {}
+        self.probe: Probe | None = None  # while this step's numerics are looked at
+
+    def record(self, name: str, source: Tensor | Rows, quantised: Tensor | QTensor | None) -> None:
+        """Show the probe x[M, K], or what makes its rows, with its codes, where it has any."""
+        if self.probe is not None and isinstance(quantised, QTensor):
+            self.probe.record(name, source, quantised)
 
     def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
         """Choose the algorithms of backward's products, for `tokens` in a microbatch."""
@@ -118,16 +132,20 @@ class Flow:
         matmul(dy_t, x_t, out=main_grad, fast=fast)
         return None
 
-    def gradient(self, dy: Tensor, scale: Tensor) -> Codes:
+    def gradient(self, name: str, dy: Tensor, scale: Tensor) -> Codes:
         """dy of a row-parallel linear, gathered over the tokens: [T, K] and [K, T'].
 
-        `scale`: this rank's, of its own tokens.
+        `scale`: this rank's, of its own tokens. `name`: what numerics call it.
         """
         fmt = self.recipe.grad_fmt
         scale = self.parallel.shared_scale(scale)
         if not self.parallel.scattered:
-            return quantize_both(dy, scale, fmt=fmt)
-        whole = self.parallel.gather_rows(quantize_direct(dy, scale, fmt=fmt))
+            both = quantize_both(dy, scale, fmt=fmt)
+            self.record(name, dy, both.direct)
+            return both
+        mine = quantize_direct(dy, scale, fmt=fmt)
+        self.record(name, dy, mine)
+        whole = self.parallel.gather_rows(mine)
         return Codes(whole, transpose_codes(whole))
 
     def normed_transposed(
@@ -201,6 +219,9 @@ class _NormQKV(torch.autograd.Function):
         size = recipe.group if keep else 0
         normed = norm_quantize(x.flatten(0, 1), norm, flow.eps, group_size=size)
         y, w = flow.parallel.gather_rows(normed.y), flow.forward_weight(weight)
+        flow.record("norm1_saved", normed.x, normed.saved)
+        flow.record("qkv_input", norm_output(normed.x, norm, flow.eps), normed.y)
+        flow.record("qkv_weight", weight, w)
         qkv = flow.project(y, w, bias=bias).unflatten(0, (-1, x.shape[1]))
         x_kept = normed.x if normed.saved is None else normed.saved
         y_kept = normed.y if recipe.keep_linear_inputs else None
@@ -228,9 +249,11 @@ class _NormQKV(torch.autograd.Function):
             dqkv = parts[0].flatten(0, 1)
             scale = current_scale(dqkv, fmt, power_of_two=True)
             d = quantize_both(dqkv, scale, fmt=fmt)
+            flow.record("qkv_grad", dqkv, d.direct)
         else:
             dq, dk, dv = parts
             d = join_quantize(dq, dk, dv, cos, sin, fmt=fmt)
+            flow.record("qkv_grad", qkv_gradient(dq, dk, dv, cos, sin), d.direct)
         if ctx.has_bias:
             dbias = d.direct.dequantize().sum(0).to(weight.dtype)
         wait = flow.parallel.sum_partial(flow.input_gradient(d.direct, weight, w_scale))
@@ -288,6 +311,14 @@ class _ProjMLP(torch.autograd.Function):
             o_kept: Tensor | QTensor = _regroup(o_codes, o_scale, o_T.shape)
         else:
             o_kept = o_T
+        flow.record("attention_output", o_T, o8)
+        flow.record("attention_saved", o_T, o_kept)
+        flow.record("norm2_saved", normed.x, normed.saved)
+        flow.record("fc1_input", norm_output(normed.x, norm, flow.eps), normed.y)
+        flow.record("gate_up_saved", gate_up, active.saved)
+        flow.record("fc2_input", swiglu_output(gate_up), active.a)
+        for name, weight, codes in (("proj", proj, w), ("fc1", fc1, w1), ("fc2", fc2, w2)):
+            flow.record(f"{name}_weight", weight, codes)
         keeps = recipe.keep_linear_inputs
         _keep(
             ctx,
@@ -315,9 +346,10 @@ class _ProjMLP(torch.autograd.Function):
         fmt, shape = flow.recipe.grad_fmt, dout.shape
         dout = dout.flatten(0, 1).contiguous()
 
-        d = flow.gradient(dout, current_scale(dout, fmt, power_of_two=True))
+        d = flow.gradient("fc2_grad", dout, current_scale(dout, fmt, power_of_two=True))
         da = flow.input_gradient(d.direct, fc2, w2_scale)
         g = swiglu_backward_quantize(da, gate_up, a_scale.amax(), fmt=fmt, with_a=a is None)
+        flow.record("fc1_grad", swiglu_gradient(da, gate_up), g.dx)
         del da
         a_t = _rows_transposed(a, a_scale) if g.a_t is None else g.a_t
         dfc2 = flow.weight_gradient(fc2, d.transposed, a_t)
@@ -332,7 +364,7 @@ class _ProjMLP(torch.autograd.Function):
         del g, y_t
         dx1, dnorm, amax = norm_backward(wait(), x1, rstd, norm, dresidual=dout)
 
-        d = flow.gradient(dx1, group_scale(amax, fmt, power_of_two=True))
+        d = flow.gradient("proj_grad", dx1, group_scale(amax, fmt, power_of_two=True))
         do = flow.input_gradient(d.direct, proj, w_scale)
         if isinstance(o, QTensor) and o.granularity == ROW:
             o_t = _rows_transposed(o, o_scale)
@@ -433,6 +465,15 @@ class CoatTransformerLayer(TransformerLayer):
             return attend(), None, None
         out, kept = attend_keeping_fp8(attend, size, q.shape[-1])
         return out, kept.codes, kept.scale
+
+
+def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
+    """Those of the FP8 layers among these, by number in the whole model, from 1."""
+    return {
+        layer.layer_number: layer.flow
+        for layer in layers
+        if isinstance(layer, CoatTransformerLayer)
+    }
 
 
 def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from coatlm.config import Config, ConfigError
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.model.numerics import Probe
 from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
@@ -201,7 +202,11 @@ class Loop:
         rate = learning_rate(run.step, config.optim, config.train.steps)
         observe = partial(self._log_states, rate) if self._states_due() else None
         placed = self.trainer.place(batches)
-        loss, norm = self.trainer.train_step(placed, rate, observe=observe)
+        due = self._numerics_due()
+        with self.trainer.watch_numerics() if due else nullcontext() as probes:
+            loss, norm = self.trainer.train_step(placed, rate, observe=observe)
+        if probes is not None:
+            self._log_numerics(probes)
         run.pending.append((loss, norm, self.trainer.spike))
         run.step += 1
         self.metrics.advance()
@@ -241,6 +246,16 @@ class Loop:
         with self.metrics.throughput.paused():
             values = self.trainer.measure_states(rate, clip_coefficient)
         self.metrics.log_states(self.run.step + 1, values)
+
+    def _numerics_due(self) -> bool:
+        every = self.config.log.numerics_every
+        return bool(every) and (self.run.step + 1) % every == 0
+
+    def _log_numerics(self, probes: dict[int, Probe]) -> None:
+        """The step's own time includes what the probes took."""
+        with self.metrics.throughput.paused():
+            records = self.trainer.measure_numerics(probes)
+        self.metrics.log_numerics(self.run.step + 1, records)
 
     def _fetch(self) -> tuple[float, float]:
         """Wait for the device; count skipped steps; the last step's loss and gradient norm."""

@@ -6,6 +6,8 @@
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
                     optim.edq.report says
+    numerics.jsonl  with log.numerics_every, what FP8 loses in the layers of a step: step and what
+                    model.numerics.report says, one line a layer and tensor
     tb/             the same for TensorBoard, when asked; wandb likewise
 
 Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
@@ -27,7 +29,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -38,6 +40,7 @@ from coatlm.config import Config
 from coatlm.model import accounting
 from coatlm.train.run_directory import (
     METRICS,
+    NUMERICS,
     STATES,
     Record,
     lines,
@@ -247,6 +250,7 @@ class MetricsLogger:
         self.throughput = Throughput(synchronize=synchronize)
         self.sinks: list[Sink] = []
         self.states: JsonLines | None = None
+        self.numerics: JsonLines | None = None
         self.bar: tqdm[Any] | None = None
         if rank != 0:
             return
@@ -256,6 +260,10 @@ class MetricsLogger:
             self.states = JsonLines(run_dir / STATES, resume_step)
         else:
             repair_metrics(run_dir / STATES, resume_step)  # a later start may continue it
+        if config.log.numerics_every:
+            self.numerics = JsonLines(run_dir / NUMERICS, resume_step)
+        else:
+            repair_metrics(run_dir / NUMERICS, resume_step)
         if config.log.tensorboard:
             self.sinks.append(TensorBoard(run_dir, resume_step))
         if config.log.wandb_project:
@@ -325,11 +333,17 @@ class MetricsLogger:
         if self.states is not None:
             self.states.write({"step": step, **values})
 
+    def log_numerics(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Record what FP8 lost in the layers of update `step`, in numerics.jsonl alone."""
+        if self.numerics is not None:
+            for record in records:
+                self.numerics.write({"step": step, **record})
+
     def close(self) -> None:
         """Finish every sink."""
-        for sink in (*self.sinks, *([self.states] if self.states else [])):
+        for sink in (*self.sinks, *filter(None, (self.states, self.numerics))):
             sink.close()
-        self.sinks, self.states = [], None
+        self.sinks, self.states, self.numerics = [], None, None
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:

@@ -5,6 +5,7 @@ env.json        versions, device, host, commit and command line
 train.log       the console's lines with the time of day
 metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
 states.jsonl    likewise, where log.states_every asks for it
+numerics.jsonl  likewise, where log.numerics_every does
 loss.png        its curves
 """
 
@@ -30,6 +31,7 @@ from coatlm.config import Config
 
 METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
+NUMERICS = "numerics.jsonl"
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
 

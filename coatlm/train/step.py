@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.data import dataset
+from coatlm.model import numerics
 from coatlm.model.builder import build_model, token_positions
-from coatlm.model.flow import tune_layers
+from coatlm.model.flow import flows_of, tune_layers
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel
@@ -106,6 +108,19 @@ class Trainer:
         dist.all_reduce(flat, group=zero.norm_group)
         parts = flat.split([part.numel() for part in sums.values()])
         return edq.report(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
+
+    def watch_numerics(self) -> AbstractContextManager[dict[int, numerics.Probe]]:
+        """Probes in the FP8 layers of this rank, for a step inside; none but on dp rank 0."""
+        chunks = [] if self.groups.dp.rank() else self.chunks
+        layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
+        return numerics.watched(flows_of(layers))
+
+    def measure_numerics(self, probes: Mapping[int, numerics.Probe]) -> list[numerics.Record]:
+        """`numerics.report` of the probes of all ranks, on those of dp rank 0; waits for them."""
+        if self.groups.dp.rank():
+            return []
+        layers, where = self.config.model.layers, device()
+        return numerics.report(*numerics.collect(probes, self.groups, layers=layers, device=where))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
