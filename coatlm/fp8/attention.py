@@ -81,8 +81,18 @@ class SavedInFp8:
         self.hooks.__exit__(*args)
 
     def kept(self, x: Tensor) -> QTensor:
-        """The FP8 form of x, contiguous, in the order of its memory; made now if it was not."""
-        return self._quantize(x)[0]
+        """The FP8 form of x, contiguous; what autograd keeps of it where memory has x's order.
+
+        Attention for masks may write [B, S, N, D]: then codes are copied into the order of x.
+        """
+        made, order = self._quantize(x)[0], memory_order(x)
+        dense = [x.shape[dim] for dim in order[:-1]]
+        inverse = sorted(range(x.dim()), key=order.__getitem__)
+        codes = made.codes.view(torch.uint8).view(*dense, -1).permute(inverse).contiguous()
+        scale = made.scale.view(torch.uint8).view(*dense, -1).permute(inverse).contiguous()
+        return QTensor(
+            codes.view(made.codes.dtype), scale.view(made.scale.dtype), made.granularity, made.fmt
+        )
 
     def forget(self) -> None:
         """Let go of the exact tensors; autograd has what it needs."""
