@@ -6,8 +6,9 @@ A scale is one number for the operand or one for each of its rows:
     out[i, j] = sa[i] sb[j] sum_k a[i, k] b[j, k]  (+ bias[j])  (+ add[i, j])
 
 The sum is fp32 and is rounded to `out`'s dtype; where something BF16 is added, cuBLASLt may round
-the product first. With `fast` the tensor core keeps about 14
-bits between the steps of a sum instead of adding every 128 products in fp32; that is faster.
+the product first. With `fast` the tensor core keeps about 14 bits between the steps of a sum
+instead of adding every 128 products in fp32. That is faster; sums over 32768 correlated values came
+out 0.4 % too small, with an error of 0.6 % of their norm where rounding the operands leaves 3.5 %.
 
 torch.nn.functional.scaled_mm cannot add to a matrix that is there (a main gradient, the residual
 stream), so cuBLASLt, which torch has loaded, is called directly. It is column-major: a row-major

@@ -384,7 +384,7 @@ def _rows_transposed(x: QTensor, scale: Tensor) -> QTensor:
 
 
 def _regroup(codes: Tensor, scale: Tensor, shape: torch.Size) -> QTensor:
-    """FP8 groups of heads [S, B, N, D] as those of rows [T, N * D]."""
+    """FP8 groups [S, B, N * D] as those of rows [T, N * D]."""
     size = codes.numel() // scale.numel()
     return QTensor(codes.view(shape), scale.view(shape[0], -1), group(size), E4M3)
 
