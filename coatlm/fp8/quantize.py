@@ -26,7 +26,7 @@ THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight
 GROUP_RUN, GROUP_WARPS = 16, 2  # elements a thread takes at once, of groups; warps a program
 TRANSPOSE_TILE = (128, 64)  # rows x columns: 128 bytes a row of BF16, and a column of codes
 TRANSPOSE_WARPS = 4
-ROWS_ALIGNED = 16  # columns of codes then start on multiples of 16 bytes
+ALIGNED = 16  # rows and columns of codes then start on multiples of 16 bytes
 TRANSPOSE_4X4 = tl.constexpr("""{
     .reg .b32 a, b, c, d;
     prmt.b32 a, $4, $5, 0x5140;
@@ -177,7 +177,7 @@ def _transpose_kernel(
     code_ptr,  # uint8[M, K]
     code_t_ptr,  # int32[K, M / 4]: four rows a word, the first one lowest
     scale_ptr,  # one for all
-    M,  # a multiple of ROWS_ALIGNED
+    M,  # like K a multiple of ALIGNED
     K,
     FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -227,7 +227,7 @@ def quantize(
     `scale`: fp32 [] on x's device, for TENSOR (delayed, or `group_scale` of known amaxes); x is
         then read once. Without it scales are those of x, for which TENSOR reads x twice.
     `transpose`: also the codes of the transposed matrix [K, M], from the same read where M is a
-        multiple of 16; TENSOR only.
+        multiple of 16, and K too; TENSOR only.
     `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
 
     Raises ValueError for what is not fp32, BF16 or FP16, for shapes that have no scales (see
@@ -255,7 +255,7 @@ def quantize(
         scale = torch.empty(shape, dtype=scale_dtype, device=x.device)
     if not transpose:
         return QTensor(_launch(x, scale, fmt, granularity), scale, granularity, fmt)
-    if x.numel() // x.shape[-1] % ROWS_ALIGNED:
+    if x.numel() // x.shape[-1] % ALIGNED or x.shape[-1] % ALIGNED:
         codes = _launch(x, scale, fmt, granularity)
         codes_t = codes.view(torch.uint8).view(-1, x.shape[-1]).t().contiguous().view(fmt.dtype)
     else:
@@ -334,7 +334,7 @@ def _group_tile(size: int) -> dict[str, int]:
 
 
 def _launch_transpose(x: Tensor, scale: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
-    """Codes and transposed codes of a contiguous x, not empty, of rows a multiple of 16."""
+    """Codes and transposed codes of a contiguous x, not empty, of M and K multiples of 16."""
     k = x.shape[-1]
     m = x.numel() // k
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
