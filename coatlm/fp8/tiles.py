@@ -12,6 +12,8 @@ and byte by byte. Written in Gluon, for the layouts decide the speed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +31,7 @@ SIGMOID = gl.constexpr("""{
 
 
 @gluon.constexpr_function
-def loads(R, GROUPS, INNER, RUN, WARPS):
+def loads(R: int, GROUPS: int, INNER: int, RUN: int, WARPS: int) -> Any:
     """A warp covers whole rows as far as it can, RUN columns a thread."""
     inner = INNER // RUN
     groups = min(GROUPS, 32 // inner)
@@ -39,7 +41,7 @@ def loads(R, GROUPS, INNER, RUN, WARPS):
 
 
 @gluon.constexpr_function
-def stores(R, GROUPS, INNER, WARPS):
+def stores(R: int, GROUPS: int, INNER: int, WARPS: int) -> Any:
     """A thread has four words of a column, 16 rows."""
     rows = min(R // 4, 32)
     inner = min(32 // rows, INNER)

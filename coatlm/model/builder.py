@@ -19,7 +19,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data.dataset import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
-from coatlm.model.flow import CoatTransformerLayer
+from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups

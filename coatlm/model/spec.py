@@ -13,7 +13,7 @@ from typing import Any
 from coatlm.config import Config
 from coatlm.fp8.recipe import FLOW_RECIPES, recipe_of
 from coatlm.model.attention import CoreAttention, SelfAttention
-from coatlm.model.flow import CoatTransformerLayer
+from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.layers import MLP, RMSNorm
 from coatlm.platform import enable_cpu
 

@@ -14,7 +14,7 @@ from coatlm.config import Config
 from coatlm.data import dataset
 from coatlm.model import numerics
 from coatlm.model.builder import build_model, token_positions
-from coatlm.model.flow import flows_of, tune_layers
+from coatlm.model.coat_layer import flows_of, tune_layers
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buffers import FlatModel

@@ -34,7 +34,7 @@ from coatlm.fp8.transpose import (
     quantize_transposed,
     transpose_codes,
 )
-from coatlm.model.flow import Flow, _NormQKV, _ProjMLP
+from coatlm.model.flow import Flow, NormQKV, ProjMLP
 from coatlm.parallel.tensor import TensorParallel
 
 pytestmark = [
@@ -480,7 +480,7 @@ def fp8_layer(t: dict[str, Tensor], g: int, recipe: str, device: str) -> dict[st
     choices = FLOW_RECIPES[recipe]
     flow = Flow(choices, TensorParallel(alone), EPS)
     cos, sin = on(device, rope_tables(torch.arange(s), rope_frequencies(d, 1e4)))
-    q, k, v, residual = _NormQKV.apply(
+    q, k, v, residual = NormQKV.apply(
         *(t["x"], t["norm1"], t["wqkv"], None, cos, sin, n // g, d, flow, True)
     )
     codes = scale = None
@@ -489,7 +489,7 @@ def fp8_layer(t: dict[str, Tensor], g: int, recipe: str, device: str) -> dict[st
         codes, scale = kept.codes, kept.scale
     else:
         o = attend(q, k, v)
-    out = _ProjMLP.apply(
+    out = ProjMLP.apply(
         *(o, codes, scale, residual, t["proj"], t["norm2"], t["fc1"], t["fc2"], flow, True)
     )
     out.backward(t["dy"])

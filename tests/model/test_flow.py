@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.model import flow as flow_module
-from coatlm.model.flow import CoatTransformerLayer
+from coatlm.model.coat_layer import CoatTransformerLayer
 
 U4, U5 = 2.0**-4 / math.sqrt(3), 2.0**-3 / math.sqrt(3)
 FLOWS = ["fp8-linear", "coat", "coat-lean"]

@@ -119,7 +119,7 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
 
     from coatlm.config import make_config
     from coatlm.model.builder import build_model
-    from coatlm.model.flow import tune_layers
+    from coatlm.model.coat_layer import tune_layers
     from coatlm.parallel.buffers import FlatModel
 
     spec, recipe = COATLM[row]
