@@ -8,8 +8,8 @@ them (fp32, S = amax / MAX by the rules of scaling.py): 132 bytes for 128 elemen
 of flat buffers: 128 consecutive elements, and both functions are one kernel that reads and writes
 each element once. Shared scales belong to tensors; `Shared` says which group is whose.
 
-S, r and x r are rounded once each, so a code may differ from cast(x / S) where x / S is within 2^-22
-of the middle between two codes; with `divide` it is cast(x / S), as `quantize` makes it for GEMMs.
+S, r and x r are rounded once each, so a code may differ from cast(x / S) where x / S is within a
+2^-22 of the middle between two codes; with `divide` it is cast(x / S), as `quantize` makes it.
 A group with a NaN or an infinity has a scale that is not finite and nothing but NaN codes, so the
 sum is NaN wherever one source was. Sums are fp32, over R in order: every run adds alike.
 """
@@ -33,10 +33,10 @@ WARPS = 4  # 32 elements a thread
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Scales that all ranks know. `owner[g]` is the tensor that group g of the buffer belongs to."""
+    """Scales that all ranks know. `owner[g]` is the tensor that group g of x or y belongs to."""
 
     scale: Tensor  # fp32 [T]
-    owner: Tensor  # int32, one a group, with the strides of x or y in groups
+    owner: Tensor  # int32 [A, B, groups], a view with the strides of x or y, in groups
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,7 @@ def _pack_kernel(
         owner = tl.load(owner_ptr + start // 128 + g, mask=g < groups, other=0)
         scale = tl.load(shared_ptr + owner)
     scale = tl.where(scale < float("inf"), scale, float("nan"))
-    if DIVIDE:
-        scaled = quotient(x, scale[:, None])
-    else:
-        scaled = x * tl.div_rn(1.0, scale)[:, None]
+    scaled = quotient(x, scale[:, None]) if DIVIDE else x * tl.div_rn(1.0, scale)[:, None]
     code = scaled.to(code_ptr.dtype.element_ty)
     tl.store(code_ptr + payload * bytes_each + at, code, mask=mask)
 
@@ -272,6 +269,6 @@ def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -
     if payloads.shape[1:] != wanted or not payloads.is_contiguous():
         raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
     if x.numel() and (x.stride(2) != 1 or x.stride(0) % GROUP or x.stride(1) % GROUP):
-        raise ValueError(f"x has strides {x.stride()}: rows are contiguous, on multiples of {GROUP}")
+        raise ValueError(f"x has strides {x.stride()}: 1 inside rows, else multiples of {GROUP}")
     if layout.scaled == (shared is not None):
         raise ValueError(f"scaled={layout.scaled}: scales are either shared or travel along")

@@ -1,7 +1,7 @@
-"""ZeRO over flat buckets: each rank updates its equal part of the weights and keeps its states.
+"""ZeRO over flat buckets: each rank updates its part of the weights and keeps its states.
 
-Stage 0 updates everything everywhere after an all-reduce; stage 1 reduce-scatters gradients,
-updates one shard a rank and gathers the weights. How states are stored is the optimizer's affair:
+Stage 0 updates everything everywhere after an all-reduce; stages 1 and 2 reduce-scatter gradients,
+update one shard a rank and gather the weights. How states are stored is the optimizer's affair:
 this module hands it flat shards, and describes the result to checkpoints as rectangles of logical
 tensors, so that a checkpoint does not depend on how many ranks wrote it.
 
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coatlm.parallel.buffers import ALIGNMENT, Bucket, FlatModel
+from coatlm.parallel.buckets import ALIGNMENT, Bucket
+from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.reduce import clip_coefficient, finalize_gradients, grad_norm
 from coatlm.platform import enable_cpu
@@ -81,20 +82,21 @@ class ZeroOptimizer:
         make_shard: Callable[..., Any],
     ) -> None:
         self.chunks, self.groups, self.clip_grad = list(chunks), groups, clip_grad
-        self.parts = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
-        self.optimizer = make_optimizer([self._shard(make_shard, c, b) for c, b in self.parts])
+        self.buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
+        self.owned = [b for b in self.buckets if b.owned[0] < b.owned[1]]
+        self.optimizer = make_optimizer([_shard(make_shard, bucket) for bucket in self.owned])
         self.regions = {b: r for chunk in chunks for b, r in _regions(chunk).items()}
         self.group_regions = {
             bucket: _group_regions(bucket, regions, groups.tp)
             for bucket, regions in self.regions.items()
         }
-        self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
+        self.counted = [part for bucket in self.buckets for part in self._counted(bucket)]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
     def step(self, lr: float) -> Tensor:
         """One update; returns the global gradient norm on the device. Skips on NaN or Inf."""
         finalize_gradients(self.chunks, self.groups)
-        norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
+        norm = grad_norm(self.counted, self.norm_group, self.buckets[0].reduced.device)
         self.optimizer.step(lr=lr, clip_coefficient=clip_coefficient(norm, self.clip_grad))
         for chunk in self.chunks:
             chunk.start_param_sync()
@@ -112,44 +114,23 @@ class ZeroOptimizer:
             chunk.finish_param_sync()
         return [*self._weights(whole=True), *(() if weights_only else self._states())]
 
-    def _shard(self, make_shard: Callable[..., Any], chunk: FlatModel, bucket: Bucket) -> Any:
-        begin, end = self._bounds(chunk, bucket)
-        inside = [
-            (param, (max(start, begin) - begin, min(stop, end) - begin))
-            for param, (start, stop) in bucket.params.items()
-            if max(start, begin) < min(stop, end)
-        ]
-        return make_shard(
-            weight=bucket.weights[begin:end],
-            grad=bucket.grads[begin:end],
-            decay=tuple(span for param, span in inside if decays(param)),
-            params=tuple(span for _, span in inside),
-        )
-
-    def _bounds(self, chunk: FlatModel, bucket: Bucket) -> tuple[int, int]:
-        """[begin, end) of this rank's shard in the bucket."""
-        if not chunk.sharded:
-            return 0, bucket.weights.numel()
-        size = bucket.weights.numel() // self.groups.dp_cp.size()
-        return self.groups.dp_cp.rank() * size, (self.groups.dp_cp.rank() + 1) * size
-
-    def _counted(self, chunk: FlatModel, bucket: Bucket) -> Iterator[Tensor]:
+    def _counted(self, bucket: Bucket) -> Iterator[Tensor]:
         """The gradients of this rank's shard that the norm counts: copies are left out."""
-        begin, end = self._bounds(chunk, bucket)
+        begin, end = bucket.owned
         for region in self.regions[bucket]:
             start, stop = max(region.start, begin), min(region.stop, end)
             if region.main and start < stop:
-                yield bucket.grads[start:stop]
+                yield bucket.reduced[start - begin : stop - begin]
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
-        for chunk, bucket in self.parts:
-            bounds = (0, bucket.weights.numel()) if whole else self._bounds(chunk, bucket)
+        for bucket in self.buckets:
+            bounds = (0, bucket.weights.numel()) if whole else bucket.owned
             for region in self.regions[bucket]:
                 yield from self._pieces(region, bucket.weights, 0, bounds, "")
 
     def _states(self) -> Iterator[ShardedTensor]:
-        for (chunk, bucket), states in zip(self.parts, self.optimizer.states, strict=True):
-            bounds = self._bounds(chunk, bucket)
+        for bucket, states in zip(self.owned, self.optimizer.states, strict=True):
+            bounds = bucket.owned
             for name, tensor in states.items():
                 prefix = f"optimizer.state.{name}."
                 regions, unit = self.regions[bucket], 1
@@ -181,6 +162,22 @@ class ZeroOptimizer:
                 axis_fragmentations=None,
                 replica_id=int(copy),
             )
+
+
+def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:
+    """What this rank updates of a bucket, for the optimizer."""
+    begin, end = bucket.owned
+    inside = [
+        (param, (max(start, begin) - begin, min(stop, end) - begin))
+        for param, (start, stop) in bucket.params.items()
+        if max(start, begin) < min(stop, end)
+    ]
+    return make_shard(
+        weight=bucket.weights[begin:end],
+        grad=bucket.reduced,
+        decay=tuple(span for param, span in inside if decays(param)),
+        params=tuple(span for _, span in inside),
+    )
 
 
 def decays(param: nn.Parameter) -> bool:

@@ -67,7 +67,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
     start_processes(launch)
-    groups = make_groups(config.parallel)
+    groups = make_groups(config.parallel, first_on_node=launch.rank - launch.local_rank)
     data = rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed), groups.control
     )

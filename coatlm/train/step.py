@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from coatlm.config import Config
+from coatlm.config import Config, Parallel
 from coatlm.data import dataset
 from coatlm.model.builder import build_model, token_positions
 from coatlm.optim.adamw import AdamW, Shard
+from coatlm.parallel.buckets import Cut
 from coatlm.parallel.buffers import FlatModel
+from coatlm.parallel.collectives import Comm, Traffic
+from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.groups import Groups
+from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import Batch, run_microbatches
+from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 
+logger = logging.getLogger("coatlm")
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -26,17 +34,28 @@ class Trainer:
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
+        self.traffic = Traffic()
+        modules = build_model(config, groups, vocab)
+        owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.chunks = [
             FlatModel(
-                chunk,
+                module,
                 group=groups.dp_cp,
-                shard=p.zero > 0,
-                grad_dtype=GRAD_DTYPES[p.main_grads],
-                bucket_size=p.bucket_size,
+                cut=Cut(
+                    rank=groups.dp_cp.rank(),
+                    ranks=groups.dp_cp.size(),
+                    zero=p.zero,
+                    grad_dtype=GRAD_DTYPES[p.main_grads],
+                    bucket_size=p.bucket_size,
+                    owner=owner,
+                    fp8_weights=matrices(module) if p.weight_gather == "fp8" else frozenset(),
+                ),
+                wire=make_wire(p, groups, self.traffic),
+                traffic=self.traffic,
                 overlap_grad_reduce=p.overlap_grad_reduce,
                 overlap_param_gather=p.overlap_param_gather,
             )
-            for chunk in build_model(config, groups, vocab)
+            for module in modules
         ]
         self.optimizer = ZeroOptimizer(
             self.chunks,
@@ -84,3 +103,33 @@ class Trainer:
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
         )
+
+
+def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
+    """How gradients travel."""
+    if parallel.grad_comm in GRAD_DTYPES:
+        return Plain(GRAD_DTYPES[parallel.grad_comm])
+    if parallel.grad_comm == "fp8-nccl":
+        return Fp8Sum()
+    levels = None
+    if groups.node is not None and groups.nodes is not None:
+        levels = Levels(Comm(groups.node, traffic, "grad"), Comm(groups.nodes, traffic, "grad"))
+    return Fp8Exchange(scaling=parallel.grad_comm_scale, levels=levels)
+
+
+def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Parameter, int]:
+    """The data-parallel rank that owns each parameter of this stage, whole; logs the balance.
+
+    A weight that two stages share has the same owner on both.
+    """
+    params = [p for module in modules for p in module.parameters() if p.requires_grad]
+    shared = [i for i, p in enumerate(params) if getattr(p, "shared_embedding", False)]
+    plan = largest_first([p.numel() for p in params], groups.dp_cp.size(), pinned=shared)
+    logger.info("partition: %s", plan)
+    return dict(zip(params, plan.owner, strict=True))
+
+
+def matrices(module: Any) -> frozenset[nn.Parameter]:
+    """The weights of the linear layers inside transformer layers."""
+    layers = module.decoder.layers
+    return frozenset(p for p in layers.parameters() if p.requires_grad and p.dim() == 2)
