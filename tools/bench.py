@@ -21,6 +21,7 @@ BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name
     "layer-kernels": "tools.benchmarks.layer_kernels",
     "optimizer": "tools.benchmarks.optimizer",
     "quantize": "tools.benchmarks.quantize",
+    "reduce": "tools.benchmarks.reduce",
 }
 RESULT = "RESULT "  # a row's process prints its record behind this
 

@@ -55,8 +55,14 @@ class Traffic:
     def add(self, what: str, dtype: torch.dtype, sent: float) -> None:
         self.sent[what, FORMATS.get(dtype, str(dtype).removeprefix("torch."))] += round(sent)
 
-    def total(self, what: str) -> int:
-        return sum(count for (kind, _), count in self.sent.items() if kind == what)
+    def summary(self) -> dict[str, int]:
+        """comm_bytes_WHAT in all, and comm_bytes_WHAT_FORMAT of each format that was used."""
+        totals = {f"comm_bytes_{what}": 0 for what in ("grad", "weights", "tp")}
+        parts: dict[str, int] = {}
+        for (what, form), count in sorted(self.sent.items()):
+            totals[f"comm_bytes_{what}"] += count
+            parts[f"comm_bytes_{what}_{form}"] = count
+        return totals | parts
 
 
 class Pending(Protocol):

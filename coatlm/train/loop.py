@@ -169,6 +169,7 @@ class Loop:
                 lr=rate,
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
+                comm_bytes=self.trainer.comm_bytes,
             )
 
     def _fetch(self) -> tuple[float, float]:
@@ -207,6 +208,8 @@ class Loop:
                 "updates": int(optimizer.optimizer.step_count),
                 "skipped": self.run.guard.total,
                 "tokenizer": self.fingerprint,
+                "flat_groups": optimizer.flat_groups(),
+                "automatic_scales": optimizer.automatic_scales(),
                 "config": self.config.model_dump(mode="json"),
             }
             self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
@@ -250,12 +253,14 @@ def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) ->
     state = checkpoint.read_state(path)
     check_same_model(path, state, config, fingerprint)
     only = config.checkpoint.weights_only
-    tensors = trainer.optimizer.tensors_to_load(weights_only=only)
+    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=only)
     checkpoint.load(path, tensors, groups.checkpoint, allow_extra=only)
+    trainer.optimizer.finish_load()
     if only:
         trainer.optimizer.optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
+    trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
     trainer.optimizer.optimizer.step_count.fill_(state["updates"])
     run.step, run.guard.total = state["step"], state["skipped"]
     logger.info("resumed from %s at step %d", path, run.step)

@@ -2,7 +2,8 @@
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
-                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl
+                    peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT]; after an evaluation
+                    step val_loss val_ppl
     tb/             the same for TensorBoard, when asked; wandb likewise
 
 Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
@@ -12,6 +13,7 @@ list `nonfinite`, a key that only such lines have.
     tokens_per_s_per_gpu = tokens a step / seconds a step / processes
     tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs a token / 1e12      (model.accounting)
     mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
+    comm_bytes           = what rank 0 sends in a step (parallel.collectives)
 
 Nothing here reads a device: numbers arrive as floats, on log steps only.
 """
@@ -24,7 +26,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -270,6 +272,7 @@ class MetricsLogger:
         lr: float,
         skipped: int = 0,
         peak_mem_gib: float | None = None,
+        comm_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """Record the state after update `step`: after `advance`, the floats already fetched."""
         seconds = self.throughput.lap()
@@ -289,6 +292,7 @@ class MetricsLogger:
                 "mfu": accounting.mfu(flops, self.device_name),
                 "peak_mem_gib": peak_mem_gib,
                 "skipped": skipped,
+                **(comm_bytes or {}),
             }
         )
 

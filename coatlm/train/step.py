@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from coatlm.model.builder import build_model, token_positions
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.buffers import FlatModel
-from coatlm.parallel.collectives import Comm, Traffic
+from coatlm.parallel.collectives import Comm, Traffic, TrafficMode
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
@@ -35,6 +37,7 @@ class Trainer:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
         self.traffic = Traffic()
+        self.tp_traffic = Traffic() if groups.tp.size() == 1 else None
         modules = build_model(config, groups, vocab)
         owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.chunks = [
@@ -68,12 +71,28 @@ class Trainer:
         )
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> tuple[Tensor, Tensor]:
-        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks."""
+        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks.
+
+        `comm_bytes` afterwards says what this rank has sent in it.
+        """
+        self.traffic.sent.clear()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        loss = self._run(batches, forward_only=False)
-        return loss, self.optimizer.step(lr)
+        counting: AbstractContextManager[object] = nullcontext()
+        if self.tp_traffic is None:  # steps are alike: one is counted
+            self.tp_traffic = Traffic()
+            counting = TrafficMode(self.groups.tp, self.tp_traffic, "tp")
+        with counting:
+            loss = self._run(batches, forward_only=False)
+            norm = self.optimizer.step(lr)
+        return loss, norm
+
+    @property
+    def comm_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
+        others = self.tp_traffic.sent if self.tp_traffic is not None else Counter()
+        return Traffic(self.traffic.sent + others).summary()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
