@@ -82,7 +82,7 @@ def unpack_ref(
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
-    total = torch.zeros(*y.shape[:-1], layout.groups, GROUP, device=y.device)
+    total = torch.full((*y.shape[:-1], layout.groups, GROUP), -0.0, device=y.device)  # keeps a -0
     for source in payloads:
         codes = source[..., :n].contiguous().view(layout.fmt.dtype).float()
         value = codes.unflatten(-1, (-1, GROUP))
@@ -158,7 +158,7 @@ def _unpack_kernel(
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = g[:, None] < groups
     code_ptr += payload * bytes_each
-    total = tl.zeros([ROWS, 128], tl.float32)
+    total = tl.full([ROWS, 128], -0.0, tl.float32)  # keeps a -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source.to(tl.int64) * source_bytes
         code = tl.load(code_ptr + begin + at, mask=mask, other=0.0).to(tl.float32)

@@ -104,6 +104,11 @@ def test_a_shared_scale_is_looked_up_by_the_group_in_the_view() -> None:
     assert torch.equal(travel(view, layout, shared), view)
 
 
+def test_the_sign_of_zero_arrives() -> None:
+    x = torch.full((1, 1, GROUP), -0.0)
+    assert travel(x, Layout(GROUP, E4M3, scaled=True)).signbit().all()
+
+
 def cast_of(value: float) -> Tensor:
     return torch.tensor(value).to(torch.float8_e4m3fn).view(torch.uint8)
 

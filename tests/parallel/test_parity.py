@@ -50,7 +50,7 @@ def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Con
         {
             "model": MODEL | extra.get("model", {}),
             "data": {"text": ["unused"], "seq_len": 32} | extra.get("data", {}),
-            "parallel": {"bucket_size": 20000} | parallel,
+            "parallel": {"bucket_size": 20000, "grad_comm": "fp32"} | parallel,
             "precision": {"recipe": precision},
             "optim": {"recipe": "adamw-fp32", "lr": 1e-3},
             "train": {"micro_batch": 2, "global_batch": 16} | extra.get("train", {}),

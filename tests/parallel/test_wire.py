@@ -86,15 +86,22 @@ def job(rank: int, size: int, kind: str, grads: Tensor) -> Sum:
 
 
 def reduce(rank: int, size: int, wire: Wire, kind: str, grads: Tensor, traffic: Traffic) -> Tensor:
+    """On the GPU of this rank if there is one."""
     assert dist.group.WORLD is not None
-    task = job(rank, size, kind, grads)
-    Reduction(wire.steps(task, Comm(dist.group.WORLD, traffic, "grad")), None).wait()
-    return task.out
+    on_gpu = torch.cuda.device_count() >= size
+    task = job(rank, size, kind, grads.cuda() if on_gpu else grads)
+    stream = torch.cuda.Stream() if on_gpu else None
+    Reduction(wire.steps(task, Comm(dist.group.WORLD, traffic, "grad")), stream).wait()
+    return task.out.cpu()
 
 
 def sums(rank: int, size: int, _: Any) -> dict[str, Any]:
     """Error, bytes, NaN and repetition of every wire and kind; on four ranks two levels too."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    on_gpu = torch.cuda.device_count() >= size
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     exact = torch.stack([gradients(r).double() for r in range(size)]).sum(0)
     wires = dict(WIRES)
     traffic = Traffic()
