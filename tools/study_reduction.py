@@ -14,7 +14,7 @@ The gradients g_1 .. g_N of N virtual ranks are summed in each way, N each of --
     post-scaling     codes = cast(s g_i), added in FP8 and divided by N after
     auto-scaling     codes = cast(mu s g_i), added in FP8; mu starts at 1 and the sum is repeated
                      with mu / 2 while more than 1e-5 of a matrix's sums are +-MAX
-    fp8-a2a, tensor  codes = cast(s g_i), added in fp32
+    fp8-a2a, tensor  codes = cast(s g_i), added in fp32 to what the rank that adds has, unrounded
     fp8-a2a, block   the same with a scale for each rank's 1 x 128 elements
     fp8-a2a, e5m2    the same in E5M2
 
@@ -205,13 +205,16 @@ def exchanged(g: Gradients, fmt: Fp8Format, *, shared: bool) -> Total:
     scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(GROUP)
     layout = Layout(len(total.value), fmt, scaled=True)
     payload = layout.empty(1, 1, device=scale.device)
-    for values in g.values:
+    part = -(-len(scale) // len(g.values))
+    for rank, values in enumerate(g.values):
         if shared:
             decoded = cast(values / scale, fmt).float() * scale
         else:
             decoded = torch.empty_like(values)
             pack(values[None, None], payload, layout=layout)
             unpack(payload[None], decoded[None, None], layout=layout)
+        own = slice(rank * part, (rank + 1) * part)
+        decoded[own] = values[own]
         total.add(values, decoded)
     return total
 

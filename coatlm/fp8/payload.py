@@ -3,6 +3,9 @@
     pack      x [A, B, n] -> payloads [A, B, bytes]        code = cast(x r), r = 1 / S
     unpack    payloads [R, A, B, bytes] -> y [A, B, n]     y = sum over R of code * S
 
+A rank that takes part in a sum itself need not round what it has: `pack` leaves out a payload, and
+`unpack` puts the values themselves, `Own`, in the place of one source.
+
 A payload is n codes and, unless the ranks share scales, the scales S of its groups of 128 behind
 them (fp32, S = amax / MAX by the rules of scaling.py): 132 bytes for 128 elements. Groups are those
 of flat buffers: 128 consecutive elements, and both functions are one kernel that reads and writes
@@ -39,6 +42,14 @@ class Shared:
     owner: Tensor  # int32 [A, B, groups], a view with the strides of x or y, in groups
 
 
+@dataclass(frozen=True, eq=False)
+class Own:
+    """What the source number `rank` would have sent, unrounded: [A, B, n], a view as y."""
+
+    values: Tensor
+    rank: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Bytes of a payload of `elements` values, a multiple of 128."""
@@ -62,7 +73,11 @@ class Layout:
 
 
 def pack_ref(
-    x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None, divide: bool
+    x: Tensor,
+    payloads: Tensor,
+    layout: Layout,
+    shared: Shared | None = None,
+    divide: bool = False,
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
@@ -78,12 +93,19 @@ def pack_ref(
 
 
 def unpack_ref(
-    payloads: Tensor, y: Tensor, layout: Layout, shared: Shared | None, add: bool
+    payloads: Tensor,
+    y: Tensor,
+    layout: Layout,
+    shared: Shared | None = None,
+    own: Own | None = None,
+    add: bool = False,
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
     total = torch.full((*y.shape[:-1], layout.groups, GROUP), -0.0, device=y.device)  # keeps a -0
-    for source in payloads:
+    for number, source in enumerate(payloads):
+        if own is not None and number == own.rank:
+            continue
         codes = source[..., :n].contiguous().view(layout.fmt.dtype).float()
         value = codes.unflatten(-1, (-1, GROUP))
         if shared is None:
@@ -94,6 +116,8 @@ def unpack_ref(
         scale = shared.scale[shared.owner.long()].view(*y.shape[:-1], -1)
         total = total * scale[..., None]
     total = total.view(y.shape)
+    if own is not None:
+        total = total + own.values.float()
     y.copy_(total + y.float() if add else total)
 
 
@@ -109,6 +133,7 @@ def _pack_kernel(
     outer_stride,  # of x, in elements
     inner_stride,
     bytes_each,  # of a payload
+    skip,  # a that is left out, or -1
     TOP: tl.constexpr,
     DIVIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,13 +144,14 @@ def _pack_kernel(
     start = payload // inner * outer_stride + payload % inner * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = g[:, None] < groups
+    some = (g < groups) & (payload // inner != skip)
+    mask = some[:, None]
     x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
     if shared_ptr is None:
         scale = scale_of(amax_of(x, 1), TOP, False)
-        tl.store(scale_ptr + payload * (bytes_each // 4) + g, scale, mask=g < groups)
+        tl.store(scale_ptr + payload * (bytes_each // 4) + g, scale, mask=some)
     else:
-        owner = tl.load(owner_ptr + start // 128 + g, mask=g < groups, other=0)
+        owner = tl.load(owner_ptr + start // 128 + g, mask=some, other=0)
         scale = tl.load(shared_ptr + owner)
     scale = tl.where(scale < float("inf"), scale, float("nan"))
     scaled = quotient(x, scale[:, None]) if DIVIDE else x * tl.div_rn(1.0, scale)[:, None]
@@ -139,12 +165,16 @@ def _unpack_kernel(
     scale_ptr,
     shared_ptr,
     owner_ptr,
+    own_ptr,  # instead of source `skip`, or None
     y_ptr,
     groups,
     inner,
     outer_stride,  # of y, in elements
     inner_stride,
+    own_outer_stride,
+    own_inner_stride,
     bytes_each,
+    skip,
     source_bytes,  # from one source's payloads to the next one's
     SOURCES: tl.constexpr,
     ADD: tl.constexpr,
@@ -161,15 +191,19 @@ def _unpack_kernel(
     total = tl.full([ROWS, 128], -0.0, tl.float32)  # keeps a -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source.to(tl.int64) * source_bytes
-        code = tl.load(code_ptr + begin + at, mask=mask, other=0.0).to(tl.float32)
+        some = (g < groups) & (source != skip)
+        code = tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0).to(tl.float32)
         if shared_ptr is None:
             scales = scale_ptr + (begin + payload * bytes_each) // 4
-            total += code * tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
+            total += code * tl.load(scales + g, mask=some, other=0.0)[:, None]
         else:
             total += code
     if shared_ptr is not None:
         owner = tl.load(owner_ptr + start // 128 + g, mask=g < groups, other=0)
         total *= tl.load(shared_ptr + owner)[:, None]
+    if own_ptr is not None:
+        own = own_ptr + payload // inner * own_outer_stride + payload % inner * own_inner_stride
+        total += tl.load(own + at, mask=mask, other=0.0).to(tl.float32)
     y_at = y_ptr + start + at
     if ADD:
         total += tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
@@ -183,9 +217,11 @@ def pack(
     layout: Layout,
     shared: Shared | None = None,
     divide: bool = False,
+    skip: int = -1,
 ) -> None:
     """Fill `payloads` uint8 [A, B, bytes] (contiguous) from x [A, B, n], fp32 or BF16.
 
+    `skip` is an a in 0 .. A - 1 whose payloads are not needed: what they hold is undefined.
     x may be any view of a flat buffer whose rows are contiguous and start on multiples of 128.
     Raises ValueError where shapes, strides or scales do not fit the layout.
     """
@@ -207,6 +243,7 @@ def pack(
         x.stride(0),
         x.stride(1),
         layout.nbytes,
+        skip,
         TOP=layout.fmt.max,
         DIVIDE=divide,
         ROWS=ROWS,
@@ -220,30 +257,38 @@ def unpack(
     *,
     layout: Layout,
     shared: Shared | None = None,
+    own: Own | None = None,
     add: bool = False,
 ) -> None:
     """Write (or add) to y [A, B, n], fp32 or BF16, the sum over `payloads` uint8 [R, A, B, bytes].
 
-    y may be a view as x of `pack`. Raises ValueError as `pack` does.
+    `own.values` may be y itself. y may be a view as x of `pack`. Raises ValueError as `pack` does.
     """
     _check(y, payloads, layout, shared)
+    if own is not None:
+        _check(own.values, payloads, layout, shared)
     if not y.numel():
         return
     if not y.is_cuda:
-        unpack_ref(payloads, y, layout, shared, add)
+        unpack_ref(payloads, y, layout, shared, own, add)
         return
     a, b, _ = y.shape
+    mine = y if own is None else own.values
     _unpack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
         None if shared is None else shared.scale,
         None if shared is None else shared.owner,
+        None if own is None else mine,
         y,
         layout.groups,
         b,
         y.stride(0),
         y.stride(1),
+        mine.stride(0),
+        mine.stride(1),
         layout.nbytes,
+        -1 if own is None else own.rank,
         a * b * layout.nbytes,
         SOURCES=len(payloads),
         ADD=add,

@@ -1,8 +1,9 @@
 """FP8 all-to-all with sums in fp32: each gradient is rounded once, whatever the number of ranks.
 
 Every rank packs its bucket into FP8 codes with scales, part by part (`fp8.payload`), and sends part
-r to rank r, which decodes what it gets from the R ranks and adds it up in fp32. Without sharding
-the sums are gathered as FP8 too, each group with its own scale: a second rounding.
+r to rank r, which decodes what it gets from the others and adds it to its own, which it need not
+round, in fp32: of R contributions R - 1 are rounded, an error of sqrt((R - 1) / R) times a cast's.
+Without sharding the sums are gathered as FP8 too, each group with its own scale: another rounding.
 
 Over nodes that are joined by slower links there are two levels. The L ranks inside a node add up
 what they have for each of the N nodes, then ranks with the same place in their nodes exchange those
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
+from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.parallel.collectives import Comm, Pending
 from coatlm.parallel.wire import Steps, Sum, largest_magnitudes
@@ -97,9 +98,8 @@ class Fp8Exchange:
 
         def land(begin: int, end: int, received: Tensor) -> None:
             shared = _shared(scale, owner_RG[comm.rank, begin // GROUP : end // GROUP][None, None])
-            layout = self._layout(end - begin, shared)
-            y = out[begin:end][None, None]
-            unpack(received[:, None], y, layout=layout, shared=shared, add=self._adds(job))
+            y, own = out[begin:end][None, None], x_RP[comm.rank, begin:end][None, None]
+            self._land(received, y, Own(own, comm.rank), shared, add=self._adds(job))
 
         yield from _pipeline(pieces, send, land)
 
@@ -125,17 +125,15 @@ class Fp8Exchange:
         def land(begin: int, end: int, received: Tensor) -> None:
             mine = owner_LNG[inside.rank, None, :, begin // GROUP : end // GROUP]
             shared = _shared(scale, mine)
-            layout = self._layout(end - begin, shared)
-            y = sums_NP[None, :, begin:end]
-            unpack(received[:, None], y, layout=layout, shared=shared)
+            y, own = sums_NP[None, :, begin:end], x_LNP[inside.rank, None, :, begin:end]
+            self._land(received, y, Own(own, inside.rank), shared, add=False)
 
         def send_sums(begin: int, end: int) -> tuple[Pending, Tensor]:
             return self._send(sums_NP[:, None, begin:end], across, None)
 
         def land_sums(begin: int, end: int, received: Tensor) -> None:
-            y = out[begin:end][None, None]
-            layout = self._layout(end - begin, None)
-            unpack(received[:, None], y, layout=layout, add=self._adds(job))
+            y, own = out[begin:end][None, None], sums_NP[across.rank, begin:end][None, None]
+            self._land(received, y, Own(own, across.rank), None, add=self._adds(job))
 
         yield from _pipeline(pieces, send, land)
         yield from _pipeline(pieces, send_sums, land_sums)
@@ -179,9 +177,12 @@ class Fp8Exchange:
         sent = torch.empty(sum(sizes), dtype=torch.uint8, device=job.grads.device)
         groups = [size // GROUP for size in job.sizes]
         owners = job.tensors.owner.split(groups)
-        for x, payload, layout, owner in zip(
-            job.grads.split(list(job.sizes)), sent.split(sizes), layouts, owners, strict=True
+        parts = job.grads.split(list(job.sizes))
+        for rank, (x, payload, layout, owner) in enumerate(
+            zip(parts, sent.split(sizes), layouts, owners, strict=True)
         ):
+            if rank == comm.rank:
+                continue
             shared = _shared(scale, owner[None, None])
             pack(x[None, None], payload[None, None], layout=layout, shared=shared)
         mine = layouts[comm.rank]
@@ -189,16 +190,24 @@ class Fp8Exchange:
         each = [mine.nbytes] * comm.size
         yield comm.all_to_all(received, sent, received_sizes=each, sent_sizes=sizes)
         shared = _shared(scale, owners[comm.rank][None, None])
-        payloads = received.view(comm.size, 1, 1, mine.nbytes)
-        unpack(payloads, job.out[None, None], layout=mine, shared=shared, add=job.add)
+        own = Own(parts[comm.rank][None, None], comm.rank)
+        payloads = received.view(comm.size, 1, mine.nbytes)
+        self._land(payloads, job.out[None, None], own, shared, add=job.add)
 
     def _send(self, x_ABP: Tensor, comm: Comm, shared: Shared | None) -> tuple[Pending, Tensor]:
         """Pack x and start the exchange: x[a] goes to rank a. What arrives: [source, B, bytes]."""
         layout = self._layout(x_ABP.shape[2], shared)
         payloads = layout.empty(*x_ABP.shape[:2], device=x_ABP.device)
-        pack(x_ABP, payloads, layout=layout, shared=shared)
+        pack(x_ABP, payloads, layout=layout, shared=shared, skip=comm.rank)
         received = torch.empty_like(payloads)
         return comm.all_to_all(received, payloads), received
+
+    def _land(
+        self, received: Tensor, y_ABP: Tensor, own: Own, shared: Shared | None, *, add: bool
+    ) -> None:
+        """Sum what has arrived, [source, B, bytes], and this rank's own values into y."""
+        layout = self._layout(y_ABP.shape[2], shared)
+        unpack(received[:, None], y_ABP, layout=layout, shared=shared, own=own, add=add)
 
     def _layout(self, elements: int, shared: Shared | None) -> Layout:
         return Layout(elements, self.fmt, scaled=shared is None)

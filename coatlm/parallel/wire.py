@@ -14,7 +14,7 @@ wait for. `Reduction` runs it: on a GPU at once, on a stream beside the one that
 waiting costs the host nothing; on a CPU up to its first wait, the rest when the result is wanted.
 
 Nothing is agreed on the host. A largest magnitude that ranks agree on travels as the bits of an
-integer, where NaN > Inf > numbers; a NaN or an infinity on any rank is NaN in the sum.
+integer, where NaN > Inf > numbers; a sum is not finite where the value of any rank was not.
 """
 
 from __future__ import annotations

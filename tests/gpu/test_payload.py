@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.payload import GROUP, Layout, Shared, pack, pack_ref, unpack, unpack_ref
+from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,8 +67,9 @@ def test_payloads_have_the_bits_of_the_reference(
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("sources", [1, 4, 7])
+@pytest.mark.parametrize("own", [False, True])
 def test_sums_are_those_of_the_reference(
-    fmt: Fp8Format, dtype: torch.dtype, add: bool, scaled: bool, sources: int
+    fmt: Fp8Format, dtype: torch.dtype, add: bool, scaled: bool, sources: int, own: bool
 ) -> None:
     layout = Layout(N, fmt, scaled=scaled)
     shared = None if scaled else shared_scales(fmt, "cpu")
@@ -77,12 +78,15 @@ def test_sums_are_those_of_the_reference(
         pack_ref(gradients(torch.float32) * torch.rand(A, B, 1), source, layout, shared, False)
     expected = torch.ones(B, A, N, dtype=dtype).transpose(0, 1)
     y = expected.cuda()
-    unpack_ref(payloads, expected, layout, shared, add)
+    mine = torch.rand(A, B, N).to(dtype)
+    kept = Own(mine, sources - 1) if own else None
+    unpack_ref(payloads, expected, layout, shared, kept, add)
     unpack(
         payloads.cuda(),
         y,
         layout=layout,
         shared=None if scaled else shared_scales(fmt, "cuda"),
+        own=Own(mine.cuda(), sources - 1) if own else None,
         add=add,
     )
     # fused multiply-adds round once where the reference rounds twice; BF16 then rounds to 2^-8
