@@ -255,6 +255,7 @@ def test_the_data_parallel_size_is_what_the_model_parallel_ranks_leave() -> None
     [
         ({"tp": 2, "cp": 2}, 6, "parallel.tp*pp*cp=2*1*2: start a multiple of 4"),
         ({}, 3, "train.micro_batch * data-parallel size = 2*3"),
+        ({"grad_comm_nodes": 3}, 4, "parallel.grad_comm_nodes=3 does not divide the 4 ranks"),
         ({"pp": 2, "vpp": 2}, 16, "1 microbatches a step are not a multiple of parallel.pp=2"),
     ],
 )

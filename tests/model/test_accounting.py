@@ -447,3 +447,14 @@ def test_plan_without_world_size_takes_the_fewest_ranks() -> None:
 def test_plan_refuses_a_world_that_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="3 processes cannot hold"):
         acc.plan(config(parallel={"tp": 2}), 3)
+
+
+def test_stage_2_keeps_a_shard_of_the_gradients_and_three_buckets() -> None:
+    two = config(parallel={"zero": 2, "bucket_size": 100})
+    assert acc.main_grad_bytes(two, 9600, 4) == (2400 + 300) * 4
+    assert acc.main_grad_bytes(two, 200, 4) == (50 + 200) * 4
+    assert acc.main_grad_bytes(two, 9600, 1) == 9600 * 4
+    halved = config(parallel={"zero": 2, "bucket_size": 100, "main_grads": "bf16"})
+    assert acc.main_grad_bytes(halved, 9600, 4) == (2400 + 300) * 2
+    one = config(parallel={"zero": 1})
+    assert acc.main_grad_bytes(one, 9600, 4) == 9600 * 4

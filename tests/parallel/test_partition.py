@@ -1,7 +1,8 @@
-"""Whole tensors over ranks: FP8-LM's balance, and determinism."""
+"""Who owns what: FP8-LM's balance of whole tensors, and nodes of ranks."""
 
 import pytest
 
+from coatlm.parallel.groups import split_into_nodes
 from coatlm.parallel.partition import largest_first
 
 
@@ -38,3 +39,22 @@ def test_pinned_tensors_are_on_the_first_rank() -> None:
 def test_more_ranks_than_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tensors cannot be spread over 3"):
         largest_first([1, 1], 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "nodes", "expected"),
+    [
+        ([0, 0, 0, 0], None, [[0, 1, 2, 3]]),  # one node
+        ([0, 0, 2, 2], None, [[0, 1], [2, 3]]),
+        ([0, 1, 2, 3], None, [[0, 1, 2, 3]]),  # one rank on each: levels gain nothing
+        ([0, 0, 0, 3], None, [[0, 1, 2, 3]]),  # different numbers
+        ([0, 1, 0, 1], None, [[0, 1, 2, 3]]),  # not side by side
+        ([0, 0, 0, 0], 2, [[0, 1], [2, 3]]),  # as told
+        ([0, 0, 2, 2], 1, [[0, 1, 2, 3]]),
+    ],
+)
+def test_ranks_are_split_into_nodes_where_that_helps(
+    first: list[int], nodes: int | None, expected: list[list[int]]
+) -> None:
+    members = [0, 1, 2, 3]
+    assert split_into_nodes(members, dict(enumerate(first)), nodes) == expected
