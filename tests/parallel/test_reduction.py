@@ -108,10 +108,19 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
             "sent": trainer.comm_bytes,
             "numel": sum(len(b.weights) for chunk in trainer.chunks for b in chunk.buckets),
             "mu": [float(b.tensors.mu.min()) for c in trainer.chunks for b in c.buckets],
+            "scales": scales_survive(trainer.optimizer),
             "held": max(sum(b.allocated for b in c.buckets) for c in trainer.chunks),
             "buckets": max(len(chunk.buckets) for chunk in trainer.chunks),
         }
     return results
+
+
+def scales_survive(optimizer: Any) -> tuple[int, bool]:
+    """How many automatic scales a checkpoint would have, and whether they can be set again."""
+    saved = optimizer.automatic_scales()
+    wanted = {key: mu / 4 for key, mu in saved.items()}
+    optimizer.set_automatic_scales(wanted)
+    return len(saved), optimizer.automatic_scales() == wanted
 
 
 def key_of(case: Case) -> tuple[str, bool]:
@@ -173,6 +182,19 @@ def test_all_ranks_report_the_same(found: Any, size: int, case: Case) -> None:
 @each
 def test_a_nan_on_one_rank_skips_the_step_on_all(found: Any, size: int, case: Case) -> None:
     assert all(rank["/".join(case)]["skips"] for rank in found[size])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_automatic_scales_move_and_are_saved_for_every_parameter(found: Any, size: int) -> None:
+    """Embedding, final norm, and six weights a layer, on whatever stage they are."""
+    for case in (c for n, c in ALL if n == size):
+        for rank in found[size]:
+            result = rank["/".join(case)]
+            if case[2] == "fp8-nccl":
+                assert result["scales"] == [8 + 6, True]
+                assert all(mu != 0.5 for mu in result["mu"])  # where it started, 1 / ranks
+            else:
+                assert result["scales"] == [0, True]
 
 
 @pytest.mark.parametrize("case", [c for n, c in ALL if n == 2 and "2" in c[1]])
