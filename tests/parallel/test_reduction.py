@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config import Config, make_config
+from coatlm.platform import device
 from tests.distributed import run_ranks
 from tests.parallel.test_parity import MODEL, batches
 
@@ -145,7 +146,7 @@ def skips(trainer: Any, rank: int, size: int, config: Config, groups: Any) -> bo
     handle.remove()
     trainer.optimizer.tensors_to_save()
     kept = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
-    everywhere = torch.tensor([float(kept and not bool(norm.isfinite()))])
+    everywhere = torch.tensor([float(kept and not bool(norm.isfinite()))], device=device())
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     return bool(everywhere)
 
