@@ -4,18 +4,21 @@ One process needs no launcher; several are started by torchrun or srun:
 
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
 
-Exit codes: 0 done, 2 bad input, 3 too many steps without finite gradients, 4 checkpoint trouble,
+Exit codes: 0 done, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint or disk trouble,
 5 hang, 85 saved on SIGUSR1, 130 saved on SIGINT, 143 saved on SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import warnings
 
 from coatlm.config import Config, ConfigError, load_config
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 def dry_run(config: Config, ranks: int | None) -> int:
     """Print the resolved configuration and the plan; needs neither GPU nor launcher."""
     from coatlm.data.tokenizer import make_tokenizer
-    from coatlm.model.accounting import plan
+    from coatlm.model.plan import plan
 
     try:
         known = config.model.vocab is not None  # then the tokenizer's files need not be here yet
@@ -57,7 +60,7 @@ def run(config: Config) -> int:
     """Train; errors of the user come before the first step."""
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from coatlm.train.checkpoint import CheckpointError
+    from coatlm.train.checkpoint import CheckpointError, LostPeerError
     from coatlm.train.faults import ExitCode, NonFiniteError
     from coatlm.train.loop import train
 
@@ -65,8 +68,15 @@ def run(config: Config) -> int:
         return train(config)
     except NonFiniteError as error:
         return fail(error, ExitCode.NONFINITE)
+    except LostPeerError as error:
+        return fail(error, 1)  # launchers try again after 1, and not after 4
     except CheckpointError as error:
         return fail(error, ExitCode.CHECKPOINT)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        problem = OSError(f"run.dir={config.run.dir}: {error.strerror}; the same command resumes")
+        return fail(problem, ExitCode.CHECKPOINT)
 
 
 def fail(error: Exception, code: int = 2) -> int:

@@ -28,7 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-PrecisionRecipe = Literal["fp32", "bf16", "te-delayed", "te-current", "te-blockwise"]
+PrecisionRecipe = Literal[
+    "fp32", "bf16", "te-delayed", "te-current", "te-blockwise", "fp8-linear", "coat", "coat-lean"
+]
 OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
     "adamw-fp32",
     "adamw-bf16",
@@ -43,7 +45,8 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw
     "fp8-plain",
 ]
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
-# recipes whose GEMMs cast a weight by its own amax, so that it can be gathered cast
+# recipes whose GEMMs cast a weight by its own amax, so that it can be gathered cast; the FP8 flow
+# (coatlm.model.flow) scales rows in forward and by powers of two, which such a cast would not give
 FP8_WEIGHT_RECIPES = ("te-current",)
 FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
 
@@ -189,12 +192,13 @@ class Parallel(Section):
     zero: Literal[0, 1, 2] = 1  # shard over data parallel: nothing | states | gradients too
     partition: Literal["flat", "whole-tensor"] = "flat"  # zero > 0: equal parts | FP8-LM's
     main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated in this
-    grad_comm: GradComm = "fp8-a2a"  # and summed over data parallel in this: parallel/wire.py
+    grad_comm: GradComm = "fp32"  # and summed over data parallel in this: parallel/wire.py
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"  # fp8-a2a: own 1x128 | shared
     grad_comm_nodes: StrictInt | None = Field(None, ge=1)  # fp8-a2a, 2 levels; null: the launcher's
     weight_gather: Literal["bf16", "fp8"] = "bf16"  # zero > 0: as stored | as GEMMs cast them
     bucket_size: StrictInt = Field(40_000_000, ge=1)  # elements reduced in one collective
     overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
+    tp_comm: Literal["fp8", "bf16"] = "fp8"  # gathers of an FP8 flow under sequence_parallel
     overlap_param_gather: StrictBool = True  # with zero > 0: gather weights while forward runs
 
     @model_validator(mode="after")
@@ -218,9 +222,28 @@ class Parallel(Section):
 
 
 class Precision(Section):
-    """What the GEMMs compute in."""
+    """What the GEMMs compute in, and what is kept for backward: coatlm.fp8.recipe.
+
+    All but `recipe` is for fp8-linear, coat and coat-lean.
+    """
 
     recipe: PrecisionRecipe = "bf16"
+    group_size: Literal[16, 32, 64, 128] | None = None  # elements a kept scale; null: the recipe's
+    grad_format: Literal["e5m2", "e4m3"] = "e5m2"  # of gradients that enter a GEMM
+    fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
+        "forward",
+        "dgrad",
+        "wgrad",
+    )
+    keep_linear_inputs: StrictBool | None = None  # else made again; null: the recipe's
+    keep_weights: StrictBool = False  # FP8 weights live for a step: 2 bytes a weight, fewer casts
+    tune_gemms: StrictBool = True  # time the GEMM algorithms at start; else cuBLASLt's first choice
+    bf16_layers: tuple[StrictInt, StrictInt] = (0, 0)  # the first and the last ones that stay BF16
+
+    @property
+    def flow(self) -> bool:
+        """The layers are coatlm's FP8 flow."""
+        return self.recipe in ("fp8-linear", "coat", "coat-lean")
 
 
 class Optim(Section):
@@ -257,7 +280,13 @@ class Train(Section):
     eval_every: StrictInt = Field(50, ge=0)  # steps; 0: never
     eval_batches: StrictInt = Field(8, ge=1)  # global batches an evaluation
     recompute: Literal["none", "selective", "full"] = "none"  # selective: attention only
-    max_skipped: StrictInt = Field(10, ge=1)  # stop after so many non-finite steps in a row
+    cuda_graphs: StrictBool = (
+        False  # replay a microbatch from a recording: small, launch-bound models
+    )
+    max_skipped: StrictInt = Field(10, ge=1)  # give up after so many skipped steps in a row
+    rollbacks: StrictInt = Field(0, ge=0)  # times to go back to a checkpoint, on other data, before
+    spike_sigma: FiniteFloat = Field(0.0, ge=0.0)  # deviations above the mean: skipped; 0: off
+    spike_window: StrictInt = Field(128, ge=2)  # steps of that mean and deviation
 
 
 class Checkpoint(Section):
@@ -274,10 +303,13 @@ class Log(Section):
     """What is reported, and how often."""
 
     every: StrictInt = Field(10, ge=1)  # steps
+    states_every: StrictInt = Field(0, ge=0)  # steps: what storing loses; 0: never
+    numerics_every: StrictInt = Field(0, ge=0)  # steps: what FP8 loses in layers; 0: never
     tensorboard: StrictBool = False
     wandb_project: str | None = None
     profile: tuple[int, int] | None = None  # first and last step of a torch profiler trace
     hang_timeout: FiniteFloat = Field(0.0, ge=0.0)  # seconds without a step; 0: off
+    straggler_factor: FiniteFloat = Field(2.0, ge=0.0)  # warn above so many medians; 0: no report
 
     @model_validator(mode="after")
     def _window(self) -> Log:
@@ -322,6 +354,8 @@ class Config(Section):
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
         if p.vpp > 1 and p.pp == 1:
             raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+        if self.train.rollbacks and not self.checkpoint.every:
+            raise ValueError(f"train.rollbacks={self.train.rollbacks} needs checkpoint.every > 0")
         if self.checkpoint.weights_only and self.checkpoint.resume in ("auto", "none"):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
@@ -331,12 +365,67 @@ class Config(Section):
                 f"parallel.weight_gather=fp8: precision.recipe={self.precision.recipe} would see "
                 f"other weights; it goes with {', '.join(FP8_WEIGHT_RECIPES)}"
             )
+        self._check_flow()
+        self._check_graphs()
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
                 f"goes with {', '.join(FP32_RECIPES)}"
             )
         return self
+
+    def _check_flow(self) -> None:
+        """FP8 layers: what their kernels can hold. Raises ValueError."""
+        m, p, recipe = self.model, self.precision, self.precision.recipe
+        if not p.flow:
+            for name in set(Precision.model_fields) - {"recipe"}:
+                if getattr(p, name) != Precision.model_fields[name].default:
+                    raise ValueError(
+                        f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
+                    )
+            if self.log.numerics_every:
+                raise ValueError(
+                    f"log.numerics_every={self.log.numerics_every} is for precision.recipe="
+                    f"fp8-linear, coat and coat-lean, not {recipe}: 0"
+                )
+            return
+        if m.spec != "local":
+            raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
+        size = p.group_size or 16  # also what the tensor cores need of every matrix
+        tp = self.parallel.tp
+        divides("model.hidden", m.hidden, "precision.group_size", size)
+        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
+        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
+            width = heads * m.size_per_head // tp
+            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
+        if recipe == "coat-lean":
+            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
+            if self.data.seq_len == m.size_per_head:
+                raise ValueError(
+                    f"precision.recipe=coat-lean: data.seq_len={self.data.seq_len} must differ "
+                    "from model.head_dim, by which kept tensors are told from masks"
+                )
+        if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
+            raise ValueError(
+                f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
+                f"together at most model.layers={m.layers}"
+            )
+
+    def _check_graphs(self) -> None:
+        """What a recorded microbatch cannot hold. Raises ValueError."""
+        if not self.train.cuda_graphs:
+            return
+        for name, value, allowed in (
+            ("parallel.pp", self.parallel.pp, 1),
+            ("model.spec", self.model.spec, "local"),
+            ("train.recompute", self.train.recompute, "none"),
+            ("precision.keep_weights", self.precision.keep_weights, False),
+            ("log.numerics_every", self.log.numerics_every, 0),
+        ):
+            if value != allowed:
+                raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
+        if self.parallel.zero == 2:  # the memory of gradients comes and goes
+            raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""

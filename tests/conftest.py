@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -27,13 +28,25 @@ if importlib.util.find_spec("hypothesis"):  # GPU machines run tests/gpu without
     settings.load_profile("coatlm")
 
 
+def has_slurm() -> bool:
+    """Whether a cluster answers with a partition that is up."""
+    if not shutil.which("sbatch"):
+        return False
+    command = ["sinfo", "--noheader", "--format=%a"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return False
+    return "up" in done.stdout.split()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests whose mark names something that this machine lacks."""
     gpus = torch.cuda.device_count()
     lacking = {
         "gpu": None if gpus >= 1 else "needs a CUDA device",
         "multigpu": None if gpus >= 2 else "needs two CUDA devices",
-        "slurm": None if shutil.which("sbatch") else "needs SLURM",
+        "slurm": None if has_slurm() else "needs a running SLURM: .ci/slurm start",
     }
     for item in items:
         for mark, reason in lacking.items():

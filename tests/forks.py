@@ -43,14 +43,14 @@ class Child:
 class Forks:
     """The server; close it, or use it in `with`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, cwd: Path = ROOT) -> None:
         self.directory, self.count = directory, 0
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
+            cwd=cwd,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
         )
         assert self.ask({"ping": 1}) == 1

@@ -108,9 +108,14 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
         ("optim", "clip_grad", -1.0, "greater than or equal to 0"),
         ("train", "micro_batch", 0, "greater than or equal to 1"),
         ("train", "recompute", "some", "'none'"),
+        ("train", "max_skipped", 0, "greater than or equal to 1"),
+        ("train", "rollbacks", -1, "greater than or equal to 0"),
+        ("train", "spike_sigma", -6.0, "greater than or equal to 0"),
+        ("train", "spike_window", 1, "greater than or equal to 2"),
         ("checkpoint", "keep", 0, "greater than or equal to 1"),
         ("log", "every", 0, "greater than or equal to 1"),
         ("log", "hang_timeout", -1.0, "greater than or equal to 0"),
+        ("log", "straggler_factor", -1.0, "greater than or equal to 0"),
     ],
 )
 def test_a_value_out_of_range_is_reported_with_what_is_allowed(
@@ -153,7 +158,13 @@ def test_a_value_out_of_range_is_reported_with_what_is_allowed(
             "grad_comm_nodes=2 needs grad_comm=fp8-a2a",
         ),
         (
-            {"parallel": {"partition": "whole-tensor", "grad_comm_nodes": 2}},
+            {
+                "parallel": {
+                    "partition": "whole-tensor",
+                    "grad_comm": "fp8-a2a",
+                    "grad_comm_nodes": 2,
+                }
+            },
             "grad_comm_nodes=2: two levels need parts of one size",
         ),
     ],
@@ -207,8 +218,20 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
         ),
         ({"parallel": {"sequence_parallel": True}}, "needs parallel.tp > 1"),
         (
+            {"train": {"rollbacks": 1}, "checkpoint": {"every": 0}},
+            "train.rollbacks=1 needs checkpoint.every > 0",
+        ),
+        (
             {"precision": {"recipe": "te-delayed"}},
             "precision.recipe=te-delayed needs model.spec=te",
+        ),
+        (
+            {"train": {"cuda_graphs": True}, "parallel": {"zero": 2}},
+            "train.cuda_graphs=true with parallel.zero=2: must be 0 or 1",
+        ),
+        (
+            {"parallel": {"weight_gather": "fp8"}, "precision": {"recipe": "coat"}},
+            "precision.recipe=coat would see other weights; it goes with te-current",
         ),
         (
             {"parallel": {"weight_gather": "fp8"}},
@@ -255,7 +278,11 @@ def test_the_data_parallel_size_is_what_the_model_parallel_ranks_leave() -> None
     [
         ({"tp": 2, "cp": 2}, 6, "parallel.tp*pp*cp=2*1*2: start a multiple of 4"),
         ({}, 3, "train.micro_batch * data-parallel size = 2*3"),
-        ({"grad_comm_nodes": 3}, 4, "parallel.grad_comm_nodes=3 does not divide the 4 ranks"),
+        (
+            {"grad_comm": "fp8-a2a", "grad_comm_nodes": 3},
+            4,
+            "parallel.grad_comm_nodes=3 does not divide the 4 ranks",
+        ),
         ({"pp": 2, "vpp": 2}, 16, "1 microbatches a step are not a multiple of parallel.pp=2"),
     ],
 )

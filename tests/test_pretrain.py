@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -201,13 +202,22 @@ def test_nan_losses_are_skipped_and_end_the_run(forks: Forks, config: str) -> No
     assert "train.max_skipped=3" in output
 
 
+@contextmanager
+def mounted(path: Path, options: str) -> Iterator[None]:
+    """A file system of its own at `path`."""
+    path.mkdir()
+    if os.system(f"mount -t tmpfs -o {options} tmpfs {path} 2>/dev/null"):
+        pytest.skip("cannot mount here")
+    try:
+        yield
+    finally:
+        os.system(f"umount -l {path}")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_keeps_the_old_checkpoint(forks: Forks, config: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run.mkdir()
-    if os.system(f"mount -t tmpfs -o size=4m tmpfs {run} 2>/dev/null"):
-        pytest.skip("cannot mount here")
-    try:
+    with mounted(run, "size=4m"):
         sizes = ("train.steps=40", "checkpoint.keep=50")
         code, output = forks.run(config, *sizes)
         assert code == 4 and "No space left" in output
@@ -215,8 +225,29 @@ def test_a_full_disk_keeps_the_old_checkpoint(forks: Forks, config: str, tmp_pat
         from coatlm.train.checkpoint import verify
 
         assert verify(latest) == []
-    finally:
-        os.system(f"umount -l {run}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_fills_up_between_checkpoints_is_named(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "run", "size=96k"):
+        code, output = forks.run(config, "train.steps=100000", "checkpoint.every=0")
+    assert code == 4, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"run.dir={tmp_path}/run: No space left" in errors[0]
+    assert "Traceback" not in output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_read_only_run_directory_is_refused_before_anything_starts(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "run", "ro"):
+        code, output = forks.run(config)
+    assert code == 2, output
+    assert f"run.dir={tmp_path}/run: cannot be written to: Read-only file system" in output
+    assert "parameters" not in output
 
 
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(

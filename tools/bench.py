@@ -1,8 +1,9 @@
 """Benchmarks: `python tools/bench.py NAME [options]` prints a table and writes JSON with --out.
 
-Every row is measured in a process of its own, so that no row inherits another's memory or caches;
-peers that are not installed are left out and named. Times are medians over steps, by CUDA events or
-with the device synchronised. Compare ratios within one run: machines differ.
+Every row is measured in a process of its own, so that no row inherits another's memory or caches,
+one after the other; the next ones import their libraries meanwhile. Peers that are not installed
+are left out and named. Times are medians over steps, by CUDA events or with the device
+synchronised. Compare ratios within one run: machines differ.
 """
 
 from __future__ import annotations
@@ -12,18 +13,30 @@ import importlib
 import json
 import subprocess
 import sys
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`
+BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`, which
+    # returns a record or several; if there, `prepare(name)` imports what a row needs beforehand and
+    # `summary(records)` makes a table of the whole
     "end-to-end": "tools.benchmarks.end_to_end",
+    "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
+    "memory": "tools.benchmarks.memory",
     "optimizer": "tools.benchmarks.optimizer",
     "quantize": "tools.benchmarks.quantize",
     "reduce": "tools.benchmarks.reduce",
 }
-RESULT = "RESULT "  # a row's process prints its record behind this
+FLAGS = {  # --profile says the same as the option profile=1; of which benchmarks
+    "graph": ("layer",),
+    "profile": ("layer",),
+    "smoke": ("layer",),
+}
+RESULT = "RESULT "  # a row's process prints a record behind this
+AHEAD = 2  # rows whose processes import their libraries while another is measured
 
 
 def main() -> None:
@@ -34,50 +47,122 @@ def main() -> None:
         "--only", nargs="*", default=[], help="rows whose name contains one of these"
     )
     parser.add_argument("--out", type=Path, help="write the records here as JSON")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds; rows after that are left out"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", metavar="key=value", help="what the benchmark takes")
-    args = parser.parse_intermixed_args()
-    options = dict(option.split("=", 1) for option in args.options)
+    flags = [word for word in sys.argv[1:] if word.startswith("--") and word[2:] in FLAGS]
+    args = parser.parse_intermixed_args([word for word in sys.argv[1:] if word not in flags])
+    names = [args.name] if args.name else list(BENCHMARKS)
+    for flag in flags:
+        if any(name not in FLAGS[flag[2:]] for name in names):
+            parser.error(f"{flag} is for {', '.join(FLAGS[flag[2:]])}")
+    args.options += [f"{flag[2:]}=1" for flag in flags]
     if args.row:
-        benchmark = importlib.import_module(BENCHMARKS[args.name])
-        print(RESULT + json.dumps(benchmark.measure(args.row, options)), flush=True)
+        run_in_this_process(args.name, args.row, parse(args.options))
         return
-    found = {}
-    for name in [args.name] if args.name else BENCHMARKS:
-        found[name] = run_benchmark(name, args.only, args.options)
+    found: dict[str, list[dict[str, Any]]] = {}
+    deadline = time.monotonic() + args.budget
+    for name in names:
+        found[name] = run_benchmark(name, args.only, args.options, deadline)
         print_table(found[name])
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        summary = getattr(importlib.import_module(BENCHMARKS[name]), "summary", None)
+        if summary is not None:
+            print_table(summary(found[name]))
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def run_benchmark(name: str, only: list[str], options: list[str]) -> list[dict[str, Any]]:
-    """The records of all rows, or of those whose name contains one of `only`."""
+def parse(options: list[str]) -> dict[str, str]:
+    """key=value -> {key: value}."""
+    return dict(option.split("=", 1) for option in options)
+
+
+def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
+    """Import, wait for a line on standard input: the device is free. Then measure."""
     benchmark = importlib.import_module(BENCHMARKS[name])
-    rows = benchmark.rows(dict(option.split("=", 1) for option in options))
+    if hasattr(benchmark, "prepare"):
+        benchmark.prepare(row)
+    if not sys.stdin.readline():
+        return  # nobody is left who would read the records
+    measured = benchmark.measure(row, options)
+    for record in [{"row": row, **measured}] if isinstance(measured, dict) else measured:
+        print(RESULT + json.dumps(record), flush=True)
+
+
+def run_benchmark(
+    name: str, only: list[str], options: list[str], deadline: float = float("inf")
+) -> list[dict[str, Any]]:
+    """The records of all rows, or of those whose name contains one of `only`.
+
+    No row begins after `deadline`, of `time.monotonic`.
+    """
+    rows = importlib.import_module(BENCHMARKS[name]).rows(parse(options))
+    rows = [row for row in rows if not only or any(word in row for word in only)]
+    waiting: deque[Row] = deque()
     records = []
-    for row in rows:
-        if only and not any(word in row for word in only):
-            continue
-        for record in run_row(name, row, options):
+    for number in range(len(rows)):
+        while len(waiting) <= AHEAD and number + len(waiting) < len(rows):
+            waiting.append(Row(name, rows[number + len(waiting)], options))
+        process = waiting.popleft()
+        for record in process.measure() if time.monotonic() < deadline else process.leave_out():
             records.append(record)
             print(json.dumps(record), flush=True)
     return records
 
 
-def run_row(benchmark: str, row: str, options: list[str]) -> list[dict[str, Any]]:
-    """The records of a row (most have one), or why there is none."""
-    command = [sys.executable, str(Path(__file__)), benchmark, "--row", row, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith(RESULT):
-            found = json.loads(line.removeprefix(RESULT))
-            return found if isinstance(found, list) else [{"row": row, **found}]
-    reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return [{"row": row, "missing": reason[:300]}]
+class Row:
+    """A row's process. It starts at once, and measures when it is told to."""
+
+    def __init__(self, benchmark: str, row: str, options: list[str]) -> None:
+        self.row = row
+        command = [sys.executable, str(Path(__file__)), benchmark, "--row", row, *options]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def leave_out(self) -> list[dict[str, Any]]:
+        """End the process; the record says why."""
+        self.process.communicate("")
+        return [{"row": self.row, "missing": "no time left"}]
+
+    def measure(self) -> list[dict[str, Any]]:
+        """The records of the row (most have one), and why there are not more where it failed."""
+        output, errors = self.process.communicate("go\n")
+        records = []
+        for line in output.splitlines():
+            if line.startswith(RESULT):
+                records.append(json.loads(line.removeprefix(RESULT)))
+        reason = (errors.strip().splitlines() or ["no output"])[-1]
+        if self.process.returncode or not records:
+            records.append({"row": self.row, "missing": reason[:300]})
+        return records
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    """Markdown, a row a record, columns in the order in which they first appear."""
+    """Markdown, a line a record, columns in the order in which they first appear.
+
+    Records that name a `table` have one of their own, before the others.
+    """
+    titles = {record["table"]: None for record in records if "table" in record}
+    for title in titles:
+        print(f"\n{title}:")
+        print_table(
+            [
+                {key: value for key, value in record.items() if key != "table"}
+                for record in records
+                if record.get("table") == title
+            ]
+        )
+    records = [record for record in records if "table" not in record]
+    if not records:
+        return
     columns = list(dict.fromkeys(key for record in records for key in record))
     print("\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for record in records:

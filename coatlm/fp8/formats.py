@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 Overflow = Literal["saturate", "propagate"]
+EXPONENT = 0x7F800000  # bits of an fp32 number that are all set in NaN and Inf
 NAN_CODE = 0x7F  # the one NaN that casts produce from a NaN
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice
 
@@ -118,7 +119,8 @@ def cast(x: Tensor, fmt: Fp8Format, *, overflow: Overflow = "saturate") -> Tenso
     x32 = x.float()
     code = x32.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
     if overflow == "saturate":
-        return code.masked_fill(~x32.isfinite(), NAN_CODE).view(fmt.dtype)
+        special = (x32.view(torch.int32) & EXPONENT) == EXPONENT  # isfinite() reads x four times
+        return code.masked_fill(special, NAN_CODE).view(fmt.dtype)
     code = code + (x32.abs() >= fmt.overflow).to(torch.uint8)  # the code after MAX
     return code.masked_fill(x32.isnan(), NAN_CODE).view(fmt.dtype)
 

@@ -105,14 +105,14 @@ def _rms_norm_backward_kernel(
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 for the CPU, where only the interpreter launches."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile(hidden: int) -> dict[str, int]:
+def row_tile(hidden: int) -> dict[str, int]:
     """Launch shape: how many rows of which padded length a program holds, with how many warps."""
     block = triton.next_power_of_2(hidden)
     rows = max(1, TILE // block)
@@ -121,7 +121,7 @@ def _tile(hidden: int) -> dict[str, int]:
 
 
 def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    rows, tile = x.numel() // x.shape[-1], _tile(x.shape[-1])
+    rows, tile = x.numel() // x.shape[-1], row_tile(x.shape[-1])
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -132,11 +132,11 @@ def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
 
 def _launch_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     hidden = x.shape[-1]
-    rows, tile = x.numel() // hidden, _tile(hidden)
+    rows, tile = x.numel() // hidden, row_tile(hidden)
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dx = torch.empty_like(x)
     tiles = triton.cdiv(rows, tile["ROWS"])
-    programs = max(1, min(tiles, PROGRAMS_PER_SM * _processors(x.device)))
+    programs = max(1, min(tiles, PROGRAMS_PER_SM * processors(x.device)))
     part = torch.empty((programs, hidden), dtype=torch.float32, device=x.device)
     ahead = tile["ROWS"] * tile["BLOCK"] * (x.element_size() + dy.element_size())
     stages = min(max(PREFETCH // ahead, 1), 3)

@@ -14,14 +14,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import SOURCES, Fp8Format, cast
 from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, Granularity, QTensor
 from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of, scale_ref
 
 TILE = 4096  # elements a program
-THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight; twice that to transpose
+THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight
+GROUP_RUN, GROUP_WARPS = 16, 2  # elements a thread takes at once, of groups; warps a program
 TRANSPOSE_TILE = (128, 64)  # rows x columns: 128 bytes a row of BF16, and a column of codes
+TRANSPOSE_WARPS = 4
+ROWS_ALIGNED = 16  # columns of codes then start on multiples of 16 bytes
+TRANSPOSE_4X4 = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, $5, 0x5140;
+    prmt.b32 b, $6, $7, 0x5140;
+    prmt.b32 c, $4, $5, 0x7362;
+    prmt.b32 d, $6, $7, 0x7362;
+    prmt.b32 $0, a, b, 0x5410;
+    prmt.b32 $1, a, b, 0x7632;
+    prmt.b32 $2, c, d, 0x5410;
+    prmt.b32 $3, c, d, 0x7632;
+}""")  # words of four codes of a row, one for each of four rows -> a word for each of four columns
 LONGEST_ROW = 65536  # elements that one program can hold
 
 
@@ -79,7 +95,6 @@ def quotient(x, scale):
 def _quantize_kernel(
     x_ptr,
     code_ptr,
-    code_t_ptr,  # [K, M], or None
     scale_ptr,
     M,
     K,
@@ -112,11 +127,90 @@ def _quantize_kernel(
         if E8M0:
             scale = (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8)
         tl.store(scale_at, scale, mask=some)
-    code = q.to(code_ptr.dtype.element_ty)
+    tl.store(code_ptr + at, q.to(code_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _quantize_groups_kernel(
+    x_ptr,
+    code_ptr,
+    scale_ptr,
+    groups,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TOP: gl.constexpr,
+    E8M0: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """One group after the other in memory, RUN elements a thread: codes leave in 16-byte stores.
+
+    The layout is given because Triton's own, that of the loads, has half as many.
+    """
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    first = gl.program_id(0).to(gl.int64) * GROUPS
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    at = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    some = group < groups - first
+    x = gl.load(x_ptr + first * SIZE + at, mask=some[:, None], other=0.0).to(gl.float32)
+    scale = scale_of(amax_of(x, 1), TOP, E8M0)
+    code = quotient(x, scale[:, None]).to(code_ptr.dtype.element_ty)
+    if E8M0:
+        scale = (scale.to(gl.uint32, bitcast=True) >> 23).to(gl.uint8)
+    gl.store(scale_ptr + first + group, scale, mask=some)
+    gl.store(code_ptr + first * SIZE + at, code, mask=some[:, None])
+
+
+@triton.jit
+def _row(x_ptr, code_ptr, at, mask, scale, FORMAT: tl.constexpr):
+    """Codes of rows 4 i + j, for one j, stored; as bytes."""
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    code = quotient(x, scale).to(FORMAT).to(tl.uint8, bitcast=True)
     tl.store(code_ptr + at, code, mask=mask)
-    if code_t_ptr is not None:
-        at_t = column[:, None] * M + row[None, :]
-        tl.store(code_t_ptr + at_t, tl.trans(code), mask=tl.trans(mask))
+    return code
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr,
+    code_ptr,  # uint8[M, K]
+    code_t_ptr,  # int32[K, M / 4]: four rows a word, the first one lowest
+    scale_ptr,  # one for all
+    M,  # a multiple of ROWS_ALIGNED
+    K,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Codes and their transpose. A thread makes words of four rows, and only words change threads.
+
+    The words are opaque to compilers, on purpose. Triton 3.6 would compute quotients once for each
+    layout; ptxas 12.8 and 12.9 lose codes that are stored both as they are and byte by byte.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(K, COLUMNS)
+    word = program // tiles * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    words = tl.multiple_of(M // 4, 4)
+    at = word[:, None] * 4 * K + column[None, :]
+    mask = (word[:, None] < words) & (column[None, :] < K)
+    scale = tl.load(scale_ptr)
+    a = _row(x_ptr, code_ptr, at, mask, scale, FORMAT)
+    b = _row(x_ptr, code_ptr, at + K, mask, scale, FORMAT)
+    c = _row(x_ptr, code_ptr, at + 2 * K, mask, scale, FORMAT)
+    d = _row(x_ptr, code_ptr, at + 3 * K, mask, scale, FORMAT)
+    code_t = tl.inline_asm_elementwise(
+        TRANSPOSE_4X4,
+        "=r,=r,=r,=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=4,
+    )
+    at_t = column[:, None] * words + word[None, :]
+    mask_t = (column[:, None] < K) & (word[None, :] < words)
+    tl.store(code_t_ptr + at_t, tl.trans(code_t), mask=mask_t)
 
 
 def quantize(
@@ -132,7 +226,8 @@ def quantize(
 
     `scale`: fp32 [] on x's device, for TENSOR (delayed, or `group_scale` of known amaxes); x is
         then read once. Without it scales are those of x, for which TENSOR reads x twice.
-    `transpose`: also the codes of the transposed matrix [K, M], from the same read; TENSOR only.
+    `transpose`: also the codes of the transposed matrix [K, M], from the same read where M is a
+        multiple of 16; TENSOR only.
     `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
 
     Raises ValueError for what is not fp32, BF16 or FP16, for shapes that have no scales (see
@@ -158,7 +253,13 @@ def quantize(
         scale = current_scale(x, fmt) if scale is None else scale
     else:
         scale = torch.empty(shape, dtype=scale_dtype, device=x.device)
-    codes, codes_t = _launch(x, scale, fmt, granularity, transpose)
+    if not transpose:
+        return QTensor(_launch(x, scale, fmt, granularity), scale, granularity, fmt)
+    if x.numel() // x.shape[-1] % ROWS_ALIGNED:
+        codes = _launch(x, scale, fmt, granularity)
+        codes_t = codes.view(torch.uint8).view(-1, x.shape[-1]).t().contiguous().view(fmt.dtype)
+    else:
+        codes, codes_t = _launch_transpose(x, scale, fmt)
     return QTensor(codes, scale, granularity, fmt, codes_t)
 
 
@@ -186,22 +287,18 @@ def _check(
         raise ValueError(f"rows of {x.shape[-1]}: at most {LONGEST_ROW} on a GPU")
 
 
-def _launch(
-    x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity, transpose: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Codes and transposed codes of a contiguous x, not empty; fills `scale` unless TENSOR."""
+def _launch(x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity) -> Tensor:
+    """Codes of a contiguous x, not empty; fills `scale` unless TENSOR."""
+    if granularity.rows == 1 and granularity.columns is not None:
+        return _launch_groups(x, scale, fmt, granularity.columns)
     columns = x.shape[-1] if x.ndim else 1
-    tile = _tile(x.numel() // columns, columns, granularity, transpose)
+    tile = _tile(x.numel() // columns, columns, granularity)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    codes_t = None
-    if transpose:
-        codes_t = torch.empty(columns, x.numel() // columns, dtype=fmt.dtype, device=x.device)
     e8m0 = scale.dtype != torch.float32
     grid = (triton.cdiv(tile["M"], tile["ROWS"]) * triton.cdiv(tile["K"], tile["COLUMNS"]),)
     _quantize_kernel[grid](
         x,
         codes,
-        codes_t,
         scale.view(torch.uint8) if e8m0 else scale,
         GIVEN=granularity == TENSOR,
         WHOLE=granularity == BLOCK,
@@ -209,23 +306,64 @@ def _launch(
         E8M0=e8m0,
         **tile,
     )
-    return codes, codes_t
+    return codes
 
 
-def _tile(m: int, k: int, granularity: Granularity, transpose: bool) -> dict[str, int]:
+def _launch_groups(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int) -> Tensor:
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+    e8m0, groups = scale.dtype != torch.float32, scale.numel()
+    tile = _group_tile(size)
+    _quantize_groups_kernel[(triton.cdiv(groups, tile["GROUPS"]),)](
+        x,
+        codes,
+        scale.view(torch.uint8) if e8m0 else scale,
+        groups,
+        TOP=fmt.max,
+        E8M0=e8m0,
+        **tile,
+        num_warps=tile["WARPS"],
+    )
+    return codes
+
+
+def _group_tile(size: int) -> dict[str, int]:
+    """How a program sees groups: each of its threads takes two runs, in flight at once."""
+    run = min(GROUP_RUN, size)
+    at_once = 32 * GROUP_WARPS // min(size // run, 32)
+    return {"SIZE": size, "RUN": run, "GROUPS": 2 * at_once, "WARPS": GROUP_WARPS}
+
+
+def _launch_transpose(x: Tensor, scale: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
+    """Codes and transposed codes of a contiguous x, not empty, of rows a multiple of 16."""
+    k = x.shape[-1]
+    m = x.numel() // k
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    codes_t = torch.empty(k, m, dtype=torch.uint8, device=x.device)
+    rows, columns = TRANSPOSE_TILE
+    _transpose_kernel[(triton.cdiv(m, rows) * triton.cdiv(k, columns),)](
+        x,
+        codes,
+        codes_t.view(torch.int32),
+        scale,
+        m,
+        k,
+        FORMAT=fmt.triton_dtype,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=TRANSPOSE_WARPS,
+    )
+    return codes.view(fmt.dtype), codes_t.view(fmt.dtype)
+
+
+def _tile(m: int, k: int, granularity: Granularity) -> dict[str, int]:
     """How the kernel sees [m, k]: M rows of K in tiles of ROWS x COLUMNS, and warps a tile."""
     rows = 1
-    if transpose:
-        rows, columns = TRANSPOSE_TILE
-    elif granularity == TENSOR:
+    if granularity == TENSOR:
         m, k, columns = 1, m * k, TILE  # one long row
     elif granularity == BLOCK:
         rows, columns = 128, 128
     else:
-        if granularity.columns is not None:
-            m, k = m * k // granularity.columns, granularity.columns  # a row is a group
         columns = triton.next_power_of_2(k)
         rows = max(TILE // columns, 1)
-    thread = 2 * THREAD if transpose else THREAD
-    warps = min(max(rows * columns // (32 * thread), 4), 32)
+    warps = min(max(rows * columns // (32 * THREAD), 4), 32)
     return {"M": m, "K": k, "ROWS": rows, "COLUMNS": columns, "num_warps": warps}

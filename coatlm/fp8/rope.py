@@ -158,6 +158,36 @@ def _rope_kernel(
     tl.store(target + HALF, y2.to(target.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _rotate_in_place_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    B,
+    rotated,
+    width,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rotate `rotated` heads of one token: of each GROUP of heads all but the last, the value."""
+    blocks = tl.cdiv(rotated, HEADS)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    s = token // B
+    j = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    mask = (j < rotated) & (i < HALF)
+    head = j // (GROUP - 1) * GROUP + j % (GROUP - 1)
+    at = qkv_ptr + token * width + head * 2 * HALF + i
+    x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + s * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + s * HALF + i, mask=i < HALF, other=0.0)
+    tl.store(at, (x1 * cos - x2 * sin).to(at.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, (x2 * cos + x1 * sin).to(at.dtype.element_ty), mask=mask)
+
+
 def _tile(head_dim: int) -> dict[str, int]:
     """How many heads of which padded half length a program holds."""
     half = head_dim // 2
@@ -230,6 +260,25 @@ def _join_on_gpu(
     fused = q_SBND.new_empty(S, B, G * (queries + 2), D)
     _launch(fused, (q, k, v), cos, sin, queries=queries, group=queries + 2, inverse=True)
     return fused.view(S, B, G, -1)
+
+
+def rotate_qkv_(qkv_SBNW: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys where they are -> q, k, v [S, B, N, D], views of qkv.
+
+    For one query head a group, W = 3 D; qkv is contiguous. Moves 4 D elements a head where
+    `split_qkv_rope` moves 6, and keeps as much alive. No gradient.
+    """
+    S, B, N, W = qkv_SBNW.shape
+    q, k, v = qkv_SBNW.chunk(3, dim=-1)
+    if qkv_SBNW.is_cuda:
+        tile, rotated = _tile(W // 3), 2 * N
+        _rotate_in_place_kernel[(S * B * triton.cdiv(rotated, tile["HEADS"]),)](
+            qkv_SBNW, cos, sin, B, rotated, N * W, GROUP=3, num_warps=WARPS, **tile
+        )
+    else:
+        for x in (q, k):
+            x.copy_(rope_ref(x, cos, sin))
+    return q, k, v
 
 
 class _Rope(torch.autograd.Function):

@@ -9,10 +9,15 @@ The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded 
 = 0; not below 2^-126, the smallest normal; a NaN or an infinity in x makes it one. An E8M0 scale
 is the next power of two in one byte (OCP MX), 0xFF where it is not finite.
 
+Powers of two are also what the activation flow scales by, in fp32 where a GEMM reads them: a scale
+then moves no bit of a mantissa, x / S is an exact product with 1 / S, codes * S is exact in BF16,
+and a number that stays normal has the error that it has under any other scale.
+
 No function here waits for the device. amax is taken of the bits of |x| as integers, where NaN >
 Inf > every number: the float maxima of GPUs and of NCCL return the other operand when one is NaN.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements a program
+TILE = 8192  # elements a program, where there is an amax for each group
+BLOCK, WARPS = 2048, 4  # elements at a time, where there is one for all: 32 bytes of BF16 a thread
+PROGRAMS_PER_SM = 16  # there
 STAGE_TWO = 16384  # most amaxes that one program reduces
 
 
@@ -46,16 +54,32 @@ def scale_ref(
     raise ValueError(f"dtype={dtype}: scales are torch.float32 or torch.float8_e8m0fnu")
 
 
+def power_of_two_ref(amax: Tensor, fmt: Fp8Format) -> Tensor:
+    """The definition: fp32, `scale_ref` rounded up to a power of two; Inf if not finite."""
+    scale = scale_ref(amax, fmt, dtype=torch.float8_e8m0fnu).float()
+    return torch.where(scale.isnan(), torch.inf, scale)
+
+
+def top_exponent(fmt: Fp8Format) -> int:
+    """n of MAX = 1.75 * 2^n: 8 for E4M3, 15 for E5M2."""
+    return round(math.log2(fmt.max / 1.75))
+
+
 def group_amax_ref(x: Tensor, size: int) -> Tensor:
     """The definition: fp32[..., K / size], the largest |x| of each `size` elements of a row."""
     return x.float().abs().unflatten(-1, (-1, size)).amax(-1)
 
 
 @triton.jit
+def larger(a, b):
+    """The maximum of two fp32 tiles; NaN where one is. One instruction: max.NaN.f32."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def amax_of(x, AXIS: tl.constexpr):
     """Largest |x| along an axis of an fp32 tile; NaN where there is one."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(x), AXIS, larger)
 
 
 @triton.jit
@@ -71,6 +95,32 @@ def scale_of(amax, TOP: tl.constexpr, E8M0: tl.constexpr):
 
 
 @triton.jit
+def exponent_of(amax, TOP: tl.constexpr):
+    """Biased exponent of the power-of-two scale for fp32 amax, int32; 255 where it is not finite.
+
+    Both formats end at 1.75 * 2^TOP (TOP: see `top_exponent`), so the scale's exponent is that of
+    the next 1.75 * 2^n above amax, less TOP.
+    """
+    bits = amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - TOP, 1)
+    exponent = tl.where(bits == 0, 127, exponent)
+    return tl.where(bits >= 0x7F800000, 255, exponent)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """fp32 from a biased exponent; 255 gives Inf."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power_of_two(exponent):
+    """1 / `power_of_two`; NaN for 255, so that all codes of the granule become NaN."""
+    bits = tl.where(exponent == 255, 0x7FC00000, (254 - exponent) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -79,10 +129,23 @@ def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _group_scale_kernel(amax_ptr, scale_ptr, n, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
+    """Every `num_programs`-th block: one amax a program."""
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(program.to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        x = tl.load(x_ptr + first + at, mask=at < n - first, other=0.0)
+        largest = larger(largest, tl.abs(x.to(tl.float32)))
+    tl.store(amax_ptr + program, amax_of(largest, 0))
+
+
+@triton.jit
+def _group_scale_kernel(
+    amax_ptr, scale_ptr, n, TOP: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.arange(0, BLOCK)
     amax = amax_of(tl.load(amax_ptr + at, mask=at < n, other=0.0), 0)
-    tl.store(scale_ptr, scale_of(amax, TOP, False))
+    tl.store(scale_ptr, scale_of(amax, TOP, POWER))
 
 
 def _flat_group_amax(x: Tensor, size: int) -> Tensor:
@@ -91,6 +154,14 @@ def _flat_group_amax(x: Tensor, size: int) -> Tensor:
     amax = torch.empty(triton.cdiv(n, size), dtype=torch.float32, device=x.device)
     block = max(TILE // size, 1)
     _group_amax_kernel[(triton.cdiv(amax.numel(), block),)](x, amax, n, size, block)
+    return amax
+
+
+def _few_amaxes(x: Tensor) -> Tensor:
+    """fp32[programs]: amaxes that together cover a CUDA tensor."""
+    programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS_PER_SM * processors(x.device))
+    amax = torch.empty(programs, dtype=torch.float32, device=x.device)
+    _amax_kernel[(programs,)](x, amax, x.numel(), BLOCK, num_warps=WARPS)
     return amax
 
 
@@ -106,27 +177,32 @@ def group_amax(x: Tensor, size: int = 128) -> Tensor:
     return _flat_group_amax(x.contiguous(), size).view(*x.shape[:-1], -1)
 
 
-def group_scale(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
+def group_scale(
+    amax: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
+) -> Tensor:
     """Stage 2: the scale [] of the tensor whose amaxes (fp32, any shape, not empty) these are."""
     if not amax.is_cuda:
+        if power_of_two:
+            return power_of_two_ref(amax.amax(), fmt)
         return scale_ref(amax.amax(), fmt, margin=margin)
     amax = amax.contiguous()
-    while amax.numel() > STAGE_TWO:
-        amax = _flat_group_amax(amax, TILE)
+    if amax.numel() > STAGE_TWO:
+        amax = _few_amaxes(amax)
     scale = torch.empty((), dtype=torch.float32, device=amax.device)
     block = triton.next_power_of_2(amax.numel())
     top = fmt.max * 2.0**-margin
-    _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, block, num_warps=8)
+    _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
     return scale
 
 
-def current_scale(x: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
+def current_scale(
+    x: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
+) -> Tensor:
     """The scale [] of x by its own amax: both stages, one read of x."""
     if not x.numel():
         return torch.ones((), device=x.device)
-    if not x.is_cuda:
-        return scale_ref(x.float().abs().amax(), fmt, margin=margin)
-    return group_scale(_flat_group_amax(x.contiguous(), 128), fmt, margin=margin)
+    amax = _few_amaxes(x.contiguous()) if x.is_cuda else x.float().abs()
+    return group_scale(amax, fmt, margin=margin, power_of_two=power_of_two)
 
 
 @dataclass(frozen=True)

@@ -117,22 +117,24 @@ class SelfAttention(MegatronSelfAttention):
         return self.linear_proj(context)
 
     def _attend(self, qkv_SBW: Tensor, cos_sin: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.core_attention(*self.split_rotated(qkv_SBW, cos_sin), attention_mask)
+
+    def split_rotated(self, qkv_SBW: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projection's output -> q[S, B, N, D], k and v[S, B, G, D], normed and rotated."""
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
         head_dim = self.hidden_size_per_attention_head
         qkv_SBGW = qkv_SBW.unflatten(-1, (groups, (heads_per_group + 2) * head_dim))
         cos, sin = cos_sin
         if self.q_layernorm is None:
-            q, k, v = split_qkv_rope(
+            return split_qkv_rope(
                 qkv_SBGW, cos, sin, heads_per_group=heads_per_group, head_dim=head_dim
             )
-        else:
-            sizes = [heads_per_group * head_dim, head_dim, head_dim]
-            # copies: a view that is saved for backward would keep all of qkv alive
-            q, k, v = (part.contiguous() for part in qkv_SBGW.split(sizes, dim=-1))
-            q = self.q_layernorm(q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3))
-            q, k = rope(q, cos, sin), rope(self.k_layernorm(k), cos, sin)
-        return self.core_attention(q, k, v, attention_mask)
+        sizes = [heads_per_group * head_dim, head_dim, head_dim]
+        # copies: a view that is saved for backward would keep all of qkv alive
+        q, k, v = (part.contiguous() for part in qkv_SBGW.split(sizes, dim=-1))
+        q = self.q_layernorm(q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3))
+        return rope(q, cos, sin), rope(self.k_layernorm(k), cos, sin), v
 
 
 def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data.dataset import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.model.flow import CoatTransformerLayer
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
@@ -74,6 +75,16 @@ class Llama(GPTModel):
         group = self.tp_group if self.tp_group.size() > 1 else None
         return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
 
+    def set_is_first_microbatch(self) -> None:
+        """Weights are new: megatron-core's schedules call this at the first forward pass of a step.
+
+        Its own method does nothing unless its own FP8 is on.
+        """
+        super().set_is_first_microbatch()
+        for layer in self.decoder.layers:
+            if isinstance(layer, CoatTransformerLayer):
+                layer.forget_weights()
+
 
 def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     """The chunks of this stage (one, or `vpp`), on this rank's device, with initial weights.
@@ -86,11 +97,12 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     layers = config.model.layers // (stages * p.vpp)
     chunks = []
     for chunk in range(p.vpp):
+        first = (chunk * stages + groups.pp.rank()) * layers
         model = Llama(
             transformer,
             config,
             groups,
-            transformer_layer_spec=block_spec(config, layers),
+            transformer_layer_spec=block_spec(config, first, layers),
             vocab_size=vocab,
             max_sequence_length=config.data.seq_len,
             pre_process=groups.first_stage and chunk == 0,

@@ -1,7 +1,7 @@
-"""What a transformer layer is made of: `local`, or `te` with TransformerEngine's linears.
+"""What a layer is made of: `local`, `te` with TransformerEngine's linears, or COAT's FP8 flow.
 
-Both use coatlm's attention glue, SwiGLU and core attention, megatron-core's layer around them, and
-the same names in a checkpoint, so that a checkpoint of one trains on in the other.
+All use coatlm's attention glue, SwiGLU and core attention, megatron-core's layer around them, and
+the same names in a checkpoint, so that a checkpoint of one trains on in the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import importlib.util
 from typing import Any
 
 from coatlm.config import Config
+from coatlm.fp8.recipe import FLOW_RECIPES, recipe_of
 from coatlm.model.attention import CoreAttention, SelfAttention
+from coatlm.model.flow import CoatTransformerLayer
 from coatlm.model.layers import MLP, RMSNorm
 from coatlm.platform import enable_cpu
 
@@ -39,10 +41,20 @@ CHECKPOINT_NAMES = {  # TransformerEngine, and so megatron, keeps a norm in the 
 }
 
 
-def block_spec(config: Config, layers: int) -> TransformerBlockSubmodules:
-    """The decoder of one pipeline stage and model chunk: `layers` layers and the final norm."""
+def block_spec(config: Config, first: int, count: int) -> TransformerBlockSubmodules:
+    """The decoder of one pipeline stage and model chunk: its layers and the final norm.
+
+    They are the layers `first` (from 0) to `first + count - 1` of the model.
+    """
     layer = _te_layer(config) if config.model.spec == "te" else _local_layer(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    layers_of_stage = [layer] * count
+    if config.precision.recipe in FLOW_RECIPES:
+        flow = _flow_layer(config, layer)
+        total, (head, tail) = config.model.layers, config.precision.bf16_layers
+        layers_of_stage = [
+            flow if head <= first + i < total - tail else layer for i in range(count)
+        ]
+    return TransformerBlockSubmodules(layer_specs=layers_of_stage, layer_norm=RMSNorm)
 
 
 def _local_layer(config: Config) -> ModuleSpec:
@@ -52,6 +64,15 @@ def _local_layer(config: Config) -> ModuleSpec:
         row=RowParallelLinear,
         norm_before_linear=RMSNorm,
         names=CHECKPOINT_NAMES,
+    )
+
+
+def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
+    """The modules of a local layer, and so its parameters and checkpoints, run as an FP8 flow."""
+    return ModuleSpec(
+        module=CoatTransformerLayer,
+        params={"recipe": recipe_of(config.precision), "wire": config.parallel.tp_comm},
+        submodules=local.submodules,
     )
 
 

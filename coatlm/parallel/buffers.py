@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +48,9 @@ class FlatModel(nn.Module):
         traffic: Traffic,
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
+        """`stream`: where backward will run, if not on the current one."""
         super().__init__()
         self.module = module
         self.config: Any = self.module.config
@@ -61,14 +63,16 @@ class FlatModel(nn.Module):
         self.overlap_param_gather = overlap_param_gather
         self.last_microbatch = True
         params = [p for p in module.parameters() if p.requires_grad]
-        self.stream = None
+        self.reduce_stream = None
         if params[0].is_cuda and group.size() > 1:
-            self.stream = torch.cuda.Stream(priority=-1)
+            self.reduce_stream = torch.cuda.Stream(priority=-1)
         self.in_flight: deque[Bucket] = deque()
         self.buckets = make_buckets(params, cut)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for param in params:
-            self._accumulate_into_main_grad(param)
+        self.stream = stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for param in params:
+                self._accumulate_into_main_grad(param)
         if self.sharded and overlap_param_gather:
             self._wait_for_weights_before_use()
         if self.every_microbatch:
@@ -119,7 +123,7 @@ class FlatModel(nn.Module):
             whole=not self.sharded,
             add=self.every_microbatch,
         )
-        bucket.reduction = Reduction(self.wire.steps(job, self.grad_comm), self.stream)
+        bucket.reduction = Reduction(self.wire.steps(job, self.grad_comm), self.reduce_stream)
         if self.every_microbatch:
             bucket.waiting = set(bucket.params)
             self.in_flight.append(bucket)
@@ -187,8 +191,9 @@ class FlatModel(nn.Module):
         """Gather the weights that the ranks have updated, in the order of their use."""
         if not self.sharded or self.group.size() == 1:
             return
-        gather_fp8([b for b in reversed(self.buckets) if b.fp8], self.weight_comm, self.stream)
-        gather_as_stored([b for b in reversed(self.buckets) if not b.fp8], self.weight_comm)
+        buckets = self.buckets[::-1]
+        gather_fp8([b for b in buckets if b.fp8], self.weight_comm, self.reduce_stream)
+        gather_as_stored([b for b in buckets if not b.fp8], self.weight_comm)
         if not self.overlap_param_gather:
             self.finish_param_sync()
 

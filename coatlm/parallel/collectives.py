@@ -55,6 +55,11 @@ class Traffic:
     def add(self, what: str, dtype: torch.dtype, sent: float) -> None:
         self.sent[what, FORMATS.get(dtype, str(dtype).removeprefix("torch."))] += round(sent)
 
+    def repeat(self, times: float) -> None:
+        """As if everything so far had been sent so many times."""
+        for key in self.sent:
+            self.sent[key] = round(self.sent[key] * times)
+
     def summary(self) -> dict[str, int]:
         """comm_bytes_WHAT in all, and comm_bytes_WHAT_FORMAT of each format that was used."""
         totals = {f"comm_bytes_{what}": 0 for what in ("grad", "weights", "tp")}

@@ -53,15 +53,35 @@ class ZeroOptimizer:
         }
         self.counted = [part for bucket in self.buckets for part in self._counted(bucket)]
         self.moves: list[tuple[Bucket, dict[str, Tensor], Move]] = []
+        self.unshared = [list(self._unshared(bucket)) for bucket in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
-    def step(self, lr: float) -> Tensor:
-        """One update; returns the global gradient norm on the device. Skips on NaN or Inf."""
+    def step(
+        self,
+        lr: float,
+        *,
+        accepts: Callable[[Tensor], Tensor] | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+        enter: Callable[[str | None], None] = lambda phase: None,
+    ) -> Tensor:
+        """One update; returns the global gradient norm on the device.
+
+        It is skipped on NaN or Inf, and where `accepts(norm)`, on the device, is False. `observe`
+        is called before weights and states change, with the clip coefficient. `enter` is told where
+        the work of this rank begins and ends.
+        """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.buckets[0].reduced.device)
-        self.optimizer.step(lr=lr, clip_coefficient=clip_coefficient(norm, self.clip_grad))
+        coefficient = clip_coefficient(norm, self.clip_grad)
+        if accepts is not None:
+            coefficient = torch.where(accepts(norm), coefficient, torch.nan)
+        if observe is not None:
+            observe(coefficient)
+        enter("update")
+        self.optimizer.step(lr=lr, clip_coefficient=coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
+        enter(None)
         return norm
 
     def tensors_to_save(self) -> list[ShardedTensor]:
@@ -200,6 +220,16 @@ class ZeroOptimizer:
             start, stop = max(region.start, begin), min(region.stop, end)
             if region.main and start < stop:
                 yield bucket.reduced[start - begin : stop - begin]
+
+    def _unshared(self, bucket: Bucket) -> Iterator[tuple[int, int]]:
+        """Runs of this rank's shard, in multiples of 128, of which `norm_group` has no copies."""
+        begin, end = bucket.owned
+        for start, stop in bucket.params.values():
+            inside = [r for r in self.regions[bucket] if start <= r.start < stop]
+            first = max(start, begin)
+            last = min(-(-stop // ALIGNMENT) * ALIGNMENT, end)
+            if inside[0].main and first < last:
+                yield first - begin, last - begin
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
         for bucket in self.buckets:

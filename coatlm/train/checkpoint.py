@@ -14,18 +14,20 @@ which the next start removes. There is no other process to survive it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.platform import enable_cpu
@@ -37,6 +39,7 @@ from coatlm.train.manifest import (
     TEMPORARY,
     CheckpointError,
     File,
+    LostPeerError,
     clean,
     newest_first,
     prune,
@@ -65,6 +68,7 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica  # noqa: E4
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "LostPeerError",
     "find_checkpoint",
     "load",
     "read_state",
@@ -157,7 +161,8 @@ class Checkpointer:
             if self._rank == 0:  # another rank could delete what rank 0 is about to publish
                 shutil.rmtree(temporary, ignore_errors=True)
             message = f"{self._directory / step_name(step)} was not written: {one_line(error)}"
-            self._error = CheckpointError(message)
+            lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            self._error = LostPeerError(message) if lost else CheckpointError(message)
             self._error.__cause__ = error
 
     def _begin(self, temporary: Path, copied: torch.cuda.Event | None, state: str) -> None:
@@ -193,7 +198,12 @@ class Checkpointer:
 
 
 def find_checkpoint(
-    resume: str, directory: Path, log: logging.Logger, group: Group | None = None
+    resume: str,
+    directory: Path,
+    log: logging.Logger,
+    group: Group | None = None,
+    *,
+    wanted: Callable[[dict[str, Any]], bool] | None = None,
 ) -> Path | None:
     """The checkpoint to continue from. `resume` is `none`, `auto` or a path.
 
@@ -201,6 +211,7 @@ def find_checkpoint(
     that checkpoint, or the newest whole one of that run or checkpoints directory. Newer ones that
     are not whole are passed over with a warning on `log`. Every file is read once and its checksum
     compared: by this process, or shared among the ranks of a gloo group that all call this.
+    `auto` leaves out those whose `state` is not `wanted`.
 
     Raises CheckpointError if a checkpoint that was asked for is not whole, naming the reason, or if
     there are checkpoints and none is whole.
@@ -208,7 +219,9 @@ def find_checkpoint(
     if resume == "none":
         return None
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    candidates = together(lambda: _candidates(resume, directory) if rank == 0 else [], group)[0]
+    candidates = together(
+        lambda: _candidates(resume, directory, wanted) if rank == 0 else [], group
+    )[0]
     broken: list[str] = []
     for path in candidates:
         shares = together(partial(verify, path, rank=rank, world=world), group)
@@ -237,11 +250,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def _candidates(resume: str, directory: Path) -> list[Path]:
+def _candidates(
+    resume: str, directory: Path, wanted: Callable[[dict[str, Any]], bool] | None
+) -> list[Path]:
     """Where to look, best first. A checkpoint that was named is the only one."""
     if resume == "auto":
         recover(directory)
-        return newest_first(directory)
+        found = newest_first(directory)
+        return found if wanted is None else [path for path in found if _state_is(path, wanted)]
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
@@ -251,6 +267,13 @@ def _candidates(resume: str, directory: Path) -> list[Path]:
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint (no {step_name(0)[:-8]}* directory)")
     return found
+
+
+def _state_is(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether a checkpoint's state is readable and wanted."""
+    with contextlib.suppress(CheckpointError):
+        return wanted(read_state(path))
+    return False
 
 
 def _host_copy(data: Tensor) -> Tensor:

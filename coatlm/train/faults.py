@@ -30,6 +30,7 @@ logger = logging.getLogger("coatlm")
 
 STDERR = 2  # the descriptor: sys.stderr may be replaced by an object without one
 TICKS = 10  # parts of the timeout that the watchdog sleeps
+FLIGHT = "flight_rank_"  # torchfrtrace RUN --prefix flight_rank_
 REPORT_S = 10.0  # seconds; a hung file system must not keep a hung process alive
 
 
@@ -45,8 +46,8 @@ class ExitCode(IntEnum):
 
     OK = 0  # all steps done
     USER_ERROR = 2  # a configuration or an input that cannot be used
-    NONFINITE = 3  # train.max_skipped steps in a row without finite gradients
-    CHECKPOINT = 4  # a checkpoint could not be written, or none could be read
+    NONFINITE = 3  # train.max_skipped steps in a row were skipped: NaN, Inf or spikes
+    CHECKPOINT = 4  # the disk is full, or a checkpoint could not be written or none could be read
     HANG = 5  # no step within log.hang_timeout
     REQUEUE = 85  # SIGUSR1: saved, start me again
     INTERRUPTED = 128 + 2  # SIGINT: saved
@@ -113,8 +114,9 @@ class HangWatchdog:
     """Ends the process when nothing has called `beat` for `timeout_s` seconds; 0 switches it off.
 
     It counts from its creation, so the first step is watched too. On a hang all stacks go to stderr
-    and to `run_dir`/hang_rank<rank>.txt, then `action` runs, by default an exit with ExitCode.HANG
-    that skips every clean-up (clean-up would wait for the same hung peers).
+    and to `run_dir`/hang_rank<rank>.txt, what `flight` returns (torch's record of the latest
+    collectives) to `run_dir`/flight_rank_<rank>, then `action` runs, by default an exit with
+    ExitCode.HANG that skips every clean-up (clean-up would wait for the same hung peers).
 
     Time is counted in ticks of this process rather than by the clock: a job that its scheduler
     suspends and continues has not hung. Detection takes between one and 1 + 1/TICKS timeouts.
@@ -127,8 +129,10 @@ class HangWatchdog:
         *,
         run_dir: Path,
         rank: int = 0,
+        flight: Callable[[], bytes] | None = None,
     ) -> None:
         self.timeout_s, self.action, self.run_dir, self.rank = timeout_s, action, run_dir, rank
+        self.flight = flight
         self._ticks = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watchdog", daemon=True)
@@ -168,39 +172,50 @@ class HangWatchdog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+        if self.flight is not None:
+            path.with_name(f"{FLIGHT}{self.rank}").write_bytes(self.flight())
 
 
 class NonFiniteError(ArithmeticError):
-    """Too many steps in a row had a loss or gradients that are not finite."""
+    """Too many steps in a row were skipped, the last of them `step`."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class NonFiniteGuard:
     """Counts the steps that the optimizer skipped, and ends a run that only skips.
 
-    `total` starts at what a resumed run had counted.
+    `total` and `in_row` start at what a resumed run had counted.
     """
 
-    def __init__(self, max_in_row: int, total: int = 0) -> None:
-        self.max_in_row, self.total = max_in_row, total
-        self.in_row = 0
+    def __init__(self, max_in_row: int, total: int = 0, in_row: int = 0) -> None:
+        self.max_in_row, self.total, self.in_row = max_in_row, total, in_row
 
-    def observe(self, last_step: int, grad_norms: Sequence[float]) -> None:
+    def observe(
+        self, last_step: int, grad_norms: Sequence[float], spikes: Sequence[bool] | None = None
+    ) -> None:
         """Take the gradient norms of the steps up to `last_step` that were not observed yet.
 
-        A step was skipped if and only if its norm is NaN or Inf. Norms may come in one by one or be
-        fetched together on log steps. Raises NonFiniteError at `max_in_row` skipped steps in a row.
+        A step was skipped if and only if its norm is NaN or Inf or it was a spike. Norms may come
+        in one by one or be fetched together on log steps. Raises NonFiniteError at `max_in_row`
+        skipped steps in a row.
         """
         first = last_step - len(grad_norms) + 1
-        for step, norm in enumerate(grad_norms, start=first):
-            if math.isfinite(norm):
+        spikes = spikes or [False] * len(grad_norms)
+        for step, (norm, spike) in enumerate(zip(grad_norms, spikes, strict=True), start=first):
+            if math.isfinite(norm) and not spike:
                 self.in_row = 0
                 continue
             self.total += 1
             self.in_row += 1
-            logger.warning("step %d skipped: gradient norm %g", step, norm)
+            reason = "a spike, " if spike else ""
+            logger.warning("step %d skipped: %sgradient norm %g", step, reason, norm)
             if self.in_row >= self.max_in_row:
                 raise NonFiniteError(
                     f"gradient norm {norm:g} at step {step}: train.max_skipped={self.max_in_row} "
                     "steps in a row were skipped. The weights are those of step "
-                    f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help"
+                    f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help",
+                    step,
                 )

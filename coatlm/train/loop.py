@@ -8,8 +8,10 @@ on over gloo between steps, so that all ranks save the same step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,22 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.model.accounting import flops_per_token, model_vocab, plan
+from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.model.numerics import Probe
+from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
-from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
+from coatlm.train.faults import (
+    FLIGHT,
+    SIGNALS,
+    ExitCode,
+    HangWatchdog,
+    NonFiniteError,
+    NonFiniteGuard,
+    StopSignal,
+)
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.run_directory import (
     loss_plot,
@@ -32,8 +44,16 @@ from coatlm.train.run_directory import (
     write_config,
     write_environment,
 )
-from coatlm.train.setup import Launch, quiet_megatron, rank_zero_first, start_processes
+from coatlm.train.setup import (
+    Launch,
+    quiet_megatron,
+    rank_zero_first,
+    record_collectives,
+    recorded_collectives,
+    start_processes,
+)
 from coatlm.train.step import Trainer
+from coatlm.train.stragglers import compare
 
 logger = logging.getLogger("coatlm")
 
@@ -53,7 +73,8 @@ def train(config: Config) -> ExitCode:
     if launch.rank == 0:
         finish(config, loop.run, code)
     torch.distributed.destroy_process_group()
-    return code
+    # torchrun --max-restarts takes any other code for a failure and would start the run again
+    return ExitCode.OK if launch.restarts else code
 
 
 def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
@@ -66,6 +87,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
+    record_collectives(config.run.dir / FLIGHT)
     start_processes(launch)
     groups = make_groups(config.parallel, first_on_node=launch.rank - launch.local_rank)
     data = rank_zero_first(
@@ -81,29 +103,41 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
         write_config(config.run.dir, config)
         write_environment(config.run.dir, device_name=device_name())
     signals = stack.enter_context(StopSignal())
-    watchdog = HangWatchdog(config.log.hang_timeout, run_dir=config.run.dir, rank=launch.rank)
+    watchdog = HangWatchdog(
+        config.log.hang_timeout,
+        run_dir=config.run.dir,
+        rank=launch.rank,
+        flight=recorded_collectives,
+    )
     stack.enter_context(closing(watchdog))
-    metrics = MetricsLogger(
+    open_metrics = partial(
+        MetricsLogger,
         config.run.dir,
         config,
         rank=launch.rank,
         world_size=launch.world_size,
         flops_per_token=flops_per_token(config.model, vocab, config.data.seq_len),
         device_name=device_name(),
-        resume_step=run.step,
         synchronize=synchronize,
     )
-    stack.enter_context(closing(metrics))
-    return Loop(config, trainer, data, run, metrics, signals, watchdog, tokenizer.fingerprint)
+    loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint)
+    stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
+    return loop
 
 
 @dataclass
 class Progress:
-    """How far a run has come. `pending`: (loss, norm) of steps not fetched from the device yet."""
+    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device."""
 
     guard: NonFiniteGuard
     step: int = 0  # updates done
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
+
+    @property
+    def batch(self) -> int:
+        """The number of the global batch that the next step reads."""
+        return self.step + sum(stop - first for first, stop in self.left_out)
 
 
 class Loop:
@@ -115,13 +149,14 @@ class Loop:
         trainer: Trainer,
         data: Datasets,
         run: Progress,
-        metrics: MetricsLogger,
+        open_metrics: Callable[..., MetricsLogger],
         signals: StopSignal,
         watchdog: HangWatchdog,
         fingerprint: str,
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
-        self.metrics, self.signals, self.watchdog = metrics, signals, watchdog
+        self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
+        self.signals, self.watchdog = signals, watchdog
         self.fingerprint = fingerprint
         self.groups: Groups = trainer.groups
         self.checkpoints = checkpoint.Checkpointer(
@@ -132,10 +167,18 @@ class Loop:
         )
 
     def run_steps(self) -> ExitCode:
-        """Until train.steps, or until the ranks agree on a signal."""
+        """Until train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
+        while True:
+            try:
+                return self._run_steps()
+            except NonFiniteError as error:
+                self._roll_back(error)
+
+    def _run_steps(self) -> ExitCode:
         steps = self.config.train.steps
         with self._batches() as batches, self._profiler() as profiler:
             while self.run.step < steps:
+                self.trainer.timer.enter("data")
                 self._step(next(batches))
                 if profiler is not None:
                     profiler.step()
@@ -157,27 +200,70 @@ class Loop:
     def _step(self, batches: Any) -> None:
         config, run = self.config, self.run
         rate = learning_rate(run.step, config.optim, config.train.steps)
-        run.pending.append(self.trainer.train_step(self.trainer.place(batches), rate))
+        observe = partial(self._log_states, rate) if self._states_due() else None
+        placed = self.trainer.place(batches)
+        due = self._numerics_due()
+        with self.trainer.watch_numerics() if due else nullcontext() as probes:
+            loss, norm = self.trainer.train_step(placed, rate, observe=observe)
+        if probes is not None:
+            self._log_numerics(probes)
+        run.pending.append((loss, norm, self.trainer.spike))
         run.step += 1
         self.metrics.advance()
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
-            loss, norm = self._fetch()
+            last_loss, last_norm = self._fetch()
             self.metrics.log_step(
                 run.step,
-                loss=loss,
-                grad_norm=norm,
+                loss=last_loss,
+                grad_norm=last_norm,
                 lr=rate,
+                slowest=self._slowest(),
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
                 comm_bytes=self.trainer.comm_bytes,
             )
 
+    def _slowest(self) -> dict[str, Any] | None:
+        """Compare the ranks' own work since the last log step; rank 0 warns of a straggler."""
+        factor, group = self.config.log.straggler_factor, self.groups.control
+        times = self.trainer.timer.read()
+        if not factor or group.size() == 1 or self.run.step == 1:  # the first step compiles
+            return None
+        found = compare(times, group)
+        if found.ms > factor * found.median_ms and group.rank() == 0:
+            logger.warning(
+                "step %d: rank %d is slow in %s: %.1f ms of work a step, the median is %.1f ms",
+                self.run.step,
+                *found,
+            )
+        return found._asdict()
+
+    def _states_due(self) -> bool:
+        every = self.config.log.states_every
+        return bool(every) and (self.run.step + 1) % every == 0
+
+    def _log_states(self, rate: float, clip_coefficient: Tensor) -> None:
+        """In the middle of a step: gradients are complete, states are the former ones."""
+        with self.metrics.throughput.paused():
+            values = self.trainer.measure_states(rate, clip_coefficient)
+        self.metrics.log_states(self.run.step + 1, values)
+
+    def _numerics_due(self) -> bool:
+        every = self.config.log.numerics_every
+        return bool(every) and (self.run.step + 1) % every == 0
+
+    def _log_numerics(self, probes: dict[int, Probe]) -> None:
+        """The step's own time includes what the probes took."""
+        with self.metrics.throughput.paused():
+            records = self.trainer.measure_numerics(probes)
+        self.metrics.log_numerics(self.run.step + 1, records)
+
     def _fetch(self) -> tuple[float, float]:
         """Wait for the device; count skipped steps; the last step's loss and gradient norm."""
         run = self.run
-        values = torch.stack([torch.stack(pair) for pair in run.pending]).tolist()
+        values = torch.stack([torch.stack(triple) for triple in run.pending]).tolist()
         run.pending.clear()
-        run.guard.observe(run.step, [norm for _, norm in values])
+        run.guard.observe(run.step, [v[1] for v in values], [bool(v[2]) for v in values])
         return values[-1][0], values[-1][1]
 
     def _due(self, every: int) -> bool:
@@ -207,6 +293,9 @@ class Loop:
                 "tokens": self.run.step * self.config.train.global_batch * self.config.data.seq_len,
                 "updates": int(optimizer.optimizer.step_count),
                 "skipped": self.run.guard.total,
+                "skipped_in_row": self.run.guard.in_row,
+                "left_out": self.run.left_out,
+                "spikes": None if self.trainer.spikes is None else self.trainer.spikes.state(),
                 "tokenizer": self.fingerprint,
                 "flat_groups": optimizer.flat_groups(),
                 "automatic_scales": optimizer.automatic_scales(),
@@ -214,8 +303,39 @@ class Loop:
             }
             self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
 
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Go on from the newest checkpoint before the skipped steps, without the batches since.
+
+        Raises `error` where train.rollbacks does not allow it or there is no such checkpoint.
+        """
+        run = self.run
+        if len(run.left_out) >= self.config.train.rollbacks:
+            raise error
+        self.checkpoints.wait()
+        path = checkpoint.find_checkpoint(
+            "auto",
+            self.config.run.dir / "checkpoints",
+            logger,
+            self.groups.checkpoint,
+            wanted=lambda state: not state.get("skipped_in_row", 0),
+        )
+        if path is None:
+            raise error
+        left_out, run.step = run.left_out, error.step  # steps after it would have been skipped too
+        stop = run.batch
+        run.pending.clear()
+        restore(path, self.trainer, run)
+        run.left_out = left_out  # the checkpoint does not know of rollbacks to it
+        window = (run.batch, stop)
+        run.left_out = [*left_out, window]
+        self.metrics.close()
+        self.metrics = self.open_metrics(resume_step=run.step)
+        self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)
+        logger.warning("%s", error)
+        logger.warning("back to step %d; batches %d to %d are left out", run.step, *window)
+
     def _batches(self) -> BatchIterator:
-        return BatchIterator(self.data.train, first_step=self.run.step, **self._share())
+        return BatchIterator(self.data.train, first_step=self.run.batch, **self._share())
 
     def _share(self) -> dict[str, Any]:
         """What part of a global batch this rank reads, and where to."""
@@ -250,19 +370,27 @@ def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) ->
     )
     if path is None:
         return
+    check_same_model(path, checkpoint.read_state(path), config, fingerprint)
+    restore(path, trainer, run, weights_only=config.checkpoint.weights_only)
+
+
+def restore(path: Path, trainer: Trainer, run: Progress, *, weights_only: bool = False) -> None:
+    """Take up a checkpoint of the same model: everything, or the weights for a new run."""
     state = checkpoint.read_state(path)
-    check_same_model(path, state, config, fingerprint)
-    only = config.checkpoint.weights_only
-    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=only)
-    checkpoint.load(path, tensors, groups.checkpoint, allow_extra=only)
+    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
+    checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
     trainer.optimizer.finish_load()
-    if only:
+    if weights_only:
         trainer.optimizer.optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
     trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
     trainer.optimizer.optimizer.step_count.fill_(state["updates"])
     run.step, run.guard.total = state["step"], state["skipped"]
+    run.guard.in_row = state.get("skipped_in_row", 0)
+    run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]
+    if trainer.spikes is not None:
+        trainer.spikes.restore(state.get("spikes"))
     logger.info("resumed from %s at step %d", path, run.step)
 
 

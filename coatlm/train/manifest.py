@@ -39,6 +39,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is not one that this run can continue from."""
 
 
+class LostPeerError(CheckpointError):
+    """A checkpoint was not written because another rank has gone: to start again may help."""
+
+
 @dataclass(frozen=True)
 class File:
     """What a file of a checkpoint must be."""

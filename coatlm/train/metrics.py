@@ -3,7 +3,12 @@
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
                     peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT]; after an evaluation
-                    step val_loss val_ppl
+                    step val_loss val_ppl;
+                    with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
+    states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
+                    optim.edq.report says
+    numerics.jsonl  with log.numerics_every, what FP8 loses in the layers of a step: step and what
+                    model.numerics.report says, one line a layer and tensor
     tb/             the same for TensorBoard, when asked; wandb likewise
 
 Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
@@ -26,7 +31,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -37,6 +42,8 @@ from coatlm.config import Config
 from coatlm.model import accounting
 from coatlm.train.run_directory import (
     METRICS,
+    NUMERICS,
+    STATES,
     Record,
     lines,
     logger,
@@ -55,13 +62,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl, a line at a time; each is in the file when `write` returns."""
+    """A .jsonl file, a line at a time; each is in the file when `write` returns."""
 
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
-        dropped = repair_metrics(run_dir / METRICS, resume_step)
+    def __init__(self, path: Path, resume_step: int) -> None:
+        dropped = repair_metrics(path, resume_step)
         if dropped:
-            logger.warning("%s: dropped %d lines after step %d", METRICS, dropped, resume_step)
-        self.file = (run_dir / METRICS).open("a", encoding="utf-8")
+            logger.warning("%s: dropped %d lines after step %d", path.name, dropped, resume_step)
+        self.file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         bad = [k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
@@ -159,7 +166,7 @@ def _scalars(record: Record) -> Record:
     return {
         f"{kind}/{k.removeprefix('val_')}": v
         for k, v in record.items()
-        if v is not None and k != "step"
+        if isinstance(v, int | float) and k != "step"
     }
 
 
@@ -244,11 +251,21 @@ class MetricsLogger:
         self.device_name = device_name
         self.throughput = Throughput(synchronize=synchronize)
         self.sinks: list[Sink] = []
+        self.states: JsonLines | None = None
+        self.numerics: JsonLines | None = None
         self.bar: tqdm[Any] | None = None
         if rank != 0:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.sinks.append(JsonLines(run_dir, resume_step))
+        self.sinks.append(JsonLines(run_dir / METRICS, resume_step))
+        if config.log.states_every:
+            self.states = JsonLines(run_dir / STATES, resume_step)
+        else:
+            repair_metrics(run_dir / STATES, resume_step)  # a later start may continue it
+        if config.log.numerics_every:
+            self.numerics = JsonLines(run_dir / NUMERICS, resume_step)
+        else:
+            repair_metrics(run_dir / NUMERICS, resume_step)
         if config.log.tensorboard:
             self.sinks.append(TensorBoard(run_dir, resume_step))
         if config.log.wandb_project:
@@ -273,6 +290,7 @@ class MetricsLogger:
         skipped: int = 0,
         peak_mem_gib: float | None = None,
         comm_bytes: Mapping[str, int] | None = None,
+        slowest: Record | None = None,
     ) -> None:
         """Record the state after update `step`: after `advance`, the floats already fetched."""
         seconds = self.throughput.lap()
@@ -293,6 +311,7 @@ class MetricsLogger:
                 "peak_mem_gib": peak_mem_gib,
                 "skipped": skipped,
                 **(comm_bytes or {}),
+                **({} if slowest is None else {"slowest": slowest}),
             }
         )
 
@@ -301,11 +320,34 @@ class MetricsLogger:
         val_ppl = math.exp(val_loss) if val_loss < 700 else val_loss * math.inf
         self._write({"step": step, "val_loss": val_loss, "val_ppl": val_ppl})
 
+    def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
+        """Record that a run went back to `step` and leaves out batches [first, stop).
+
+        Only metrics.jsonl has it: no curve shows it. A resume at `step` or before drops the line,
+        as the rollback then happens again.
+        """
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.write(
+                    {"step": step + 1, "rolled_back_from": failed_step, "left_out": list(left_out)}
+                )
+
+    def log_states(self, step: int, values: Record) -> None:
+        """Record what storing update `step` loses, in states.jsonl alone."""
+        if self.states is not None:
+            self.states.write({"step": step, **values})
+
+    def log_numerics(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Record what FP8 lost in the layers of update `step`, in numerics.jsonl alone."""
+        if self.numerics is not None:
+            for record in records:
+                self.numerics.write({"step": step, **record})
+
     def close(self) -> None:
         """Finish every sink."""
-        for sink in self.sinks:
+        for sink in (*self.sinks, *filter(None, (self.states, self.numerics))):
             sink.close()
-        self.sinks = []
+        self.sinks, self.states, self.numerics = [], None, None
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:

@@ -4,6 +4,8 @@ config.yaml     the resolved configuration
 env.json        versions, device, host, commit and command line
 train.log       the console's lines with the time of day
 metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
+states.jsonl    likewise, where log.states_every asks for it
+numerics.jsonl  likewise, where log.numerics_every does
 loss.png        its curves
 """
 
@@ -28,6 +30,8 @@ from tqdm import tqdm
 from coatlm.config import Config
 
 METRICS = "metrics.jsonl"
+STATES = "states.jsonl"
+NUMERICS = "numerics.jsonl"
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
 
@@ -86,7 +90,12 @@ def _git_commit() -> str | None:
 
 def read_metrics(run_dir: Path) -> list[Record]:
     """The records of metrics.jsonl without lines that are no JSON object; [] without a file."""
-    return [record for record, _ in _whole_lines(run_dir / METRICS)]
+    return read_records(run_dir / METRICS)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The JSON objects of a file with one a line that carry a step; [] without a file."""
+    return [record for record, _ in _whole_lines(path)]
 
 
 def repair_metrics(path: Path, last_step: int) -> int:
@@ -156,6 +165,13 @@ class _Console(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
+class _LogFile(logging.FileHandler):
+    """Raises where it cannot be written to: a run whose disk is full ends with that as reason."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+
 def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
     """Send the logger `coatlm` to the console and to train.log; other ranks warn on stderr only.
 
@@ -168,7 +184,7 @@ def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> 
         run_dir.mkdir(parents=True, exist_ok=True)
         if console.stream.isatty():
             console.addFilter(lambda record: record.name != lines.name)
-        file = logging.FileHandler(run_dir / "train.log", encoding="utf-8")
+        file = _LogFile(run_dir / "train.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(file)
     else:

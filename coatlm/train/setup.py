@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from coatlm.config import ConfigError
 DEFAULT_PORT = 29500
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+FLIGHT_ENTRIES = 2000  # collectives: some hundred steps of a small model, some steps of a deep one
 
 
 T = TypeVar("T")
@@ -39,6 +41,7 @@ class Launch:
     store_held: bool = False  # the launcher already serves the store at `address`
     attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
     own_gpu: bool = False  # the launcher shows each process only its own GPU
+    restarts: int = 0  # how often the launcher starts all processes again when one fails
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -63,6 +66,7 @@ class Launch:
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             "SLURM_GPUS_PER_TASK" in env or "SLURM_TRES_PER_TASK" in env,
+            int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         )
 
 
@@ -101,6 +105,22 @@ def start_processes(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> 
         timeout=timeout,
         device_id=gpu,
     )
+
+
+def record_collectives(prefix: Path, env: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch keep its latest collectives; after a timeout NCCL writes them to PREFIX<rank>.
+
+    Call it before `start_processes`. What the environment says already stays.
+    """
+    env.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES))
+    env.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix.absolute()))
+    env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def recorded_collectives() -> bytes:
+    """The record so far, pickled: of NCCL with a GPU (torchfrtrace reads it), else of gloo."""
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._dump_nccl_trace() if torch.cuda.is_available() else c10d._dump_fr_trace()
 
 
 def choose_gpu(launch: Launch) -> torch.device | None:

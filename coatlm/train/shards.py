@@ -18,7 +18,7 @@ import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -102,13 +102,49 @@ def load(
     together(lambda: _fill(reader, _by_key(tensors)), group)
 
 
+class StoredTensors:
+    """The logical tensors of a checkpoint: what they are, and each of them when it is wanted."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._reader = _Reader(checkpoint)
+        self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            key: (stored.properties.dtype, tuple(stored.size))
+            for key, stored in sorted(self._reader.tensors().items())
+        }
+
+    def read(self, key: str) -> Tensor:
+        """One of them, whole, on the host. Raises CheckpointError where parts are missing."""
+        dtype, shape = self.described[key]
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        _fill(self._reader, {key: tensor})
+        return tensor
+
+
 def read_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """The logical tensors stored, whole, by key and one at a time, on the host."""
-    reader = _Reader(checkpoint)
-    for key, stored in sorted(reader.tensors().items()):
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-        _fill(reader, {key: tensor})
-        yield key, tensor
+    stored = StoredTensors(checkpoint)
+    for key in stored.described:
+        yield key, stored.read(key)
+
+
+def write_one_by_one(
+    directory: Path,
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    make: Callable[[str], Tensor],
+) -> None:
+    """Write whole tensors from one process; `make(key)` gives each when its turn has come.
+
+    What it gives is freed after it was written. Raises CheckpointError.
+    """
+    empty = {
+        key: torch.empty(shape, dtype=t, device="meta") for key, (t, shape) in described.items()
+    }
+    planner = _MakingPlanner(make)
+    try:
+        save(empty, storage_writer=_Writer(directory), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        reasons = {rank: one_line(failure[0]) for rank, failure in error.failures.items()}
+        raise CheckpointError(summary(reasons, 1)) from error
 
 
 def tensor_checksums(checkpoint: Path) -> dict[str, str]:
@@ -207,6 +243,29 @@ class _SavePlanner(DefaultSavePlanner):
             if covered[key] != size:
                 raise CheckpointError(f"{covered[key]} of the {size} elements of {key} were given")
         return super().create_global_plan(all_plans)
+
+
+class _MakingPlanner(_SavePlanner):
+    """Plans with tensors that have no data yet, and takes it away again once it is written.
+
+    DCP keeps every tensor of a file until the file is complete.
+    """
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._make = make
+        self._written = torch.empty(0)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        self._written.untyped_storage().resize_(0)
+        tensor = self._make(write_item.index.fqn).contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        assert write_item.tensor_data is not None
+        assert tensor.shape == write_item.tensor_data.size
+        assert tensor.dtype == write_item.tensor_data.properties.dtype
+        self._written = tensor
+        return tensor
 
 
 class _Writer(filesystem.FileSystemWriter):

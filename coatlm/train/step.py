@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
 from coatlm.data import dataset
+from coatlm.model import numerics
 from coatlm.model.builder import build_model, token_positions
+from coatlm.model.flow import flows_of, tune_layers
+from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.buffers import FlatModel
@@ -22,9 +26,12 @@ from coatlm.parallel.collectives import Comm, Traffic, TrafficMode
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
-from coatlm.parallel.pipeline import Batch, run_microbatches
+from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
+from coatlm.platform import device
+from coatlm.train.spikes import SpikeGuard
+from coatlm.train.stragglers import PhaseTimer
 
 logger = logging.getLogger("coatlm")
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,6 +43,9 @@ class Trainer:
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
+        recorded = config.train.cuda_graphs
+        if recorded and device().type != "cuda":
+            raise ValueError("train.cuda_graphs=true needs a GPU")
         self.traffic = Traffic()
         self.tp_traffic = Traffic() if groups.tp.size() == 1 else None
         modules = build_model(config, groups, vocab)
@@ -57,9 +67,22 @@ class Trainer:
                 traffic=self.traffic,
                 overlap_grad_reduce=p.overlap_grad_reduce,
                 overlap_param_gather=p.overlap_param_gather,
+                stream=torch.cuda.Stream() if recorded else None,
             )
             for module in modules
         ]
+        self.timer = PhaseTimer(cuda=device().type == "cuda")
+        t = config.train
+        self.spikes = (
+            SpikeGuard(t.spike_sigma, t.spike_window, device=device(), group=groups.world)
+            if t.spike_sigma
+            else None
+        )
+        if config.precision.tune_gemms:
+            tokens = config.train.micro_batch * config.data.seq_len // p.cp
+            for chunk in self.chunks:
+                tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
+        self.graph = MicrobatchGraph(self.chunks[0]) if recorded else None
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -70,10 +93,23 @@ class Trainer:
             ),
         )
 
-    def train_step(self, batches: Sequence[Batch], lr: float) -> tuple[Tensor, Tensor]:
+    @property
+    def spike(self) -> Tensor:
+        """Whether the last step was skipped as a spike: bool on the device."""
+        guard = self.spikes
+        return torch.zeros((), dtype=torch.bool, device=device()) if guard is None else guard.spike
+
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        *,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks.
 
-        `comm_bytes` afterwards says what this rank has sent in it.
+        `observe` is called with the clip coefficient when gradients are complete. `comm_bytes`
+        afterwards says what this rank has sent.
         """
         self.traffic.sent.clear()
         for chunk in self.chunks:
@@ -85,7 +121,10 @@ class Trainer:
             counting = TrafficMode(self.groups.tp, self.tp_traffic, "tp")
         with counting:
             loss = self._run(batches, forward_only=False)
-            norm = self.optimizer.step(lr)
+            if self.graph is not None and isinstance(counting, TrafficMode):
+                counting.traffic.repeat(len(batches) / min(2, len(batches)))  # replays are unseen
+            accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
+            norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
         return loss, norm
 
     @property
@@ -93,6 +132,30 @@ class Trainer:
         """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
         others = self.tp_traffic.sent if self.tp_traffic is not None else Counter()
         return Traffic(self.traffic.sent + others).summary()
+
+    def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
+        """`edq.report` of the step under way, the same on all ranks; waits for the device."""
+        zero = self.optimizer
+        sums = edq.collect(
+            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.unshared
+        )
+        flat = torch.cat(list(sums.values()))
+        dist.all_reduce(flat, group=zero.norm_group)
+        parts = flat.split([part.numel() for part in sums.values()])
+        return edq.report(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
+
+    def watch_numerics(self) -> AbstractContextManager[dict[int, numerics.Probe]]:
+        """Probes in the FP8 layers of this rank, for a step inside; none but on dp rank 0."""
+        chunks = [] if self.groups.dp.rank() else self.chunks
+        layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
+        return numerics.watched(flows_of(layers))
+
+    def measure_numerics(self, probes: Mapping[int, numerics.Probe]) -> list[numerics.Record]:
+        """`numerics.report` of the probes of all ranks, on those of dp rank 0; waits for them."""
+        if self.groups.dp.rank():
+            return []
+        layers, where = self.config.model.layers, device()
+        return numerics.report(*numerics.collect(probes, self.groups, layers=layers, device=where))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -121,7 +184,13 @@ class Trainer:
             self.groups,
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
+            enter=ignore if forward_only else self.timer.enter,
+            graph=self.graph,
         )
+
+
+def ignore(phase: str | None) -> None:
+    """Evaluations are not timed."""
 
 
 def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:

@@ -34,6 +34,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 SM90 = GPUTarget("cuda", 90, 32)
@@ -62,7 +63,7 @@ def compile_sm90(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> CompiledKernel:
-    """Build `kernel` (a `@triton.jit` function, autotuned or not); `.asm` holds ttir, ptx, cubin.
+    """Build `kernel` (`@triton.jit`, autotuned or not, or `@gluon.jit`); `.asm` holds ptx, cubin.
 
     `signature` gives every runtime argument its Triton type ("*bf16", "i32", "i64", "fp32"; see
     POINTER), `constexprs` every constexpr its value. Pointers count as 16-byte aligned, as torch
@@ -81,7 +82,8 @@ def compile_sm90(
         for at, (name, kind) in enumerate(kinds.items())
         if kind.startswith("*") or name in aligned
     }
-    source = ASTSource(fn=kernel, signature=kinds, constexprs=constexprs, attrs=attrs)
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(fn=kernel, signature=kinds, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=SM90, options=options)
 

@@ -87,7 +87,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [64, 128, 3072, 4096])
 def test_kernels_compile_for_sm90_with_16_byte_accesses(hidden: int, dtype: torch.dtype) -> None:
-    pointer, tile = POINTER[dtype], norm._tile(hidden)
+    pointer, tile = POINTER[dtype], norm.row_tile(hidden)
     warps = tile.pop("num_warps")
     names = ("x_ptr", "weight_ptr", "y_ptr")
     signature = dict.fromkeys(names, pointer) | {"rstd_ptr": "*fp32", "R": "i32", "eps": "fp32"}

@@ -7,6 +7,7 @@ the interpreter, and the division they use is checked with the C library's fused
 import ctypes
 import ctypes.util
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -296,23 +297,34 @@ def test_the_kernels_division_gives_nan_for_what_is_not_finite(x: float, scale: 
     assert q.codes.float().isnan().all()
 
 
-def compiled(
-    granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, transpose: bool, e8m0: bool
-) -> Any:
+def compiled(granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: bool) -> Any:
     """The kernel as launched for a matrix of 4096 x 4096."""
-    tile = module._tile(4096, 4096, granularity, transpose)
+    if granularity in (group(16), group(128)):
+        return compiled_groups(granularity, x, fmt, e8m0=e8m0)
+    tile = module._tile(4096, 4096, granularity)
     pointer = POINTER[fmt.dtype]
     arguments = {"x_ptr": POINTER[x], "code_ptr": pointer, "scale_ptr": "*u8" if e8m0 else "*fp32"}
-    arguments |= {"code_t_ptr": pointer} if transpose else {}
     given, whole = granularity == TENSOR, granularity == BLOCK
     return compile_sm90(
         module._quantize_kernel,
         arguments | {"M": "i32", "K": "i64"},
         {"GIVEN": given, "WHOLE": whole, "TOP": fmt.max, "E8M0": e8m0}
-        | {"ROWS": tile["ROWS"], "COLUMNS": tile["COLUMNS"]}
-        | ({} if transpose else {"code_t_ptr": None}),
+        | {"ROWS": tile["ROWS"], "COLUMNS": tile["COLUMNS"]},
         aligned=("M", "K"),
         num_warps=tile["num_warps"],
+    )
+
+
+def compiled_groups(granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: bool) -> Any:
+    assert granularity.columns is not None
+    tile = module._group_tile(granularity.columns)
+    return compile_sm90(
+        module._quantize_groups_kernel,
+        {"x_ptr": POINTER[x], "code_ptr": POINTER[fmt.dtype], "groups": "i32"}
+        | {"scale_ptr": "*u8" if e8m0 else "*fp32"},
+        {"TOP": fmt.max, "E8M0": e8m0} | tile,
+        aligned=("groups",),
+        num_warps=tile["WARPS"],
     )
 
 
@@ -322,23 +334,56 @@ def compiled(
 def test_kernel_for_sm90_moves_all_elements_in_16_byte_accesses(
     fmt: Fp8Format, granularity: Granularity, dtype: torch.dtype
 ) -> None:
-    kernel = compiled(granularity, dtype, fmt, transpose=False, e8m0=False)
+    kernel = compiled(granularity, dtype, fmt, e8m0=False)
     bytes_a_thread = module.THREAD * (dtype.itemsize + 1)
     assert access_bytes(kernel).count(16) == bytes_a_thread // 16
     assert "f64" not in kernel.asm["ptx"]
 
 
-def test_transposing_kernel_compiles_for_sm90_with_16_byte_accesses() -> None:
-    kernel = compiled(TENSOR, torch.bfloat16, E4M3, transpose=True, e8m0=False)
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposing_kernel_for_sm90_converts_once_and_moves_16_bytes_at_a_time(
+    fmt: Fp8Format, dtype: torch.dtype
+) -> None:
+    rows, columns = module.TRANSPOSE_TILE
+    kernel = compile_sm90(
+        module._transpose_kernel,
+        {"x_ptr": POINTER[dtype], "code_ptr": "*u8", "code_t_ptr": "*i32", "scale_ptr": "*fp32"}
+        | {"M": "i32", "K": "i32"},
+        {"FORMAT": fmt.triton_dtype, "ROWS": rows, "COLUMNS": columns},
+        aligned=("M", "K"),
+        num_warps=module.TRANSPOSE_WARPS,
+    )
     assert set(access_bytes(kernel)) == {4, 16}  # 4 is the scale
+    a_thread = rows * columns // (32 * module.TRANSPOSE_WARPS)
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2", kernel.asm["ptx"])) == a_thread // 2
+    assert "shared.b8" not in kernel.asm["ptx"]  # no byte changes threads by itself
+
+
+def permuted(first: int, second: int, selector: int) -> int:
+    """PTX's prmt.b32."""
+    both_words = first.to_bytes(4, "little") + second.to_bytes(4, "little")
+    return int.from_bytes(bytes(both_words[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def test_the_words_that_the_kernel_stores_are_columns_of_four_rows() -> None:
+    rows = torch.arange(16, dtype=torch.uint8).view(4, 4)
+    registers = {
+        f"${4 + i}": int.from_bytes(bytes(row.tolist()), "little") for i, row in enumerate(rows)
+    }
+    for line in re.findall(r"prmt\.b32 (.*);", module.TRANSPOSE_4X4.value):
+        to, first, second, selector = line.split(", ")
+        registers[to] = permuted(registers[first], registers[second], int(selector, 16))
+    columns = [list(registers[f"${i}"].to_bytes(4, "little")) for i in range(4)]
+    assert columns == rows.t().tolist()
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES[1:], ids=str)
 def test_kernel_with_e8m0_scales_compiles_for_sm90(granularity: Granularity) -> None:
-    compiled(granularity, torch.bfloat16, E4M3, transpose=False, e8m0=True)
+    compiled(granularity, torch.bfloat16, E4M3, e8m0=True)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES[1:], ids=str)
+@pytest.mark.parametrize("granularity", [ROW, BLOCK], ids=str)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, E8M0])
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def interpreted_scales_equal_the_reference(
@@ -349,18 +394,16 @@ def interpreted_scales_equal_the_reference(
     x[128:] = 0
     expected = quantize_ref(x, fmt=E4M3, granularity=granularity, scale_dtype=scale_dtype)
     scale = torch.empty(granularity.scale_shape(x.shape), dtype=scale_dtype)
-    module._launch(x, scale, E4M3, granularity, False)
+    module._launch(x, scale, E4M3, granularity)
     torch.testing.assert_close(
         scale.float(), expected.scale.float(), rtol=0, atol=0, equal_nan=True
     )
 
 
 @pytest.mark.parametrize("shape", [(130, 384), (5, 100), (1, 1)])
-def interpreted_transpose_and_codes_are_each_others(shape: tuple[int, int]) -> None:
+def interpreted_codes_are_those_of_the_quotients(shape: tuple[int, int]) -> None:
     x = torch.randn(shape)
-    codes, codes_t = module._launch(x, torch.tensor(0.5), E4M3, TENSOR, True)
-    assert codes_t is not None
-    assert torch.equal(codes.view(torch.uint8).t(), codes_t.view(torch.uint8))
+    codes = module._launch(x, torch.tensor(0.5), E4M3, TENSOR)
     # The interpreter rounds to FP8 wrongly, never by more than a factor of two.
     ratio = codes.float() / (x / 0.5)
     assert ((ratio >= 0.5) & (ratio <= 2) | (x.abs() < 0.01)).all()

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,9 @@ from coatlm.fp8.scaling import (
     group_amax,
     group_amax_ref,
     group_scale,
+    power_of_two_ref,
     scale_ref,
+    top_exponent,
 )
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
@@ -62,6 +66,31 @@ def test_e8m0_keeps_powers_of_two() -> None:
     amax = E4M3.max * 2.0 ** torch.arange(-100, 100)
     power = scale_ref(amax, E4M3, dtype=E8M0)
     assert torch.equal(power.float(), 2.0 ** torch.arange(-100, 100))
+
+
+@both
+@given(amax=st.floats(2.0**-120, 3.4028234663852886e38, width=32))
+def test_power_of_two_scale_fills_the_upper_half_of_the_format_and_never_saturates(
+    fmt: Fp8Format, amax: float
+) -> None:
+    scale = power_of_two_ref(torch.tensor(amax), fmt).item()
+    assert math.frexp(scale)[0] == 0.5
+    assert amax / scale <= fmt.max
+    if scale > 2.0**-126:
+        assert amax / scale > fmt.max / 2
+
+
+@both
+def test_power_of_two_scale_of_zero_is_one_and_of_what_is_not_finite_infinite(
+    fmt: Fp8Format,
+) -> None:
+    amax = torch.tensor([0.0, 1e-45, inf, nan])
+    assert power_of_two_ref(amax, fmt).tolist() == [1.0, 2.0**-126, inf, inf]
+
+
+@both
+def test_formats_end_at_seven_quarters_of_the_power_that_kernels_count_with(fmt: Fp8Format) -> None:
+    assert 1.75 * 2.0 ** top_exponent(fmt) == fmt.max
 
 
 def test_other_scale_dtypes_are_refused() -> None:
@@ -136,11 +165,24 @@ def test_amax_kernel_compiles_for_sm90_with_16_byte_loads(dtype: torch.dtype, si
     assert access_bytes(compiled)[0] == 16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_of_one_amax_reads_16_bytes_at_a_time(dtype: torch.dtype) -> None:
+    compiled = compile_sm90(
+        scaling._amax_kernel,
+        {"x_ptr": POINTER[dtype], "amax_ptr": "*fp32", "n": "i64"},
+        {"BLOCK": scaling.BLOCK},
+        aligned=("n",),
+        num_warps=scaling.WARPS,
+    )
+    loads = scaling.BLOCK * dtype.itemsize // (16 * 32 * scaling.WARPS)
+    assert access_bytes(compiled) == [16] * loads + [4]  # 4 is the amax
+
+
 def test_scale_kernel_compiles_for_sm90() -> None:
     compile_sm90(
         scaling._group_scale_kernel,
         {"amax_ptr": "*fp32", "scale_ptr": "*fp32", "n": "i32"},
-        {"TOP": E4M3.max, "BLOCK": scaling.STAGE_TWO},
+        {"TOP": E4M3.max, "POWER": True, "BLOCK": scaling.STAGE_TWO},
         num_warps=8,
     )
 
@@ -159,6 +201,13 @@ def interpreted_group_amax_equals_the_reference(x: torch.Tensor) -> None:
     )
 
 
+def interpreted_few_amaxes_cover_a_tensor_and_keep_a_nan() -> None:
+    x = torch.randn(3 * scaling.BLOCK + 5)
+    assert scaling._few_amaxes(x).max() == x.abs().max()
+    x[-1] = nan
+    assert scaling._few_amaxes(x).isnan().any()
+
+
 def interpreted_group_amax_takes_a_short_last_group() -> None:
     x = torch.randn(300)
     assert torch.equal(scaling._flat_group_amax(x, 128)[2], x[256:].abs().max())
@@ -168,9 +217,42 @@ def interpreted_group_amax_takes_a_short_last_group() -> None:
 def interpreted_scale_equals_the_reference(amax: float) -> None:
     parts, scale = torch.tensor([0.0, amax, 0.0]), torch.empty(())
     launch: Any = scaling._group_scale_kernel[(1,)]
-    launch(parts, scale, 3, E4M3.max, 4)
-    expected = scale_ref(parts.amax(), E4M3)
-    torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+    for power, expected in (
+        (False, scale_ref(parts.amax(), E4M3)),
+        (True, power_of_two_ref(parts.amax(), E4M3)),
+    ):
+        launch(parts, scale, 3, E4M3.max, power, 4)
+        torch.testing.assert_close(scale, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _exponents_kernel(amax_ptr, scale_ptr, inverse_ptr, n, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    exponent = scaling.exponent_of(tl.load(amax_ptr + at, mask=at < n, other=0.0), TOP)
+    tl.store(scale_ptr + at, scaling.power_of_two(exponent), mask=at < n)
+    tl.store(inverse_ptr + at, scaling.inverse_power_of_two(exponent), mask=at < n)
+
+
+def edge_amaxes() -> torch.Tensor:
+    """0, denormals, the largest number, what is not finite, and 1.75 * 2^n with its neighbours."""
+    edges = 1.75 * 2.0 ** torch.arange(-126, 128)
+    up, down = (torch.nextafter(edges, torch.full_like(edges, to)) for to in (inf, 0.0))
+    powers = 2.0 ** torch.arange(-126, 128)
+    others = torch.tensor([0.0, 1e-45, 5.9e-39, 2.0**-126, 3.4028234663852886e38, inf, nan])
+    return torch.cat([edges, up, down, powers, others])
+
+
+@both
+def interpreted_exponents_are_those_of_the_definition(fmt: Fp8Format) -> None:
+    amax = edge_amaxes()
+    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
+    launch: Any = _exponents_kernel[(1,)]
+    launch(amax, scale, inverse, amax.numel(), top_exponent(fmt), 2048)
+    expected = power_of_two_ref(amax, fmt)
+    assert torch.equal(scale, expected)
+    finite = expected.isfinite()
+    assert torch.equal(inverse[finite] * expected[finite], torch.ones(int(finite.sum())))
+    assert inverse[~finite].isnan().all()
 
 
 def test_kernels_in_the_interpreter() -> None:

@@ -103,7 +103,7 @@ def test_cast_has_the_bits_of_the_cpu(fmt: Fp8Format, overflow: Any) -> None:
 @both
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(512, 1024), (333, 384), (1, 128), (130, 4096)])
+@pytest.mark.parametrize("shape", [(512, 1024), (333, 384), (1, 128), (130, 4096), (208, 640)])
 def test_quantize_has_the_bits_of_the_reference(
     fmt: Fp8Format, granularity: Granularity, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:

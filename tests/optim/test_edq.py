@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from coatlm.optim import edq
 from coatlm.optim.adamw import RECIPES, AdamW, Shard
-from coatlm.optim.edq import code_statistics, measure
+from coatlm.optim.edq import collect, measure, report
 
 N = 4096
 
@@ -37,6 +42,7 @@ def test_bf16_weights_lose_most_of_a_small_update() -> None:
     found = measure(optimizer, lr=1e-5)
     assert found["edq_ratio"] < 0.5
     assert found["update_lost"] > 0.5
+    assert found["edq_weight"] == found["edq"]  # there is no rest
     proposal = optimizer.propose(0, 0, N, lr=1e-5, clip_coefficient=torch.ones(()))
     size = proposal.update.double().norm().item()
     assert found["edq"] == pytest.approx(found["edq_ratio"] * size)
@@ -51,12 +57,23 @@ def test_v_tells_light_from_plus_where_edq_does_not() -> None:
     assert light["exp_avg_sq_stalled"] > 5 * plus["exp_avg_sq_stalled"]
 
 
+def test_edq_of_the_weight_alone_leaves_its_low_half_out() -> None:
+    optimizer = trained("collage-light", steps=30)
+    found = measure(optimizer, lr=1e-4)
+    new = optimizer.propose(0, 0, N, lr=1e-4, clip_coefficient=torch.ones(()))
+    change = new.weight.double() - optimizer.shards[0].weight.double()
+    update = new.update.double()
+    assert found["edq_weight"] == pytest.approx((update @ change / update.norm()).item())
+    # BF16 weights of 0.02 move by 2^-13 or not at all: right on average, wrong each
+    assert abs(found["edq_weight_ratio"] - 1) > 5 * abs(found["edq_ratio"] - 1)
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_measuring_changes_nothing_and_gives_finite_floats(recipe: str) -> None:
     optimizer = trained(recipe, steps=3)
     tensors = [optimizer.step_count, optimizer.shards[0].weight, *optimizer.states[0].values()]
     before = [tensor.clone() for tensor in tensors]
-    found = measure(optimizer, lr=1e-4) | code_statistics(optimizer)
+    found = measure(optimizer, lr=1e-4)
     assert all(map(torch.equal, before, tensors))
     assert all(isinstance(value, float) and value == value for value in found.values())
 
@@ -73,7 +90,8 @@ def test_errors_are_those_of_the_formats() -> None:
 
 def test_code_statistics_count_groups_and_codes() -> None:
     optimizer = trained("coat", steps=5)
-    found = code_statistics(optimizer)
+    found = measure(optimizer, lr=1e-4)
+    optimizer.step(lr=1e-4)
     k = optimizer.states[0]["exp_avg.k"].double() / 16
     assert found["exp_avg_k_mean"] == pytest.approx(k.mean().item())
     assert found["exp_avg_k_p50"] == k.quantile(0.5, interpolation="lower").item()
@@ -84,7 +102,8 @@ def test_code_statistics_count_groups_and_codes() -> None:
 
 
 def test_formats_without_codes_have_no_code_statistics() -> None:
-    assert code_statistics(trained("collage-plus", steps=1)) == {}
+    found = measure(trained("collage-plus", steps=1), lr=1e-4)
+    assert not [key for key in found if "_k_" in key or "saturated" in key]
 
 
 def test_several_shards_are_measured_together() -> None:
@@ -99,3 +118,39 @@ def test_several_shards_are_measured_together() -> None:
     assert measure(AdamW(halves, **options), lr=1e-4) == pytest.approx(
         measure(whole, lr=1e-4), rel=1e-9
     )
+
+
+def test_sums_of_runs_add_up_and_what_is_not_owned_does_not_count() -> None:
+    optimizer = trained("coat", steps=2)
+    first, second = (collect(optimizer, lr=1e-4, owned=[[run]]) for run in ((0, 1280), (1280, N)))
+    together = {name: first[name] + second[name] for name in first}
+    assert report(optimizer.recipe, together) == pytest.approx(measure(optimizer, lr=1e-4))
+    nothing = collect(optimizer, lr=1e-4, owned=[[]])
+    assert nothing.keys() == first.keys()
+    assert not any(value.any() for value in nothing.values())
+
+
+class Largest(TorchDispatchMode):
+    """`elements`: of the largest tensor that an operation made; views are not made."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor._base is None:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("recipe", ("adamw-fp32", "coat-lean", "collage-plus"))
+def test_temporaries_are_as_long_as_a_piece(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = trained(recipe, steps=1)
+    whole = measure(optimizer, lr=1e-4)
+    monkeypatch.setattr(edq, "PIECE", N // 4)
+    with Largest() as made:
+        pieces = measure(optimizer, lr=1e-4)
+    assert 256 < made.elements <= N // 4
+    assert pieces == pytest.approx(whole)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.plot_run import Run, difference, main, read_run
+from tools.plot_run import GROUPS, Run, difference, draw, main, read_run, read_runs
 
 
 def run_in(directory: Path, losses: Sequence[float | None], *, val: float | None = None) -> Path:
@@ -45,6 +47,82 @@ def test_table_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def with_health(run: Path, *, error: float) -> Path:
+    """states.jsonl and numerics.jsonl beside metrics.jsonl."""
+    moments = {"exp_avg_k_p05": 1.0, "exp_avg_k_p50": 2.0, "exp_avg_k_p95": 3.0}
+    write(run / "states.jsonl", [{"step": s, "edq_ratio": 0.9, **moments} for s in (10, 20)])
+    lines = [
+        {"step": 10, "layer": layer, "tensor": tensor, "amax": 2.0, "relative_error": error * layer}
+        for layer in (1, 3, 2)
+        for tensor in ("gate", "up")
+    ]
+    write(run / "numerics.jsonl", [*lines, {**lines[0], "step": 20, "relative_error": None}])
+    return run
+
+
+def labels(runs: Sequence[Path], *only: str) -> dict[str, list[str]]:
+    """Of every panel: what its curves are called."""
+    read = read_runs(runs)
+    figure = draw(read, next(iter(read)), smooth=1, only=only or GROUPS)
+    return {
+        ax.get_ylabel(): [str(line.get_label()) for line in ax.get_lines()]
+        for ax in figure.axes
+        if ax.get_visible()
+    }
+
+
+def test_panels_are_those_that_the_runs_have_something_for(tmp_path: Path) -> None:
+    bare = run_in(tmp_path / "bare", [2.0] * 30)
+    assert list(labels([bare])) == ["loss (nats a token)"]
+    full = with_health(run_in(tmp_path / "full", [2.0] * 30), error=0.1)
+    panels = labels([bare, full])
+    assert list(panels)[2:] == [
+        "EDQ / |update|",
+        "k: median, 5 to 95 % of groups",
+        "relative error, worst layer",
+        "largest magnitude",
+    ]
+    assert panels["EDQ / |update|"] == ["full"]
+    assert panels["k: median, 5 to 95 % of groups"] == ["full: m"]
+    assert list(labels([full], "states")) == list(panels)[2:4]
+
+
+def test_one_run_shows_every_tensor_and_several_the_worst(tmp_path: Path) -> None:
+    a, b = (with_health(run_in(tmp_path / name, [2.0] * 30), error=0.1) for name in "ab")
+    assert labels([a])["relative error, worst layer"] == ["a: gate", "a: up"]
+    assert labels([a, b])["relative error, worst layer"] == ["a", "b"]
+
+
+def test_activations_are_those_of_the_worst_layer_and_null_is_worst(tmp_path: Path) -> None:
+    run = read_run(with_health(run_in(tmp_path / "a", [2.0] * 30), error=0.25))
+    curve = run.curves["numerics.relative_error.gate"]
+    assert curve[10] == 0.75 and math.isnan(curve[20])
+
+
+def test_norm_and_throughput_have_panels_of_their_own(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    logged = {"loss": 2.0, "grad_norm": 1.0, "tokens_per_s_per_gpu": 5.0, "mfu": None}
+    write(run / "metrics.jsonl", [{"step": step, **logged} for step in range(1, 9)])
+    assert list(labels([run])) == ["loss (nats a token)", "gradient norm", "tokens/s a GPU"]
+
+
+def test_a_page_holds_curves_and_table_and_needs_no_other_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run_in(tmp_path / name, [2.0] * 30, val=2.5) for name in ("a", "<b>")]
+    out = tmp_path / "page.html"
+    assert main([*map(str, runs), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page.startswith("<!doctype html>") and page.count("<svg") == page.count("</svg>") == 1
+    assert "<td>&lt;b&gt;</td><td>2.0000</td><td>+0.000 %</td>" in page and "<b>" not in page
+    assert not re.search(r"<script|<link|<img|(?:src|href)=[\"'](?!#)http", page)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -52,6 +130,7 @@ def test_table_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFix
         (["a", "--baseline", "b"], "baseline=b: one of a"),
         (["a", "--smooth", "0"], "smooth=0: at least 1"),
         (["a", "a"], "a second run named a"),
+        (["a", "--only", "states"], "only=states: the runs have logged nothing of it"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_exit_code_2(

@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from coatlm.train import checkpoint, manifest, shards
-from coatlm.train.checkpoint import Checkpointer, find_checkpoint, load, read_state
+from coatlm.train.checkpoint import (
+    Checkpointer,
+    LostPeerError,
+    find_checkpoint,
+    load,
+    read_state,
+)
 from tests.train.layouts import (
     bits,
     differing,
@@ -106,6 +112,19 @@ def test_failed_background_save_is_raised_once_by_poll_and_leaves_the_older_one(
     saver.wait()
     assert names(tmp_path) == ["latest", "step_00000001"]
     assert find_checkpoint("auto", tmp_path, LOG) == tmp_path / "step_00000001"
+
+
+def test_a_peer_that_has_gone_is_told_from_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Checkpointer(tmp_path, keep=1, async_save=False)
+
+    def closed(*_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(checkpoint, "together", closed)  # as gloo fails in an agreement
+    with pytest.raises(LostPeerError, match=r"step_00000001 was not written: .*closed by peer"):
+        saver.save(1, [], {})
 
 
 def test_write_that_fails_in_the_middle_of_a_tensor_is_reported_by_its_cause(

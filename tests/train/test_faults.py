@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -128,6 +129,35 @@ def test_a_hang_dumps_stacks_and_exits_with_its_code(tmp_path: Path) -> None:
     assert "in stuck_in_a_collective" in err
     assert "in stuck_in_a_collective" in dumped
     assert "rank 3: no step for 0.5 s" in err
+
+
+ONE_HANGS = """
+import sys, time
+from pathlib import Path
+from coatlm.train.faults import FLIGHT, HangWatchdog
+from coatlm.train.setup import record_collectives, recorded_collectives
+rank, run = int(sys.argv[1]), Path(sys.argv[2])
+record_collectives(run / FLIGHT)
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
+watchdog = HangWatchdog(2.0 + 3 * rank, run_dir=run, rank=rank, flight=recorded_collectives)
+dist.all_reduce(torch.ones(5))
+if rank == 1:
+    time.sleep(60)
+dist.broadcast(torch.ones(7), src=0)
+dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_hang_leaves_the_latest_collectives_of_each_rank(tmp_path: Path) -> None:
+    ranks = [python(ONE_HANGS, str(rank), str(tmp_path)) for rank in range(2)]
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [ExitCode.HANG] * 2, said
+    records = [pickle.loads((tmp_path / f"flight_rank_{rank}").read_bytes()) for rank in range(2)]
+    names = [[entry["profiling_name"] for entry in record["entries"]] for record in records]
+    assert names[1] == ["gloo:all_reduce"]  # and never came to the next, for which rank 0 waits
+    assert names[0][:2] == ["gloo:all_reduce", "gloo:broadcast"]
 
 
 def test_the_watchdog_acts_once_and_not_after_close(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def start_jobs(size: int, jobs: list[Config]) -> None:
 def metrics_of(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run, without what a clock measured."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_ms", "tokens_per_s_per_gpu", "tflops_per_gpu")
+    timed = ("step_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "slowest")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from coatlm.config import ConfigError
-from coatlm.train.setup import Launch, choose_gpu, first_host
+from coatlm.train.setup import Launch, choose_gpu, first_host, record_collectives
 
 TORCHRUN = {
     "RANK": "5",
@@ -36,6 +37,7 @@ def test_nothing_set_is_one_process() -> None:
 
 def test_torchrun_is_understood() -> None:
     assert Launch.from_environment(TORCHRUN) == Launch(5, 8, 1, 4, "node0:1234", True, "2")
+    assert Launch.from_environment(TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}).restarts == 3
 
 
 def test_srun_is_understood_without_torchrun() -> None:
@@ -86,6 +88,16 @@ def test_gpu_of_a_process(monkeypatch: Any, launch: Launch, gpus: int, index: in
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert choose_gpu(launch) == (None if index is None else torch.device("cuda", index))
+
+
+def test_collectives_are_recorded_unless_the_environment_says_otherwise(tmp_path: Path) -> None:
+    env = {"TORCH_FR_BUFFER_SIZE": "7"}
+    record_collectives(tmp_path / "flight_rank_", env)
+    assert env == {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "flight_rank_"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
 
 
 @pytest.mark.parametrize("rank", range(4))

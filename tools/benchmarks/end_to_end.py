@@ -1,9 +1,13 @@
 """Tokens a second and peak memory of whole training steps: coatlm and megatron-core + TE.
 
 Random tokens, one microbatch a step, one process; a step is forward, backward, gradient norm,
-clipping and the update with fp32 master weights and moments. Options: model=3b mbs=4 seq=2048
-steps=8. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
-DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam.
+clipping and the update. The peer is megatron-core's own training stack: GPTModel of
+TransformerEngine layers, its DistributedDataParallel and its distributed optimizer with
+TransformerEngine's FusedAdam, fp32 master weights and moments.
+
+Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
+rows optim=adamw-fp32,coat-lean (each row with each of these in optim.recipe; the first is what the
+peer does, and the default) and dotted options of a run, such as parallel.main_grads=bf16.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +34,9 @@ COATLM = {  # row -> model.spec, precision.recipe
     "coatlm te bf16": ("te", "bf16"),
     "coatlm te-delayed": ("te", "te-delayed"),
     "coatlm te-current": ("te", "te-current"),
+    "coatlm fp8-linear": ("local", "fp8-linear"),
+    "coatlm coat": ("local", "coat"),
+    "coatlm coat-lean": ("local", "coat-lean"),
 }
 PEERS = {  # row -> fp8, fp8_recipe of megatron-core
     "megatron+te bf16": (None, None),
@@ -38,10 +45,22 @@ PEERS = {  # row -> fp8, fp8_recipe of megatron-core
 }
 
 
+OPTIM = ", optim "  # between a row's name and its optim.recipe
+
+
 def rows(options: dict[str, str]) -> list[str]:
     """Peers and coatlm in turn, so that a drift of the machine meets both."""
     also = [name for name in options.get("also", "").split(",") if name]
-    return ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16", *also]
+    names = ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16"]
+    names += ["megatron+te delayed", "coatlm coat", "coatlm coat-lean", *also]
+    if "optim" not in options:
+        return names
+    optims = options["optim"].split(",")
+    return [
+        row
+        for name in names
+        for row in ([name] if name in PEERS else [name + OPTIM + optim for optim in optims])
+    ]
 
 
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
@@ -50,8 +69,12 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
     layers = int(options.get("layers", layers))
     shape = (hidden, layers, heads, ffn)
-    make = coatlm_step if row in COATLM else peer_step
-    step, optimizer = make(row, shape, *size)
+    if row in PEERS:
+        step, optimizer = peer_step(row, shape, *size)
+    else:
+        overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
+        config = coatlm_config(row, shape, *size, overrides)
+        step, optimizer = coatlm_step(config, *size)
     updates = record_updates(optimizer)
     times, loss = [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -95,26 +118,36 @@ def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
 
 
-def coatlm_step(
-    row: str, shape: tuple[int, ...], mbs: int, seq: int
-) -> tuple[Callable[[], Any], Any]:
-    """One step of coatlm's trainer."""
+def coatlm_config(
+    row: str, shape: tuple[int, ...], mbs: int, seq: int, overrides: Sequence[str] = ()
+) -> Any:
+    """The run behind a row of coatlm. Raises ConfigError for what a run does not know."""
+    from omegaconf import OmegaConf
+
     from coatlm.config import make_config
-    from coatlm.parallel.groups import make_groups
-    from coatlm.train.setup import Launch, quiet_megatron, start_processes
-    from coatlm.train.step import Trainer
 
     hidden, layers, heads, ffn = shape
-    spec, recipe = COATLM[row]
-    config = make_config(
+    name, _, optim = row.partition(OPTIM)
+    spec, recipe = COATLM[name]
+    merged = OmegaConf.merge(
         {
             "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
             "data": {"text": ["-"], "seq_len": seq},
             "precision": {"recipe": recipe},
-            "optim": {"recipe": "adamw-fp32", "lr": 1e-4},
+            "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
             "train": {"micro_batch": mbs, "global_batch": mbs},
-        }
+        },
+        OmegaConf.from_dotlist(list(overrides)),
     )
+    return make_config(OmegaConf.to_container(merged))
+
+
+def coatlm_step(config: Any, mbs: int, seq: int) -> tuple[Callable[[], Any], Any]:
+    """One step of coatlm's trainer."""
+    from coatlm.parallel.groups import make_groups
+    from coatlm.train.setup import Launch, quiet_megatron, start_processes
+    from coatlm.train.step import Trainer
+
     quiet_megatron()
     start_processes(Launch())
     trainer = Trainer(config, make_groups(config.parallel), VOCAB)

@@ -1,0 +1,84 @@
+"""One whole model in this process, with the weights of a checkpoint and nothing to train with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coatlm.config import Config, make_config
+from coatlm.model.builder import Llama, build_model
+from coatlm.parallel.groups import make_groups, release_groups
+from coatlm.parallel.regions import sharded_tensors
+from coatlm.train.setup import Launch, start_processes
+from coatlm.train.shards import StoredTensors
+
+EMBEDDING = "embedding.word_embeddings.weight"
+PRECISIONS = ("fp32", "bf16")  # what a model without TransformerEngine computes in
+
+
+@contextmanager
+def open_model(
+    checkpoint: Path, saved: dict[str, Any], *, window: int, precision: str
+) -> Iterator[Llama]:
+    """The model of a checkpoint, for batches of `window` tokens, on this process's device.
+
+    `saved` is the configuration in the checkpoint's state. `precision`: fp32 or bf16, whatever the
+    checkpoint has. The process must not have joined others. Raises ValueError and CheckpointError.
+    """
+    config = _evaluation_config(saved, window, precision)
+    stored = StoredTensors(checkpoint)
+    if EMBEDDING not in stored.described:
+        raise ValueError(f"{checkpoint}: {EMBEDDING} is missing")
+    vocab = stored.described[EMBEDDING][1][0]
+    start_processes(Launch())
+    try:
+        groups = make_groups(config.parallel)
+        (model,) = build_model(config, groups, vocab)
+        model.eval()
+        model.requires_grad_(False)
+        load_weights(model, checkpoint)
+        yield model
+    finally:
+        release_groups()
+        torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def load_weights(model: Llama, checkpoint: Path) -> None:
+    """Copy the weights of a checkpoint into a whole model, in the model's type."""
+    stored = StoredTensors(checkpoint)
+    key, whole = "", torch.empty(0)
+    for _, item in sharded_tensors(model):
+        assert item.data is not None
+        if item.key != key:
+            if item.key not in stored.described:
+                raise ValueError(f"{checkpoint}: {item.key} is missing")
+            key, whole = item.key, stored.read(item.key)
+        if whole.shape != item.global_shape:
+            raise ValueError(
+                f"{checkpoint}: {key} is {list(whole.shape)}, its model has "
+                f"{list(item.global_shape)}"
+            )
+        item.data.copy_(_part(whole, item.global_offset, item.local_shape))
+
+
+def _part(whole: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+
+def _evaluation_config(saved: dict[str, Any], window: int, precision: str) -> Config:
+    """One process, coatlm's own layers; of the saved configuration only the model counts."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: one of {', '.join(PRECISIONS)}")
+    return make_config(
+        {
+            "model": {**saved["model"], "spec": "local"},
+            "data": {"text": "python-stdlib", "seq_len": window},
+            "precision": {"recipe": precision},
+        }
+    )

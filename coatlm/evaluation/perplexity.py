@@ -1,0 +1,136 @@
+"""Perplexity of documents longer than a window: exp of the mean loss a token.
+
+A document of tokens t_0 .. t_(n-1) is read in windows of W tokens, each S after the one before. A
+window predicts the tokens that no window before it has predicted, so each token but the first is
+predicted once, with at least W - S tokens before it as soon as there are so many. S = W is fast
+and S = 1 is exact. Tokenizers compare by bits a byte, sum of losses / (ln 2 * bytes of the text).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coatlm.data.documents import expand_inputs, file_kind, plan_segments, read_segment
+from coatlm.data.tokenizer import Tokenizer
+
+IGNORE = -100  # label of a token that is not predicted, as the loss knows it
+WHOLE = 1 << 62  # bytes a segment: a text file is one document
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, and the bytes of UTF-8 that they stand for."""
+
+    ids: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Inputs and labels, both at most W long; labels that are not counted are IGNORE."""
+
+    tokens: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result over all documents."""
+
+    loss: float  # nats a token
+    tokens: int  # predicted
+    nbytes: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss * self.tokens / (math.log(2) * self.nbytes)
+
+
+def read_documents(
+    inputs: Sequence[str], tokenizer: Tokenizer, *, field: str = "text", prefix: int | None = None
+) -> list[Document]:
+    """The documents of files as training reads them; `prefix` is put before each.
+
+    Raises ValueError where nothing is left that could be predicted.
+    """
+    documents = []
+    for text in _texts(inputs, field):
+        ids = tokenizer.encode(text)
+        start = [] if prefix is None else [prefix]
+        if len(start) + len(ids) > 1:
+            documents.append(Document((*start, *ids), len(text.encode())))
+    if not documents:
+        raise ValueError(f"{', '.join(inputs)}: no document has a token that could be predicted")
+    return documents
+
+
+def check_windows(window: int, stride: int, batch: int) -> None:
+    """Raise ValueError for sizes that windows cannot have."""
+    if window < 2:
+        raise ValueError(f"window={window}: at least 2 tokens")
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride={stride}: between 1 and window={window}")
+    if batch < 1:
+        raise ValueError(f"batch={batch}: at least 1 window")
+
+
+def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[Window]:
+    """The windows of one document, in order."""
+    done = 1  # tokens predicted, or never to be: the first
+    for start in range(0, len(ids), stride):
+        stop = min(start + window, len(ids) - 1)
+        labels = ids[start + 1 : stop + 1]
+        fresh = range(start + 1, stop + 1)
+        counted = (n if at >= done else IGNORE for at, n in zip(fresh, labels, strict=True))
+        yield Window(tuple(ids[start:stop]), tuple(counted))
+        done = stop + 1
+        if done >= len(ids):
+            return
+
+
+@torch.no_grad()
+def score(
+    model: Callable[[Tensor, Tensor], Tensor],
+    documents: Iterable[Document],
+    *,
+    window: int,
+    stride: int,
+    batch: int,
+    device: torch.device,
+) -> Score:
+    """`model(tokens, labels)` gives losses [B, W]; short windows are filled up on the right."""
+    documents = list(documents)
+    pieces = [p for d in documents for p in windows(d.ids, window=window, stride=stride)]
+    losses, counts = [], 0
+    for start in range(0, len(pieces), batch):
+        group = pieces[start : start + batch]
+        tokens = _filled([p.tokens for p in group], window, 0, device)
+        labels = _filled([p.labels for p in group], window, IGNORE, device)
+        loss = model(tokens, labels).masked_fill(labels == IGNORE, 0.0)
+        losses.append(loss.double().sum())
+        counts += sum(label != IGNORE for p in group for label in p.labels)
+    total = float(torch.stack(losses).sum())
+    return Score(total / counts, counts, sum(d.nbytes for d in documents))
+
+
+def _filled(rows: Sequence[Sequence[int]], width: int, fill: int, device: torch.device) -> Tensor:
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], device=device)
+
+
+def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
+    """The text of each document."""
+    for segment in plan_segments(expand_inputs(inputs), WHOLE):
+        blocks = read_segment(segment, field, field)
+        if file_kind(segment.path)[0] == "text":
+            yield "".join(text for block in blocks for text in block.texts)
+        else:
+            yield from (text for block in blocks for text in block.texts)

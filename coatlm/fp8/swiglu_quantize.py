@@ -1,0 +1,302 @@
+"""SwiGLU between FP8 linears (COAT, arXiv 2410.19313, section 5). M rows; F of gate, F of up.
+
+    a = silu(gate) * up                                                as in activation.py
+
+Forward, one pass over x[M, 2F] = gate | up, a row in registers:
+
+    codes of a, one power-of-two scale a row                           into the down projection
+    codes of x, one power-of-two scale for 1 x `group` elements        saved for backward
+
+Backward decodes x and makes, for the GEMMs of both linears, the codes of dx as they are and
+transposed, and those of a transposed: a is not saved. dx takes one scale for the tensor, so a first
+pass over the same operands finds its amax: cheaper than writing dx in BF16 and reading it back.
+Rounding: a and dx from fp32 to FP8 directly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from coatlm.fp8 import tiles
+from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
+from coatlm.fp8.formats import E4M3, Fp8Format
+from coatlm.fp8.norm import processors
+from coatlm.fp8.norm_quantize import (
+    UNSCALED,
+    empty_rows,
+    group_exponents,
+    parts_of,
+    quantize_rows_ref,
+)
+from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, group
+from coatlm.fp8.quantize import quantize_ref
+from coatlm.fp8.scaling import (
+    amax_of,
+    exponent_of,
+    group_scale,
+    inverse_power_of_two,
+    larger,
+    power_of_two,
+    power_of_two_ref,
+    top_exponent,
+)
+from coatlm.fp8.transpose import Tile, padded_rows, padded_t
+
+RUN = 16  # elements of gate, and of up, that a thread of forward takes at a time
+CHUNKS = 6  # most times it does so; more would not fit in registers
+TILE = Tile(32, 128, 8, 16, 4)  # of a in backward
+AMAX_TILE = Tile(4, 256, 16, 1, 2)  # to find the amax of dx
+PROGRAMS_PER_SM = 16  # of the pass that finds an amax
+
+
+class Activated(NamedTuple):
+    """What forward makes; `saved` is None unless asked for."""
+
+    a: QTensor  # [M, F], a scale a row
+    saved: QTensor | None  # x, [M, 2F], a scale a group
+
+
+class Gradients(NamedTuple):
+    """What backward makes, each with one scale. M' is M padded for the GEMM (transpose.py)."""
+
+    dx: QTensor  # [M, 2F]
+    dx_t: QTensor  # [2F, M']
+    a_t: QTensor | None  # [F, M']
+
+
+def swiglu_quantize_ref(x: Tensor, *, group_size: int) -> Activated:
+    """The definition, and the CPU path."""
+    saved = None
+    if group_size:
+        saved = quantize_ref(
+            x, fmt=E4M3, granularity=group(group_size), scale_dtype=torch.float8_e8m0fnu
+        )
+    return Activated(quantize_rows_ref(swiglu_ref(x.float())), saved)
+
+
+def swiglu_backward_quantize_ref(
+    da: Tensor, x: Tensor | QTensor, a_scale: Tensor, fmt: Fp8Format, with_a: bool
+) -> Gradients:
+    """The definition, and the CPU path."""
+    x32 = x.dequantize() if isinstance(x, QTensor) else x.float()
+    dx = swiglu_backward_ref(da.float(), x32)
+    scale = power_of_two_ref(dx.abs().amax(), fmt)
+    codes = fmt.encode(dx / torch.where(scale.isfinite(), scale, torch.nan))
+    a_t = None
+    if with_a:
+        a = E4M3.encode(swiglu_ref(x32) / torch.where(a_scale.isfinite(), a_scale, torch.nan))
+        a_t = QTensor(padded_t(a), a_scale, TENSOR, E4M3)
+    return Gradients(
+        QTensor(codes, scale, TENSOR, fmt), QTensor(padded_t(codes), scale, TENSOR, fmt), a_t
+    )
+
+
+@triton.jit
+def _power_of_two_exponential(x):
+    """2^x in one instruction, within 2^-22; 0 for what would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x in one instruction, within 2^-23; 0 for what would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)): two special functions, and nothing around them for rare numbers."""
+    return _reciprocal(1.0 + _power_of_two_exponential(x * -1.4426950408889634))
+
+
+@triton.jit
+def _store_group_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
+    """Codes and scale exponents of the groups x[., SIZE]."""
+    exponent = group_exponents(x, TOP)
+    code = x * inverse_power_of_two(exponent)[:, None]
+    tl.store(at, code.to(at.dtype.element_ty), mask=mask)
+    tl.store(exponent_at, exponent.to(tl.uint8), mask=some)
+
+
+@gluon.jit
+def _swiglu_quantize_kernel(
+    x_ptr,
+    a_ptr,
+    a_scale_ptr,
+    saved_ptr,  # or None
+    saved_exponent_ptr,
+    F: gl.constexpr,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    TOP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """A row, in chunks of RUN elements a thread: a stays in registers until its scale is known."""
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    GROUPS: gl.constexpr = 32 * WARPS // WIDE  # a chunk
+    row = gl.program_id(0).to(gl.int64)
+    x_row = x_ptr + row * 2 * F
+    a_row = a_ptr + row * F
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    col = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    halves = ()
+    for k in gl.static_range(CHUNKS):
+        mask = (group < F // SIZE - k * GROUPS)[:, None]
+        at = x_row + k * GROUPS * SIZE + col
+        halves += (gl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+        halves += (gl.load(at + F, mask=mask, other=0.0),)  # type: ignore[assignment]
+    activated = ()
+    amax = gl.full([GROUPS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(CHUNKS):
+        some = group < F // SIZE - k * GROUPS
+        gate, up = halves[2 * k].to(gl.float32), halves[2 * k + 1].to(gl.float32)  # type: ignore[var-annotated]
+        a = gate * _sigmoid(gate) * up
+        amax = larger(amax, amax_of(a, 1))
+        activated += (a,)
+        if saved_ptr is not None:
+            at = saved_ptr + row * 2 * F + k * GROUPS * SIZE + col
+            exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * GROUPS + group
+            _store_group_codes(gate, at, exponent_at, some[:, None], some, TOP)
+            _store_group_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
+    exponent = exponent_of(amax_of(amax, 0), TOP)
+    gl.store(a_scale_ptr + row, power_of_two(exponent))
+    inverse = inverse_power_of_two(exponent)
+    for k in gl.static_range(CHUNKS):
+        code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
+        mask = (group < F // SIZE - k * GROUPS)[:, None]
+        gl.store(a_row + k * GROUPS * SIZE + col, code, mask=mask)
+
+
+def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
+    """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
+
+    `group_size`: elements a scale of the x that is saved; 0 saves nothing. Raises ValueError where
+    it does not divide F.
+    """
+    m, f = x.shape[0], x.shape[1] // 2
+    if group_size and f % group_size:
+        raise ValueError(f"group_size={group_size} does not divide halves of {f}")
+    if not x.is_cuda:
+        return swiglu_quantize_ref(x, group_size=group_size)
+    codes, scale = empty_rows(x[:, :f])
+    saved = exponents = None
+    if group_size:
+        saved = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
+        exponents = torch.empty(m, 2 * f // group_size, dtype=torch.uint8, device=x.device)
+    size = group_size or UNSCALED
+    _swiglu_quantize_kernel[(m,)](
+        x,
+        codes,
+        scale,
+        saved,
+        exponents,
+        TOP=top_exponent(E4M3),
+        **_row_tile(f, size),
+    )
+    kept = None
+    if saved is not None and exponents is not None:
+        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), group(group_size), E4M3)
+    return Activated(QTensor(codes, scale, ROW, E4M3), kept)
+
+
+def _row_tile(f: int, size: int) -> dict[str, int]:
+    """How the threads of a program share a row: the fewest warps with at most CHUNKS runs each."""
+    run = min(RUN, size)
+    runs = triton.cdiv(f, run)
+    warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
+    groups = 32 * warps // min(size // run, 32)  # that have threads at a time
+    chunks = triton.cdiv(f, groups * size)
+    tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
+    return tile | {"num_warps": warps}
+
+
+def swiglu_backward_quantize(
+    da: Tensor,
+    x: Tensor | QTensor,
+    a_scale: Tensor,
+    *,
+    fmt: Fp8Format,
+    with_a: bool = True,
+) -> Gradients:
+    """da[M, F], the saved x[M, 2F] -> codes of dx and of a, for the GEMMs of backward.
+
+    `a_scale`: fp32 [], the scale of the whole of a (the largest of its row scales). `fmt`: of dx.
+    Without `with_a` there is no `a_t`.
+    """
+    if not da.is_cuda:
+        return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a)
+
+    (m, f), device = da.shape, da.device
+    elements, exponents, size = parts_of(x)
+    padded = padded_rows(m)
+    scale = _gradient_scale(da, elements, exponents, size, fmt)
+    dx = torch.empty(m, 2 * f, dtype=fmt.dtype, device=device)
+    dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
+    a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
+    programs = triton.cdiv(padded, TILE.rows) * triton.cdiv(f, TILE.columns)
+    tiles.swiglu_backward_kernel[(programs,)](
+        da,
+        elements,
+        exponents,
+        scale,
+        a_scale,
+        dx.view(torch.uint8),
+        dx_t.view(torch.int32),
+        None if a_t is None else a_t.view(torch.int32),
+        m,
+        padded,
+        f,
+        FORMAT=fmt.triton_dtype,
+        A_FORMAT=E4M3.triton_dtype,
+        SIZE=size,
+        ROWS=TILE.rows,
+        COLUMNS=TILE.columns,
+        RUN=TILE.run,
+        DOWN=TILE.down,
+        WARPS=TILE.warps,
+        num_warps=TILE.warps,
+    )
+    return Gradients(
+        QTensor(dx, scale, TENSOR, fmt),
+        QTensor(dx_t, scale, TENSOR, fmt),
+        None if a_t is None else QTensor(a_t, a_scale, TENSOR, E4M3),
+    )
+
+
+def _gradient_scale(
+    da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
+) -> Tensor:
+    """The scale [] of dx, from a pass over its operands."""
+
+    m, f = da.shape
+    count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
+    programs = min(count, PROGRAMS_PER_SM * processors(da.device))
+    amax = torch.empty(programs, dtype=torch.float32, device=da.device)
+    tiles.swiglu_amax_kernel[(programs,)](
+        da,
+        elements,
+        exponents,
+        amax,
+        m,
+        f,
+        SIZE=size,
+        ROWS=AMAX_TILE.rows,
+        COLUMNS=AMAX_TILE.columns,
+        RUN=AMAX_TILE.run,
+        WARPS=AMAX_TILE.warps,
+        num_warps=AMAX_TILE.warps,
+    )
+    return group_scale(amax, fmt, power_of_two=True)

@@ -1,0 +1,353 @@
+"""FP8 codes written as they are and transposed: the tiles of transpose.py and swiglu_quantize.py.
+
+A program has a tile of 4 R rows. A thread takes RUN columns of the rows 4 r + 0, 1, 2 and 3, makes
+their codes, and turns 4 x 4 codes into words of four rows. Only words change threads, once, through
+shared memory; loads and stores are of 16 bytes a thread wherever there are as many.
+
+    tile [R, GROUPS, INNER]   INNER consecutive columns of one group: its scale is one byte
+
+Words are opaque to compilers, on purpose: ptxas 12.8 loses codes that are stored both as they are
+and byte by byte. Written in Gluon, for the layouts decide the speed.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from coatlm.fp8.quantize import TRANSPOSE_4X4
+from coatlm.fp8.scaling import inverse_power_of_two, power_of_two
+
+SIGMOID = gl.constexpr("""{
+    .reg .f32 e;
+    mul.rn.f32 e, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 e, e;
+    add.rn.f32 e, e, 0f3F800000;
+    rcp.approx.ftz.f32 $0, e;
+}""")  # 1 / (1 + 2^(-x log2 e)); the reciprocal is good to one unit in the last place
+
+
+@gluon.constexpr_function
+def loads(R, GROUPS, INNER, RUN, WARPS):
+    """A warp covers whole rows as far as it can, RUN columns a thread."""
+    inner = INNER // RUN
+    groups = min(GROUPS, 32 // inner)
+    rows = 32 // (inner * groups)
+    down = min(WARPS, max(R // rows, 1))
+    return gl.BlockedLayout([1, 1, RUN], [rows, groups, inner], [down, WARPS // down, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def stores(R, GROUPS, INNER, WARPS):
+    """A thread has four words of a column, 16 rows."""
+    rows = min(R // 4, 32)
+    inner = min(32 // rows, INNER)
+    groups = 32 // (rows * inner)
+    across = min(WARPS, max(GROUPS // groups, 1))
+    return gl.BlockedLayout(
+        [4, 1, 1], [rows, groups, inner], [1, across, WARPS // across], [0, 2, 1]
+    )
+
+
+@gluon.jit
+def place(M, K, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DOWN: gl.constexpr):
+    """The program's tile, row by row in bands of DOWN rows of tiles."""
+    program = gl.program_id(0)
+    across = gl.cdiv(K, COLUMNS)
+    if DOWN == 1:
+        i, j = program // across, program % across
+    else:
+        band = program // (DOWN * across)
+        height = gl.minimum(gl.cdiv(M, ROWS) - band * DOWN, DOWN)
+        inside = program - band * DOWN * across
+        i, j = band * DOWN + inside % height, inside // height
+    return i * ROWS, j * COLUMNS
+
+
+@gluon.jit
+def axes(R: gl.constexpr, GROUPS: gl.constexpr, INNER: gl.constexpr, L: gl.constexpr):
+    """Row or word [R, 1], group [1, GROUPS] and column in a group [1, 1, INNER] of a layout."""
+    row = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
+    inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
+    return row, group, inner
+
+
+@gluon.jit
+def load_values(x_ptr, at, some):
+    return gl.load(x_ptr + at, mask=some[:, :, None], other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def load_powers(exponent_ptr, at, some):
+    """The scales of a tile's groups, [R, GROUPS]."""
+    return power_of_two(gl.load(exponent_ptr + at, mask=some, other=127).to(gl.int32))
+
+
+@gluon.jit
+def bytes_of(x, FORMAT: gl.constexpr):
+    """FP8 codes of fp32 values, as uint8."""
+    return x.to(FORMAT).to(gl.uint8, bitcast=True)
+
+
+@gluon.jit
+def inverse_at(scale_ptr):
+    """1 / S of a power-of-two scale in memory; NaN where it is not finite."""
+    return inverse_power_of_two((gl.load(scale_ptr).to(gl.int32, bitcast=True) >> 23) & 255)
+
+
+@gluon.jit
+def store_transposed(
+    a, b, c, d, code_t_ptr, first_row, first_column, padded, K,
+    R: gl.constexpr, GROUPS: gl.constexpr, INNER: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Codes of the rows 4 r + 0, 1, 2 and 3 -> int32[K, padded / 4], the first row lowest."""
+    word = gl.inline_asm_elementwise(
+        TRANSPOSE_4X4,
+        "=r,=r,=r,=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+    L: gl.constexpr = stores(R, GROUPS, INNER, WARPS)
+    word = gl.convert_layout(word, L)
+    words = padded // 16 * 4
+    row, group, inner = axes(R, GROUPS, INNER, L)
+    column = (group * INNER)[:, :, None] + inner
+    at_ptr = code_t_ptr + first_column.to(gl.int64) * words + first_row // 16 * 4
+    some = (row < words - first_row // 4) & (group * INNER < K - first_column)
+    at = column.to(gl.int64) * words + row[:, :, None]
+    gl.store(at_ptr + at, word, mask=some[:, :, None])
+
+
+@gluon.jit
+def _row_codes(
+    x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row, some,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Codes of a tile's rows 4 r + j, for one j, stored if asked for."""
+    if x_ptr.dtype.element_ty == gl.uint8:
+        code = gl.load(x_ptr + at, mask=some[:, :, None], other=0)
+    else:
+        x = load_values(x_ptr, at, some)
+        # Powers of two first: they move no bits, so that the rounding is that of x * row * column.
+        factor = inverse
+        if exponent_ptr is not None:
+            factor = load_powers(exponent_ptr, exponent_at, some) * factor
+        if row_ptr is not None:
+            factor = gl.load(row_ptr + row, mask=some, other=0.0) * factor
+        if exponent_ptr is not None or row_ptr is not None:
+            x = x * factor[:, :, None]
+        else:
+            x = x * factor
+        if column is not None:
+            x = x * column
+        code = bytes_of(x, FORMAT)
+    if code_ptr is not None:
+        gl.store(code_ptr + at, code, mask=some[:, :, None])
+    return code
+
+
+@gluon.jit
+def transpose_kernel(
+    x_ptr,  # [M, K]; uint8 stands for codes that are only moved
+    exponent_ptr,  # uint8[M, K / SIZE], or None
+    row_ptr,  # fp32[M], or None
+    column_ptr,  # [K], or None
+    scale_ptr,
+    code_ptr,  # uint8[M, K], or None
+    code_t_ptr,  # int32[K, padded / 4], or None
+    M,
+    padded,
+    K,
+    FORMAT: gl.constexpr,
+    SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    RUN: gl.constexpr,
+    DOWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    INNER: gl.constexpr = min(SIZE, 16)
+    GROUPS: gl.constexpr = COLUMNS // INNER
+    R: gl.constexpr = ROWS // 4
+    L: gl.constexpr = loads(R, GROUPS, INNER, min(RUN, INNER), WARPS)
+    first_row, first_column = place(padded, K, ROWS, COLUMNS, DOWN)
+    row, group, inner = axes(R, GROUPS, INNER, L)
+    row *= 4
+    offset = first_row.to(gl.int64) * K + first_column
+    x_ptr += offset
+    if code_ptr is not None:
+        code_ptr += offset
+    at = (row * K + group * INNER)[:, :, None] + inner
+    exponent_at = at
+    if exponent_ptr is not None:
+        exponent_ptr += first_row.to(gl.int64) * (K // SIZE)
+        exponent_at = row * (K // SIZE) + (first_column + group * INNER) // SIZE
+    if row_ptr is not None:
+        row_ptr += first_row
+    across = group * INNER < K - first_column
+    column = None
+    if column_ptr is not None:
+        mask = across[:, :, None]
+        at_column = (group * INNER)[:, :, None] + inner
+        column = gl.load(column_ptr + first_column + at_column, mask=mask, other=0.0)
+        column = column.to(gl.float32)
+    inverse = inverse_at(scale_ptr)
+    left = M - first_row
+    step = 0
+    if exponent_ptr is not None:
+        step = K // SIZE
+    a = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row,
+                   (row < left) & across, FORMAT)  # fmt: skip
+    b = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + K,
+                   exponent_at + step, row + 1, (row + 1 < left) & across, FORMAT)  # fmt: skip
+    c = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 2 * K,
+                   exponent_at + 2 * step, row + 2, (row + 2 < left) & across, FORMAT)  # fmt: skip
+    d = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 3 * K,
+                   exponent_at + 3 * step, row + 3, (row + 3 < left) & across, FORMAT)  # fmt: skip
+    if code_t_ptr is not None:
+        store_transposed(a, b, c, d, code_t_ptr, first_row, first_column, padded, K,
+                         R, GROUPS, INNER, WARPS)  # fmt: skip
+
+
+@gluon.jit
+def _swiglu_parts(gate):
+    """(silu, its derivative) of gate: g s and s + g s (1 - s)."""
+    s = gl.inline_asm_elementwise(SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
+    silu = gate * s
+    return silu, gl.fma(silu, 1.0 - s, s)
+
+
+@gluon.jit
+def _load_swiglu(da_ptr, x_ptr, exponent_ptr, at, exponent_at, some, F, SIZE: gl.constexpr,
+                 x_at):  # fmt: skip
+    """(da, gate, up) of a tile, in fp32."""
+    da = load_values(da_ptr, at, some)
+    gate, up = load_values(x_ptr, x_at, some), load_values(x_ptr + F, x_at, some)
+    if exponent_ptr is not None:
+        gate = gate * load_powers(exponent_ptr, exponent_at, some)[:, :, None]
+        up = up * load_powers(exponent_ptr + F // SIZE, exponent_at, some)[:, :, None]
+    return da, gate, up
+
+
+@gluon.jit
+def _gradient_codes(
+    da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at, x_at, exponent_at, some, F,
+    SIZE: gl.constexpr, FORMAT: gl.constexpr, A_FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Codes of dgate, dup and a of a tile's rows 4 r + j, for one j; those of dx are stored."""
+    da, gate, up = _load_swiglu(da_ptr, x_ptr, exponent_ptr, at, exponent_at, some, F, SIZE, x_at)
+    silu, slope = _swiglu_parts(gate)
+    da = da * inverse
+    dgate, dup = bytes_of(da * up * slope, FORMAT), bytes_of(da * silu, FORMAT)
+    gl.store(dx_ptr + x_at, dgate, mask=some[:, :, None])
+    gl.store(dx_ptr + F + x_at, dup, mask=some[:, :, None])
+    return dgate, dup, bytes_of(silu * up * a_inverse, A_FORMAT)
+
+
+@gluon.jit
+def swiglu_backward_kernel(
+    da_ptr,  # [M, F]
+    x_ptr,  # [M, 2F]
+    exponent_ptr,  # uint8[M, 2F / SIZE], or None: x is not FP8
+    dx_scale_ptr,
+    a_scale_ptr,
+    dx_ptr,  # uint8[M, 2F]
+    dx_t_ptr,  # int32[2F, padded / 4]
+    a_t_ptr,  # int32[F, padded / 4], or None
+    M,
+    padded,
+    F,
+    FORMAT: gl.constexpr,
+    A_FORMAT: gl.constexpr,
+    SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    RUN: gl.constexpr,
+    DOWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    INNER: gl.constexpr = min(SIZE, 16)
+    GROUPS: gl.constexpr = COLUMNS // INNER
+    R: gl.constexpr = ROWS // 4
+    L: gl.constexpr = loads(R, GROUPS, INNER, min(RUN, INNER), WARPS)
+    first_row, first_column = place(padded, F, ROWS, COLUMNS, DOWN)
+    row, group, inner = axes(R, GROUPS, INNER, L)
+    row *= 4
+    da_ptr += first_row.to(gl.int64) * F + first_column
+    x_offset = first_row.to(gl.int64) * (2 * F) + first_column
+    x_ptr += x_offset
+    dx_ptr += x_offset
+    at = (row * F + group * INNER)[:, :, None] + inner
+    x_at = (row * (2 * F) + group * INNER)[:, :, None] + inner
+    step = 2 * F // SIZE
+    exponent_at = row * step + (first_column + group * INNER) // SIZE
+    if exponent_ptr is not None:
+        exponent_ptr += first_row.to(gl.int64) * step
+    across = group * INNER < F - first_column
+    inverse, a_inverse = inverse_at(dx_scale_ptr), inverse_at(a_scale_ptr)
+    left = M - first_row
+    g0, u0, a0 = _gradient_codes(
+        da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at, x_at, exponent_at,
+        (row < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+    g1, u1, a1 = _gradient_codes(
+        da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + F, x_at + 2 * F,
+        exponent_at + step, (row + 1 < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+    g2, u2, a2 = _gradient_codes(
+        da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + 2 * F, x_at + 4 * F,
+        exponent_at + 2 * step, (row + 2 < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+    g3, u3, a3 = _gradient_codes(
+        da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + 3 * F, x_at + 6 * F,
+        exponent_at + 3 * step, (row + 3 < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+    store_transposed(g0, g1, g2, g3, dx_t_ptr, first_row, first_column, padded, F,
+                     R, GROUPS, INNER, WARPS)  # fmt: skip
+    up_ptr = dx_t_ptr + F.to(gl.int64) * (padded // 16 * 4)
+    store_transposed(u0, u1, u2, u3, up_ptr, first_row, first_column, padded, F,
+                     R, GROUPS, INNER, WARPS)  # fmt: skip
+    if a_t_ptr is not None:
+        store_transposed(a0, a1, a2, a3, a_t_ptr, first_row, first_column, padded, F,
+                         R, GROUPS, INNER, WARPS)  # fmt: skip
+
+
+@gluon.jit
+def swiglu_amax_kernel(
+    da_ptr,
+    x_ptr,
+    exponent_ptr,
+    amax_ptr,  # fp32[programs], of dx
+    M,
+    F,
+    SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    RUN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    INNER: gl.constexpr = min(SIZE, 16)
+    GROUPS: gl.constexpr = COLUMNS // INNER
+    L: gl.constexpr = loads(ROWS, GROUPS, INNER, min(RUN, INNER), WARPS)
+    row, group, inner = axes(ROWS, GROUPS, INNER, L)
+    at = (row * F + group * INNER)[:, :, None] + inner
+    x_at = (row * (2 * F) + group * INNER)[:, :, None] + inner
+    step = 2 * F // SIZE
+    tiles = gl.cdiv(F, COLUMNS)
+    largest = gl.full([ROWS, GROUPS, INNER], 0.0, gl.float32, L)
+    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * tiles, gl.num_programs(0)):
+        first_row, first_column = tile // tiles * ROWS, tile % tiles * COLUMNS
+        some = (row < M - first_row) & (group * INNER < F - first_column)
+        start = first_row.to(gl.int64) * F
+        exponent_at = first_row.to(gl.int64) * step
+        exponent_at += row * step + (first_column + group * INNER) // SIZE
+        da, gate, up = _load_swiglu(da_ptr + start + first_column,
+                                    x_ptr + 2 * start + first_column,
+                                    exponent_ptr, at, exponent_at, some, F, SIZE, x_at)  # fmt: skip
+        silu, slope = _swiglu_parts(gate)
+        NAN: gl.constexpr = tl.PropagateNan.ALL
+        most = gl.maximum(gl.abs(up * slope), gl.abs(silu), propagate_nan=NAN)
+        largest = gl.maximum(largest, gl.abs(da * most), propagate_nan=NAN)
+    bits = largest.to(gl.int32, bitcast=True)
+    amax = gl.max(gl.max(gl.max(bits, 2), 1), 0).to(gl.float32, bitcast=True)
+    gl.store(amax_ptr + gl.program_id(0), amax)

@@ -1,0 +1,283 @@
+"""A Hugging Face config.json and coatlm's `Model`, one from the other, with nothing dropped.
+
+Every field of a config.json is one of three things: it says what coatlm's model is (`MODEL_FIELDS`
+and the rotary ones), it must have a value that coatlm computes with (`_check_fixed`), or it has no
+part in the logits (`HARMLESS`) and is carried along. Any other is refused by its name.
+
+    family      q, k, v bias       q, k norm a head    sliding window
+    llama       attention_bias     no                  no
+    mistral     no                 no                  refused where it acts
+    qwen2       yes                no                  refused where it acts
+    qwen3       attention_bias     yes                 refused where it acts
+
+`attention_bias` also gives the output projection a bias, which coatlm's has not: it must be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coatlm.config import Config, Model, make_config
+
+Json = dict[str, Any]
+
+MODEL_FIELDS = {  # config.json -> model.*
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocab",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "init_std",
+}
+REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+DEFAULTS: Mapping[str, Json] = {  # what transformers fills in for fields that are not there
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+CARRIED = (  # no part in the logits of a text; written back on the way to Hugging Face
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+)
+HARMLESS = frozenset(CARRIED) | {
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "is_llama_config",
+    "max_sequence_length",
+    "model_type",
+    "pretraining_tp",  # cut GEMMs of early checkpoints into parts, which add up to the same
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "use_cache",
+}
+ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+FIXED = (
+    "hidden_act",
+    "attention_dropout",
+    "mlp_bias",
+    "attention_bias",
+    "use_mrope",
+    "rope_interleaved",
+)
+LLAMA3 = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
+WRONG_LAYER = {
+    "olmo2": "it normalises the outputs of attention and MLP, and q and k over all heads at once, "
+    "where coatlm's layer normalises inputs, and q and k a head"
+}
+
+
+def read_model(raw: Mapping[str, Any]) -> Json:
+    """The `model` section for a config.json. Raises ValueError, naming the field that does not fit.
+
+    Fields that are not there have the values that transformers gives them.
+    """
+    family = raw.get("model_type")
+    if family in WRONG_LAYER:
+        raise ValueError(f"config.json: model_type={family!r} does not fit: {WRONG_LAYER[family]}")
+    if family not in ARCHITECTURES:
+        raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
+    known = {*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED}
+    if unknown := sorted(raw.keys() - known):
+        raise ValueError(
+            f"config.json: {unknown[0]}={raw[unknown[0]]!r} is not known to this converter, "
+            f"so it cannot tell what would be lost{_more(unknown)}"
+        )
+    if missing := [name for name in REQUIRED if raw.get(name) is None]:
+        raise ValueError(f"config.json: {missing[0]} is missing")
+    filled = {**DEFAULTS[family], "rms_norm_eps": 1e-6, **raw}
+    _check_fixed(family, filled)
+    _check_window(family, filled)
+    section = {
+        ours: filled[name] for name, ours in MODEL_FIELDS.items() if filled.get(name) is not None
+    }
+    section |= _rotary(filled)
+    section["qkv_bias"] = family == "qwen2" or bool(filled.get("attention_bias"))
+    section["qk_norm"] = family == "qwen3"
+    return section
+
+
+def write_config(
+    config: Config, vocab: int, *, dtype: str, like: Mapping[str, Any] | None = None
+) -> Json:
+    """A config.json for the model of a run, for any transformers since 4.51.
+
+    `vocab` is the rows of the embedding to be written, `dtype` what the weights are stored in.
+    `like`: the config.json of a relative (what the run started from), for the fields in `CARRIED`
+    and for the family where it fits. Raises ValueError for a relative of another shape.
+    """
+    model = config.model
+    if like:
+        _check_shape(model, Model.model_validate(read_model(like)))
+    like = like or {}
+    family = _family(model, like.get("model_type"))
+    carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
+    result: Json = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "hidden_act": "silu",
+        **{name: getattr(model, ours) for name, ours in MODEL_FIELDS.items()},
+        "vocab_size": vocab,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": config.data.seq_len,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+        **carried,
+    }
+    if model.rope_scaling is not None:
+        result["rope_scaling"] = {"rope_type": "llama3", **model.rope_scaling.model_dump()}
+    if family in ("llama", "qwen3"):
+        result["attention_bias"] = model.qkv_bias
+    if family == "llama":
+        result["mlp_bias"] = False
+    if family == "mistral":
+        result["sliding_window"] = None
+    if family in ("qwen2", "qwen3"):
+        result["use_sliding_window"] = False
+    if family == "qwen2" and model.size_per_head * model.heads == model.hidden:
+        del result["head_dim"]  # the family has no such field; transformers honours it if needed
+    return result
+
+
+def output_bias(raw: Mapping[str, Any]) -> bool:
+    """Whether the family gives the attention's output projection a bias."""
+    return raw["model_type"] in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+
+
+def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precision: str) -> Config:
+    """A whole configuration around a converted model; data and training are the defaults."""
+    return make_config(
+        {
+            "model": dict(model),
+            "data": {"text": "python-stdlib", "tokenizer": tokenizer, "seq_len": seq_len},
+            "precision": {"recipe": precision},
+        }
+    )
+
+
+def _check_shape(model: Model, other: Model) -> None:
+    """Raise ValueError for a relative that cannot be one."""
+    for name in SHAPE:
+        if getattr(model, name) != getattr(other, name):
+            raise ValueError(
+                f"model.{name} is {getattr(model, name)}, and {getattr(other, name)} in the "
+                "config.json of the relative: not a model that this one was trained from"
+            )
+
+
+def _family(model: Model, wanted: str | None) -> str:
+    """The family that has this model's features; `wanted` where several have."""
+    biased, normed = model.qkv_bias, model.qk_norm
+    even = model.hidden % model.heads == 0  # what transformers asks of llama alone
+    fits = {
+        "llama": not biased and not normed and even,
+        "mistral": not biased and not normed,
+        "qwen2": biased and not normed,
+        "qwen3": normed,
+    }
+    if wanted in fits and (fits[wanted] or (wanted == "llama" and biased and not normed and even)):
+        return wanted
+    return next(name for name, fit in fits.items() if fit)
+
+
+def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field has a value that coatlm does not compute with."""
+    allowed: list[tuple[str, tuple[Any, ...]]] = [
+        ("hidden_act", (None, "silu")),
+        ("attention_dropout", (None, 0)),
+        ("mlp_bias", (None, False)),
+        ("partial_rotary_factor", (None, 1)),
+        ("use_mrope", (None, False)),
+        ("rope_interleaved", (None, False)),
+        (
+            "attention_bias",
+            (None, False) if family in ("mistral", "qwen2") else (None, False, True),
+        ),
+        ("architectures", (None, [ARCHITECTURES[family]])),
+    ]
+    for name, values in allowed:
+        value = raw.get(name)
+        if value not in values:
+            choices = " or ".join(repr(v) for v in values if v is not None)
+            raise ValueError(f"config.json: {name}={value!r} of {family}: only {choices} is read")
+
+
+def _check_window(family: str, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError where some layer would attend to a window only."""
+    longest, window = raw["max_position_embeddings"], raw.get("sliding_window")
+    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window"):
+        window = None  # transformers ignores it then
+    layers = raw["num_hidden_layers"]
+    first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+    if window is not None and window < longest and first < layers and family != "llama":
+        raise ValueError(
+            f"config.json: sliding_window={window} acts within max_position_embeddings={longest}: "
+            "coatlm attends to all tokens before"
+        )
+    others = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if others:
+        raise ValueError(f"config.json: layer_types has {sorted(others)[0]!r}: only full_attention")
+
+
+def _rotary(raw: Mapping[str, Any]) -> Json:
+    """rope_theta and rope_scaling, from the one field of transformers 5 or the two before it."""
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = dict(raw.get(name) or {})
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    theta = given.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    if given.pop("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"config.json: {name}.partial_rotary_factor: only 1 is read")
+    section: Json = {"rope_theta": float(theta)}
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"config.json: {name}.rope_type={kind!r}: only default and llama3 is read")
+    if kind == "llama3":
+        given.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
+        section["rope_scaling"] = {key: given.pop(key) for key in LLAMA3 if key in given}
+        if missing := [key for key in LLAMA3 if key not in section["rope_scaling"]]:
+            raise ValueError(f"config.json: {name}.{missing[0]} is missing")
+    if given:
+        raise ValueError(f"config.json: {name}.{min(given)} of {kind!r} is not known")
+    return section
+
+
+def _more(names: list[str]) -> str:
+    return f" (also {', '.join(names[1:])})" if len(names) > 1 else ""

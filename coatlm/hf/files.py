@@ -1,0 +1,206 @@
+"""safetensors on disk, one tensor in memory at a time.
+
+A file is 8 bytes with the length of a JSON header, the header (name -> type, shape, byte range) and
+the tensors' bytes. The library writes a file from a dict of all its tensors; the writer here knows
+types and shapes beforehand, so it writes the header first and asks for each tensor when its turn
+comes. Reading is the library's; a file is opened for each tensor, because what a mapping has read
+counts as this process's memory until it is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES = {  # of the types in a header
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+TYPES = {name: dtype for dtype, name in NAMES.items()}
+ALIGNMENT = 8  # of the first tensor in a file
+
+
+class Described(NamedTuple):
+    """What a stored tensor is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion wrote."""
+
+    tensors: int
+    bytes: int  # of tensors
+    notes: tuple[str, ...] = ()  # what the user should know
+
+    @classmethod
+    def of(cls, written: Sequence[Described], notes: tuple[str, ...]) -> Report:
+        return cls(len(written), sum(described.nbytes for described in written), notes)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a directory, from one file or from several with an index."""
+
+    directory: Path
+    files: Mapping[str, str]  # tensor -> file
+
+    @classmethod
+    def open(cls, directory: Path) -> Weights:
+        """Raises ValueError where there is no safetensors, or an index that does not fit them."""
+        if (directory / INDEX).exists():
+            files = read_json(directory / INDEX).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+                raise ValueError(f"{directory / INDEX}: has no weight_map of file names")
+            if foreign := [file for file in files.values() if Path(file).name != file]:
+                raise ValueError(f"{directory / INDEX}: {foreign[0]!r} is not a file's name")
+        elif (directory / SINGLE).exists():
+            files = dict.fromkeys(_header(directory / SINGLE), SINGLE)
+        else:
+            raise ValueError(f"{directory}: has neither {SINGLE} nor {INDEX}")
+        return cls(directory, files)
+
+    def describe(self) -> dict[str, Described]:
+        """Type and shape of every tensor. Raises ValueError, naming the file, for a damaged one."""
+        headers = {
+            file: _header(self.directory / file) for file in sorted(set(self.files.values()))
+        }
+        for name, file in self.files.items():
+            if name not in headers[file]:
+                raise ValueError(f"{self.directory / file}: has no {name}, which {INDEX} lists")
+        return {name: headers[file][name] for name, file in self.files.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A copy in memory."""
+        path = self.directory / self.files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name).clone()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: {name} cannot be read: {error}") from None
+
+
+def write_weights(
+    directory: Path,
+    tensors: Mapping[str, Described],
+    make: Callable[[str], Tensor],
+    *,
+    shard_bytes: int,
+) -> None:
+    """Write `make(name)` for each name, in order, to files of at most `shard_bytes` where a tensor
+    allows it; several get an index."""
+    shards: list[dict[str, Described]] = [{}]
+    for name, described in tensors.items():
+        filled = sum(d.nbytes for d in shards[-1].values())
+        if shards[-1] and filled + described.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = described
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE]
+    for file, shard in zip(names, shards, strict=True):
+        _write_file(directory / file, shard, make)
+    if count > 1:
+        total = sum(d.nbytes for d in tensors.values())
+        files = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file. Raises ValueError, naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Indented, as Hugging Face writes it."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def whole_directory(final: Path) -> Iterator[Path]:
+    """A new directory that gets the name `final` once it is filled, and is removed if it fails.
+
+    Raises ValueError, before anything else, if `final` exists and is not an empty directory.
+    """
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ValueError(f"{final}: exists already; give a new directory")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.replace(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_file(
+    path: Path, tensors: Mapping[str, Described], make: Callable[[str], Tensor]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, described in tensors.items():
+        stop = start + described.nbytes
+        header[name] = {
+            "dtype": NAMES[described.dtype],
+            "shape": list(described.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, described in tensors.items():
+            _write_tensor(file, make(name), described)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: IO[bytes], tensor: Tensor, described: Described) -> None:
+    assert (tensor.dtype, tuple(tensor.shape)) == described
+    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _header(path: Path) -> dict[str, Described]:
+    """Type and shape of each tensor in a file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            found = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a safetensors file: {error}") from None
+    for name, (dtype, _) in found.items():
+        if dtype not in TYPES:
+            raise ValueError(f"{path}: {name} is {dtype}: one of {', '.join(TYPES)}")
+    return {name: Described(TYPES[dtype], shape) for name, (dtype, shape) in found.items()}

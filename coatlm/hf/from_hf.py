@@ -1,0 +1,197 @@
+"""A Hugging Face directory into a checkpoint of coatlm, one tensor at a time.
+
+Values are copied bit by bit unless another type is asked for. The checkpoint holds logical tensors,
+so it loads into any layout; it has weights and no optimizer states, and a run starts from it with
+`checkpoint.resume=PATH checkpoint.weights_only=true`. Beside the weights it keeps what the
+directory had: config.json, the tokenizer's files and generation_config.json, all in the manifest,
+and a config.yaml with the keys that a run from it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from coatlm.config import Config
+from coatlm.data.tokenizer import make_tokenizer
+from coatlm.hf.config import output_bias, read_model, run_config
+from coatlm.hf.files import Described, Report, Weights, read_json, whole_directory
+from coatlm.hf.layout import EMBEDDING, HEAD, Entry, entries, zero_biases
+from coatlm.hf.tokenizer import (
+    GENERATION,
+    TOKENIZER_FILES,
+    check_rows,
+    copy_files,
+    first_eos,
+    moved,
+    spec_in,
+)
+from coatlm.train.manifest import STATE, File, sha256, write_file, write_manifest
+from coatlm.train.shards import write_layout, write_one_by_one
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # what coatlm trains in
+COMPUTED = ".rotary_emb.inv_freq"  # kept by early checkpoints; follows from config.json
+SEQ_LEN = 2048  # where config.json does not say
+
+
+def from_huggingface(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    vocab_multiple: int = 1,
+    seq_len: int | None = None,
+) -> Report:
+    """Write `destination`, a checkpoint, from a directory with config.json and safetensors.
+
+    `dtype` (bf16, fp32): None keeps the stored type. `tokenizer`: a spec of `data.tokenizer` in
+    place of the directory's. `vocab_multiple`: rows of zeros are added until the embedding has a
+    multiple of it; each adds exp(0) to the softmax. `seq_len`: of the runs to come; None: the
+    longest that the model was made for. Raises ValueError, naming what does not fit, before
+    anything is written, and CheckpointError where writing fails.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={dtype!r}: coatlm trains in {' or '.join(DTYPES)}")
+    if vocab_multiple < 1:
+        raise ValueError(f"vocab_multiple={vocab_multiple}: at least 1")
+    raw = read_json(source / "config.json")
+    model = read_model(raw)
+    rows = model["vocab"] + -model["vocab"] % vocab_multiple
+    spec, fingerprint = _tokenizer(source, raw, tokenizer, rows)
+    weights = Weights.open(source)
+    stored = weights.describe()
+    kind = _common_type(stored, dtype)
+    if seq_len is None:
+        seq_len = int(raw.get("max_position_embeddings") or SEQ_LEN)
+    config = run_config(
+        {**model, "vocab": rows},
+        tokenizer=spec if tokenizer else moved(spec, source, destination),
+        seq_len=seq_len,
+        precision="fp32" if kind == torch.float32 else "bf16",
+    )
+    plan = {entry.key: entry for entry in entries(config.model, model["vocab"])}
+    _check_stored(weights, stored, plan, biases=output_bias(raw), config=config)
+    described = {key: (kind, _shape(entry, rows)) for key, entry in plan.items()}
+
+    def make(key: str) -> Tensor:
+        parts = [weights.read(name).to(kind) for name in plan[key].parts]
+        return _with_rows(plan[key].join(parts), described[key][1][0])
+
+    with whole_directory(destination) as directory:
+        write_layout(directory)
+        write_one_by_one(directory, described, make)
+        own = () if tokenizer else TOKENIZER_FILES
+        copy_files(source, directory, ("config.json", GENERATION, *own))
+        write_file(directory / STATE, _state(config, fingerprint))
+        write_file(directory / "config.yaml", _start_yaml(config, destination))
+        files = {p.name: File(p.stat().st_size, sha256(p)) for p in directory.iterdir()}
+        write_manifest(directory, destination.parent, files)
+    added = f"{rows - model['vocab']} rows of zeros were added to the vocabulary"
+    notes = (added,) if rows > model["vocab"] else ()
+    return Report.of([Described(*d) for d in described.values()], notes)
+
+
+def _tokenizer(
+    source: Path, raw: Mapping[str, Any], given: str | None, rows: int
+) -> tuple[str, str]:
+    """Spec and fingerprint of the tokenizer, read where it lies now."""
+    eos = first_eos(raw)
+    if eos is None and (source / GENERATION).exists():
+        eos = first_eos(read_json(source / GENERATION))
+    spec = given or spec_in(source, eos)
+    if spec is None:
+        raise ValueError(
+            f"{source}: has no tokenizer.json and no tokenizer.model: name a tokenizer"
+        )
+    made = make_tokenizer(spec)
+    check_rows(made, rows)
+    return spec, made.fingerprint
+
+
+def _common_type(stored: Mapping[str, Described], wanted: str | None) -> torch.dtype:
+    if wanted is not None:
+        return DTYPES[wanted]
+    found = {d.dtype for name, d in stored.items() if not name.endswith(COMPUTED)}
+    if len(found) == 1 and found <= set(DTYPES.values()):
+        return found.pop()
+    names = ", ".join(sorted(str(t).removeprefix("torch.") for t in found))
+    raise ValueError(f"the weights are {names}: say which type to train in, bf16 or fp32")
+
+
+def _check_stored(
+    weights: Weights,
+    stored: Mapping[str, Described],
+    plan: Mapping[str, Entry],
+    *,
+    biases: bool,
+    config: Config,
+) -> None:
+    """Raise ValueError unless the directory has exactly the tensors that the model consists of."""
+    wanted = {name: shape for entry in plan.values() for name, shape in entry.parts.items()}
+    zeros = zero_biases(config.model) if biases else {}
+    for name, shape in {**wanted, **zeros}.items():
+        if name not in stored:
+            raise ValueError(f"{weights.directory}: {name} is missing")
+        if stored[name].shape != shape:
+            found = list(stored[name].shape)
+            raise ValueError(
+                f"{weights.directory}: {name} is {found}, config.json says {list(shape)}"
+            )
+    for name in zeros:
+        if bool(weights.read(name).any()):
+            raise ValueError(
+                f"{weights.directory}: {name} is not zero: attention_bias=true gives the output "
+                "projection a bias, which coatlm has not"
+            )
+    extra = [n for n in stored if n not in wanted | zeros and not n.endswith(COMPUTED)]
+    if HEAD in extra and config.model.tie_embeddings:
+        if not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
+            raise ValueError(f"{weights.directory}: tie_word_embeddings=true, but {HEAD} differs")
+        extra.remove(HEAD)
+    if extra:
+        raise ValueError(f"{weights.directory}: {extra[0]} has no place in coatlm's model")
+
+
+def _shape(entry: Entry, rows: int) -> tuple[int, ...]:
+    """In the checkpoint, where the vocabulary may have more rows."""
+    vocabulary = entry.parts.keys() & {EMBEDDING, HEAD}
+    return (rows, *entry.shape[1:]) if vocabulary else entry.shape
+
+
+def _with_rows(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def _state(config: Config, fingerprint: str) -> bytes:
+    """state.json of a run that has done nothing yet."""
+    state = {
+        "step": 0,
+        "tokens": 0,
+        "updates": 0,
+        "skipped": 0,
+        "tokenizer": fingerprint,
+        "config": config.model_dump(mode="json"),
+    }
+    return json.dumps(state, indent=1).encode()
+
+
+def _start_yaml(config: Config, destination: Path) -> bytes:
+    """What a run from the checkpoint must be given; `data.text` or `data.paths` is to be added."""
+    resolved = config.model_dump(mode="json")
+    keys = {
+        "model": resolved["model"],
+        "data": {name: resolved["data"][name] for name in ("tokenizer", "seq_len")},
+        "precision": resolved["precision"],
+        "checkpoint": {"resume": str(destination), "weights_only": True},
+    }
+    return OmegaConf.to_yaml(OmegaConf.create(keys)).encode()

@@ -1,0 +1,224 @@
+"""A checkpoint of coatlm into a Hugging Face directory, one tensor at a time.
+
+The weights are those that the model computed with, unless fp32 is asked for and the checkpoint
+knows them better: then what the optimizer kept beside each BF16 weight (a master, a remainder, the
+low half of a pair) is decoded too. config.json, the tokenizer and generation_config.json come from
+the checkpoint's own run, or from a relative that it was trained from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coatlm.config import Config, make_config
+from coatlm.hf.config import output_bias, write_config
+from coatlm.hf.files import (
+    Described,
+    Report,
+    read_json,
+    whole_directory,
+    write_json,
+    write_weights,
+)
+from coatlm.hf.fp8 import Fp8Export
+from coatlm.hf.layout import EMBEDDING, Entry, entries, is_linear, zero_biases
+from coatlm.hf.tokenizer import GENERATION, TOKENIZER_FILES, copy_files, export_tokenizer
+from coatlm.optim.adamw import MASTER, find_recipe
+from coatlm.optim.formats import GROUP
+from coatlm.train.checkpoint import find_checkpoint, read_state
+from coatlm.train.shards import StoredTensors
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+SHARD_BYTES = 5 * 10**9
+STATES = "optimizer.state."
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
+
+logger = logging.getLogger("coatlm.hf")
+
+
+def to_huggingface(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    like: Path | None = None,
+    vocab_size: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    fp8: Fp8Export | None = None,
+) -> Report:
+    """Write `destination`, which AutoModelForCausalLM.from_pretrained reads.
+
+    `source`: a checkpoint, or a run, of which the newest is taken; its checksums are compared.
+    `dtype` (bf16, fp32, fp16): None keeps the model's. `like`: a Hugging Face directory or a
+    converted checkpoint, for the family, the tokenizer and what has no part in the logits; by
+    default the checkpoint itself, where it was converted. `vocab_size`: rows of the embedding to
+    keep; None: as many as the relative has, else all. `shard_bytes`: the largest file.
+    Raises ValueError, naming what does not fit, before anything is written, and CheckpointError.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes}: at least 1")
+    named = os.path.join(".", source)  # not one of the words auto and none
+    checkpoint = find_checkpoint(named, source, logger)
+    assert checkpoint is not None  # a path was given
+    state = read_state(checkpoint)
+    config = make_config(state["config"])
+    relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
+    raw = read_json(relative / "config.json") if relative else {}
+    weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)
+    rows = _rows(raw.get("vocab_size") if vocab_size is None else vocab_size, weights.rows)
+    result = write_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
+    plan = list(entries(config.model, rows))
+    zeros = zero_biases(config.model) if output_bias(result) else {}
+    described = _describe(plan, zeros, weights.dtype, fp8)
+    with whole_directory(destination) as directory:
+        notes = _write_tokenizer(directory, relative, config, state["tokenizer"], result)
+        if fp8 is not None:
+            result["quantization_config"] = fp8.config()
+        write_json(directory / "config.json", result)
+        if not (directory / GENERATION).exists():
+            ids = {n: result[n] for n in ("bos_token_id", "eos_token_id") if result[n] is not None}
+            write_json(directory / GENERATION, ids)
+        tensors = _tensors(plan, zeros, weights, rows, fp8)
+
+        def make(name: str) -> Tensor:
+            made, tensor = next(tensors)
+            assert made == name, f"{made} is made where {name} is to be written"
+            return tensor
+
+        write_weights(directory, described, make, shard_bytes=shard_bytes)
+    return Report.of(list(described.values()), notes)
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint as a Hugging Face model is to have them.
+
+    Raises ValueError where the checkpoint does not have exactly the tensors of its configuration.
+    """
+
+    def __init__(self, checkpoint: Path, config: Config, dtype: torch.dtype | None) -> None:
+        self._stored, self._path = StoredTensors(checkpoint), checkpoint
+        described = self._stored.described
+        if EMBEDDING_KEY not in described:
+            raise ValueError(f"{checkpoint}: {EMBEDDING_KEY} is missing")
+        own, (self.rows, _) = described[EMBEDDING_KEY]
+        self.dtype = dtype or own
+        self._recipe = find_recipe(config.optim.recipe).weight
+        exact = dtype == torch.float32 and own == torch.bfloat16
+        names = [key.removeprefix(STATES) for key in described if key.startswith(STATES)]
+        masters = [name for name in names if exact and name.startswith(MASTER)]
+        plan = {entry.key: entry.shape for entry in entries(config.model, self.rows)}
+        self._suffixes = {  # of what is kept beside each weight
+            key: [n[len(MASTER) : -len(key) - 1] for n in masters if n.endswith(f".{key}")]
+            for key in plan
+        }
+        for key, shape in plan.items():
+            if key not in described or described[key][1] != shape:
+                found = list(described[key][1]) if key in described else "missing"
+                raise ValueError(f"{checkpoint}: {key} is {found}, its model has {list(shape)}")
+        weights = [key for key in described if not key.startswith(STATES)]
+        if extra := sorted(set(weights) - plan.keys()):
+            raise ValueError(f"{checkpoint}: {extra[0]} has no place in a Hugging Face model")
+
+    def read(self, key: str) -> Tensor:
+        """Raises ValueError where a finite value does not fit the type."""
+        weight = self._stored.read(key)
+        if self._suffixes[key]:
+            weight = self._decode(key, weight)
+        result = weight.to(self.dtype)
+        if self.dtype == torch.float16 and bool((result.isinf() & weight.isfinite()).any()):
+            raise ValueError(
+                f"{self._path}: {key} has values beyond fp16's 65504: take bf16 or fp32"
+            )
+        return result
+
+    def _decode(self, key: str, weight: Tensor) -> Tensor:
+        """The weight with what the optimizer knows beyond its BF16."""
+        flat = _padded(weight)
+        state: dict[str, Tensor] = {}
+        for suffix in self._suffixes[key]:
+            part = self._stored.read(f"{STATES}{MASTER}{suffix}.{key}")
+            if part.numel() == weight.numel():
+                state[suffix] = _padded(part)
+            elif part.numel() == flat.numel() // GROUP:
+                state[suffix] = part.reshape(-1)
+            else:
+                raise ValueError(
+                    f"{self._path}: the master of {key} has scales in the order of its "
+                    "tensor-parallel ranks, which is not undone here: take bf16"
+                )
+        return self._recipe.decode(flat, state)[: weight.numel()].view(weight.shape)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Flat, with zeros up to a multiple of 128, as the optimizer saw it."""
+    flat = tensor.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP))
+
+
+def _rows(wanted: int | None, stored: int) -> int:
+    if wanted is not None and not 1 <= wanted <= stored:
+        raise ValueError(f"vocab_size={wanted}: the checkpoint's embedding has {stored} rows")
+    return stored if wanted is None else wanted
+
+
+def _describe(
+    plan: list[Entry], zeros: Mapping[str, Any], dtype: torch.dtype, fp8: Fp8Export | None
+) -> dict[str, Described]:
+    """What is to be written, in the order of `_tensors`."""
+    described: dict[str, Described] = {}
+    for entry in plan:
+        for name, shape in entry.parts.items():
+            if fp8 is not None and is_linear(name):
+                described |= fp8.describe(name, shape)
+            else:
+                described[name] = Described(dtype, shape)
+    return described | {name: Described(dtype, shape) for name, shape in zeros.items()}
+
+
+def _tensors(
+    plan: list[Entry],
+    zeros: Mapping[str, Any],
+    weights: CheckpointWeights,
+    rows: int,
+    fp8: Fp8Export | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor to be written, made when it is asked for."""
+    for entry in plan:
+        whole = weights.read(entry.key)
+        if EMBEDDING in entry.parts or entry.key == "output_layer.weight":
+            whole = whole[:rows]
+        for name, part in zip(entry.parts, entry.split(whole), strict=True):
+            if fp8 is not None and is_linear(name):
+                yield from fp8.encode(name, part).items()
+            else:
+                yield name, part
+    for name, shape in zeros.items():
+        yield name, torch.zeros(shape, dtype=weights.dtype)
+
+
+def _write_tokenizer(
+    directory: Path,
+    relative: Path | None,
+    config: Config,
+    fingerprint: str,
+    result: dict[str, Any],
+) -> tuple[str, ...]:
+    """Carry the tokenizer along; sets the ids of `result` where its origin does not give them."""
+    if relative is not None:
+        copy_files(relative, directory, (GENERATION,))
+        if copy_files(relative, directory, TOKENIZER_FILES):
+            return ()
+    eod, note = export_tokenizer(config.data.tokenizer, fingerprint, directory)
+    for name in ("bos_token_id", "eos_token_id"):
+        if result[name] is None:
+            result[name] = eod
+    return (note,) if note else ()

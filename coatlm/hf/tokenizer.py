@@ -1,0 +1,186 @@
+"""Tokenizers carried between a Hugging Face directory and a checkpoint of coatlm.
+
+The files go along unchanged. What coatlm's own runs name in `data.tokenizer` becomes a directory
+that transformers' AutoTokenizer reads: a tokenizer.json as it is, a sentencepiece model as
+tokenizer.model, and bytes as a byte-level BPE without merges, whose ids are the same. A tiktoken
+encoding has no such form.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coatlm.data.tokenizer import EOD_NAMES, ByteTokenizer, Tokenizer, make_tokenizer
+from coatlm.hf.files import read_json, write_json
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+GENERATION = "generation_config.json"
+
+
+def copy_files(source: Path, destination: Path, names: tuple[str, ...]) -> list[str]:
+    """Copy those of `names` that are there; returns them."""
+    found = [name for name in names if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, destination / name)
+    return found
+
+
+def spec_in(directory: Path, eos: int | None) -> str | None:
+    """`data.tokenizer` for a Hugging Face directory; None where it has no tokenizer for coatlm.
+
+    `eos`: the id that its config.json says ends a text.
+    """
+    fast = directory / "tokenizer.json"
+    if fast.exists():
+        token = _token(fast, eos) if eos is not None else None
+        return f"hf:{fast}" + (f"?eod={token}" if token else "")
+    slow = directory / "tokenizer.model"
+    return f"sentencepiece:{slow}" if slow.exists() else None
+
+
+def moved(spec: str, source: Path, destination: Path) -> str:
+    """The same spec after its file went from one directory to another."""
+    return spec.replace(f":{source}/", f":{destination}/", 1)
+
+
+def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[int | None, str]:
+    """Write what AutoTokenizer reads. Returns its end-of-document id, and a note if it could not.
+
+    Raises ValueError where the files that `spec` names are not those of `fingerprint`.
+    """
+    try:
+        tokenizer = make_tokenizer(spec)
+    except ValueError as error:
+        return None, f"no tokenizer was written: {error}"
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"data.tokenizer={spec}: not the file that this checkpoint trained with")
+    kind, _, rest = spec.partition(":")
+    path = Path(rest.partition("?")[0])
+    if kind == "byte":
+        _write_byte_tokenizer(destination)
+    elif kind == "hf":
+        shutil.copyfile(path, destination / "tokenizer.json")
+        if path.name == "tokenizer.json":  # then what lies beside it belongs to it
+            others = tuple(n for n in TOKENIZER_FILES if n not in ("tokenizer.json", "vocab.json"))
+            copy_files(path.parent, destination, others)
+        if not (destination / "tokenizer_config.json").exists():
+            _write_fast_config(destination, _token(path, tokenizer.eod))
+    elif kind == "sentencepiece":
+        shutil.copyfile(path, destination / "tokenizer.model")
+        if not _is_like_llama(path):
+            return tokenizer.eod, (
+                "tokenizer.model was copied, but transformers has no tokenizer for it: its "
+                "LlamaTokenizer is for BPE models that leave the text as it is"
+            )
+        _write_sentencepiece_config(destination)
+    else:
+        return tokenizer.eod, f"no tokenizer was written: {spec} has no Hugging Face form"
+    return tokenizer.eod, ""
+
+
+def first_eos(raw: Mapping[str, Any]) -> int | None:
+    """The id in a config.json that ends a text; the first where it lists several."""
+    eos = raw.get("eos_token_id")
+    if isinstance(eos, list):
+        eos = eos[0] if eos else None
+    return eos if isinstance(eos, int) else None
+
+
+def check_rows(tokenizer: Tokenizer, rows: int) -> None:
+    """Raise ValueError where the tokenizer has ids that the embedding has not."""
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"tokenizer {tokenizer.spec}: has ids up to {tokenizer.vocab_size - 1}, "
+            f"the embedding {rows} rows"
+        )
+
+
+def _token(path: Path, index: int) -> str | None:
+    import tokenizers
+
+    token: str | None = tokenizers.Tokenizer.from_file(str(path)).id_to_token(index)
+    return token
+
+
+def _write_byte_tokenizer(destination: Path) -> None:
+    """A BPE over the 256 characters that stand for bytes, in the order of the bytes."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([EOD_NAMES[0]])
+    assert model.token_to_id(EOD_NAMES[0]) == ByteTokenizer.eod
+    model.save(str(destination / "tokenizer.json"))
+    _write_fast_config(destination, EOD_NAMES[0])
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level BPE writes for each byte.
+
+    A printable character of Latin-1 stands for itself, the others for the next one from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _write_fast_config(destination: Path, end: str | None) -> None:
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(destination / "tokenizer_config.json", content)
+
+
+def _is_like_llama(path: Path) -> bool:
+    """Whether transformers' LlamaTokenizer cuts text as this sentencepiece model does."""
+    try:
+        protocol: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except ImportError as error:
+        raise ValueError(f"{path}: reading it needs {error.name}: pip install protobuf") from None
+    model = protocol.ModelProto()
+    model.ParseFromString(path.read_bytes())
+    trained, text = model.trainer_spec, model.normalizer_spec
+    return bool(
+        trained.model_type == trained.BPE
+        and text.name == "identity"
+        and text.add_dummy_prefix
+        and not text.remove_extra_whitespaces
+    )
+
+
+def _write_sentencepiece_config(destination: Path) -> None:
+    content = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "legacy": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(destination / "tokenizer_config.json", content)
+
+
+def carried_config(directory: Path | None) -> dict[str, Any] | None:
+    """The config.json of a directory, if it has one."""
+    if directory is None or not (directory / "config.json").exists():
+        return None
+    return read_json(directory / "config.json")

@@ -1,0 +1,489 @@
+"""COAT's FP8 activation flow (arXiv 2410.19313, section 5) as a megatron-core transformer layer.
+
+    x ---- norm ---- qkv ---- rope ---- attention ---- proj -(+x)- x1 ---- norm ---- gate|up
+                                                                     SwiGLU ---- down -(+x1)-
+
+Two autograd functions hold all linears: `_NormQKV` from the residual stream to q, k, v, and
+`_ProjMLP` from the attention output to the next layer. Between them attention is torch's own.
+
+T tokens (sequence x batch) of this rank, H hidden, W = q | k | v, F ffn, per tensor-parallel rank;
+E4M3 unless said otherwise. Operands of forward have a scale a row, those of backward one a tensor
+(the largest of the row scales); what is kept has a scale for 1 x group elements.
+
+                        kept for backward                made again in backward
+    first norm          x [T, H], rms [T]                norm output, transposed
+    attention           q, k, v, o, softmax statistics   o transposed
+    second norm         x1 [T, H], rms [T]               norm output, transposed
+    SwiGLU              gate | up [T, 2F]                SwiGLU output, transposed
+
+Weights are cast when a GEMM needs them, as they are in forward and transposed in backward, and are
+kept no longer unless the recipe says so. Weight gradients are added to `main_grad` by their GEMM.
+On the CPU the references run: the same scales and codes, products in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from coatlm.fp8.attention import attend_keeping_fp8
+from coatlm.fp8.formats import E4M3
+from coatlm.fp8.gemm import matmul, tune
+from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
+from coatlm.fp8.qtensor import ROW, QTensor, group
+from coatlm.fp8.recipe import FlowRecipe
+from coatlm.fp8.rope import rotate_qkv_, split_qkv_rope
+from coatlm.fp8.rope_quantize import join_quantize
+from coatlm.fp8.scaling import current_scale, group_scale
+from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from coatlm.fp8.transpose import (
+    Codes,
+    padded_rows,
+    quantize_both,
+    quantize_direct,
+    quantize_transposed,
+    transpose_codes,
+)
+from coatlm.model.numerics import (
+    Probe,
+    Rows,
+    norm_output,
+    qkv_gradient,
+    swiglu_gradient,
+    swiglu_output,
+)
+from coatlm.parallel.tensor import TensorParallel, Wire
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+
+
+class Weight(NamedTuple):
+    """A weight matrix in FP8, as the GEMMs of forward and of dgrad take it."""
+
+    rows: QTensor  # [out, in], a scale a row
+    transposed: QTensor | None  # [in, out], one scale
+
+
+class Flow:
+    """What the two functions of a layer share: recipe, layout, and weights kept for a step."""
+
+    def __init__(self, recipe: FlowRecipe, parallel: TensorParallel, eps: float) -> None:
+        self.recipe, self.parallel, self.eps = recipe, parallel, eps
+        self.keeping = False  # the layer sets it, to what the recipe says where it trains
+        self.kept: dict[Tensor, Weight] = {}
+        self.probe: Probe | None = None  # while this step's numerics are looked at
+
+    def record(self, name: str, source: Tensor | Rows, quantised: Tensor | QTensor | None) -> None:
+        """Show the probe x[M, K], or what makes its rows, with its codes, where it has any."""
+        if self.probe is not None and isinstance(quantised, QTensor):
+            self.probe.record(name, source, quantised)
+
+    def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
+        """Choose the algorithms of backward's products, for `tokens` in a microbatch."""
+        fast = self.recipe.fast
+        kinds: dict[str, Any] = {"a_fmt": self.recipe.grad_fmt, "b_fmt": E4M3}
+        for weight in weights:
+            kinds["device"] = weight.device.index
+            n, k = weight.shape
+            kinds |= {"fast": "dgrad" in fast, "accumulate": False}
+            tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            kinds |= {"fast": "wgrad" in fast, "accumulate": True}
+            tune(n, k, padded_rows(tokens), out_dtype=grad_dtype, **kinds)
+
+    def forward_weight(self, weight: Tensor) -> QTensor:
+        """[out, in] with a scale a row."""
+        if weight in self.kept:
+            return self.kept[weight].rows
+        rows = quantize_rows(weight.detach())
+        if self.keeping:
+            transposed = quantize_transposed(weight.detach(), rows.scale.amax())
+            self.kept[weight] = Weight(rows, transposed)
+        return rows
+
+    def backward_weight(self, weight: Tensor, scale: Tensor) -> QTensor:
+        """[in, out]; `scale`: those of the rows in forward."""
+        kept = self.kept.get(weight)
+        if kept is not None and kept.transposed is not None:
+            return kept.transposed
+        return quantize_transposed(weight.detach(), scale.amax())
+
+    def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
+        """x W^T of forward."""
+        return matmul(x, weight, fast="forward" in self.recipe.fast, **options)
+
+    def input_gradient(self, dy: QTensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """dy W."""
+        return matmul(dy, self.backward_weight(weight, scale), fast="dgrad" in self.recipe.fast)
+
+    def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
+        """dy^T x, added to `main_grad` where there is one."""
+        fast = "wgrad" in self.recipe.fast
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            return matmul(dy_t, x_t, fast=fast).to(weight.dtype)
+        matmul(dy_t, x_t, out=main_grad, fast=fast)
+        return None
+
+    def gradient(self, name: str, dy: Tensor, scale: Tensor) -> Codes:
+        """dy of a row-parallel linear, gathered over the tokens: [T, K] and [K, T'].
+
+        `scale`: this rank's, of its own tokens. `name`: what numerics call it.
+        """
+        fmt = self.recipe.grad_fmt
+        scale = self.parallel.shared_scale(scale)
+        if not self.parallel.scattered:
+            both = quantize_both(dy, scale, fmt=fmt)
+            self.record(name, dy, both.direct)
+            return both
+        mine = quantize_direct(dy, scale, fmt=fmt)
+        self.record(name, dy, mine)
+        whole = self.parallel.gather_rows(mine)
+        return Codes(whole, transpose_codes(whole))
+
+    def normed_transposed(
+        self, kept: Tensor | QTensor, scale: Tensor, rstd: Tensor | None, weight: Tensor | None
+    ) -> QTensor:
+        """A column-parallel linear's input [K, T'], from what was kept of it.
+
+        `scale`: those of its rows, of all tokens, in forward. Without `rstd` the input itself was
+        kept, in FP8 rows.
+        """
+        one = scale.amax()
+        if rstd is None:
+            assert isinstance(kept, QTensor) and kept.granularity == ROW
+            rstd, kept = kept.scale, kept.codes
+        if not self.parallel.scattered:
+            return quantize_transposed(kept, one, row=rstd, column=weight)
+        mine = quantize_direct(kept, one, row=rstd, column=weight)
+        return transpose_codes(self.parallel.gather_rows(mine))
+
+
+def _keep(ctx: Any, *tensors: Tensor | QTensor | None) -> None:
+    """save_for_backward, also of QTensors."""
+    flat: list[Tensor | None] = []
+    layout: list[Any] = []
+    for x in tensors:
+        if isinstance(x, QTensor):
+            flat += [x.codes, x.scale]
+            layout.append((x.granularity, x.fmt))
+        else:
+            flat.append(x)
+            layout.append(None)
+    ctx.save_for_backward(*flat)
+    ctx.layout = layout
+
+
+def _kept(ctx: Any) -> list[Any]:
+    """What `_keep` was given."""
+    flat = iter(ctx.saved_tensors)
+    return [
+        next(flat) if kind is None else QTensor(next(flat), next(flat), *kind)
+        for kind in ctx.layout
+    ]
+
+
+def _norm_gradient(weight: Tensor, dweight: Tensor) -> Tensor | None:
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return dweight.to(weight.dtype)
+    main_grad.add_(dweight)
+    return None
+
+
+class _NormQKV(torch.autograd.Function):
+    """x[S, B, H] -> (q, k, v rotated, x), or (qkv[S, B, W], x) without rotary tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        heads_per_group: int,
+        head_dim: int,
+        flow: Flow,
+        keep: bool,
+    ) -> tuple[Tensor, ...]:
+        recipe = flow.recipe
+        size = recipe.group if keep else 0
+        normed = norm_quantize(x.flatten(0, 1), norm, flow.eps, group_size=size)
+        y, w = flow.parallel.gather_rows(normed.y), flow.forward_weight(weight)
+        flow.record("norm1_saved", normed.x, normed.saved)
+        flow.record("qkv_input", norm_output(normed.x, norm, flow.eps), normed.y)
+        flow.record("qkv_weight", weight, w)
+        qkv = flow.project(y, w, bias=bias).unflatten(0, (-1, x.shape[1]))
+        x_kept = normed.x if normed.saved is None else normed.saved
+        y_kept = normed.y if recipe.keep_linear_inputs else None
+        _keep(ctx, x_kept, normed.rstd, y_kept, y.scale, w.scale, norm, weight, cos, sin)
+        ctx.flow, ctx.has_bias = flow, bias is not None
+        residual = x.view_as(x)
+        if cos is None or sin is None:
+            return qkv, residual
+        groups = qkv.unflatten(-1, (-1, (heads_per_group + 2) * head_dim))
+        if heads_per_group == 1 and not recipe.attention_group:
+            return *rotate_qkv_(groups, cos, sin), residual
+        q, k, v = split_qkv_rope(
+            groups, cos, sin, heads_per_group=heads_per_group, head_dim=head_dim
+        )
+        return q, k, v, residual
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flow: Flow = ctx.flow
+        x, rstd, y, y_scale, w_scale, norm, weight, cos, sin = _kept(ctx)
+        *parts, dresidual = grads
+        fmt, dbias = flow.recipe.grad_fmt, None
+        if len(parts) == 1:
+            dqkv = parts[0].flatten(0, 1)
+            scale = current_scale(dqkv, fmt, power_of_two=True)
+            d = quantize_both(dqkv, scale, fmt=fmt)
+            flow.record("qkv_grad", dqkv, d.direct)
+        else:
+            dq, dk, dv = parts
+            d = join_quantize(dq, dk, dv, cos, sin, fmt=fmt)
+            flow.record("qkv_grad", qkv_gradient(dq, dk, dv, cos, sin), d.direct)
+        if ctx.has_bias:
+            dbias = d.direct.dequantize().sum(0).to(weight.dtype)
+        wait = flow.parallel.sum_partial(flow.input_gradient(d.direct, weight, w_scale))
+        if y is None:
+            y_t = flow.normed_transposed(x, y_scale, rstd, norm)
+        else:
+            y_t = flow.normed_transposed(y, y_scale, None, None)
+        dweight = flow.weight_gradient(weight, d.transposed, y_t)
+        dx, dnorm, _ = norm_backward(
+            wait(), x, rstd, norm, dresidual=dresidual.flatten(0, 1).contiguous()
+        )
+        dx = dx.view(dresidual.shape)
+        return dx, _norm_gradient(norm, dnorm), dweight, dbias, *[None] * 6
+
+
+class _ProjMLP(torch.autograd.Function):
+    """Attention output o[S, B, q] and residual x[S, B, H] -> the layer's output [S, B, H].
+
+    `o_codes`, `o_scale`: o in FP8 groups, [S, B, q], where attention keeps it so; else None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        o: Tensor,
+        o_codes: Tensor | None,
+        o_scale: Tensor | None,
+        x: Tensor,
+        proj: Tensor,
+        norm: Tensor,
+        fc1: Tensor,
+        fc2: Tensor,
+        flow: Flow,
+        keep: bool,
+    ) -> Tensor:
+        recipe, parallel = flow.recipe, flow.parallel
+        size = recipe.group if keep else 0
+        o_T, x_T = o.flatten(0, 1), x.flatten(0, 1)
+        o8, w = quantize_rows(o_T), flow.forward_weight(proj)
+        if parallel.size == 1:
+            x1 = flow.project(o8, w, add=x_T)
+            normed = norm_quantize(x1, norm, flow.eps, group_size=size)
+        else:
+            partial = parallel.sum_partial(flow.project(o8, w))()
+            normed = norm_quantize(partial, norm, flow.eps, add=x_T, group_size=size)
+        y, w1 = parallel.gather_rows(normed.y), flow.forward_weight(fc1)
+        gate_up = flow.project(y, w1)
+        active = swiglu_quantize(gate_up, group_size=size)
+        w2 = flow.forward_weight(fc2)
+        if parallel.size == 1:
+            out = flow.project(active.a, w2, add=normed.x)
+        else:
+            out = parallel.sum_partial(flow.project(active.a, w2))() + normed.x
+        if o_codes is not None and o_scale is not None:
+            o_kept: Tensor | QTensor = _regroup(o_codes, o_scale, o_T.shape)
+        else:
+            o_kept = o_T
+        flow.record("attention_output", o_T, o8)
+        flow.record("attention_saved", o_T, o_kept)
+        flow.record("norm2_saved", normed.x, normed.saved)
+        flow.record("fc1_input", norm_output(normed.x, norm, flow.eps), normed.y)
+        flow.record("gate_up_saved", gate_up, active.saved)
+        flow.record("fc2_input", swiglu_output(gate_up), active.a)
+        for name, weight, codes in (("proj", proj, w), ("fc1", fc1, w1), ("fc2", fc2, w2)):
+            flow.record(f"{name}_weight", weight, codes)
+        keeps = recipe.keep_linear_inputs
+        _keep(
+            ctx,
+            o8 if keeps else o_kept,
+            o8.scale,
+            normed.x if normed.saved is None else normed.saved,
+            normed.rstd,
+            normed.y if keeps else None,
+            y.scale,
+            gate_up if active.saved is None else active.saved,
+            active.a if keeps else None,
+            active.a.scale,
+            *(w.scale, w1.scale, w2.scale),
+            *(proj, norm, fc1, fc2),
+        )
+        ctx.flow = flow
+        return out.view(x.shape).data  # not marked as a view: pipeline stages free what they sent
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        flow: Flow = ctx.flow
+        (o, o_scale, x1, rstd, y, y_scale, gate_up, a, a_scale, *rest) = _kept(ctx)
+        w_scale, w1_scale, w2_scale, proj, norm, fc1, fc2 = rest
+        fmt, shape = flow.recipe.grad_fmt, dout.shape
+        dout = dout.flatten(0, 1).contiguous()
+
+        d = flow.gradient("fc2_grad", dout, current_scale(dout, fmt, power_of_two=True))
+        da = flow.input_gradient(d.direct, fc2, w2_scale)
+        g = swiglu_backward_quantize(da, gate_up, a_scale.amax(), fmt=fmt, with_a=a is None)
+        flow.record("fc1_grad", swiglu_gradient(da, gate_up), g.dx)
+        del da
+        a_t = _rows_transposed(a, a_scale) if g.a_t is None else g.a_t
+        dfc2 = flow.weight_gradient(fc2, d.transposed, a_t)
+        del a_t, d
+
+        wait = flow.parallel.sum_partial(flow.input_gradient(g.dx, fc1, w1_scale))
+        if y is None:
+            y_t = flow.normed_transposed(x1, y_scale, rstd, norm)
+        else:
+            y_t = flow.normed_transposed(y, y_scale, None, None)
+        dfc1 = flow.weight_gradient(fc1, g.dx_t, y_t)
+        del g, y_t
+        dx1, dnorm, amax = norm_backward(wait(), x1, rstd, norm, dresidual=dout)
+
+        d = flow.gradient("proj_grad", dx1, group_scale(amax, fmt, power_of_two=True))
+        do = flow.input_gradient(d.direct, proj, w_scale)
+        if isinstance(o, QTensor) and o.granularity == ROW:
+            o_t = _rows_transposed(o, o_scale)
+        else:
+            o_t = quantize_transposed(o, o_scale.amax())
+        dproj = flow.weight_gradient(proj, d.transposed, o_t)
+        do = do.view(-1, shape[1], do.shape[-1])
+        return (
+            *(do, None, None, dx1.view(shape)),
+            *(dproj, _norm_gradient(norm, dnorm), dfc1, dfc2, None, None),
+        )
+
+
+def _rows_transposed(x: QTensor, scale: Tensor) -> QTensor:
+    """Codes with a scale a row -> transposed, with one."""
+    return quantize_transposed(x.codes, scale.amax(), row=x.scale)
+
+
+def _regroup(codes: Tensor, scale: Tensor, shape: torch.Size) -> QTensor:
+    """FP8 groups of heads [S, B, N, D] as those of rows [T, N * D]."""
+    size = codes.numel() // scale.numel()
+    return QTensor(codes.view(shape), scale.view(shape[0], -1), group(size), E4M3)
+
+
+class CoatTransformerLayer(TransformerLayer):
+    """megatron's layer, its parameters and checkpoints, with the FP8 flow as its forward pass."""
+
+    def __init__(self, *args: Any, recipe: FlowRecipe, wire: Wire, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        group = self.self_attention.linear_qkv.tp_group
+        parallel = TensorParallel(group, self.config.sequence_parallel, wire)
+        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2]."""
+        flow, attention = self.flow, self.self_attention
+        flow.keeping = flow.recipe.keep_weights and self.training
+        if not self.training:
+            self.forget_weights()
+        assert rotary_pos_emb is not None
+        cos, sin = rotary_pos_emb
+        head_dim = attention.hidden_size_per_attention_head
+        groups = attention.num_query_groups_per_partition
+        heads_per_group = attention.num_attention_heads_per_partition // groups
+        fused = attention.q_layernorm is None
+        linear = attention.linear_qkv
+        *made, residual = _NormQKV.apply(
+            hidden_states,
+            self.input_layernorm.weight,
+            linear.weight,
+            linear.bias,
+            cos if fused else None,
+            sin if fused else None,
+            heads_per_group,
+            head_dim,
+            flow,
+            torch.is_grad_enabled(),
+        )
+        q, k, v = made if fused else attention.split_rotated(made[0], rotary_pos_emb)
+        context, codes, scale = self._attend(q, k, v, attention_mask)
+        out = _ProjMLP.apply(
+            context,
+            codes,
+            scale,
+            residual,
+            attention.linear_proj.weight,
+            self.pre_mlp_layernorm.weight,
+            self.mlp.linear_fc1.weight,
+            self.mlp.linear_fc2.weight,
+            flow,
+            torch.is_grad_enabled(),
+        )
+        return out, None
+
+    def forget_weights(self) -> None:
+        """Weights are new: what was kept of them in FP8 is not theirs any more."""
+        self.flow.kept.clear()
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The attention output [S, B, N*D], and its FP8 codes and scales where they are kept."""
+        attention, size = self.self_attention, self.flow.recipe.attention_group
+
+        def attend() -> Tensor:
+            core = attention.core_attention
+            if attention.checkpoint_core_attention and self.training:
+                return tensor_parallel.checkpoint(core, False, q, k, v, attention_mask)
+            return core(q, k, v, attention_mask)
+
+        if not size or not torch.is_grad_enabled():
+            return attend(), None, None
+        out, kept = attend_keeping_fp8(attend, size, q.shape[-1])
+        return out, kept.codes, kept.scale
+
+
+def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
+    """Those of the FP8 layers among these, by number in the whole model, from 1."""
+    return {
+        layer.layer_number: layer.flow
+        for layer in layers
+        if isinstance(layer, CoatTransformerLayer)
+    }
+
+
+def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype) -> None:
+    """Before training on a GPU: let FP8 layers choose their GEMMs for microbatches of `tokens`.
+
+    `grad_dtype`: of main gradients. Other layers, and a CPU, have nothing to choose.
+    """
+    for layer in layers:
+        if not isinstance(layer, CoatTransformerLayer) or not torch.cuda.is_available():
+            continue
+        attention, mlp = layer.self_attention, layer.mlp
+        linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        layer.flow.tune([linear.weight for linear in linears], tokens, grad_dtype)

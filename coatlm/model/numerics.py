@@ -1,0 +1,206 @@
+"""What FP8 loses in the layers of one step: amax, saturation, underflow, error of each tensor.
+
+For a tensor x with codes c, which stand for the values d(c) = code * scale:
+
+    amax             max|x|
+    saturated        share of the codes at the largest value of the format
+    underflow        share of the non-zero x whose code is zero
+    relative_error   |d(c) - x| / |x|, Euclidean norms over the whole tensor
+
+    *_saved          kept for backward: the residual stream before each norm, gate | up, and with
+                     coat-lean the attention output
+    qkv_input, attention_output, fc1_input, fc2_input, *_weight      operands of forward's GEMMs
+    *_grad           gradient of a linear's output, the operand of its two GEMMs in backward
+
+x is what the quantising kernel had in its registers. Outputs of norms and SwiGLU and the gradients
+of gate | up and q | k | v are never in memory, so the references make them again in fp32, some rows
+at a time, from the operands that the kernel read.
+
+Everything follows from sums over elements, so ranks add theirs: those of tensor and context
+parallelism, for the whole tensor where it is split (a copy on every rank changes no ratio; a scale
+is that of a rank's part, as in training), and those of the pipeline, for the other layers. Only the
+first microbatch of data-parallel rank 0 is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
+from coatlm.fp8.qtensor import TENSOR, QTensor
+from coatlm.fp8.rope import join_qkv_rope_ref
+from coatlm.parallel.groups import Groups
+
+TENSORS = (
+    *("norm1_saved", "qkv_input", "qkv_weight"),
+    *("attention_output", "attention_saved", "proj_weight"),
+    *("norm2_saved", "fc1_input", "fc1_weight", "gate_up_saved", "fc2_input", "fc2_weight"),
+    *("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad"),
+)
+SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
+PIECE = 1 << 22  # elements at a time: some 60 bytes each of temporaries, 0.25 GB
+
+Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
+Record = dict[str, int | float | str]
+
+
+class Probe:
+    """The tensors of one layer in one step.
+
+    A tensor counts when it comes first: in the first microbatch, as microbatches go through
+    forward and through backward in order, and not again where forward is repeated in backward.
+    """
+
+    def __init__(self) -> None:
+        self.amax: dict[str, Tensor] = {}  # fp32 []
+        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]
+
+    @torch.no_grad()
+    def record(self, name: str, source: Tensor | Rows, quantised: QTensor) -> None:
+        """`source`: x[M, K] of the codes in `quantised`. Waits for nothing."""
+        if name not in self.sums:
+            self.amax[name], self.sums[name] = _measure(source, quantised)
+
+
+class Probed(Protocol):
+    """What shows its tensors to a probe while it has one."""
+
+    probe: Probe | None
+
+
+@contextmanager
+def watched(layers: Mapping[int, Probed]) -> Iterator[dict[int, Probe]]:
+    """A probe for each of these layers, by number from 1, while the context lasts."""
+    probes = {number: Probe() for number in layers}
+    for number, layer in layers.items():
+        layer.probe = probes[number]
+    try:
+        yield probes
+    finally:
+        for layer in layers.values():
+            layer.probe = None
+
+
+def collect(
+    probes: Mapping[int, Probe], groups: Groups, *, layers: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """amax [layers, TENSORS] in fp32 and sums [layers, TENSORS, SUMS] in fp64, of all ranks.
+
+    The ranks of one data-parallel rank call this together; `layers` are those of the whole model.
+    """
+    bits = torch.zeros(layers, len(TENSORS), dtype=torch.int32, device=device)
+    sums = torch.zeros(layers, len(TENSORS), len(SUMS), dtype=torch.float64, device=device)
+    for number, probe in probes.items():
+        for name in probe.sums:
+            at = number - 1, TENSORS.index(name)
+            bits[at] = probe.amax[name].view(torch.int32)
+            sums[at] = probe.sums[name]
+    for group in (groups.model, groups.cp):
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)  # NaN > Inf > numbers, as integers
+        dist.all_reduce(sums, group=group)
+    return bits.view(torch.float32), sums
+
+
+def report(amax: Tensor, sums: Tensor) -> list[Record]:
+    """A record for each layer and tensor that was seen, in order; waits for the device."""
+    records: list[Record] = []
+    tables = zip(amax.tolist(), sums.tolist(), strict=True)
+    for number, (amax_of_layer, sums_of_layer) in enumerate(tables, start=1):
+        for name, largest, values in zip(TENSORS, amax_of_layer, sums_of_layer, strict=True):
+            total = dict(zip(SUMS, values, strict=True))
+            if not total["elements"]:
+                continue
+            records.append(
+                {
+                    "layer": number,
+                    "tensor": name,
+                    "amax": largest,
+                    "saturated": total["saturated"] / total["elements"],
+                    "underflow": _ratio(total["zeroed"], total["nonzero"]),
+                    "relative_error": _ratio(total["error"], total["size"]) ** 0.5,
+                }
+            )
+    return records
+
+
+def norm_output(x: Tensor, weight: Tensor, eps: float) -> Rows:
+    """Of RMSNorm, from its input [M, H]."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        part = x[start:stop].float()
+        rstd = torch.rsqrt(part.square().mean(-1, keepdim=True) + eps)
+        return part * rstd * weight.float()
+
+    return rows
+
+
+def swiglu_output(gate_up: Tensor) -> Rows:
+    """silu(gate) * up, from gate | up [M, 2F]."""
+    return lambda start, stop: swiglu_ref(gate_up[start:stop].float())
+
+
+def swiglu_gradient(da: Tensor, gate_up: Tensor | QTensor) -> Rows:
+    """Of gate | up, as it was kept, from the gradient of SwiGLU's output [M, F]."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        if isinstance(gate_up, QTensor):
+            kept = _cut(gate_up, start, stop).dequantize()
+        else:
+            kept = gate_up[start:stop].float()
+        return swiglu_backward_ref(da[start:stop].float(), kept)
+
+    return rows
+
+
+def qkv_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Rows:
+    """Of q | k | v before rotation, [S * B, W], from those of attention [S, B, heads, D]."""
+    batch = dq.shape[1]
+
+    def rows(start: int, stop: int) -> Tensor:
+        first, last = start // batch, -(-stop // batch)
+        q, k, v = (d[first:last].float() for d in (dq, dk, dv))
+        joined = join_qkv_rope_ref(q, k, v, cos[first:last], sin[first:last])
+        return joined.flatten(2).flatten(0, 1)[start - first * batch : stop - first * batch]
+
+    return rows
+
+
+def _measure(source: Tensor | Rows, quantised: QTensor) -> tuple[Tensor, Tensor]:
+    """amax and sums of one tensor on this rank."""
+    m, k = quantised.shape
+    amax: list[Tensor] = []
+    sums: list[Tensor] = []
+    step = max(1, PIECE // k)
+    for start in range(0, m, step):
+        stop = min(start + step, m)
+        x = source[start:stop].float() if isinstance(source, Tensor) else source(start, stop)
+        part = _cut(quantised, start, stop)
+        code, exact = part.codes.float(), x.double()
+        counts = (
+            torch.full((), x.numel(), device=x.device),
+            (code.abs() == part.fmt.max).sum(),
+            (x != 0).sum(),
+            ((x != 0) & (code == 0)).sum(),
+            (part.dequantize().double() - exact).square().sum(),
+            exact.square().sum(),
+        )
+        sums.append(torch.stack([count.double() for count in counts]))
+        amax.append(x.abs().amax())
+    return torch.stack(amax).amax(), torch.stack(sums).sum(0)
+
+
+def _cut(x: QTensor, start: int, stop: int) -> QTensor:
+    """Rows of a matrix with one scale, or with scales of rows or of groups in a row."""
+    assert x.granularity == TENSOR or x.granularity.rows == 1
+    scale = x.scale if x.granularity == TENSOR else x.scale[start:stop]
+    return QTensor(x.codes[start:stop], scale, x.granularity, x.fmt)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0

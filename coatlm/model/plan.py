@@ -1,0 +1,109 @@
+"""What a run will be, in words: sizes, layout, compute and memory, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from coatlm.config import Config
+from coatlm.model.accounting import (
+    flops_per_token,
+    matmul_parameters,
+    model_vocab,
+    parameters,
+)
+from coatlm.model.memory import (
+    GIB,
+    RankBytes,
+    chunks_in_flight,
+    fullest_stage,
+    microbatches_per_step,
+    rank_bytes,
+    stage_bytes,
+)
+
+
+def plan(
+    config: Config, world_size: int | None = None, *, tokenizer_vocab: int | None = None
+) -> str:
+    """The run as a table of several lines without a final newline.
+
+    `world_size=None` plans for the fewest processes that hold the model, tp * pp * cp.
+    `tokenizer_vocab` is used where `model.vocab` is null. Raises ConfigError where `world_size`
+    does not fit the configuration or the vocabulary is not known.
+    """
+    m, p, t = config.model, config.parallel, config.train
+    world_size = p.tp * p.pp * p.cp if world_size is None else world_size
+    dp = config.data_parallel_size(world_size)
+    vocab = model_vocab(config, tokenizer_vocab)
+    tokens = t.global_batch * config.data.seq_len
+    flops = flops_per_token(m, vocab, config.data.seq_len)
+    total, active = parameters(m, vocab), matmul_parameters(m, vocab)
+    heads = f"{m.heads} heads of {m.size_per_head} ({m.queries_groups} kv)"
+    chunks = f", {p.vpp} chunks of {m.layers // (p.pp * p.vpp)}" if p.vpp > 1 else ""
+    microbatches = f"microbatches: {microbatches_per_step(config, dp)} of {t.micro_batch} a rank"
+    batch = f"{t.global_batch} samples x {config.data.seq_len}"
+    work = [f"{short(flops * n)}FLOP" for n in (1, tokens, tokens * t.steps)]
+    rows = [
+        ("model", f"{m.layers} layers, hidden {m.hidden}, {heads}, ffn {m.ffn}, vocab {vocab}"),
+        ("parameters", f"{total:,} ({short(total)}); {short(active)} multiply each token"),
+        ("ranks", f"{world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {dp}"),
+        ("stages", f"{m.layers // p.pp} layers a stage{chunks}"),
+        ("step", f"{tokens:,} tokens = {batch}; {microbatches}"),
+        ("run", f"{t.steps:,} steps, {short(t.steps * tokens)} tokens"),
+        ("compute", f"{work[0]} a token, {work[1]} a step, {work[2]} in total"),
+    ]
+    lines = [f"{name:<14}{text}" for name, text in rows] + memory_table(config, vocab, dp)
+    return "\n".join(lines + (stage_table(config, vocab, dp) if p.pp > 1 else []))
+
+
+def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
+    """The lines about bytes of the fullest rank."""
+    p, t = config.parallel, config.train
+    stage = fullest_stage(config, vocab, dp)
+    kept = rank_bytes(config, vocab, stage=stage, data_parallel=dp)
+    in_flight = chunks_in_flight(config, stage, microbatches_per_step(config, dp)) / p.vpp
+    held = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
+    shards = dp * p.cp if p.zero else 1
+    smaller = "(not in the sum: one is over as the other begins)"
+    rows = [
+        ("weights", kept.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
+        ("fp8 weights", kept.fp8_weights, "W and its transpose"),
+        ("main grads", kept.main_grads, p.main_grads),
+        ("optim states", kept.optim_states, f"{config.optim.recipe}, cut in {shards}"),
+        ("activations", kept.activations, held),
+        (
+            "logits",
+            kept.loss,
+            "a chunk of them, the gradient of the hidden state "
+            + (smaller if kept.loss < kept.backward else ""),
+        ),
+        (
+            "backward",
+            kept.backward,
+            "gradients within a layer " + (smaller if kept.backward <= kept.loss else ""),
+        ),
+        ("buffers", kept.buffers, "of cuBLAS and between ranks"),
+        ("sum", kept.total, "the peak, without CUDA context, NCCL and fragmentation"),
+    ]
+    head = f"{'memory':<14}GiB on a rank of stage {stage}" + (", the fullest" if p.pp > 1 else "")
+    table = [f"  {name:<12}{size / GIB:10.3f}  {note}" for name, size, note in rows if size]
+    return [head, *(line.rstrip() for line in table)]
+
+
+def stage_table(config: Config, vocab: int, dp: int) -> list[str]:
+    """GiB by kind, a line a pipeline stage."""
+    names = [field.name.replace("_", " ") for field in fields(RankBytes)]
+    lines = [f"{'stage':<6}" + "".join(f"{name:>13}" for name in [*names, "sum"])]
+    for stage, kept in enumerate(stage_bytes(config, vocab, dp)):
+        sizes = [*(getattr(kept, field.name) for field in fields(RankBytes)), kept.total]
+        lines.append(f"{stage:<6}" + "".join(f"{size / GIB:13.3f}" for size in sizes))
+    return lines
+
+
+def short(count: float) -> str:
+    """Three digits and a decimal prefix: 8030261248 -> '8.03 G'."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if count < 999.5:
+            return f"{count:.3g} {prefix}"
+        count /= 1000
+    return f"{count:.3g} Z"

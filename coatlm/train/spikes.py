@@ -1,0 +1,71 @@
+"""Updates that are left out because their loss or gradient norm jumps.
+
+    spike  <=>  x > mean(W) + sigma * std(W)   for x = the loss or the gradient norm
+
+W are the values of the last `window` finite steps, each cut off at the limit it was held against:
+a single spike hardly moves the mean, and a level that stays becomes the new normal. There are no
+spikes before the window is full.
+
+The decision is made on the device and nothing waits for it. Ranks may differ in the last bit of a
+sum, so they first agree on the largest value: they then hold the same window and decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class SpikeGuard:
+    """The window, and the verdict on the last step. `group` holds all ranks; None: one process."""
+
+    def __init__(
+        self,
+        sigma: float,
+        window: int,
+        *,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not sigma > 0.0:
+            raise ValueError(f"sigma={sigma}: must be > 0")
+        if window < 2:
+            raise ValueError(f"window={window}: a deviation takes at least 2 steps")
+        self.sigma, self.group = sigma, group
+        self.values_2W = torch.zeros(2, window, dtype=torch.float32, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # finite steps seen
+        self.spike = torch.zeros((), dtype=torch.bool, device=device)  # the last step was one
+
+    def accepts(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Whether the update may be made: bool on the device, the same on all ranks. Call once."""
+        value_2 = torch.stack([loss, norm]).float()
+        if self.group is not None:
+            dist.all_reduce(value_2, op=dist.ReduceOp.MAX, group=self.group)
+        window = self.values_2W.shape[1]
+        full, finite = self.count >= window, value_2.isfinite().all()
+        history_2W = self.values_2W.double()
+        deviation_2 = history_2W.std(dim=1, correction=0)
+        limit_2 = (history_2W.mean(dim=1) + self.sigma * deviation_2).float()
+        self.spike = full & finite & (value_2 > limit_2).any()
+        entry_2 = torch.where(full, value_2.minimum(limit_2), value_2)
+        place = (self.count % window).view(1)
+        kept_2 = self.values_2W.index_select(1, place)[:, 0]
+        self.values_2W.index_copy_(1, place, torch.where(finite, entry_2, kept_2)[:, None])
+        self.count += finite
+        return ~self.spike
+
+    def state(self) -> dict[str, Any]:
+        """The window as values of JSON, which hold fp32 exactly. Waits for the device."""
+        return {"values": self.values_2W.tolist(), "count": int(self.count)}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take up what `state` gave; a window of another length, or none, starts anew."""
+        if state is None or len(state["values"][0]) != self.values_2W.shape[1]:
+            self.values_2W.zero_()
+            self.count.zero_()
+            return
+        self.values_2W.copy_(torch.tensor(state["values"]))
+        self.count.fill_(state["count"])

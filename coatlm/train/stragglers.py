@@ -1,0 +1,95 @@
+"""Which rank is slow, and at what: seconds of each phase of a step, compared over the ranks.
+
+    data               reading a batch and cutting this rank's part from it   by the host's clock
+    forward_backward   from the first microbatch to the last gradient         on a GPU: by events on
+    update             the optimizer, and starting to gather the weights      its stream
+
+What lies between them is waiting for other ranks and is not counted: a slow rank makes the others
+wait, so its own work is what stands out. Under tensor and pipeline parallelism ranks also wait for
+each other inside forward and backward, and the report names one of a slow group.
+
+Events are recorded in the step and read on log steps, after the device was waited for anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PHASES = ("data", "forward_backward", "update")
+HOST = ("data",)
+
+
+class PhaseTimer:
+    """Seconds of each phase since the last `read`. `cuda`: phases but `data` are timed there."""
+
+    def __init__(
+        self, *, cuda: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.cuda, self.clock = cuda, clock
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: tuple[str, Any] | None = None
+        self._steps = 0
+
+    def enter(self, phase: str | None) -> None:
+        """End the phase under way and begin another; None: only waiting follows."""
+        if self._open is not None:
+            last, start = self._open
+            if isinstance(start, float):
+                self._seconds[last] += self.clock() - start
+            else:
+                self._events.append((last, start, self._event()))
+        self._open = None
+        if phase is not None:
+            assert phase in PHASES
+            self._steps += phase == PHASES[0]
+            on_device = self.cuda and phase not in HOST
+            self._open = (phase, self._event() if on_device else self.clock())
+
+    def read(self) -> list[float]:
+        """Milliseconds a step of each phase; starts over. On a GPU: after it was waited for."""
+        self.enter(None)
+        for phase, start, stop in self._events:
+            self._seconds[phase] += start.elapsed_time(stop) / 1000
+        result = [1000 * seconds / max(1, self._steps) for seconds in self._seconds.values()]
+        self._seconds, self._steps = dict.fromkeys(PHASES, 0.0), 0
+        self._events.clear()
+        return result
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Slowest(NamedTuple):
+    """The rank with the most work of its own, and the phase in which it lost most."""
+
+    rank: int
+    phase: str
+    ms: float  # of its own work a step
+    median_ms: float  # of all ranks; of an even number, the lower of the two in the middle
+
+
+def slowest(times_RP: list[list[float]]) -> Slowest:
+    """From the milliseconds of each rank and phase."""
+    times = torch.tensor(times_RP, dtype=torch.float64)
+    totals_R = times.sum(1)
+    rank = int(totals_R.argmax())
+    lost_P = times[rank] - times.median(dim=0).values
+    phase = PHASES[int(lost_P.argmax())]
+    return Slowest(rank, phase, float(totals_R[rank]), float(totals_R.median()))
+
+
+def compare(times_P: list[float], group: dist.ProcessGroup) -> Slowest:
+    """The slowest of a gloo group; every rank calls it with its own times."""
+    mine = torch.tensor(times_P, dtype=torch.float64)
+    everyone = [torch.zeros_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return slowest([times.tolist() for times in everyone])

@@ -1,0 +1,147 @@
+"""RMSNorm to FP8: values against fp64, backward against autograd, scales, what is not finite."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coatlm.fp8 import norm_quantize as module
+from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
+from coatlm.fp8.qtensor import ROW, group
+from tests.fp8.bounds import (
+    FP32,
+    assert_powers_of_two_that_fit,
+    assert_rounded,
+    bytes_of,
+    numpy_codes,
+)
+from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
+
+EPS = 1e-5
+R, H = 7, 256
+groups = pytest.mark.parametrize("size", [16, 32, 64, 128])
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """a, add, weight; rows of very different sizes."""
+    torch.manual_seed(0)
+    sizes = 10.0 ** torch.linspace(-6, 6, R)[:, None]
+    a, add = (sizes * torch.randn(R, H) for _ in range(2))
+    return a.to(dtype), add.to(dtype), (1 + 0.3 * torch.randn(H)).to(dtype)
+
+
+def normed64(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x.double(), (H,), weight.double(), EPS)
+
+
+@dtypes
+def test_codes_are_the_normalised_rows_rounded_once(dtype: torch.dtype) -> None:
+    a, _, weight = tensors(dtype)
+    made = norm_quantize(a, weight, EPS)
+    exact = normed64(a, weight)
+    assert made.y.granularity == ROW
+    assert_rounded(made.y, exact)
+    assert_powers_of_two_that_fit(made.y.scale, exact.abs().amax(-1, keepdim=True))
+    expected = (a.double().square().mean(-1) + EPS).rsqrt()
+    torch.testing.assert_close(made.rstd.double(), expected, rtol=FP32, atol=0)
+
+
+def test_the_sum_is_the_residual_stream_in_bf16_and_what_is_normalised() -> None:
+    a, add, weight = tensors()
+    made = norm_quantize(a, weight, EPS, add=add, group_size=16)
+    assert torch.equal(made.x, (a.float() + add.float()).bfloat16())
+    alone = norm_quantize(made.x, weight, EPS, group_size=16)
+    assert torch.equal(bytes_of(made.y.codes), bytes_of(alone.y.codes))
+    assert torch.equal(bytes_of(made.saved.codes), bytes_of(alone.saved.codes))
+
+
+@groups
+@dtypes
+def test_the_saved_input_has_a_power_of_two_for_each_group(size: int, dtype: torch.dtype) -> None:
+    a, _, weight = tensors(dtype)
+    saved = norm_quantize(a, weight, EPS, group_size=size).saved
+    assert saved.granularity == group(size)
+    assert saved.scale.nbytes == R * H // size
+    assert_rounded(saved, a.double())
+    assert_powers_of_two_that_fit(saved.scale.float(), a.unflatten(1, (-1, size)).abs().amax(-1))
+
+
+def test_nothing_is_saved_unless_asked_for() -> None:
+    a, _, weight = tensors()
+    made = norm_quantize(a, weight, EPS)
+    assert made.saved is None
+    assert made.x is a
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_makes_its_row_and_its_saved_group_nan(bad: float) -> None:
+    a, _, weight = tensors()
+    a[3, 100] = bad
+    made = norm_quantize(a, weight, EPS, group_size=16)
+    rows = made.y.codes.float().isnan()
+    assert rows.any(1).nonzero().flatten().tolist() == [3]
+    assert rows[3].all()
+    saved = made.saved.codes.float().isnan()
+    assert saved.nonzero().tolist() == [[3, column] for column in range(96, 112)]
+
+
+@dtypes
+def test_quantize_rows_gives_the_codes_of_ml_dtypes_under_its_scale(dtype: torch.dtype) -> None:
+    x, _, _ = tensors(dtype)
+    x[2] = 0
+    made = quantize_rows(x)
+    amax = x.float().abs().amax(-1, keepdim=True)
+    assert made.scale[2] == 1
+    assert_powers_of_two_that_fit(made.scale[amax > 0], amax[amax > 0])
+    assert torch.equal(bytes_of(made.codes), numpy_codes(x.float() / made.scale, made.fmt))
+
+
+def test_group_sizes_that_do_not_divide_a_row_are_refused() -> None:
+    a = torch.zeros(2, 80).bfloat16()
+    with pytest.raises(ValueError, match="group_size=32 does not divide rows of 80"):
+        norm_quantize(a, torch.ones(80), EPS, group_size=32)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [0, 16, 128])
+def test_backward_is_that_of_autograd_at_the_saved_input(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    a, weight = torch.randn(R, H).to(dtype), (1 + 0.3 * torch.randn(H)).to(dtype)
+    dy, dresidual = torch.randn(R, H).to(dtype), torch.randn(R, H).to(dtype)
+    made = norm_quantize(a, weight, EPS, group_size=size)
+    x = made.x if made.saved is None else made.saved
+    x64 = (x if isinstance(x, Tensor) else x.dequantize()).double().requires_grad_()
+    w64 = weight.double().requires_grad_()
+    # rstd was kept and is that of the exact rows: autograd sees the saved row at that length
+    length = (a.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    own = (x64.square().mean(-1, keepdim=True)).detach()
+    y = x64 * (x64.square().mean(-1, keepdim=True) - own + length.square()).rsqrt() * w64
+    expected, dweight = torch.autograd.grad(y, (x64, w64), dy.double())
+    expected = expected + dresidual.double()
+    actual, dnorm, amaxes = norm_backward(dy, x, made.rstd, weight, dresidual=dresidual)
+    assert (actual.dtype, dnorm.dtype) == (dtype, torch.float32)
+    half = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(actual.double(), expected, rtol=half * 1.01, atol=FP32)
+    torch.testing.assert_close(dnorm.double(), dweight, rtol=FP32, atol=FP32)
+    assert amaxes.amax() == actual.float().abs().amax()
+    without = norm_backward(dy, x, made.rstd, weight)[0]
+    torch.testing.assert_close(
+        without.double(), expected - dresidual.double(), rtol=half * 1.01, atol=FP32
+    )
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_kernels_compile_for_sm90_with_16_byte_accesses(size: int) -> None:
+    tile = module.grouped_tile(4096, size)
+    warps = tile.pop("num_warps")
+    signature = dict.fromkeys(("a_ptr", "add_ptr", "weight_ptr", "x_ptr"), "*bf16")
+    signature |= {"rstd_ptr": "*fp32", "y_scale_ptr": "*fp32", "saved_exponent_ptr": "*u8"}
+    signature |= dict.fromkeys(("y_ptr", "saved_ptr"), POINTER[torch.float8_e4m3fn])
+    signature |= {"R": "i32", "eps": "fp32"}
+    compiled = compile_sm90(
+        module._norm_quantize_kernel, signature, tile | {"TOP": 8}, num_warps=warps
+    )
+    assert access_bytes(compiled)[0] == 16

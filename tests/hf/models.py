@@ -1,0 +1,95 @@
+"""Small random models of each family, made by transformers, and the logits of both sides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coatlm.evaluation.model import open_model
+from coatlm.train.checkpoint import read_state
+
+WINDOW = 96  # tokens: longer than what LLAMA3 calls the original context
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 263,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,  # large enough to be seen
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama gqa rope3 tied": {
+        "model_type": "llama",
+        "rope_parameters": LLAMA3,
+        "tie_word_embeddings": True,
+    },
+    "llama bias": {"model_type": "llama", "attention_bias": True},
+    "mistral": {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+    "qwen2 head_dim": {"model_type": "qwen2", "head_dim": 24},
+    "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2.5": {
+        "model_type": "qwen2",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+}
+
+
+def make_model(name: str) -> Any:
+    """A model in fp32 whose every tensor is random; the biases coatlm lacks are zero."""
+    config = AutoConfig.for_model(**{**SMALL, **CASES[name]})
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, tensor in model.named_parameters():
+            center = 1.0 if "norm" in key else 0.0
+            tensor.normal_(center, 0.15)
+            if key.endswith("o_proj.bias"):
+                tensor.zero_()
+    return model
+
+
+def save_model(name: str, directory: Path) -> Any:
+    """As save_pretrained writes it, in several files."""
+    model = make_model(name)
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return model
+
+
+def tokens(vocab: int = SMALL["vocab_size"]) -> Tensor:
+    return torch.randint(0, vocab, (2, WINDOW), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def theirs(directory: Path | Any, ids: Tensor) -> Tensor:
+    """Logits of transformers, fp32."""
+    model = directory
+    if isinstance(directory, Path):
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    return model(ids).logits
+
+
+def ours(checkpoint: Path, ids: Tensor, vocab: int | None = None) -> Tensor:
+    """Logits of coatlm, fp32; of the first `vocab` tokens."""
+    saved = read_state(checkpoint)["config"]
+    with open_model(checkpoint, saved, window=ids.shape[1], precision="fp32") as model:
+        return model(ids)[..., :vocab]

@@ -1,0 +1,175 @@
+"""A conversion that cannot be exact ends with one line, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coatlm.hf.files import Weights, write_json
+from coatlm.hf.from_hf import from_huggingface
+from coatlm.hf.to_hf import to_huggingface
+from coatlm.train.shards import StoredTensors
+from tests.hf.models import make_model
+from tools.convert_checkpoint import main
+
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
+NORM = "model.layers.1.self_attn.q_norm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("original")
+    make_model("llama bias").save_pretrained(directory)
+    return directory
+
+
+def edited(original: Path, directory: Path, edit: Edit) -> Path:
+    """A copy of `original` with another config.json and other tensors."""
+    weights = Weights.open(original)
+    tensors = {name: weights.read(name) for name in weights.files}
+    config = json.loads((original / "config.json").read_text())
+    edit(config, tensors)
+    directory.mkdir()
+    write_json(directory / "config.json", config)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "missing": (lambda c, t: t.pop(UP), f"{UP} is missing"),
+    "shape": (
+        lambda c, t: t.update({UP: torch.zeros(95, 64)}),
+        f"{UP} is [95, 64], config.json says [96, 64]",
+    ),
+    "extra": (lambda c, t: t.update({NORM: torch.ones(16)}), f"{NORM} has no place"),
+    "bias": (
+        lambda c, t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(64)}),
+        "model.layers.0.self_attn.o_proj.bias is not zero",
+    ),
+    "untied": (
+        lambda c, t: c.update({"tie_word_embeddings": True}),
+        "tie_word_embeddings=true, but lm_head.weight differs",
+    ),
+    "mixed": (
+        lambda c, t: t.update({UP: t[UP].half()}),
+        "the weights are float16, float32: say which type",
+    ),
+    "field": (lambda c, t: c.update({"clip_qkv": 8.0}), "clip_qkv=8.0 is not known"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_directory_that_does_not_fit_is_refused_by_name(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    edit, complaint = REFUSED[name]
+    source = edited(original, tmp_path / "hf", edit)
+    target = tmp_path / "coatlm"
+    arguments = ["--from", "hf", "--to", "coatlm", str(source), str(target), "--tokenizer", "byte"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_tied_head_that_is_stored_too_and_inverse_frequencies_are_left_out(
+    original: Path, tmp_path: Path
+) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["tie_word_embeddings"] = True
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    source = edited(original, tmp_path / "hf", edit)
+    from_huggingface(source, tmp_path / "coatlm", tokenizer="byte")
+    assert "output_layer.weight" not in StoredTensors(tmp_path / "coatlm").described
+
+
+def test_types_are_converted_where_that_is_asked_for(original: Path, tmp_path: Path) -> None:
+    def half(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: tensor.half() for name, tensor in tensors.items()})
+
+    source = edited(original, tmp_path / "hf", half)
+    from_huggingface(source, tmp_path / "coatlm", tokenizer="byte", dtype="bf16")
+    to_huggingface(tmp_path / "coatlm", tmp_path / "back", dtype="fp16")
+    half_up = Weights.open(source).read(UP)
+    assert torch.equal(Weights.open(tmp_path / "back").read(UP), half_up.bfloat16().half())
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "float16"
+
+    def large(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[UP][3, 4] = 1e5
+
+    from_huggingface(edited(original, tmp_path / "big", large), tmp_path / "c", tokenizer="byte")
+    with pytest.raises(ValueError, match=r"linear_fc1.weight has values beyond fp16's 65504"):
+        to_huggingface(tmp_path / "c", tmp_path / "no", dtype="fp16")
+    assert not (tmp_path / "no").exists()
+
+
+def test_bad_targets_and_options_end_with_exit_code_2(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(source: Path, target: Path, kind: str, *options: str) -> tuple[int, str]:
+        other = "coatlm" if kind == "hf" else "hf"
+        try:
+            code = main(["--from", other, "--to", kind, str(source), str(target), *options])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capsys.readouterr().err
+
+    checkpoint = tmp_path / "coatlm"
+    assert run(original, checkpoint, "coatlm", "--tokenizer", "byte")[0] == 0
+    cases = [
+        (original, tmp_path / "new", "coatlm", [], "has no tokenizer.json"),
+        (original, checkpoint, "coatlm", ["--tokenizer", "byte"], "exists already"),
+        (original, tmp_path / "new", "coatlm", ["--like", "x"], "--like has no part"),
+        (
+            original,
+            tmp_path / "new",
+            "coatlm",
+            ["--tokenizer", "byte", "--seq-len", "0"],
+            "seq_len",
+        ),
+        (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "999"], "vocab_size=999"),
+        (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "0"], "vocab_size=0"),
+        (checkpoint, tmp_path / "new", "hf", ["--seq-len", "9"], "--seq-len has no part"),
+        (checkpoint, tmp_path / "new", "hf", ["--fp8-scales", "tensor"], "go with --format fp8"),
+        (checkpoint, tmp_path / "new", "hf", ["--max-shard-size", "2TB"], "2TB"),
+        (tmp_path / "nowhere", tmp_path / "new", "coatlm", [], "No such file"),
+    ]
+    for source, target, kind, options, complaint in cases:
+        code, error = run(source, target, kind, *options)
+        assert code == 2 and complaint in error, (options, error)
+        assert not (tmp_path / "new").exists()
+    file = next(checkpoint.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, error = run(checkpoint, tmp_path / "new", "hf")
+    assert code == 4 and "checksum differs" in error
+
+
+def test_embedding_too_small_for_the_tokenizer_is_refused(original: Path, tmp_path: Path) -> None:
+    def shrink(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["vocab_size"] = 200
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = tensors[name][:200].clone()
+
+    source = edited(original, tmp_path / "hf", shrink)
+    with pytest.raises(ValueError, match="ids up to 256, the embedding 200 rows"):
+        from_huggingface(source, tmp_path / "coatlm", tokenizer="byte")
+
+
+def test_checkpoint_that_moved_still_exports(original: Path, tmp_path: Path) -> None:
+    from_huggingface(original, tmp_path / "coatlm", tokenizer="byte")
+    shutil.move(tmp_path / "coatlm", tmp_path / "elsewhere")
+    to_huggingface(tmp_path / "elsewhere", tmp_path / "back")
+    assert Weights.open(tmp_path / "back").files == Weights.open(original).files

@@ -1,0 +1,135 @@
+"""Tokenizers go along: the files of a directory, and what a run names in data.tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from coatlm.data.tokenizer import make_tokenizer
+from coatlm.hf.files import write_json
+from coatlm.hf.from_hf import from_huggingface
+from coatlm.hf.to_hf import to_huggingface
+from coatlm.hf.tokenizer import export_tokenizer, spec_in
+from coatlm.train.checkpoint import read_state
+from tests.hf.models import make_model
+
+TEXT = ["the cat sat on the mat, and the dog saw the cat", "a rat ran at the cat; naïve café"] * 50
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer.json whose end-of-document token no list of names knows."""
+    directory = tmp_path_factory.mktemp("source")
+    make_model("llama").save_pretrained(directory)
+    model = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["<unk>", "<start>", "<stop>"]
+    model.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=120, special_tokens=special))
+    model.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<stop>"}
+    write_json(directory / "tokenizer_config.json", config)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+def test_files_of_a_directory_go_there_and_back_unchanged(source: Path, tmp_path: Path) -> None:
+    from_huggingface(source, tmp_path / "coatlm")
+    to_huggingface(tmp_path / "coatlm", tmp_path / "back")
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+             "generation_config.json")  # fmt: skip
+    for name in names:
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_converted_checkpoint_names_its_own_copy_and_the_end_of_document(
+    source: Path, tmp_path: Path
+) -> None:
+    from_huggingface(source, tmp_path / "coatlm")
+    state = read_state(tmp_path / "coatlm")
+    spec = state["config"]["data"]["tokenizer"]
+    assert spec == f"hf:{tmp_path}/coatlm/tokenizer.json?eod=<stop>"
+    tokenizer = make_tokenizer(spec)
+    assert (tokenizer.eod, tokenizer.fingerprint) == (2, state["tokenizer"])
+
+
+def test_tokenizer_given_in_place_of_the_directorys_is_the_one_that_goes_along(
+    source: Path, tmp_path: Path
+) -> None:
+    from_huggingface(source, tmp_path / "coatlm", tokenizer="byte")
+    to_huggingface(tmp_path / "coatlm", tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert "chat_template.jinja" not in names and "generation_config.json" in names
+    ids = AutoTokenizer.from_pretrained(tmp_path / "back").encode("é")
+    assert ids == list("é".encode())
+
+
+def test_export_of_a_run_carries_the_file_that_it_trained_with(
+    source: Path, tmp_path: Path
+) -> None:
+    spec = f"hf:{source}/tokenizer.json?eod=<stop>"
+    fingerprint = make_tokenizer(spec).fingerprint
+    assert export_tokenizer(spec, fingerprint, tmp_path) == (2, "")
+    ids = AutoTokenizer.from_pretrained(tmp_path).encode(TEXT[0], add_special_tokens=False)
+    assert ids == make_tokenizer(spec).encode(TEXT[0])
+    with pytest.raises(ValueError, match="not the file that this checkpoint trained with"):
+        export_tokenizer(spec, "0" * 64, tmp_path)
+    eod, note = export_tokenizer("hf:gone/tokenizer.json", fingerprint, tmp_path)
+    assert eod is None and "no tokenizer was written" in note and "gone" in note
+
+
+def train_sentencepiece(directory: Path, **options: Any) -> str:
+    (directory / "text.txt").write_text("\n".join(TEXT))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(directory / "text.txt"),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **options,
+    )
+    return f"sentencepiece:{directory}/tokenizer.model"
+
+
+def test_sentencepiece_model_like_llamas_is_read_by_transformers_with_the_same_ids(
+    tmp_path: Path,
+) -> None:
+    like_llama = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    spec = train_sentencepiece(tmp_path, **like_llama)
+    assert spec_in(tmp_path, 2) == spec
+    tokenizer = make_tokenizer(spec)
+    (tmp_path / "out").mkdir()
+    assert export_tokenizer(spec, tokenizer.fingerprint, tmp_path / "out") == (tokenizer.eod, "")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in (TEXT[0], "two  spaces ", "\u4e2d\n\nx"):
+        assert loaded.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+    assert loaded.eos_token_id == tokenizer.eod
+
+
+def test_sentencepiece_model_that_normalises_is_copied_with_a_note(tmp_path: Path) -> None:
+    spec = train_sentencepiece(tmp_path)
+    tokenizer = make_tokenizer(spec)
+    (tmp_path / "out").mkdir()
+    eod, note = export_tokenizer(spec, tokenizer.fingerprint, tmp_path / "out")
+    assert eod == tokenizer.eod and "transformers has no tokenizer for it" in note
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
+
+
+def test_first_of_several_end_tokens_counts(source: Path, tmp_path: Path) -> None:
+    raw = json.loads((source / "config.json").read_text())
+    assert spec_in(source, 1) == f"hf:{source}/tokenizer.json?eod=<start>"
+    assert raw["eos_token_id"] == 2
+    for eos in ([1, 2], None):
+        write_json(source / "config.json", {**raw, "eos_token_id": eos})
+        write_json(source / "generation_config.json", {"eos_token_id": [1, 2]})
+        from_huggingface(source, tmp_path / str(eos))
+        spec = read_state(tmp_path / str(eos))["config"]["data"]["tokenizer"]
+        assert spec.endswith("?eod=<start>")

@@ -1,0 +1,104 @@
+"""The measures of a tensor and its codes, and the sources that no memory holds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.fp8.formats import E5M2
+from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
+from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.rope import rope_tables
+from coatlm.fp8.rope_quantize import join_quantize
+from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from coatlm.model import numerics
+from coatlm.model.numerics import SUMS, Probe, Rows
+
+
+def measures(source: Tensor | Rows, quantised: QTensor) -> dict[str, float]:
+    probe = Probe()
+    probe.record("fc1_input", source, quantised)
+    at = 0, numerics.TENSORS.index("fc1_input")
+    amax = torch.zeros(1, len(numerics.TENSORS))
+    sums = torch.zeros(1, len(numerics.TENSORS), len(SUMS), dtype=torch.float64)
+    amax[at], sums[at] = probe.amax["fc1_input"], probe.sums["fc1_input"]
+    (line,) = numerics.report(amax, sums)
+    return {key: float(value) for key, value in line.items() if key not in ("layer", "tensor")}
+
+
+def test_measures_of_six_known_values() -> None:
+    """Scale 1: 448 is the largest code, 17 becomes 16, 2^-10 ties to the even 0, 2^-9 is a code."""
+    x = torch.tensor([[448.0, -17.0, 2.0**-10, 2.0**-9, 0.0, 1.0]])
+    found = measures(x, quantize_rows(x))
+    assert found["amax"] == 448
+    assert found["saturated"] == 1 / 6
+    assert found["underflow"] == 1 / 5
+    error = (1 + 2.0**-20) ** 0.5 / float(x.double().norm())
+    assert found["relative_error"] == pytest.approx(error, rel=1e-12)
+
+
+def test_a_value_that_is_not_finite_is_the_amax() -> None:
+    x = torch.tensor([[1.0, float("nan"), float("inf")]])
+    assert math.isnan(measures(x, quantize_rows(x))["amax"])
+    assert math.isinf(measures(x[:, ::2], quantize_rows(x[:, ::2]))["amax"])
+
+
+def test_nothing_lost_of_zeros() -> None:
+    x = torch.zeros(2, 16)
+    expected = {"amax": 0.0, "saturated": 0.0, "underflow": 0.0, "relative_error": 0.0}
+    assert measures(x, quantize_rows(x)) == expected
+
+
+def test_underflow_grows_with_an_outlier_in_a_row() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    usual = measures(x, quantize_rows(x))
+    x[7, 3] = 1e6
+    outlier = measures(x, quantize_rows(x))
+    assert usual["underflow"] < 1e-3
+    assert outlier["underflow"] == pytest.approx(usual["underflow"] + 127 / (64 * 128), rel=0.02)
+
+
+def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(37, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = norm_quantize(x, torch.ones(64), 1e-5, group_size=16)
+    assert made.saved is not None
+    sources = (x, made.saved), (numerics.norm_output(x, torch.ones(64), 1e-5), made.y)
+    whole = [measures(*source) for source in sources]
+    monkeypatch.setattr(numerics, "PIECE", 5 * 64)
+    for source, expected in zip(sources, whole, strict=True):
+        assert measures(*source) == pytest.approx(expected, rel=1e-12)
+
+
+def test_only_what_comes_first_counts() -> None:
+    probe, x = Probe(), torch.ones(2, 16)
+    probe.record("qkv_input", x, quantize_rows(x))
+    probe.record("qkv_input", 5 * x, quantize_rows(5 * x))
+    assert probe.amax["qkv_input"] == 1
+    assert probe.sums["qkv_input"][SUMS.index("elements")] == 32
+
+
+def test_sources_made_again_are_those_of_the_codes() -> None:
+    """Encoding the source by the scale gives the codes, bit by bit; pieces cut through a batch."""
+    torch.manual_seed(0)
+    x, da = torch.randn(21, 128).bfloat16(), torch.randn(21, 64).bfloat16()
+    active = swiglu_quantize(x, group_size=16)
+    assert active.saved is not None
+    gradient = swiglu_backward_quantize(da, active.saved, torch.ones(()), fmt=E5M2, with_a=False)
+    dq, dk, dv = (torch.randn(7, 3, heads, 16).bfloat16() for heads in (4, 2, 2))
+    cos, sin = rope_tables(torch.arange(7), torch.rand(8))
+    joined = join_quantize(dq, dk, dv, cos, sin, fmt=E5M2).direct
+    weight = torch.rand(128) + 0.5
+    sources: list[tuple[Rows, QTensor]] = [
+        (numerics.norm_output(x, weight, 1e-5), norm_quantize(x, weight, 1e-5).y),
+        (numerics.swiglu_output(x), active.a),
+        (numerics.swiglu_gradient(da, active.saved), gradient.dx),
+        (numerics.qkv_gradient(dq, dk, dv, cos, sin), joined),
+    ]
+    for rows, codes in sources:
+        parts = [rows(start, min(start + 5, 21)) for start in range(0, 21, 5)]
+        assert torch.equal(
+            codes.fmt.encode(torch.cat(parts) / codes.scale).float(), codes.codes.float()
+        )

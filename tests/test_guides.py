@@ -1,0 +1,262 @@
+"""The README and the guides: commands run, keys exist, links lead somewhere, numbers were measured.
+
+A fenced block says how its commands are tested:
+
+    ```sh run      they are run, in order, in a directory of their own
+    ```sh check    they need a GPU, a network, several processes or long: options and configuration
+                   are parsed, training becomes a dry run for as many ranks as are started
+
+Training that is run is made small (SMALL): the configuration's own steps and sizes take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain
+from coatlm.config import Config, load_config
+from tests.forks import Forks
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+PAGES = [ROOT / "README.md", *GUIDES]
+SMALL = {
+    **{"model.layers": 1, "model.hidden": 32, "model.ffn": 48, "data.seq_len": 32},
+    **{"train.micro_batch": 2, "train.global_batch": 2, "train.eval_every": 2},
+    **{"train.eval_batches": 1, "checkpoint.every": 2, "log.every": 1},
+}
+STEPS = 4  # of a small run; twice as many where the command asks for more than the configuration
+BLOCK = re.compile(r"^```sh *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECTIONS = "|".join(Config.model_fields)
+KEY = re.compile(rf"`((?:{SECTIONS})(?:\.[a-z_0-9]+)+)[=`]")
+FILES = {"train.log"}  # of a run directory, and no key
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path, mark: str) -> list[list[str]]:
+    """Of every block with this mark, the words of each command; comments and line ends go."""
+    found = []
+    for kind, text in BLOCK.findall(page.read_text()):
+        if kind == mark:
+            lines = text.replace("\\\n", " ").splitlines()
+            found += [words for line in lines if (words := shlex.split(line, comments=True))]
+    return found
+
+
+def commands(mark: str) -> list[Any]:
+    return [
+        pytest.param(words, id=f"{page.stem}: {shlex.join(words)[:70]}")
+        for page in PAGES
+        for words in blocks(page, mark)
+    ]
+
+
+def named(pages: Sequence[Path]) -> list[Any]:
+    return [pytest.param(page, id=page.name) for page in pages]
+
+
+# what is run
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that reads as the checkout and may be written to."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("coatlm", "configs", "tools", "pretrain.py", "README.md"):
+        (root / name).symlink_to(ROOT / name)
+    text = "".join(f"def f{i}():\n    return {i * i}\n" for i in range(2000))
+    (root / "text.py").write_text(text)
+    return root
+
+
+@pytest.fixture(scope="module")
+def forks(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with Forks(tmp_path_factory.mktemp("output"), cwd=checkout) as server:
+        yield server
+
+
+def script(words: Sequence[str]) -> tuple[str, list[str]]:
+    """What python is asked to run, and its arguments."""
+    assert words[0] == ".venv/bin/python", f"{shlex.join(words)}: commands name .venv/bin/python"
+    return words[1], list(words[2:])
+
+
+def small(arguments: Sequence[str]) -> list[str]:
+    """The same training, but little of it."""
+    if "--dry-run" in arguments:
+        return list(arguments)
+    given = [word for word in arguments if "=" in word]
+    steps = STEPS * (2 if any(word.startswith("train.steps=") for word in given) else 1)
+    text = [] if any(word.startswith("data.text=") for word in given) else ["data.text=[text.py]"]
+    sizes = [f"{key}={value}" for key, value in SMALL.items()]
+    return [*arguments, *text, *sizes, f"train.steps={steps}"]
+
+
+def call(tool: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The exit code of a tool's command line, run in this process."""
+    monkeypatch.setattr(sys, "argv", [tool, *arguments])
+    module = importlib.import_module(tool.removesuffix(".py").replace("/", "."))
+    code = module.main()
+    assert code is None or isinstance(code, int)
+    return code
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_commands_that_are_marked_run(
+    page: Path,
+    forks: Forks,
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(checkout)
+    for words in blocks(page, "run"):
+        file, arguments = script(words)
+        if file == "pretrain.py":
+            code, output = forks.run(*small(arguments))
+        else:
+            found = call(file, arguments, monkeypatch)
+            code, output = found or 0, "".join(capsys.readouterr())
+        assert code == 0, f"{shlex.join(words)} ended with {code}:\n{output[-3000:]}"
+
+
+# what is checked
+
+
+class Parsed(Exception):
+    """Raised in the place of what a tool would do next."""
+
+
+def parse(tool: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a tool read its command line, and no more."""
+    for name in ("parse_args", "parse_intermixed_args"):
+        original = getattr(argparse.ArgumentParser, name)
+
+        def stop(self: Any, *args: Any, original: Any = original) -> None:
+            original(self, *args)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop)
+    with pytest.raises(Parsed):
+        call(tool, arguments, monkeypatch)
+
+
+def dry_run(arguments: Sequence[str], ranks: int) -> None:
+    """A run of `ranks` processes, checked and planned."""
+    assert pretrain.main([*arguments, "--dry-run", "--ranks", str(ranks)]) == 0
+
+
+def option(words: Sequence[str], name: str) -> int:
+    """The number behind `--name=`, 1 where it is not given."""
+    values = [word.partition("=")[2] for word in words if word.startswith(f"--{name}=")]
+    return int(values[0]) if values else 1
+
+
+def check_launch(words: Sequence[str]) -> None:
+    """torchrun and srun."""
+    at = list(words).index("pretrain.py")
+    start, arguments = words[:at], words[at + 1 :]
+    if start[0] == "srun":
+        dry_run(arguments, option(start, "nodes") * option(start, "ntasks-per-node"))
+    else:
+        dry_run(arguments, option(start, "nnodes") * option(start, "nproc-per-node"))
+
+
+def check_make(words: Sequence[str]) -> None:
+    """The target exists, and what it would train is a configuration."""
+    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    if "CONFIG" in given:
+        load_config(ROOT / given["CONFIG"], shlex.split(given.get("ARGS", "")))
+
+
+def check_pip(words: Sequence[str]) -> None:
+    """Extras and the file of constraints exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert words[1:3] == ["install", "-c"] and (ROOT / words[3]).is_file()
+    for name in re.fullmatch(r"\.\[([a-z,]+)\]", words[4])[1].split(","):  # type: ignore[index]
+        assert name in extras["optional-dependencies"]
+
+
+@pytest.mark.parametrize("words", commands("check"))
+def test_commands_that_are_marked_check_would_start(
+    words: list[str], checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkout)
+    name = Path(words[0]).name
+    if name == "make":
+        check_make(words)
+    elif name == "pip":
+        check_pip(words)
+    elif name in ("torchrun", "srun"):
+        check_launch(words)
+    elif script(words)[0] == "pretrain.py":
+        dry_run(words[2:], 1)
+    else:
+        parse(*script(words), monkeypatch)
+
+
+@pytest.mark.parametrize("page", named(GUIDES))
+def test_every_command_of_a_guide_is_run_or_checked(page: Path) -> None:
+    kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
+    assert kinds <= {"run", "check"}, "mark every sh block: ```sh run or ```sh check"
+    assert blocks(page, "run") or blocks(page, "check")
+
+
+def test_a_command_that_is_wrong_is_found(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(checkout)
+    with pytest.raises(AssertionError):
+        check_launch(shlex.split("torchrun --nproc-per-node=3 pretrain.py configs/llama3-8b.yaml"))
+    with pytest.raises(AssertionError):
+        check_make(["make", "trian"])
+    with pytest.raises(SystemExit):
+        parse("tools/estimate_memory.py", ["a.yaml", "--rank-count", "8"], monkeypatch)
+
+
+# what is said
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_every_key_exists(page: Path) -> None:
+    for line in page.read_text().splitlines():
+        # the first column of a table may be another program's
+        said = line.split("|", 2)[2] if line.startswith("|") else line
+        for key in set(KEY.findall(said)) - FILES:
+            section, name, *_ = key.split(".")
+            known = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+            assert name in known, f"{key} in {line}"
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_readme_links_every_guide() -> None:
+    linked = {(ROOT / target).resolve() for target in LINK.findall(PAGES[0].read_text())}
+    assert set(GUIDES) <= linked
+
+
+def test_numbers_of_the_recipes_page_stand_in_the_results() -> None:
+    results = "".join(page.read_text() for page in (ROOT / "docs/results").glob("*.md"))
+    measured = set(re.findall(r"\d+(?:\.\d+)?", results))
+    rows = [line for line in (ROOT / "docs/guides/recipes.md").open() if line.startswith("| `")]
+    assert len(rows) >= 14
+    for row in rows:
+        for number in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", row.split("|", 2)[2]):
+            assert number in measured, f"{number} of {row}"

@@ -1,0 +1,106 @@
+"""The planner's tables, its proposal, and COAT's Table 7."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coatlm.config import load_config
+from coatlm.model.memory import GIB, peak_bytes, replaced
+from tools.estimate_memory import CASES, TABLE7, best_layout, main
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = str(ROOT / "configs/llama2-7b.yaml")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> list[str]:
+    assert main(arguments) == code
+    return capsys.readouterr().out.splitlines()
+
+
+def cells(lines: list[str], name: str) -> list[str]:
+    (row,) = [line for line in lines if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in row.strip("|").split("|")[1:]]
+
+
+def test_tables_hold_the_peak_of_each_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, LLAMA, "--ranks", "8", "parallel.pp=2")
+    config = load_config(LLAMA, ["parallel.pp=2"])
+
+    def peak(**sections: dict[str, str]) -> str:
+        return f"{peak_bytes(replaced(config, **sections), 32000, 4) / GIB:.1f}"
+
+    coat = [
+        peak(optim={"recipe": "coat"}, parallel={"main_grads": grads}) for grads in ("fp32", "bf16")
+    ]
+    assert cells(lines, "coat") == coat
+    modes = ("none", "selective", "full")
+    te = [peak(precision={"recipe": "te-delayed"}, train={"recompute": mode}) for mode in modes]
+    assert cells(lines, "te-delayed") == te
+    stages = [line.split() for line in lines if line[:1].isdigit()]
+    assert [row[0] for row in stages] == ["0", "1"]
+    assert max(float(row[-1]) for row in stages) == pytest.approx(float(peak()), abs=0.05)
+
+
+def test_fp32_weights_leave_out_recipes_that_cannot_update_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = run(capsys, LLAMA, "precision.recipe=fp32")
+    names = {line.split("|")[1].strip() for line in lines if line.startswith("| ")}
+    assert {"adamw-fp32", "coat", "fp8-plain", "fp32", "bf16"} <= names
+    assert not {"coat-lean", "kahan", "adamw-bf16"} & names
+
+
+def test_the_proposed_micro_batch_fits_and_the_next_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = (LLAMA, "--ranks", "8", "--memory-gib", "80", "--reserve-gib", "5")
+    told = run(capsys, *arguments, "train.recompute=full")[-1]
+    assert told.startswith("largest train.micro_batch within 75.0 GiB: 8 (")
+    config = load_config(LLAMA, ["train.recompute=full"])
+    peaks = [
+        peak_bytes(replaced(config, train={"micro_batch": n}), 32000, 8) / GIB for n in (8, 16)
+    ]
+    assert peaks[0] <= 75 < peaks[1]
+
+
+def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not even 1 fits" in run(capsys, LLAMA, "--memory-gib", "24", code=1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give either CONFIG.yaml or --table7"),
+        ([LLAMA, "--table7"], "give either CONFIG.yaml or --table7"),
+        ([LLAMA, "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
+        ([LLAMA, "--ranks", "3"], "train.global_batch=1024 is not a multiple"),
+        ([LLAMA, "--ranks", "0"], "--ranks 0: at least 1"),
+        ([LLAMA, "optim.recipe=sgd"], "optim.recipe='sgd'"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+
+
+def test_table7_has_a_row_for_each_case_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "--table7")
+    assert len(lines) == 2 + len(CASES) * len(TABLE7)
+
+
+def test_table7_coat_fits_wherever_it_fits_in_the_paper() -> None:
+    for case in CASES:
+        for recipes in (r for r in TABLE7 if r.paper == "COAT" and r.main_grads == "bf16"):
+            layout, peak, largest = best_layout(case, recipes, 78 * GIB)
+            assert peak <= 78 * GIB and largest >= case.batch, (case, layout)
+
+
+def test_table7_a_7b_model_on_one_gpu_needs_coat() -> None:
+    fits = {recipes.name: best_layout(CASES[0], recipes, 78 * GIB)[2] > 0 for recipes in TABLE7}
+    assert not fits["bf16, adamw-fp32"] and not fits["te-delayed, adamw-fp32"]
+    assert fits["coat-lean, coat-lean, BF16 gradients"]

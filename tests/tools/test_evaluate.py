@@ -1,0 +1,86 @@
+"""tools/evaluate.py: the perplexity that transformers computes, the table, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coatlm.hf.from_hf import from_huggingface
+from tests.hf.models import make_model, save_model
+from tools.evaluate import main
+
+TEXT = "Each token but the first is predicted once, with the tokens before it.\n"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("evaluate")
+    save_model("llama gqa rope3 tied", directory / "hf")
+    from_huggingface(directory / "hf", directory / "coatlm", tokenizer="byte")
+    (directory / "text.txt").write_text(TEXT)
+    return directory
+
+
+def test_perplexity_is_that_of_transformers(root: Path) -> None:
+    options = ["--data", str(root / "text.txt"), "--out", str(root / "out/result.json")]
+    assert main([str(root / "coatlm"), *options, "--window", "96", "--stride", "96"]) == 0
+    result = json.loads((root / "out/result.json").read_text())
+    ids = torch.tensor([list(TEXT.encode())])
+    with torch.no_grad():
+        logits = make_model("llama gqa rope3 tied")(ids).logits
+    expected = F.cross_entropy(logits[0, :-1].double(), ids[0, 1:])
+    (row,) = result["results"]
+    assert row["loss"] == pytest.approx(float(expected), abs=1e-5)
+    assert row["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-5)
+    assert (result["tokens"], result["bytes"], result["documents"]) == (len(TEXT) - 1, len(TEXT), 1)
+    assert (result["step"], result["precision"]) == (0, "fp32")
+
+
+def test_table_has_a_row_for_each_cast(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", str(root / "text.txt"), "--window", "32", "--precision", "bf16"]
+    casts = ["--cast", "e4m3", "e5m2", "--scales", "channel", "bias7", "--what", "gemm", "residual"]
+    out = ["--out", str(root / "casts.json")]
+    assert main([str(root / "coatlm"), *options, *casts, *out]) == 0
+    table = capsys.readouterr().out.splitlines()
+    results = json.loads((root / "casts.json").read_text())["results"]
+    names = [row["cast"] for row in results]
+    assert names[0] == "as trained" and "e5m2 bias7 residual" in names and len(names) == 9
+    for line, row in zip(table[2:11], results, strict=True):
+        assert line.startswith(row["cast"])
+        assert f"{row['perplexity']:.4f}" in line
+        assert line.endswith("%") == (row is not results[0])
+    assert len({row["loss"] for row in results}) == 9
+    assert table[0].endswith("window 32, stride 16, batch 8, precision bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--cast", "int8"], "format='int8'"),
+        (["--cast", "e4m3", "--scales", "row"], "scales='row'"),
+        (["--cast", "e4m3", "--what", "all"], "what='all'"),
+        (["--window", "1"], "window=1"),
+        (["--stride", "200"], "stride=200"),
+        (["--tokenizer", "tiktoken:nothing"], "tiktoken:nothing"),
+        (["--prefix", "263"], "prefix=263"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_exit_code_2(
+    root: Path, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
+) -> None:
+    assert main([str(root / "coatlm"), "--data", str(root / "text.txt"), *options]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and len(error.splitlines()) == 1
+
+
+def test_damaged_checkpoint_ends_with_exit_code_4(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--data", str(root / "text.txt")]) == 4
+    assert "holds no checkpoint" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""Batch scripts for SLURM: what is asked for, what is refused, and real jobs that restart."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatlm.train.faults import ExitCode
+from tests.distributed import free_port, python_path
+from tests.forks import Forks
+from tools import submit_slurm
+
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
+    "data": {"seq_len": 32},
+    "precision": {"recipe": "fp32"},
+    "train": {"steps": 16, "micro_batch": 4, "global_batch": 128, "eval_every": 0},
+    "checkpoint": {"every": 0},  # what a restart finds was saved by the signal
+    "log": {"every": 1},
+}
+NODE = ("--nodes=1", "--gpus-per-node=2", "--cpu")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A small run with a text of its own."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    sections = json.loads(json.dumps(SMALL))
+    sections["run"] = {"dir": str(tmp_path / "run"), "name": "trial"}
+    sections["data"] |= {"text": [str(text)], "cache_dir": str(tmp_path / "cache")}
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+def script(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What --dry-run prints; bash must understand it."""
+    assert submit_slurm.main([*arguments, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return text
+
+
+def options(text: str) -> list[str]:
+    return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_dry_run_prints_the_script_and_writes_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--nodes=4", "--gpus-per-node=8", "--time=1-00:00:00", "--partition=gpu")
+    text = script(capsys, config, *arguments, "--account=me", "--cpus-per-rank=6")
+    assert options(text) == [
+        "--job-name=trial",
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=6",
+        "--gpus-per-node=8",
+        "--partition=gpu",
+        "--account=me",
+        "--time=1-00:00:00",
+        "--signal=USR1@300",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={tmp_path}/run/slurm/%j.log",
+        f"--chdir={Path.cwd()}",
+    ]
+    assert text.splitlines()[1].startswith("# 32 ranks, data-parallel size 32;")
+    assert f"{submit_slurm.ROOT}/pretrain.py" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_is_one_task_a_node_with_a_rendezvous(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--nodes=2", "--gpus-per-node=4", "--cpus-per-rank=6", "--launcher=torchrun")
+    text = script(capsys, config, *arguments, "--max-restarts=5")
+    assert {"--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=24"} <= set(options(text))
+    for word in ("--nnodes=2", "--nproc-per-node=4", "--max-restarts=5", '"$head:$port"'):
+        assert word in text
+
+
+def test_restarts_are_an_array_of_which_one_runs_at_a_time(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = script(capsys, config, *NODE, "--restarts=4")
+    asked = options(text)
+    assert "--array=0-4%1" in asked and "--no-requeue" in asked and "--requeue" not in asked
+    assert f"--output={tmp_path}/run/slurm/%A_%a.log" in asked
+    assert "scontrol requeue" not in text
+
+
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ("pyxis", ["--container-image=i.sqsh", "--container-mounts=", "/data:/data"]),
+        ("apptainer", ["apptainer", "exec", "--nv", "/data", "i.sqsh"]),
+    ],
+)
+def test_ranks_run_in_a_container(
+    config: str, capsys: pytest.CaptureFixture[str], runtime: str, words: list[str]
+) -> None:
+    arguments = ("--nodes=1", "--gpus-per-node=2", "--container=i.sqsh", "--mount=/data")
+    text = script(capsys, config, *arguments, f"--container-runtime={runtime}", "--python=python")
+    place = 0
+    for word in [*words, "python", "pretrain.py"]:  # in this order
+        place = text.index(word, place)
+
+
+def test_setup_lines_and_variables_come_before_the_ranks(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--setup=module load cuda", "--env=WORDS=a 'b'", "--sbatch=--exclusive")
+    text = script(capsys, config, *NODE, *arguments)
+    assert "--exclusive" in options(text)
+    assert text.index("export WORDS=") < text.index("module load cuda") < text.index("srun")
+    line = next(line for line in text.splitlines() if line.startswith("export WORDS="))
+    shell = subprocess.run(["bash", "-c", f'{line}; echo "$WORDS"'], capture_output=True, text=True)
+    assert shell.stdout == "a 'b'\n"
+
+
+def test_a_run_from_another_checkpoint_restarts_from_its_own(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ("checkpoint.resume=/other", "checkpoint.weights_only=true")
+    text = script(capsys, config, *NODE, *start)
+    assert "later=(checkpoint.resume=auto checkpoint.weights_only=false)" in text
+    assert "later" not in script(capsys, config, *NODE)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/latest").write_text("step_00000001\n")
+    assert submit_slurm.main([config, *NODE, *start]) == 2
+    assert "checkpoint.resume=/other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--nodes=3"], "train.global_batch=128 is not a multiple"),
+        (["parallel.tp=4", "model.vocab=384"], "2 processes cannot hold"),
+        (["train.stesp=1"], "train.stesp: unknown key"),
+        (["--time=soon"], "--time=soon"),
+        (["--time=5"], "--time=5 is less than twice --save-before=300"),
+        (["--env=1=2"], "--env=1=2"),
+        (["--mount=/data"], "--mount=/data needs --container"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    reason: str,
+) -> None:
+    assert submit_slurm.main([config, *NODE, *arguments]) == 2
+    assert f"error: {reason}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("2:00:05", 7205),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+        ("UNLIMITED", float("inf")),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_does(limit: str, value: float) -> None:
+    assert submit_slurm.seconds(limit) == value
+
+
+def test_the_guide_shows_the_script_as_it_is(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (submit_slurm.ROOT / "docs/guides/slurm.md").read_text()
+    shown = guide.split("## What the script does\n\n```\n")[1].split("```")[0]
+    lines = script(capsys, config, "--nodes=1", "--gpus-per-node=2").splitlines()
+    for line in shown.splitlines():
+        if "..." not in line:  # stands for paths
+            assert line in lines
+
+
+def test_attempts_end_with_the_codes_that_another_would_repeat() -> None:
+    final = {int(code) for code in submit_slurm.FINAL.split(" | ")}
+    assert final - {138} == set(ExitCode) - {ExitCode.HANG}
+
+
+class Cluster:
+    """SLURM's commands."""
+
+    def submit(self, *arguments: str) -> str:
+        """The job's id."""
+        command = [sys.executable, str(submit_slurm.ROOT / "tools" / "submit_slurm.py")]
+        done = subprocess.run(
+            [*command, *arguments, f"--env=PYTHONPATH={python_path()}"],
+            capture_output=True,
+            text=True,
+            cwd=submit_slurm.ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[1].rstrip(":")
+
+    def signal(self, job: str, *arguments: str) -> None:
+        subprocess.run(["scancel", *arguments, job], check=True)
+
+    def active(self, job: str) -> bool:
+        command = ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"]
+        states = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return bool(states) and not all(state in ended for state in states)
+
+
+def until(condition: Any, log: Path, timeout: float = 300.0) -> None:
+    """Wait; on a timeout the job's log says why."""
+    end = time.monotonic() + timeout
+    while not condition():
+        text = log.read_text(errors="replace") if log.exists() else "no log"
+        assert time.monotonic() < end, text[-4000:]
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs a configuration on two ranks without SLURM and gives its lines."""
+    with Forks(tmp_path_factory.mktemp("output")) as server:
+
+        def run(config: str, directory: Path) -> list[Any]:
+            size = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+            each = [size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            ranks = [server.start(config, f"run.dir={directory}", env=env) for env in each]
+            assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].text()
+            return losses(directory)
+
+        yield run
+
+
+def losses(directory: Path) -> list[Any]:
+    lines = map(json.loads, (directory / "metrics.jsonl").open())
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_job_saves_on_usr1_requeues_itself_and_ends_with_the_same_losses(
+    config: str, tmp_path: Path, undisturbed: Any, launcher: str
+) -> None:
+    cluster, run = Cluster(), tmp_path / "run"
+    job = cluster.submit(config, *NODE, f"--launcher={launcher}")
+    log = run / "slurm" / f"{job}.log"
+    until(lambda: log.exists() and "step 2/" in log.read_text(), log)
+    cluster.signal(job, "--signal=USR1")
+    until(lambda: not cluster.active(job), log)
+    text = log.read_text()
+    assert "SIGUSR1: saved step" in text and "restart 1 on" in text and "resumed from" in text
+    assert "done: step 16" in text
+    assert losses(run) == undisturbed(config, tmp_path / "undisturbed")
+
+
+@pytest.mark.slurm
+def test_a_cancelled_job_saves_and_stays_away(config: str, tmp_path: Path) -> None:
+    cluster, run = Cluster(), tmp_path / "run"
+    job = cluster.submit(config, *NODE)
+    log = run / "slurm" / f"{job}.log"
+    until(lambda: log.exists() and "step 2/" in log.read_text(), log)
+    cluster.signal(job)
+    until(lambda: not cluster.active(job), log)
+    assert "SIGTERM: saved step" in log.read_text()
+    assert (run / "checkpoints" / "latest").exists()
+    time.sleep(1)
+    assert not cluster.active(job), "it was requeued"

@@ -1,0 +1,214 @@
+"""Real runs on two ranks: bad batches are skipped, rolled back from and left out; a slow rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatlm.config import make_config
+from tests.distributed import run_ranks
+
+STEPS, EVERY = 20, 5
+NAN = [11, 12, 13]  # batches: the steps 12, 13 and 14
+LEFT_OUT = [10, 14]  # from the checkpoint of step 10 on, to the batch after the last bad one
+CASES: dict[str, dict[str, Any]] = {  # train options, bad batches, ...
+    "rolled back": {"nan": NAN, "train": {"rollbacks": 1}},
+    "logged seldom": {"nan": NAN, "train": {"rollbacks": 1}, "log": {"every": 20}},
+    "without them": {"shift": LEFT_OUT},
+    "resumed later": {"nan": NAN, "train": {"rollbacks": 1}, "resume": ("rolled back", 15)},
+    "one too many": {"nan": [*NAN, 16, 17, 18], "train": {"rollbacks": 1}},
+    "twice": {"nan": [*NAN, 16, 17, 18], "train": {"rollbacks": 2}},
+    "spike": {"odd": [13], "train": {"spike_sigma": 6.0, "spike_window": 6}},
+    "spike resumed": {
+        "odd": [13],
+        "train": {"spike_sigma": 6.0, "spike_window": 6},
+        "resume": ("spike", 10),
+    },
+    "slow": {"slow": True, "log": {"every": 5}},
+    "nan there": {"nan": [13], "train": {"spike_sigma": 6.0, "spike_window": 6}},
+}
+
+
+def config(root: Path, name: str) -> Any:
+    case = CASES[name]
+    resume = "auto"
+    if "resume" in case:
+        other, step = case["resume"]
+        resume = str(root / other / "checkpoints" / f"step_{step:08d}")
+    return make_config(
+        {
+            "run": {"dir": str(root / name)},
+            "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
+            "data": {
+                "text": [str(root / "text.txt")],
+                "seq_len": 32,
+                "cache_dir": str(root / "cache"),
+                "workers": 1,
+            },
+            "precision": {"recipe": "fp32"},
+            "optim": {"lr": 1e-2, "warmup_steps": 2},
+            "train": {
+                "steps": STEPS,
+                "micro_batch": 4,
+                "global_batch": 16,
+                "eval_every": 0,
+                "max_skipped": 3,
+                **case.get("train", {}),
+            },
+            "checkpoint": {"every": EVERY, "keep": 10, "resume": resume},
+            "log": {"every": 1, **case.get("log", {})},
+        }
+    )
+
+
+class Shifted:
+    """A dataset without the samples of some global batches."""
+
+    def __init__(self, dataset: Any, first: int, stop: int, size: int) -> None:
+        self.dataset, self.first, self.more = dataset, first * size, (stop - first) * size
+        self.eod, self.reset_attention_mask = dataset.eod, dataset.reset_attention_mask
+        self.eod_mask_loss = dataset.eod_mask_loss
+
+    def __getitem__(self, sample: int) -> Any:
+        return self.dataset[sample + (self.more if sample >= self.first else 0)]
+
+
+def spoil(session: Any, case: dict[str, Any]) -> None:
+    """Make batches bad: a NaN in the loss, labels that no text has, or late on rank 1."""
+    place = session.trainer.place
+
+    def spoilt(batches: Any) -> Any:
+        placed = place(batches)
+        if "slow" in case and session.groups.world.rank() == 1:
+            time.sleep(0.3)
+        for batch in placed:
+            if session.run.batch in case.get("nan", ()):
+                batch["loss_mask"] = batch["loss_mask"] * float("nan")
+            if session.run.batch in case.get("odd", ()):
+                batch["labels"] = batch["labels"].new_full(batch["labels"].shape, 255)
+        return placed
+
+    session.trainer.place = spoilt
+
+
+def train_all(rank: int, size: int, root: str) -> dict[str, str]:
+    """Run every case in one group of processes; how each of them ended."""
+    from dataclasses import replace
+
+    from coatlm.parallel.groups import release_groups
+    from coatlm.train import loop
+    from coatlm.train.faults import NonFiniteError
+    from coatlm.train.setup import Launch
+
+    started: list[Any] = []
+    start = loop.start_processes
+    loop.start_processes = lambda launch: started or started.append(start(launch))  # type: ignore
+    ends = {}
+    for name, case in CASES.items():
+        with ExitStack() as stack:
+            session = loop.set_up(config(Path(root), name), Launch.from_environment(), stack)
+            spoil(session, case)
+            if "shift" in case:
+                shifted: Any = Shifted(session.data.train, *case["shift"], size=16)
+                session.data = replace(session.data, train=shifted)
+            try:
+                ends[name] = str(int(session.run_steps()))
+            except NonFiniteError as error:
+                ends[name] = str(error)
+        release_groups()
+    return ends
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(2000))
+    (directory / "text.txt").write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ends(root: Path) -> dict[str, str]:
+    first, second = run_ranks(2, "tests.train.test_faulty_runs:train_all", str(root))
+    assert first == second
+    return first
+
+
+def lines(root: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / name / "metrics.jsonl").open()]
+
+
+def losses(root: Path, name: str, after: int = 0) -> list[Any]:
+    found = [line for line in lines(root, name) if "loss" in line and line["step"] > after]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in found]
+
+
+def test_a_rollback_trains_as_if_the_batches_since_the_checkpoint_were_not_there(
+    root: Path, ends: dict[str, str]
+) -> None:
+    assert ends["rolled back"] == ends["without them"] == "0"
+    assert losses(root, "rolled back") == losses(root, "without them")
+    assert [step for step, _, _ in losses(root, "rolled back")] == list(range(1, STEPS + 1))
+
+
+def test_a_rollback_is_on_record(root: Path, ends: dict[str, str]) -> None:
+    events = [line for line in lines(root, "rolled back") if "left_out" in line]
+    assert events == [{"step": 11, "rolled_back_from": 14, "left_out": LEFT_OUT}]
+    log = (root / "rolled back" / "train.log").read_text()
+    assert "step 14: train.max_skipped=3" in log
+    assert "back to step 10; batches 10 to 14 are left out" in log
+    state = json.loads((root / "rolled back/checkpoints/step_00000015/state.json").read_text())
+    assert state["left_out"] == [LEFT_OUT]
+
+
+def test_a_later_resume_leaves_out_the_same_batches(root: Path, ends: dict[str, str]) -> None:
+    assert losses(root, "resumed later") == losses(root, "rolled back", after=15)
+
+
+def test_how_often_is_logged_does_not_matter(root: Path, ends: dict[str, str]) -> None:
+    assert ends["logged seldom"] == "0"
+    assert losses(root, "logged seldom")[-1] == losses(root, "rolled back")[-1]
+
+
+def test_more_rollbacks_than_allowed_end_the_run(root: Path, ends: dict[str, str]) -> None:
+    # batch 16 is read by step 13 now, as four are left out
+    assert "step 15: train.max_skipped=3" in ends["one too many"]
+
+
+def test_a_second_rollback_to_the_same_checkpoint_leaves_out_more(
+    root: Path, ends: dict[str, str]
+) -> None:
+    assert ends["twice"] == "0"
+    state = json.loads((root / "twice/checkpoints/step_00000020/state.json").read_text())
+    assert state["left_out"] == [[10, 14], [14, 19]]
+    losses_of = losses(root, "twice", after=10)
+    assert [step for step, _, _ in losses_of] == list(range(11, STEPS + 1))
+
+
+def test_a_spike_is_skipped_as_a_nan_is(root: Path, ends: dict[str, str]) -> None:
+    assert ends["spike"] == ends["nan there"] == "0"
+    skipped = {line["step"]: line["skipped"] for line in lines(root, "spike")}
+    assert skipped[13] == 0 and skipped[14] == skipped[STEPS] == 1
+    assert losses(root, "spike", after=14) == losses(root, "nan there", after=14)
+    log = (root / "spike" / "train.log").read_text()
+    assert "step 14 skipped: a spike, gradient norm" in log
+
+
+def test_a_resumed_run_knows_the_window_of_spikes(root: Path, ends: dict[str, str]) -> None:
+    assert losses(root, "spike resumed") == losses(root, "spike", after=10)
+    assert lines(root, "spike resumed")[-1]["skipped"] == 1
+
+
+def test_a_slow_rank_is_reported_with_its_phase(root: Path, ends: dict[str, str]) -> None:
+    found = [line.get("slowest") for line in lines(root, "slow") if "loss" in line]
+    assert found[0] is None and len(found) == 5  # the first step is not compared
+    for report in found[1:]:
+        assert (report["rank"], report["phase"]) == (1, "data")
+        assert report["ms"] > 300 > report["median_ms"]
+    log = (root / "slow" / "train.log").read_text()
+    assert "step 20: rank 1 is slow in data: " in log

@@ -1,0 +1,55 @@
+"""Times of a layer on its device: CUDA events on a GPU, the wall clock on a CPU."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WARMUP, REPS = 3, 20
+
+
+def mark() -> Any:
+    """A moment of the device, for `elapsed`."""
+    if DEVICE == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(start: Any, end: Any) -> float:
+    """Milliseconds between two marks; call `synchronize` first."""
+    return 1000 * (end - start) if DEVICE == "cpu" else start.elapsed_time(end)
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that was asked."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(launch: Callable[[], object], reps: int = REPS) -> float:
+    """Median time of `launch`, after a few to warm up."""
+    for _ in range(WARMUP):
+        launch()
+    laps = []
+    for _ in range(reps):
+        start = mark()
+        launch()
+        laps.append((start, mark()))
+    synchronize()
+    return statistics.median(elapsed(start, end) for start, end in laps)
+
+
+def release() -> None:
+    """Give back what nobody holds, so that the allocator's count is what is held."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,87 @@
+"""What a stack of layers holds between forward and backward, read off the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from tools.benchmarks.clock import DEVICE, release
+from tools.benchmarks.layer_stacks import Shape, Stack
+
+LAYERS = 4
+
+
+def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
+    """Bytes that a stack holds between forward and backward, a token and layer."""
+    with closing(build(LAYERS)) as stack:
+        x, dy = stack.inputs(shape.batch)
+        release()
+        before = _allocated()
+        stack.step(x, dy)
+        stack.clear(x)
+        release()
+        kept = (_allocated() - before) / LAYERS  # weights in FP8 for the next microbatch too
+        whole = held_bytes(stack, shape.batch) / LAYERS
+        record: dict[str, float] = {"held_b_per_token": round((whole + kept) / shape.tokens)}
+        if shape.batch % 2 == 0:
+            half = held_bytes(stack, shape.batch // 2) / LAYERS
+            a_token = (whole - half) / (shape.tokens / 2)
+            copies = whole - a_token * shape.tokens + kept
+            record["act_b_per_token"] = round(a_token)
+            record["act_u"] = round(a_token / (2 * shape.hidden), 2)
+            record["weight_copies_mib"] = round(copies / 2**20, 1)
+    return record
+
+
+def held_by_compiled(stack: Stack, shape: Shape) -> dict[str, float]:
+    """The same where another batch size would be another compilation: one layer, used often."""
+    whole = held_bytes(stack.repeated(LAYERS), shape.batch) / LAYERS
+    return {"held_b_per_token": round(whole / shape.tokens)}
+
+
+def held_bytes(stack: Stack, batch: int) -> int:
+    """Bytes between forward and backward, the input in and the output out.
+
+    On a GPU what the allocator counts; on a CPU the storages that autograd has saved.
+    """
+    x, _ = stack.inputs(batch)
+    release()
+    if DEVICE == "cpu":
+        return _saved_bytes(stack, x)
+    before = torch.cuda.memory_allocated()
+    stack.new_weights()
+    y = stack.forward(x * 1.0)  # the layer before would hand over such a tensor, and keep none
+    after = torch.cuda.memory_allocated()
+    return after - before - y.numel() * y.element_size()
+
+
+def _saved_bytes(stack: Stack, x: Tensor) -> int:
+    storages: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        y = stack.forward(x * 1.0)
+    for tensor in (y, *stack.parameters):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def peak_mib(stack: Stack, shape: Shape) -> float:
+    """The most that a step of one layer allocates on top of weights, gradients, x and dy."""
+    x, dy = stack.inputs(shape.batch)
+    release()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    stack.step(x, dy)
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0

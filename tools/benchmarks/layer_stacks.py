@@ -1,0 +1,297 @@
+"""Llama layers to measure: coatlm's by recipe, and a plain torch layer that is also the reference.
+
+Shapes: S tokens, B samples, H hidden, N heads of D elements, F ffn. A `Stack` is a few equal layers
+with what a step of them needs; every stack takes and returns BF16 (or fp32) hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tools.benchmarks.clock import DEVICE
+
+ROPE_THETA, NORM_EPS, INIT_STD, SEED = 10000.0, 1e-5, 0.02, 1234
+VOCAB = 128  # of the embedding around coatlm's layers, which no step touches
+COATLM = {  # row -> model.spec, precision.recipe
+    "coatlm fp32": ("local", "fp32"),
+    "coatlm bf16": ("local", "bf16"),
+    "coatlm te bf16": ("te", "bf16"),
+    "coatlm te-delayed": ("te", "te-delayed"),
+    "coatlm te-current": ("te", "te-current"),
+    "coatlm te-blockwise": ("te", "te-blockwise"),
+    "coatlm fp8-linear": ("local", "fp8-linear"),
+    "coatlm coat": ("local", "coat"),
+    "coatlm coat-lean": ("local", "coat-lean"),
+}
+
+
+class Shape(NamedTuple):
+    """One layer and its microbatch, in elements, heads, tokens a sample and samples."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    seq: int
+    batch: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def tokens(self) -> int:
+        return self.seq * self.batch
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal layers, one after the other, and their weights' gradients."""
+
+    forward: Callable[[Tensor], Tensor]
+    input_shape: Callable[[int], tuple[int, ...]]  # batch -> shape of x
+    dtype: torch.dtype
+    parameters: Sequence[nn.Parameter]
+    new_weights: Callable[[], None] = lambda: None  # a step starts: the optimizer has run
+    close: Callable[[], None] = lambda: None  # lets its memory go
+    compiled: bool = False  # for one batch size; calls of one layer stand for several layers
+    weights: Callable[[], dict[str, nn.Parameter]] | None = None  # of the first layer
+
+    def step(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Forward and backward; returns y. Gradients that autograd made are dropped before."""
+        self.clear(x)
+        self.new_weights()
+        y = self.forward(x)
+        y.backward(dy)
+        return y
+
+    def clear(self, x: Tensor) -> None:
+        """Forget the gradients of x and those that are not in `main_grad`."""
+        x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def repeated(self, layers: int) -> Stack:
+        """The same layer `layers` times: what it keeps for backward is what as many would."""
+
+        def forward(x: Tensor) -> Tensor:
+            for _ in range(layers):
+                x = self.forward(x)
+            return x
+
+        return replace(self, forward=forward)
+
+    def inputs(self, batch: int) -> tuple[Tensor, Tensor]:
+        """x, a leaf, and dy: the same for every stack of a layout and dtype."""
+        generator = torch.Generator(DEVICE).manual_seed(SEED)
+        shape = self.input_shape(batch)
+        x, dy = (torch.randn(shape, device=DEVICE, generator=generator) for _ in range(2))
+        return x.to(self.dtype).requires_grad_(), (0.01 * dy).to(self.dtype)
+
+
+# coatlm
+
+
+@cache
+def groups() -> Any:
+    """This process as a run of its own; made once."""
+    from coatlm.config import Parallel
+    from coatlm.parallel.groups import make_groups
+    from coatlm.train.setup import Launch, quiet_megatron, start_processes
+
+    quiet_megatron()
+    start_processes(Launch())
+    return make_groups(Parallel())
+
+
+def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] = ()) -> Stack:
+    """Layers as the trainer builds them: fp32 gradients in `main_grad`. Raises ConfigError.
+
+    `overrides` are dotted options of the run, such as `precision.recipe=...`.
+    """
+    from omegaconf import OmegaConf
+
+    from coatlm.config import make_config
+    from coatlm.model.builder import build_model
+    from coatlm.model.flow import tune_layers
+    from coatlm.parallel.buckets import Cut
+    from coatlm.parallel.buffers import FlatModel
+    from coatlm.parallel.collectives import Traffic
+    from coatlm.parallel.wire import Plain
+
+    spec, recipe = COATLM[row]
+    model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
+    rope_and_norm = {"rope_theta": ROPE_THETA, "norm_eps": NORM_EPS, "init_std": INIT_STD}
+    merged = OmegaConf.merge(
+        {
+            "run": {"seed": SEED},
+            "model": {"spec": spec, **model, **rope_and_norm},
+            "data": {"text": ["-"], "seq_len": shape.seq},
+            "precision": {"recipe": recipe},
+            "train": {"micro_batch": shape.batch, "global_batch": shape.batch},
+        },
+        OmegaConf.from_dotlist(list(overrides)),
+    )
+    config = make_config(OmegaConf.to_container(merged))
+    (chunk,) = build_model(config, groups(), VOCAB)
+    decoder, cos_sin = chunk.decoder, chunk.cos_sin
+    decoder.final_layernorm = None  # layers alone
+    flat = FlatModel(
+        chunk,
+        group=groups().dp_cp,
+        cut=Cut(
+            rank=0,
+            ranks=1,
+            zero=1,
+            grad_dtype=torch.float32,
+            bucket_size=config.parallel.bucket_size,
+        ),
+        wire=Plain(torch.float32),
+        traffic=Traffic(),
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+
+    if config.precision.tune_gemms:
+        tune_layers(decoder.layers, shape.batch * shape.seq, torch.float32)
+
+    def forward(x_SBH: Tensor) -> Tensor:
+        return decoder(hidden_states=x_SBH, attention_mask=None, rotary_pos_emb=cos_sin)
+
+    def close() -> None:
+        for parameter in flat.parameters():  # its node in autograd holds it, its hook the model
+            del parameter.accumulation_node  # type: ignore[attr-defined]
+
+    return Stack(
+        forward=forward,
+        input_shape=lambda batch: (shape.seq, batch, shape.hidden),
+        dtype=torch.float32 if recipe == "fp32" else torch.bfloat16,
+        parameters=list(decoder.parameters()),
+        new_weights=flat.set_is_first_microbatch,
+        close=close,
+        weights=lambda: _first_layer(decoder),
+    )
+
+
+def _first_layer(decoder: Any) -> dict[str, nn.Parameter]:
+    """Weights of the first layer by the plain layer's names; `te` keeps norms in linears."""
+    names = {
+        "input_layernorm.weight": "norm1",
+        "self_attention.linear_qkv.layer_norm_weight": "norm1",
+        "self_attention.linear_qkv.weight": "qkv",
+        "self_attention.linear_proj.weight": "proj",
+        "pre_mlp_layernorm.weight": "norm2",
+        "mlp.linear_fc1.layer_norm_weight": "norm2",
+        "mlp.linear_fc1.weight": "fc1",
+        "mlp.linear_fc2.weight": "fc2",
+    }
+    return {names[name]: p for name, p in decoder.layers[0].named_parameters()}
+
+
+# plain torch
+
+
+class RMSNorm(nn.Module):
+    """fp32 inside; rounds before the weight is applied, as Hugging Face's Llama does."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + NORM_EPS)
+        return self.weight * normed.to(x.dtype)
+
+
+class PlainLayer(nn.Module):
+    """A Llama layer of torch operations on [B, S, H], with one weight for q, k, v (in that order)
+    and one for gate and up: what torch.compile and torchao do best with."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.head_dim = shape.heads, shape.head_dim
+        hidden, ffn = shape.hidden, shape.ffn
+        self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        self.fc1 = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.fc2 = nn.Linear(ffn, hidden, bias=False)
+        for linear in (self.qkv, self.proj, self.fc1, self.fc2):
+            nn.init.normal_(linear.weight, 0.0, INIT_STD)
+
+    def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x_BSH)).unflatten(-1, (3, self.heads, self.head_dim))
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        q, k = _rotate(q, cos_SD, sin_SD), _rotate(k, cos_SD, sin_SD)
+        o_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BSH = x_BSH + self.proj(o_BNSD.transpose(1, 2).flatten(2))
+        gate, up = self.fc1(self.norm2(x_BSH)).chunk(2, dim=-1)
+        return x_BSH + self.fc2(F.silu(gate) * up)
+
+
+def _rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    first, second = x_BNSD.chunk(2, dim=-1)
+    return x_BNSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
+
+
+def rope_tables(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, D] on the device, both halves alike."""
+    exponent = torch.arange(0, shape.head_dim, 2, device=DEVICE).float() / shape.head_dim
+    angle = torch.outer(torch.arange(shape.seq, device=DEVICE).float(), ROPE_THETA**-exponent)
+    both = torch.cat((angle, angle), dim=-1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def plain_stack(shape: Shape, *, compiled: Callable[[PlainLayer], Any] | None = None) -> Stack:
+    """One BF16 layer, or `compiled(layer)`. Gradients are autograd's own."""
+    torch.manual_seed(SEED)
+    with torch.device(DEVICE):
+        layer = PlainLayer(shape).to(torch.bfloat16)
+    run = compiled(layer) if compiled else layer
+    cos, sin = rope_tables(shape, torch.bfloat16)
+    return Stack(
+        forward=lambda x_BSH: run(x_BSH, cos, sin),
+        input_shape=lambda batch: (batch, shape.seq, shape.hidden),
+        dtype=torch.bfloat16,
+        parameters=list(layer.parameters()),
+        compiled=compiled is not None,
+    )
+
+
+def reference_gradients(
+    weights: dict[str, Tensor], shape: Shape, x_SBH: Tensor, dy_SBH: Tensor
+) -> dict[str, Tensor]:
+    """y, dx and the weights' gradients of the same layer in fp32, in megatron's layouts."""
+    with torch.device(DEVICE):
+        layer = PlainLayer(shape)
+    with torch.no_grad():
+        for name, module in layer.named_children():
+            weight = weights[name].float()
+            module.get_parameter("weight").copy_(
+                _by_kind(weight, shape) if name == "qkv" else weight
+            )
+    x = x_SBH.detach().float().transpose(0, 1).contiguous().requires_grad_()
+    y = layer(x, *rope_tables(shape, torch.float32))
+    y.backward(dy_SBH.float().transpose(0, 1))
+    assert x.grad is not None
+    found = {"y": y.detach().transpose(0, 1), "dx": x.grad.transpose(0, 1)}
+    for name, module in layer.named_children():
+        grad: Any = module.weight.grad
+        found[name] = _by_head(grad, shape) if name == "qkv" else grad
+    return found
+
+
+def _by_kind(weight: Tensor, shape: Shape) -> Tensor:
+    """Rows ordered head, (q, k, v), element -> (q, k, v), head, element."""
+    return weight.unflatten(0, (shape.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _by_head(weight: Tensor, shape: Shape) -> Tensor:
+    return weight.unflatten(0, (3, shape.heads, -1)).transpose(0, 1).flatten(0, 2)

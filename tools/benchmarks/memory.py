@@ -1,0 +1,174 @@
+"""Peak device memory of real training steps against the estimate of coatlm/model/memory.py.
+
+Three steps of coatlm's trainer on random tokens; the peak is torch's `max_memory_allocated` over
+all of them, the largest of all ranks. `ratio` is estimate / measured. Rows are "PRECISION zeroN
+RECOMPUTE" on one GPU, and with a layout before it on two; a precision recipe goes with the spec and
+the optimizer of RECIPES. Options: model=1b mbs=4 seq=2048 vocab=32000, layers=N for fewer,
+main_grads=fp32 (or bf16), gpus=1 to leave out the rows of two GPUs. On a CPU nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coatlm.config import Config, make_config
+from coatlm.model.memory import GIB, peak_bytes
+from coatlm.platform import device
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = {  # hidden, layers, heads, ffn
+    "tiny": (64, 2, 4, 96),
+    "1b": (2048, 16, 16, 5504),
+    "3b": (3072, 28, 24, 8192),
+}
+STEPS = 3
+RECIPES = {  # precision.recipe -> model.spec, optim.recipe
+    "bf16": ("local", "adamw-fp32"),
+    "te-delayed": ("te", "adamw-fp32"),
+    "fp8-linear": ("local", "coat"),
+    "coat": ("local", "coat"),
+    "coat-lean": ("local", "coat-lean"),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
+    "dp2": {},
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+}
+RESULT = "PEAK "  # rank 0 of a row of two GPUs prints its record behind this
+
+
+def rows(options: dict[str, str]) -> list[str]:
+    """On one GPU every recipe and recompute mode; ZeRO and layouts where there are two."""
+    one = [f"{recipe} zero1 {mode}" for recipe in RECIPES for mode in ("none", "selective", "full")]
+    if options.get("gpus") == "1":
+        return one
+    zero = [f"dp2 {recipe} zero{stage} none" for recipe in RECIPES for stage in (0, 1)]
+    cut = [f"{layout} {recipe} zero1 none" for layout in ("tp2", "pp2") for recipe in RECIPES]
+    return [*one, *zero, *cut]
+
+
+def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
+    """Estimate, peak and their ratio. Raises ValueError for a row that the options do not allow."""
+    config, ranks = configuration(row, options)
+    if ranks == 1:
+        return record(row, options, train(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", endpoint]
+    command = [sys.executable, *torchrun, f"--nproc-per-node={ranks}", "-m", __name__, row]
+    words = [f"{key}={value}" for key, value in options.items()]
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith(RESULT):
+            return json.loads(line.removeprefix(RESULT))
+    raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+
+
+def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
+    """What a row trains, and on how many GPUs."""
+    *layout, recipe, zero, recompute = row.split()
+    spec, optim = RECIPES[recipe]
+    hidden, layers, heads, ffn = SHAPES[options.get("model", "1b")]
+    mbs, ranks = int(options.get("mbs", 4)), 2 if layout else 1
+    parallel = LAYOUTS[layout[0]] if layout else {}
+    replicas = ranks // (parallel.get("tp", 1) * parallel.get("pp", 1))
+    config = make_config(
+        {
+            "model": {
+                "spec": spec,
+                "hidden": hidden,
+                "layers": int(options.get("layers", layers)),
+                "heads": heads,
+                "ffn": ffn,
+                "vocab": int(options.get("vocab", 32000)),
+            },
+            "data": {"text": ["-"], "seq_len": int(options.get("seq", 2048))},
+            "parallel": {
+                "zero": int(zero.removeprefix("zero")),
+                "main_grads": options.get("main_grads", "fp32"),
+                **parallel,
+            },
+            "precision": {"recipe": recipe},
+            "optim": {"recipe": optim, "lr": 1e-4},
+            # a pipeline is full with as many microbatches as it has stages
+            "train": {
+                "micro_batch": mbs,
+                "global_batch": mbs * replicas * parallel.get("pp", 1),
+                "recompute": recompute,
+            },
+        }
+    )
+    return config, ranks
+
+
+def train(config: Config) -> int:
+    """Bytes of the peak over STEPS steps, the largest of all ranks; 0 on a CPU, which has none."""
+    from coatlm.parallel.groups import make_groups
+    from coatlm.train.setup import Launch, quiet_megatron, start_processes
+    from coatlm.train.step import Trainer
+
+    quiet_megatron()
+    start_processes(Launch.from_environment())
+    groups = make_groups(config.parallel)
+    assert config.model.vocab is not None
+    trainer = Trainer(config, groups, config.model.vocab)
+    t = config.train
+    shape = (t.micro_batch, config.data.seq_len)
+    count = t.global_batch // (t.micro_batch * groups.dp.size())
+    for _ in range(STEPS):
+        batches = []
+        for _ in range(count):
+            tokens = torch.randint(0, config.model.vocab, (2, *shape), device=device())
+            mask = torch.ones(shape, device=device())
+            batches.append(
+                {
+                    "tokens": tokens[0],
+                    "labels": tokens[1],
+                    "loss_mask": mask,
+                    "attention_mask": None,
+                }
+            )
+        loss, _ = trainer.train_step(batches, 1e-4)
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"loss={float(loss)} after {STEPS} steps: such a run measures nothing")
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    largest = torch.tensor(peak, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=groups.world)
+    return int(largest)
+
+
+def record(row: str, options: dict[str, str], measured: int) -> dict[str, Any]:
+    """A line of the table."""
+    config, ranks = configuration(row, options)
+    assert config.model.vocab is not None
+    dp = config.data_parallel_size(ranks)
+    estimate = peak_bytes(config, config.model.vocab, dp)
+    return {
+        "optim": config.optim.recipe,
+        "estimate_gib": round(estimate / GIB, 2),
+        "measured_gib": round(measured / GIB, 2),
+        "ratio": round(estimate / measured, 4) if measured else None,
+    }
+
+
+def main() -> None:
+    """A rank of a row of two GPUs, under torchrun."""
+    row, *words = sys.argv[1:]
+    options = dict(word.split("=", 1) for word in words)
+    found = record(row, options, train(configuration(row, options)[0]))
+    if dist.get_rank() == 0:
+        print(RESULT + json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

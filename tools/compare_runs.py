@@ -1,0 +1,177 @@
+"""Are two runs the same? Compares what they logged and how they were configured.
+
+    python tools/compare_runs.py runs/undisturbed runs/resumed
+    python tools/compare_runs.py runs/one-gpu runs/two-gpus --ignore-config --rtol 1e-3
+
+Every record of metrics.jsonl, and of the other *.jsonl files that both have, is compared with the
+one of the same step and kind: all values must be equal, or with --rtol numbers within that share of
+the larger. Left out are clocks and memory (milliseconds, rates a second, GiB, mfu, the slowest
+rank), which no two runs share. config.yaml is compared key by key, but for run.name, run.dir and
+data.cache_dir.
+
+Prints the first difference (file, step, key, both values) and for each key how many records differ
+and by how much. Exit code: 0 identical, 1 different, 2 with a line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from coatlm.train.run_directory import METRICS, Record, read_records
+
+# keys that no two runs share
+TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
+PLACES = {"run.name", "run.dir", "data.cache_dir"}  # where a run lies is not what it does
+NOTHING = "(nothing)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that is not the same."""
+
+    where: str  # a file, and the step of a record
+    key: str
+    a: Any
+    b: Any
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.key} is {_show(self.a)} in A, {_show(self.b)} in B"
+
+    @property
+    def relative(self) -> float:
+        """|a - b| over the larger; inf where one of the two is no finite number."""
+        if not (_number(self.a) and _number(self.b)):
+            return math.inf
+        return abs(self.a - self.b) / max(abs(self.a), abs(self.b))
+
+
+def compare_records(
+    a: Sequence[Record], b: Sequence[Record], *, file: str, rtol: float = 0.0
+) -> Iterator[Difference]:
+    """Differences of two files in the order of steps; the last record of an identity counts."""
+    ours, theirs = ({identity(record): record for record in records} for records in (a, b))
+    for name in sorted(ours.keys() | theirs.keys()):
+        where = f"{file} step {name[0]}" + "".join(f", {part}" for part in name[1:] if part)
+        if name not in ours or name not in theirs:
+            here, there = ("a record", NOTHING) if name in ours else (NOTHING, "a record")
+            yield Difference(where, "record", here, there)
+            continue
+        left, right = ours[name], theirs[name]
+        for key in dict.fromkeys([*left, *right]):
+            x, y = left.get(key, NOTHING), right.get(key, NOTHING)
+            found = Difference(where, key, x, y)
+            if not TIMING.search(key) and x != y and not found.relative <= rtol:
+                yield found
+
+
+def identity(record: Record) -> tuple[Any, ...]:
+    """What a record is about: its step, `validation`, and the names that it carries."""
+    names = [f"{k} {v}" for k, v in record.items() if k == "layer" or isinstance(v, str)]
+    return record["step"], "validation" if "val_loss" in record else "", *sorted(names)
+
+
+def compare_configs(a: Path, b: Path) -> list[Difference]:
+    """Keys of the two config.yaml that differ. Raises ValueError where one cannot be read."""
+    ours, theirs = (dict(_flat(_config(run))) for run in (a, b))
+    return [
+        Difference("config.yaml", key, ours.get(key, NOTHING), theirs.get(key, NOTHING))
+        for key in dict.fromkeys([*ours, *theirs])
+        if key not in PLACES and ours.get(key, NOTHING) != theirs.get(key, NOTHING)
+    ]
+
+
+def compare_logs(a: Path, b: Path, *, rtol: float) -> tuple[int, list[Difference]]:
+    """Records compared and their differences; metrics.jsonl first.
+
+    Raises ValueError where one of the two has logged nothing.
+    """
+    for run in (a, b):
+        if not read_records(run / METRICS):
+            raise ValueError(f"{run}: nothing in {METRICS}, or no such run directory")
+    others = {path.name for path in a.glob("*.jsonl")} & {path.name for path in b.glob("*.jsonl")}
+    count = 0
+    differences: list[Difference] = []
+    for name in [METRICS, *sorted(others - {METRICS})]:
+        left, right = read_records(a / name), read_records(b / name)
+        count += len(left)
+        differences += compare_records(left, right, file=name, rtol=rtol)
+    return count, differences
+
+
+def summary(differences: Sequence[Difference]) -> Iterator[str]:
+    """A line a key: in how many records it differs, and by how much at most."""
+    keys: dict[str, list[Difference]] = {}
+    for difference in differences:
+        keys.setdefault(f"{difference.where.split()[0]} {difference.key}", []).append(difference)
+    for key, found in keys.items():
+        finite = [d.relative for d in found if d.relative < math.inf]
+        most = f", at most {max(finite):.3g} of the larger value" if finite else ""
+        yield f"  {key}: {len(found)} records differ{most}"
+
+
+def _config(run: Path) -> Any:
+    path = run / "config.yaml"
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested mapping."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", type=Path, metavar="A", help="a run directory")
+    parser.add_argument("b", type=Path, metavar="B", help="another one")
+    parser.add_argument("--rtol", type=float, default=0.0, help="allowed share (default: 0)")
+    parser.add_argument(
+        "--ignore-config", action="store_true", help="tell of other options, but do not count them"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        if not 0 <= options.rtol < 1:
+            raise ValueError(f"--rtol {options.rtol}: in [0, 1)")
+        count, logged = compare_logs(options.a, options.b, rtol=options.rtol)
+        configured = compare_configs(options.a, options.b)
+    except (ValueError, OSError) as error:
+        print(f"compare_runs: {error}", file=sys.stderr)
+        return 2
+    for difference in configured:
+        print(difference)
+    if logged:
+        print(f"first difference: {logged[0]}", *summary(logged), sep="\n")
+    same = not logged and (options.ignore_config or not configured)
+    print(f"identical: {count} records" if same else "different")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

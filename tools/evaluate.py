@@ -1,0 +1,173 @@
+"""Perplexity of a checkpoint on text, as it is and with weights and activations cast to FP8.
+
+    python tools/evaluate.py runs/mine --data valid.txt --out perplexity.json
+    python tools/evaluate.py runs/mine --data 'valid/*.jsonl' --window 1024 --stride 512 \\
+        --cast e4m3 e5m2 --scales tensor channel --what gemm residual
+
+The checkpoint is one of any layout, a run (its newest), or what convert_checkpoint.py made of a
+Hugging Face model. One process computes, on the GPU if there is one. Text files are one document
+each; JSON lines (.gz, .zst) and parquet are documents under --field. Every token but the first of
+a document is predicted once, from at least window - stride + 1 tokens where there are so many.
+
+--cast adds a row for each format, scale and --what: the values are rounded to FP8 and brought back.
+--scales tensor takes one scale a weight matrix and a batch of activations, channel one an output
+channel and a token, biasN (bias7 ...) none but a fixed exponent bias N. --what gemm casts weights
+and inputs of every linear and q, k, v; residual both inputs of every residual addition as well.
+
+Exit code: 0, 2 with one line for what cannot be used, or 4 for a checkpoint that is not whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from coatlm.evaluation.cast import Cast
+    from coatlm.evaluation.perplexity import Document
+
+WINDOW = 2048  # tokens, unless the model was trained with shorter samples
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; --help shows the module docstring."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path)
+    add("--data", nargs="+", required=True, help="files and globs")
+    add("--field", default="text", help="of JSON lines, and column of parquet (default: text)")
+    add("--tokenizer", help="where data.tokenizer of the checkpoint lies now, as such a spec")
+    add(
+        "--prefix",
+        type=int,
+        metavar="ID",
+        help="a token to put before each document (default: none)",
+    )
+    add("--window", type=int, help=f"tokens (default: data.seq_len, at most {WINDOW})")
+    add("--stride", type=int, help="tokens between windows (default: half a window)")
+    add("--batch", type=int, default=8, help="windows at a time (default: %(default)s)")
+    add("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 without")
+    add("--cast", nargs="+", default=[], metavar="FORMAT", help="e4m3, e5m2")
+    add("--scales", nargs="+", default=["tensor"], help="tensor, channel, biasN (default: tensor)")
+    add("--what", nargs="+", default=["gemm"], help="gemm, residual (default: gemm)")
+    add("--out", type=Path, help="write the results as JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Evaluate, and turn errors of the user into one line and an exit code."""
+    args = parse_arguments(arguments)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from coatlm.train.checkpoint import CheckpointError
+
+    try:
+        result = evaluate(args)
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 4
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the table row by row; returns what goes into the JSON file."""
+    from coatlm.data.tokenizer import make_tokenizer
+    from coatlm.evaluation.cast import Cast
+    from coatlm.evaluation.perplexity import check_windows, read_documents
+    from coatlm.train.checkpoint import find_checkpoint, read_state
+    from coatlm.train.setup import quiet_megatron
+
+    quiet_megatron()
+    casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
+    named = os.path.join(".", args.checkpoint)  # not one of the words auto and none
+    path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
+    assert path is not None  # a path was given
+    state = read_state(path)
+    data = state["config"]["data"]
+    tokenizer = make_tokenizer(args.tokenizer or data["tokenizer"])
+    if tokenizer.fingerprint != state["tokenizer"]:
+        raise ValueError(f"tokenizer {tokenizer.spec}: {path} was trained with another one")
+    window = min(data["seq_len"], WINDOW) if args.window is None else args.window
+    stride = max(window // 2, 1) if args.stride is None else args.stride
+    check_windows(window, stride, args.batch)
+    precision = args.precision or ("bf16" if torch.cuda.is_available() else "fp32")
+    if args.prefix is not None and not 0 <= args.prefix < tokenizer.vocab_size:
+        raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
+    documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
+    settings = {"window": window, "stride": stride, "batch": args.batch, "precision": precision}
+    print(f"{path}, step {state['step']}: " + ", ".join(f"{k} {v}" for k, v in settings.items()))
+    return {
+        "checkpoint": str(path),
+        "step": state["step"],
+        "data": args.data,
+        "prefix": args.prefix,
+        **settings,
+        "documents": len(documents),
+        **measure(path, state["config"], documents, casts, settings),
+    }
+
+
+def measure(
+    path: Path, saved: Any, documents: list[Document], casts: list[Cast], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The table: a row without and one with each cast."""
+    from coatlm.evaluation.cast import casting
+    from coatlm.evaluation.model import load_weights, open_model
+    from coatlm.evaluation.perplexity import score
+    from coatlm.platform import device
+
+    rows: list[dict[str, Any]] = []
+    sizes = {name: settings[name] for name in ("window", "stride", "batch")}
+    chosen = {name: settings[name] for name in ("window", "precision")}
+    print(f"{'cast':<24}{'loss':>10}{'perplexity':>14}{'bits/byte':>12}{'':>4}vs as trained")
+    with open_model(path, saved, **chosen) as model:
+        for how in [None, *casts]:
+            if how is None:
+                found = score(model, documents, **sizes, device=device())
+            else:
+                load_weights(model, path)
+                with casting(model, how):
+                    found = score(model, documents, **sizes, device=device())
+            rows.append(
+                {
+                    "cast": how.name if how else "as trained",
+                    "loss": found.loss,
+                    "perplexity": found.perplexity,
+                    "bits_per_byte": found.bits_per_byte,
+                }
+            )
+            print(_line(rows), flush=True)
+    print(
+        f"{found.tokens:,} tokens predicted of {found.nbytes:,} bytes in {len(documents)} documents"
+    )
+    return {"tokens": found.tokens, "bytes": found.nbytes, "results": rows}
+
+
+def _line(rows: list[dict[str, Any]]) -> str:
+    """The last row of the table, with its perplexity against the first."""
+    first, last = rows[0]["perplexity"], rows[-1]
+    change = f"{100 * (last['perplexity'] / first - 1):+.2f} %" if len(rows) > 1 else ""
+    return (
+        f"{last['cast']:<24}{last['loss']:>10.4f}{last['perplexity']:>14.4f}"
+        f"{last['bits_per_byte']:>12.4f}{'':>4}{change}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
