@@ -113,11 +113,9 @@ def bits(codes: Tensor) -> Tensor:
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "zero1": {},
-        "zero2": {"zero": 2},
-        "no overlap": {"overlap_param_gather": False},
-        "whole-tensor": {"partition": "whole-tensor"},
+        "whole-tensor": {"partition": "whole-tensor", "zero": 2, "overlap_param_gather": False},
     },
-    4: {"tp2": {"tp": 2}, "dp4 whole-tensor": {"partition": "whole-tensor", "zero": 2}},
+    4: {"tp2": {"tp": 2, "zero": 2}},
 }
 
 

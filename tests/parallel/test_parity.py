@@ -49,7 +49,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # single tokens average out in a loss of 1024: 2^-9 / sqrt(1024) = 6e-5 a rounding. Measured are
 # 1.3e-4 for losses and 3e-3 for norms; the limits are about three times that.
 FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
-FLOW_LAYOUTS = {"tp2 sp, bf16 wire": {"tp": 2, "sequence_parallel": True, "tp_comm": "bf16"}}
+FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 sp, bf16 wire": {"tp": 2, "sequence_parallel": True, "tp_comm": "bf16"},
+    "dp2 zero2": {"zero": 2},
+}
 FLOW_VARIANTS = {"kept weights": {"precision": {"keep_weights": True}}}
 FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
@@ -57,11 +60,19 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *(("tp2 sp", v, "coat-lean") for v in ("qwen", "documents", "recompute", "tied")),
         ("tp2 sp, bf16 wire", "plain", "coat"),
         ("tp2 sp", "plain", "fp8-linear"),
+        ("dp2 zero2", "plain", "coat"),
+        ("dp2 zero2", "recompute", "coat-lean"),
         ("pp2 vpp2", "kept weights", "coat"),
     ],
     4: [("tp2 cp2", "plain", "coat-lean"), ("tp2 pp2", "plain", "coat")],
 }
-SAME_TOKENS = ("pp2", "dp2 zero1", "pp2 vpp2")  # every FP8 number is that of one process
+# in these every FP8 number is that of one process
+SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "pp2 vpp2")
+    "pp2",
+    "dp2 zero1",
+    "dp2 zero2",
+    "pp2 vpp2",
+)  # every FP8 number is that of one process
 
 
 def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Config:

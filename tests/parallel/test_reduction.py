@@ -47,21 +47,22 @@ Case = tuple[str, str, str, str]  # layout, stage, format, extra
 
 
 def cases_of(size: int) -> list[Case]:
-    """Every format and stage over data parallelism; fewer where other dimensions join."""
+    """Every format, stage, partition and layout at least once, with fp32 to compare with."""
     if size == 2:
-        cases = [("dp2", stage, form, "") for stage in STAGES for form in FORMATS]
-        return cases + [
-            ("cp2", stage, form, "") for stage in ("zero1", "zero2") for form in FORMATS
-        ]
-    cases = [
-        (layout, stage, form, "")
-        for layout in ("tp2 dp2", "pp2 dp2")
-        for stage in ("zero0", "zero1", "zero2")
-        for form in FORMATS
-    ]
-    cases += [("dp4", "zero1", "fp32", "")]
-    cases += [("dp4", stage, "fp8-a2a", e) for e in EXTRAS for stage in ("zero0", "zero2")]
-    cases += [("pp2 dp2", stage, "fp8-a2a", "") for stage in ("whole", "whole2")]
+        formats = {
+            "zero0": ("fp8-nccl", "fp8-a2a"),
+            "zero1": FORMATS,
+            "zero2": ("fp32", "fp8-nccl", "fp8-a2a"),
+            "whole": ("bf16", "fp8-a2a"),
+            "whole2": ("fp8-nccl", "fp8-a2a"),
+        }
+        cases = [("dp2", stage, form, "") for stage, forms in formats.items() for form in forms]
+        return [*cases, ("cp2", "zero1", "fp32", ""), ("cp2", "zero2", "fp8-a2a", "")]
+    cases = [(layout, "zero1", "fp32", "") for layout in ("dp4", "tp2 dp2", "pp2 dp2")]
+    cases += [("dp4", "zero2", "fp8-a2a", extra) for extra in EXTRAS]
+    cases += [("dp4", "zero0", "fp8-a2a", extra) for extra in ("bucket", "nodes")]
+    cases += [("tp2 dp2", "zero0", "fp8-nccl", ""), ("tp2 dp2", "zero2", "fp8-a2a", "")]
+    cases += [("pp2 dp2", "zero2", "fp8-nccl", ""), ("pp2 dp2", "whole2", "fp8-a2a", "")]
     return cases
 
 
@@ -217,6 +218,10 @@ def test_fp8_sends_at_most_1_04_bytes_an_element_and_reduction(found: Any, stage
 def test_weights_are_counted_as_they_are_gathered(found: Any, form: str) -> None:
     result = found[2][0]["/".join(("dp2", "zero1", form, ""))]
     assert result["sent"]["comm_bytes_weights"] == result["numel"] / 2 * 4  # fp32 weights here
+
+
+@pytest.mark.parametrize("form", ["fp8-nccl", "fp8-a2a"])
+def test_stage_0_gathers_no_weights(found: Any, form: str) -> None:
     assert found[2][0]["/".join(("dp2", "zero0", form, ""))]["sent"]["comm_bytes_weights"] == 0
 
 
