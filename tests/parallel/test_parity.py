@@ -68,11 +68,6 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
 }
 # in these every FP8 number is that of one process
 SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "pp2 vpp2")
-    "pp2",
-    "dp2 zero1",
-    "dp2 zero2",
-    "pp2 vpp2",
-)  # every FP8 number is that of one process
 
 
 def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Config:
