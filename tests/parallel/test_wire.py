@@ -239,13 +239,13 @@ def test_saturated_sums_are_counted_for_their_tensor() -> None:
 def die(rank: int, size: int, wire: str) -> dict[str, Any]:
     """Rank 1 leaves (or, in the name, hangs) instead of taking part; what the others see."""
     name, how = wire.split("/")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
     reduce(rank, size, WIRES[name], "scattered", gradients(rank), Traffic())
     dist.barrier()
     started = time.monotonic()
     found: dict[str, Any] = {"error": "left"}
     if rank == 1:
-        time.sleep(9 if how == "hangs" else 0)
+        time.sleep(14 if how == "hangs" else 0)
     else:
         try:
             reduce(rank, size, WIRES[name], "scattered", gradients(rank), Traffic())
@@ -260,4 +260,4 @@ def die(rank: int, size: int, wire: str) -> dict[str, Any]:
 def test_a_rank_that_fails_is_an_error_on_all_others_within_the_timeout(case: str) -> None:
     results = run_ranks(3 if case.endswith("hangs") else 2, "tests.parallel.test_wire:die", case)
     for result in (r for r in results if r["error"] != "left"):
-        assert result["error"] is not None and result["seconds"] < 8
+        assert result["error"] is not None and result["seconds"] < 12
