@@ -21,7 +21,7 @@ from tests.distributed import run_ranks
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    size=st.sampled_from([2.0**-100, 1e-6, 0.02, 1.0, 2.0**100]),
+    size=st.sampled_from([2.0**-100, 1e-6, 0.02, 1.0, 2.0**80]),  # all finite
     spread=st.floats(0.0, 8.0),
 )
 def test_a_decoded_weight_has_the_codes_and_the_scale_of_the_exact_one(
