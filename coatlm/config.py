@@ -44,6 +44,10 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw
     "coat-24",
     "fp8-plain",
 ]
+GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
+# recipes whose GEMMs cast a weight by its own amax, so that it can be gathered cast; the FP8 flow
+# (coatlm.model.flow) scales rows in forward and by powers of two, which such a cast would not give
+FP8_WEIGHT_RECIPES = ("te-current",)
 FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
 
 
@@ -185,12 +189,36 @@ class Parallel(Section):
     pp: StrictInt = Field(1, ge=1)  # pipeline stages
     vpp: StrictInt = Field(1, ge=1)  # model chunks a stage (interleaved schedule when > 1)
     cp: StrictInt = Field(1, ge=1)  # context-parallel ranks
-    zero: Literal[0, 1] = 1  # shard over data parallel: nothing | optimizer states
-    main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated and reduced in this
+    zero: Literal[0, 1, 2] = 1  # shard over data parallel: nothing | states | gradients too
+    partition: Literal["flat", "whole-tensor"] = "flat"  # zero > 0: equal parts | FP8-LM's
+    main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated in this
+    grad_comm: GradComm = "fp32"  # and summed over data parallel in this: parallel/wire.py
+    grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"  # fp8-a2a: own 1x128 | shared
+    grad_comm_nodes: StrictInt | None = Field(None, ge=1)  # fp8-a2a, 2 levels; null: the launcher's
+    weight_gather: Literal["bf16", "fp8"] = "bf16"  # zero > 0: as stored | as GEMMs cast them
     bucket_size: StrictInt = Field(40_000_000, ge=1)  # elements reduced in one collective
     overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
     tp_comm: Literal["fp8", "bf16"] = "fp8"  # gathers of an FP8 flow under sequence_parallel
-    overlap_param_gather: StrictBool = True  # with zero=1: gather weights while forward runs
+    overlap_param_gather: StrictBool = True  # with zero > 0: gather weights while forward runs
+
+    @model_validator(mode="after")
+    def _reduction(self) -> Parallel:
+        if self.zero == 2 and not self.overlap_grad_reduce:
+            raise ValueError("zero=2 frees gradients while backward runs: overlap_grad_reduce=true")
+        for name in ("partition", "weight_gather"):
+            if not self.zero and getattr(self, name) not in ("flat", "bf16"):
+                raise ValueError(f"{name}={getattr(self, name)} needs zero=1 or 2")
+        if self.grad_comm != "fp8-a2a":
+            if self.grad_comm_scale != "block":
+                raise ValueError(f"grad_comm_scale={self.grad_comm_scale} needs grad_comm=fp8-a2a")
+            if self.grad_comm_nodes not in (None, 1):
+                raise ValueError(f"grad_comm_nodes={self.grad_comm_nodes} needs grad_comm=fp8-a2a")
+        if self.partition == "whole-tensor" and self.grad_comm_nodes not in (None, 1):
+            raise ValueError(
+                f"grad_comm_nodes={self.grad_comm_nodes}: two levels need parts of one size, "
+                "partition=flat"
+            )
+        return self
 
 
 class Precision(Section):
@@ -332,6 +360,11 @@ class Config(Section):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
+        if p.weight_gather == "fp8" and self.precision.recipe not in FP8_WEIGHT_RECIPES:
+            raise ValueError(
+                f"parallel.weight_gather=fp8: precision.recipe={self.precision.recipe} would see "
+                f"other weights; it goes with {', '.join(FP8_WEIGHT_RECIPES)}"
+            )
         self._check_flow()
         self._check_graphs()
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
@@ -391,6 +424,8 @@ class Config(Section):
         ):
             if value != allowed:
                 raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
+        if self.parallel.zero == 2:  # the memory of gradients comes and goes
+            raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""
@@ -402,6 +437,11 @@ class Config(Section):
                 f"start a multiple of {ranks}"
             )
         dp = world_size // ranks
+        if p.grad_comm_nodes is not None and dp * p.cp % p.grad_comm_nodes:
+            raise ConfigError(
+                f"parallel.grad_comm_nodes={p.grad_comm_nodes} does not divide the {dp * p.cp} "
+                "ranks that gradients are summed over"
+            )
         if t.global_batch % (t.micro_batch * dp):
             raise ConfigError(
                 f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch * "

@@ -95,7 +95,9 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
         ("data", "seq_len", 1, "greater than or equal to 2"),
         ("data", "workers", -1, "greater than or equal to 0"),
         ("parallel", "pp", 0, "greater than or equal to 1"),
-        ("parallel", "zero", 2, "0 or 1"),
+        ("parallel", "zero", 3, "0, 1 or 2"),
+        ("parallel", "grad_comm", "fp16", "'fp8-nccl' or 'fp8-a2a'"),
+        ("parallel", "grad_comm_nodes", 0, "greater than or equal to 1"),
         ("parallel", "main_grads", "fp16", "'fp32' or 'bf16'"),
         ("precision", "recipe", "fp4", "'fp32'"),
         ("optim", "recipe", "adam", "'adamw-fp32'"),
@@ -138,6 +140,33 @@ def test_a_value_out_of_range_is_reported_with_what_is_allowed(
         ({"optim": {"betas": [0.9, 1.0]}}, "betas=[0.9, 1.0]"),
         ({"optim": {"lr": 1e-5, "min_lr": 1e-4}}, "min_lr=0.0001 is above lr=1e-05"),
         ({"log": {"profile": [5, 4]}}, "profile=[5, 4]"),
+        (
+            {"parallel": {"zero": 2, "overlap_grad_reduce": False}},
+            "zero=2 frees gradients while backward runs: overlap_grad_reduce=true",
+        ),
+        (
+            {"parallel": {"zero": 0, "partition": "whole-tensor"}},
+            "partition=whole-tensor needs zero=1 or 2",
+        ),
+        ({"parallel": {"zero": 0, "weight_gather": "fp8"}}, "weight_gather=fp8 needs zero=1 or 2"),
+        (
+            {"parallel": {"grad_comm": "bf16", "grad_comm_scale": "tensor"}},
+            "grad_comm_scale=tensor needs grad_comm=fp8-a2a",
+        ),
+        (
+            {"parallel": {"grad_comm": "fp8-nccl", "grad_comm_nodes": 2}},
+            "grad_comm_nodes=2 needs grad_comm=fp8-a2a",
+        ),
+        (
+            {
+                "parallel": {
+                    "partition": "whole-tensor",
+                    "grad_comm": "fp8-a2a",
+                    "grad_comm_nodes": 2,
+                }
+            },
+            "grad_comm_nodes=2: two levels need parts of one size",
+        ),
     ],
 )
 def test_sizes_that_contradict_each_other_in_a_section_are_refused(
@@ -197,6 +226,18 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "precision.recipe=te-delayed needs model.spec=te",
         ),
         (
+            {"train": {"cuda_graphs": True}, "parallel": {"zero": 2}},
+            "train.cuda_graphs=true with parallel.zero=2: must be 0 or 1",
+        ),
+        (
+            {"parallel": {"weight_gather": "fp8"}, "precision": {"recipe": "coat"}},
+            "precision.recipe=coat would see other weights; it goes with te-current",
+        ),
+        (
+            {"parallel": {"weight_gather": "fp8"}},
+            "parallel.weight_gather=fp8: precision.recipe=bf16 would see other weights",
+        ),
+        (
             {"precision": {"recipe": "fp32"}, "optim": {"recipe": "adamw-bf16"}},
             "optim.recipe=adamw-bf16 keeps BF16 weights",
         ),
@@ -237,6 +278,11 @@ def test_the_data_parallel_size_is_what_the_model_parallel_ranks_leave() -> None
     [
         ({"tp": 2, "cp": 2}, 6, "parallel.tp*pp*cp=2*1*2: start a multiple of 4"),
         ({}, 3, "train.micro_batch * data-parallel size = 2*3"),
+        (
+            {"grad_comm": "fp8-a2a", "grad_comm_nodes": 3},
+            4,
+            "parallel.grad_comm_nodes=3 does not divide the 4 ranks",
+        ),
         ({"pp": 2, "vpp": 2}, 16, "1 microbatches a step are not a multiple of parallel.pp=2"),
     ],
 )

@@ -28,6 +28,7 @@ BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name
     "memory": "tools.benchmarks.memory",
     "optimizer": "tools.benchmarks.optimizer",
     "quantize": "tools.benchmarks.quantize",
+    "reduce": "tools.benchmarks.reduce",
 }
 FLAGS = {  # --profile says the same as the option profile=1; of which benchmarks
     "graph": ("layer",),

@@ -5,8 +5,9 @@
 
 Every record of metrics.jsonl, and of the other *.jsonl files that both have, is compared with the
 one of the same step and kind: all values must be equal, or with --rtol numbers within that share of
-the larger. Left out are clocks and memory (milliseconds, rates a second, GiB, mfu), which no two
-runs share. config.yaml is compared key by key, but for run.name, run.dir and data.cache_dir.
+the larger. Left out are clocks and memory (milliseconds, rates a second, GiB, mfu, the slowest
+rank), which no two runs share. config.yaml is compared key by key, but for run.name, run.dir and
+data.cache_dir.
 
 Prints the first difference (file, step, key, both values) and for each key how many records differ
 and by how much. Exit code: 0 identical, 1 different, 2 with a line that says what is wrong.
@@ -28,7 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from coatlm.train.run_directory import METRICS, Record, read_records
 
-TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^mfu$")  # keys that no two runs share
+# keys that no two runs share
+TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
 PLACES = {"run.name", "run.dir", "data.cache_dir"}  # where a run lies is not what it does
 NOTHING = "(nothing)"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from coatlm.config import Config, make_config
 from coatlm.model.builder import Llama, build_model
 from coatlm.parallel.groups import make_groups, release_groups
-from coatlm.parallel.zero import sharded_tensors
+from coatlm.parallel.regions import sharded_tensors
 from coatlm.train.setup import Launch, start_processes
 from coatlm.train.shards import StoredTensors
 

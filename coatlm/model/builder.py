@@ -23,7 +23,7 @@ from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.zero import sharded_tensors
+from coatlm.parallel.regions import sharded_tensors
 from coatlm.platform import device, enable_cpu, has_apex
 
 enable_cpu()

@@ -34,6 +34,7 @@ from coatlm.fp8.recipe import recipe_of
 from coatlm.model.accounting import key_size, layer_matrices, query_size, rank_parameters
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
+from coatlm.parallel.buffers import IN_FLIGHT
 
 GIB = 2**30
 STATISTIC = 4  # bytes of an fp32 number that a kernel keeps a row
@@ -185,13 +186,21 @@ def fp8_weight_bytes(config: Config) -> int:
     return copies * (config.model.layers // p.pp) * layer_matrices(config.model) // p.tp
 
 
-def main_grad_bytes(config: Config, count: int) -> int:
-    """The buffer that `count` gradients are accumulated and reduced in; whole on every rank."""
-    return count * (4 if config.parallel.main_grads == "fp32" else 2)
+def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
+    """The buffers that `count` gradients are accumulated and reduced in.
+
+    Whole on every rank; with zero=2 a shard of them, one bucket that fills and those that travel.
+    """
+    p = config.parallel
+    each = 4 if p.main_grads == "fp32" else 2
+    ranks = data_parallel * p.cp
+    if p.zero < 2 or ranks == 1:
+        return count * each
+    return (math.ceil(count / ranks) + min((IN_FLIGHT + 1) * p.bucket_size, count)) * each
 
 
 def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
-    """States of `count` parameters; with zero=1 divided over data- and context-parallel ranks."""
+    """States of `count` parameters; with zero > 0 divided over data- and context-parallel ranks."""
     each = bytes_per_parameter(config.optim.recipe, weight_dtype(config))
     ranks = data_parallel * config.parallel.cp if config.parallel.zero else 1
     return math.ceil(count * each / ranks)
@@ -294,7 +303,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     return RankBytes(
         weights=count * element_bytes(config),
         fp8_weights=fp8_weight_bytes(config),
-        main_grads=main_grad_bytes(config, count),
+        main_grads=main_grad_bytes(config, count, data_parallel),
         optim_states=optim_state_bytes(config, count, data_parallel),
         activations=activation_bytes(config, stage, microbatches),
         loss=loss_bytes(config, vocab) if stage == p.pp - 1 else 0,

@@ -242,6 +242,22 @@ class AdamW:
             raise ValueError(f"name={name!r}: one of {(MASTER, *self.recipe.moments)}")
         return self.recipe.moments[name].decode(named_state(self.states[i], name))
 
+    @torch.no_grad()
+    def decode_parts(self, name: str, state: Stored) -> Tensor:
+        """fp32[n] of a moment (or FP8-LM's master) from its stored parts, by suffix."""
+        return self._grouped_format(name).decode(state)
+
+    @torch.no_grad()
+    def encode_parts(self, name: str, values: Tensor) -> Stored:
+        """What would be stored of fp32 `values` [n], n a multiple of 128: rounds them."""
+        return self._grouped_format(name).encode(values)
+
+    def _grouped_format(self, name: str) -> formats.Expanded | formats.TensorScaled:
+        """A format with scales: for those alone it matters which elements form a group."""
+        found = formats.MASTER16 if name == MASTER else self.recipe.moments[name]
+        assert isinstance(found, formats.Expanded | formats.TensorScaled), name
+        return found
+
     def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:
         """(shard, start, stop) of runs that can be updated one by one, on multiples of 128."""
         for i, shard in enumerate(self.shards):

@@ -137,10 +137,13 @@ class Expanded:
         codes = state[""].view(self.how.fmt.dtype)
         return expand_dequantize(ExpandedState(codes, state[".k"], state[".scale"]), self.how)
 
+    def encode(self, x: Tensor) -> Stored:
+        codes, k, scale = expand_quantize(x, self.how)
+        return {"": codes.view(torch.uint8), ".k": k, ".scale": scale}
+
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         moment = beta * self.decode(state) + (1 - beta) * x
-        codes, k, scale = expand_quantize(moment, self.how)
-        return moment, {"": codes.view(torch.uint8), ".k": k, ".scale": scale}
+        return moment, self.encode(moment)
 
 
 @dataclass(frozen=True)

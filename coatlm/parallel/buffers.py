@@ -1,51 +1,39 @@
-"""Weights and gradients of one model chunk in flat buffers, cut into buckets for reduction.
-
-Layout (elements). Parameters stand in the order in which backward finishes them, each on a multiple
-of 128; a bucket is closed once it holds `bucket_size` elements and padded to a multiple of
-128 * ranks, so that its equal shards start on multiples of 128 too. Groups of 128 consecutive
-elements of a parameter therefore never move when the number of ranks changes: what is quantised by
-such groups can be resharded exactly. A weight that two pipeline stages share gets its own bucket,
-so that both stages cut it alike.
+"""Weights and gradients of one model chunk in flat buckets, reduced while backward runs.
 
 Gradients are summed, not averaged: the loss is divided by the tokens of the global batch.
+
+ZeRO stage 2 reduces the buckets of every microbatch and adds them to the rank's shard. A bucket has
+memory for gradients from the moment that backward reaches its first layer until its sum is there;
+at most `IN_FLIGHT` of those that are complete keep theirs, so whole gradients never exist. The
+memory comes and goes under the tensors: who saved `param.main_grad` in forward still has it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-ALIGNMENT = 128  # elements; the group size of quantised states
+from coatlm.parallel.buckets import Bucket, Cut, make_buckets
+from coatlm.parallel.collectives import Comm, Traffic
+from coatlm.parallel.gather import gather_as_stored, gather_fp8
+from coatlm.parallel.wire import Reduction, Sum, Wire
 
-
-@dataclass(eq=False)
-class Bucket:
-    """A run of the buffers that is reduced, and gathered, in one collective."""
-
-    params: dict[nn.Parameter, tuple[int, int]]  # -> [start, end) inside the bucket
-    weights: Tensor  # [n] in the model's dtype
-    grads: Tensor  # [n] fp32 or bf16
-    waiting: set[nn.Parameter] = field(default_factory=set)  # gradients still to come
-    reduction: dist.Work | None = None
-    gather: dist.Work | None = None
-
-    def shard(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """This rank's equal part of `weights` or `grads`."""
-        return tensor.view(group.size(), -1)[group.rank()]
+IN_FLIGHT = 2  # buckets that are being reduced and hold memory, at stage 2
 
 
 class FlatModel(nn.Module):
     """A model chunk whose parameters and gradients live in flat buckets.
 
     `module` is the chunk, `config` its megatron TransformerConfig. Gradients accumulate in
-    `param.main_grad`; after the last microbatch each bucket is summed over `group`: scattered with
-    `shard=True` (every rank keeps its part), else reduced whole.
+    `param.main_grad`; after the last microbatch (at stage 2, after each) `wire` sums each bucket
+    over `group`. `bucket.reduced` then holds the sums of what this rank owns.
     """
 
     module: Any  # megatron's modules have no types
@@ -55,9 +43,9 @@ class FlatModel(nn.Module):
         module: nn.Module,
         *,
         group: dist.ProcessGroup,
-        shard: bool,
-        grad_dtype: torch.dtype,
-        bucket_size: int,
+        cut: Cut,
+        wire: Wire,
+        traffic: Traffic,
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
         stream: torch.cuda.Stream | None = None,
@@ -66,20 +54,29 @@ class FlatModel(nn.Module):
         super().__init__()
         self.module = module
         self.config: Any = self.module.config
-        self.group = group
-        self.sharded = shard
+        self.group, self.wire = group, wire
+        self.grad_comm = Comm(group, traffic, "grad")
+        self.weight_comm = Comm(group, traffic, "weights")
+        self.sharded = cut.zero > 0
+        self.every_microbatch = cut.zero == 2 and group.size() > 1
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         self.last_microbatch = True
         params = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = _fill_buckets(params, group.size() if shard else 1, grad_dtype, bucket_size)
+        self.reduce_stream = None
+        if params[0].is_cuda and group.size() > 1:
+            self.reduce_stream = torch.cuda.Stream(priority=-1)
+        self.in_flight: deque[Bucket] = deque()
+        self.buckets = make_buckets(params, cut)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.stream = stream
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for param in params:
                 self._accumulate_into_main_grad(param)
-        if shard and overlap_param_gather:
+        if self.sharded and overlap_param_gather:
             self._wait_for_weights_before_use()
+        if self.every_microbatch:
+            self._allocate_before_backward()
         self.zero_grad_buffer()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,13 +91,13 @@ class FlatModel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Start a step: gradients are zero and every one is awaited."""
         for bucket in self.buckets:
-            bucket.grads.zero_()
+            (bucket.reduced if self.every_microbatch else bucket.grads).zero_()
             bucket.waiting = set(bucket.params)
             assert bucket.reduction is None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients accumulate and nothing is reduced: not the last microbatch."""
+        """Inside, gradients accumulate: not the last microbatch. Stage 2 reduces all the same."""
         self.last_microbatch = False
         try:
             yield
@@ -112,20 +109,33 @@ class FlatModel(nn.Module):
         for bucket in self.buckets:
             self._start_reduction(bucket)
         for bucket in self.buckets:
-            if bucket.reduction is not None:
-                bucket.reduction.wait()
-                bucket.reduction = None
+            self._finish_reduction(bucket)
+        self.in_flight.clear()
 
     def _start_reduction(self, bucket: Bucket) -> None:
-        if bucket.reduction is not None or self.group.size() == 1:
+        if bucket.reduction is not None or self.group.size() == 1 or not bucket.allocated:
             return
-        if self.sharded:
-            part = bucket.shard(bucket.grads, self.group)
-            bucket.reduction = dist.reduce_scatter_tensor(
-                part, bucket.grads, group=self.group, async_op=True
-            )
-        else:
-            bucket.reduction = dist.all_reduce(bucket.grads, group=self.group, async_op=True)
+        job = Sum(
+            bucket.grads,
+            bucket.reduced,
+            bucket.sizes,
+            bucket.tensors,
+            whole=not self.sharded,
+            add=self.every_microbatch,
+        )
+        bucket.reduction = Reduction(self.wire.steps(job, self.grad_comm), self.reduce_stream)
+        if self.every_microbatch:
+            bucket.waiting = set(bucket.params)
+            self.in_flight.append(bucket)
+            while len(self.in_flight) > IN_FLIGHT:
+                self._finish_reduction(self.in_flight.popleft())
+
+    def _finish_reduction(self, bucket: Bucket) -> None:
+        if bucket.reduction is not None:
+            bucket.reduction.wait()
+            bucket.reduction = None
+            if self.every_microbatch:
+                bucket.release()
 
     def _accumulate_into_main_grad(self, param: Any) -> None:
         """Move each gradient into the buffer as soon as autograd has it.
@@ -142,7 +152,7 @@ class FlatModel(nn.Module):
                     param.main_grad.add_(param.grad)
                 param.grad = None
             param.grad_added_to_main_grad = False
-            if self.last_microbatch:
+            if self.last_microbatch or self.every_microbatch:
                 bucket = self.bucket_of[param]
                 bucket.waiting.discard(param)
                 if self.overlap_grad_reduce and not bucket.waiting:
@@ -152,17 +162,38 @@ class FlatModel(nn.Module):
         node.register_hook(hook)
         param.accumulation_node = node  # autograd keeps only a weak reference
 
+    def _allocate_before_backward(self) -> None:
+        """Give buckets their memory when the gradient of a unit's output arrives."""
+        units = self._units()
+        embedding = getattr(self.module, "embedding", None)
+        if embedding is not None and not self.module.share_embeddings_and_output_weights:
+            inside = set(embedding.parameters())
+            model, outside = units[0]
+            units[0] = model, [p for p in outside if p not in inside]
+            units.append((embedding, list(inside)))
+        for unit, params in units:
+
+            def allocate(_: Tensor, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
+                for bucket in buckets:
+                    self._finish_reduction(bucket)
+                    bucket.allocate()
+
+            def watch(_: Any, __: Any, output: Any, allocate: Any = allocate) -> None:
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                        leaf.register_hook(allocate)
+
+            unit.register_forward_hook(watch)
+
     # weights
 
     def start_param_sync(self) -> None:
         """Gather the weights that the ranks have updated, in the order of their use."""
         if not self.sharded or self.group.size() == 1:
             return
-        for bucket in reversed(self.buckets):
-            part = bucket.shard(bucket.weights, self.group)
-            bucket.gather = dist.all_gather_into_tensor(
-                bucket.weights, part, group=self.group, async_op=True
-            )
+        buckets = self.buckets[::-1]
+        gather_fp8([b for b in buckets if b.fp8], self.weight_comm, self.reduce_stream)
+        gather_as_stored([b for b in buckets if not b.fp8], self.weight_comm)
         if not self.overlap_param_gather:
             self.finish_param_sync()
 
@@ -173,69 +204,26 @@ class FlatModel(nn.Module):
 
     def _wait_for_weights_before_use(self) -> None:
         """Let each transformer layer wait for its own weights, and the model for all others."""
-        layers = list(self.module.decoder.layers)
-        inside = {p for layer in layers for p in layer.parameters()}
-        outside = [p for p in self.module.parameters() if p not in inside]
-        for unit, params in [(self.module, outside), *((x, list(x.parameters())) for x in layers)]:
-            buckets = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
+        for unit, params in self._units():
 
-            def wait(*_: Any, buckets: Sequence[Bucket] = buckets) -> None:
+            def wait(*_: Any, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
                 for bucket in buckets:
                     _finish_gather(bucket)
 
             unit.register_forward_pre_hook(wait)
+
+    def _units(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+        """The model with what is outside its layers, then each layer; their parameters."""
+        layers = list(self.module.decoder.layers)
+        inside = {p for layer in layers for p in layer.parameters()}
+        outside = [p for p in self.module.parameters() if p not in inside]
+        return [(self.module, outside), *((layer, list(layer.parameters())) for layer in layers)]
+
+    def _buckets_of(self, params: Sequence[nn.Parameter]) -> list[Bucket]:
+        return list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
 
 
 def _finish_gather(bucket: Bucket) -> None:
     if bucket.gather is not None:
         bucket.gather.wait()
         bucket.gather = None
-
-
-def _fill_buckets(
-    params: Sequence[nn.Parameter], ranks: int, grad_dtype: torch.dtype, bucket_size: int
-) -> list[Bucket]:
-    """Plan the layout, allocate it, and move the parameters in."""
-    buckets: list[Bucket] = []
-    pending: list[nn.Parameter] = []
-
-    def close() -> None:
-        if pending:
-            buckets.append(_make_bucket(pending, ranks, grad_dtype))
-            pending.clear()
-
-    for param in reversed(params):
-        if getattr(param, "shared_embedding", False):
-            close()
-            pending.append(param)
-            close()
-            continue
-        pending.append(param)
-        if sum(p.numel() for p in pending) >= bucket_size:
-            close()
-    close()
-    return buckets
-
-
-def _make_bucket(params: Sequence[nn.Parameter], ranks: int, grad_dtype: torch.dtype) -> Bucket:
-    ranges, end = {}, 0
-    for param in params:
-        start = round_up(end, ALIGNMENT)
-        end = start + param.numel()
-        ranges[param] = (start, end)
-    numel = round_up(end, ALIGNMENT * ranks)
-    first = params[0]
-    assert all(p.dtype == first.dtype for p in params), "one dtype a model"
-    weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
-    grads = torch.zeros(numel, dtype=grad_dtype, device=first.device)
-    for param, (start, end) in ranges.items():
-        view = weights[start:end].view(param.shape)
-        view.copy_(param.detach())
-        param.data = view
-        param.main_grad = grads[start:end].view(param.shape)  # type: ignore[attr-defined]
-    return Bucket(ranges, weights, grads)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is >= `value`."""
-    return -(-value // multiple) * multiple

@@ -7,6 +7,7 @@ once, and the rest of coatlm takes them from `Groups`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -37,6 +38,8 @@ class Groups:
     embedding: Group | None  # first and last stage, where this rank is one of them
     control: Group  # gloo over all ranks: signals and agreements on the host
     checkpoint: Group  # gloo over all ranks, used by the thread that writes checkpoints
+    node: Group | None  # of dp_cp: the ranks on this node, where gradients take two levels
+    nodes: Group | None  # of dp_cp: the ranks with this one's place on every node
     collection: ProcessGroupCollection  # what megatron-core's constructors take
 
     @property
@@ -48,8 +51,13 @@ class Groups:
         return self.pp.rank() == self.pp.size() - 1
 
 
-def make_groups(parallel: Parallel, *, timeout: timedelta = timedelta(minutes=30)) -> Groups:
-    """Split the initialised world into groups. The world size is a multiple of tp * pp * cp."""
+def make_groups(
+    parallel: Parallel, *, timeout: timedelta = timedelta(minutes=30), first_on_node: int = 0
+) -> Groups:
+    """Split the initialised world into groups. The world size is a multiple of tp * pp * cp.
+
+    `first_on_node` is the lowest rank on this rank's node.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -62,19 +70,69 @@ def make_groups(parallel: Parallel, *, timeout: timedelta = timedelta(minutes=30
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     world = dist.group.WORLD
     assert world is not None
+    dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    control = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    node, nodes = _levels(parallel, dp_cp, first_on_node, control, timeout)
     return Groups(
         world=world,
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        dp_cp=dp_cp,
         model=parallel_state.get_model_parallel_group(),
         embedding=embedding if isinstance(embedding, Group) else None,
-        control=dist.new_group(ranks, backend="gloo", timeout=timeout),
+        control=control,
         checkpoint=dist.new_group(ranks, backend="gloo", timeout=timeout),
+        node=node,
+        nodes=nodes,
         collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
+
+
+def split_into_nodes(
+    members: Sequence[int], first_on_node: Mapping[int, int], nodes: int | None
+) -> list[list[int]]:
+    """The ranks of a group node by node: as told, or (None) as launched.
+
+    One list where levels would gain nothing: one node, or one rank on each. So it is too where
+    nodes hold different numbers of them, or hold them apart.
+    """
+    if nodes is None:
+        nodes = len({first_on_node[rank] for rank in members})
+        found = [first_on_node[rank] for rank in members]
+        size = -(-len(members) // nodes)
+        if found != [found[i // size * size] for i in range(len(found))]:
+            return [list(members)]
+    if nodes in (1, len(members)) or len(members) % nodes:
+        return [list(members)]
+    size = len(members) // nodes
+    return [list(members[i : i + size]) for i in range(0, len(members), size)]
+
+
+def _levels(
+    parallel: Parallel, dp_cp: Group, first_on_node: int, control: Group, timeout: timedelta
+) -> tuple[Group | None, Group | None]:
+    """Groups inside and across nodes for the two levels of fp8-a2a, or None twice.
+
+    Every rank takes part in making every group, as torch.distributed demands.
+    """
+    if parallel.grad_comm != "fp8-a2a" or parallel.partition != "flat":
+        return None, None
+    reports: list[tuple[list[int], int]] = [([], 0)] * control.size()
+    mine = (dist.get_process_group_ranks(dp_cp), first_on_node)
+    dist.all_gather_object(reports, mine, group=control)
+    first = {rank: report[1] for rank, report in enumerate(reports)}
+    inside, across = None, None
+    for members in sorted({tuple(report[0]) for report in reports}):
+        split = split_into_nodes(members, first, parallel.grad_comm_nodes)
+        if len(split) == 1:
+            continue
+        for ranks in (*split, *map(list, zip(*split, strict=True))):
+            made = dist.new_group(ranks, timeout=timeout)
+            if dist.get_rank() in ranks:
+                inside, across = (made, across) if ranks in split else (inside, made)
+    return inside, across
 
 
 def release_groups() -> None:

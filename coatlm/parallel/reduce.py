@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
+from coatlm.parallel.wire import adjust_mu
 
 
 def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
@@ -26,6 +28,7 @@ def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
         chunk.finish_grad_sync()
     _sum_over_tensor_parallel(chunks, groups)
     _sum_tied_embeddings(chunks, groups)
+    _adjust_automatic_scales(chunks, groups)
 
 
 def grad_norm(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -53,27 +56,62 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> None:
     if groups.tp.size() == 1:
         return
-    grads = [
-        param.main_grad
+    parts = [
+        chunk.bucket_of[param].summed(param)
         for chunk in chunks
         for name, param in chunk.module.named_parameters()
         if getattr(param, "sequence_parallel", False)
         or "q_layernorm" in name
         or "k_layernorm" in name
     ]
-    if not grads:
+    parts = [part for part in parts if len(part)]  # ranks of a group own the same parts
+    if not parts:
         return
-    flat = _flatten_dense_tensors(grads)
+    flat = _flatten_dense_tensors(parts)
     dist.all_reduce(flat, group=groups.tp)
-    for grad, summed in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
-        grad.copy_(summed)
+    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
+        part.copy_(summed)
 
 
 def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:
+    found = _tied_embedding(chunks, groups)
+    if found is not None:
+        bucket, weight = found
+        part = bucket.summed(weight)
+        if len(part):  # or on neither of the two stages
+            dist.all_reduce(part, group=groups.embedding)
+
+
+def _tied_embedding(
+    chunks: Sequence[FlatModel], groups: Groups
+) -> tuple[Bucket, nn.Parameter] | None:
+    """The weight that this rank's stage shares with another one, and its bucket."""
     if groups.pp.size() == 1 or groups.embedding is None:
+        return None
+    chunk = chunks[0 if groups.first_stage else -1]
+    if not chunk.module.share_embeddings_and_output_weights:
+        return None
+    weight = chunk.module.shared_embedding_or_output_weight()
+    return chunk.bucket_of[weight], weight
+
+
+def _adjust_automatic_scales(chunks: Sequence[FlatModel], groups: Groups) -> None:
+    """FP8-LM's mu of every tensor, agreed on by all ranks that hold a part or a copy of it."""
+    buckets = [b for chunk in chunks if chunk.wire.automatic for b in chunk.buckets]
+    if not buckets or groups.dp_cp.size() == 1:
         return
-    model = chunks[0 if groups.first_stage else -1].module
-    if not model.share_embeddings_and_output_weights:
-        return
-    weight = model.shared_embedding_or_output_weight()
-    dist.all_reduce(weight.main_grad, group=groups.embedding)
+    counts = torch.cat([bucket.tensors.saturated for bucket in buckets])
+    finite = torch.cat([bucket.tensors.finite for bucket in buckets]).int()
+    if chunks[0].sharded:
+        dist.all_reduce(counts, group=groups.dp_cp)
+    if groups.tp.size() > 1:
+        dist.all_reduce(counts, group=groups.tp)
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=groups.tp)
+    tied = _tied_embedding(chunks, groups)
+    sizes = [len(bucket.tensors.mu) for bucket in buckets]
+    for bucket, count, ok in zip(buckets, counts.split(sizes), finite.split(sizes), strict=True):
+        if tied is not None and bucket is tied[0]:  # alone in its bucket
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=groups.embedding)
+            dist.all_reduce(ok, dist.ReduceOp.MIN, group=groups.embedding)
+        bucket.tensors.finite.copy_(ok.bool())
+        adjust_mu(bucket.tensors, count.float() / (bucket.tensors.values * groups.tp.size()))

@@ -1,71 +1,33 @@
-"""ZeRO over flat buckets: each rank updates its equal part of the weights and keeps its states.
+"""ZeRO over flat buckets: each rank updates its part of the weights and keeps its states.
 
-Stage 0 updates everything everywhere after an all-reduce; stage 1 reduce-scatters gradients,
-updates one shard a rank and gathers the weights. How states are stored is the optimizer's affair:
+Stage 0 updates everything everywhere after an all-reduce; stages 1 and 2 reduce-scatter gradients,
+update one shard a rank and gather the weights. How states are stored is the optimizer's affair:
 this module hands it flat shards, and describes the result to checkpoints as rectangles of logical
 tensors, so that a checkpoint does not depend on how many ranks wrote it.
-
-A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
-whole rows, the start of its last row. States that are kept once for 128 consecutive elements (the
-scales of quantised moments) are rectangles of a tensor that is 128 times narrower. Where a row is
-no multiple of 128, groups run over its end; then the groups of each tensor-parallel rank are a part
-of a flat tensor, which only the same tensor-parallel layout can load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coatlm.parallel.buffers import ALIGNMENT, Bucket, FlatModel
+from coatlm.parallel.buckets import ALIGNMENT, Bucket
+from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.reduce import clip_coefficient, finalize_gradients, grad_norm
+from coatlm.parallel.regions import Region, group_regions_of, rectangles, regions_of
+from coatlm.parallel.regroup import FlatGroups, Layout, Move, flat_layout, whole_layouts
 from coatlm.platform import enable_cpu
 
 enable_cpu()
 
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica  # noqa: E402
 
-METADATA = {"non_homogeneous_layers": True}  # keys name the layer: decoder.layers.7. ...
-
-
-@dataclass(frozen=True)
-class Region:
-    """A rectangle of a logical tensor, stored row-major at `start` of a bucket."""
-
-    key: str
-    shape: tuple[int, ...]  # of the rectangle
-    global_shape: tuple[int, ...]  # of the logical tensor
-    offset: tuple[int, ...]  # of the rectangle in it
-    start: int  # first element in the bucket
-    main: bool  # not a copy of what another model-parallel rank writes
-
-    def narrowed(self) -> Region:
-        """The same in units of 128 elements. The last dimension is a multiple of 128."""
-        *shape, width = self.shape
-        *global_shape, global_width = self.global_shape
-        *offset, first = self.offset
-        return Region(
-            self.key,
-            (*shape, width // ALIGNMENT),
-            (*global_shape, global_width // ALIGNMENT),
-            (*offset, first // ALIGNMENT),
-            self.start // ALIGNMENT,
-            self.main,
-        )
-
-    @property
-    def stop(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return self.start + size
+T = TypeVar("T")
 
 
 class ZeroOptimizer:
@@ -81,15 +43,17 @@ class ZeroOptimizer:
         make_shard: Callable[..., Any],
     ) -> None:
         self.chunks, self.groups, self.clip_grad = list(chunks), groups, clip_grad
-        self.parts = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
-        self.optimizer = make_optimizer([self._shard(make_shard, c, b) for c, b in self.parts])
-        self.regions = {b: r for chunk in chunks for b, r in _regions(chunk).items()}
+        self.buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
+        self.owned = [b for b in self.buckets if b.owned[0] < b.owned[1]]
+        self.optimizer = make_optimizer([_shard(make_shard, bucket) for bucket in self.owned])
+        self.regions = {b: r for chunk in chunks for b, r in regions_of(chunk).items()}
         self.group_regions = {
-            bucket: _group_regions(bucket, regions, groups.tp)
+            bucket: group_regions_of(bucket, regions, groups.tp)
             for bucket, regions in self.regions.items()
         }
-        self.counted = [part for c, b in self.parts for part in self._counted(c, b)]
-        self.owned = [list(self._owned(c, b)) for c, b in self.parts]
+        self.counted = [part for bucket in self.buckets for part in self._counted(bucket)]
+        self.moves: list[tuple[Bucket, dict[str, Tensor], Move]] = []
+        self.unshared = [list(self._unshared(bucket)) for bucket in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
     def step(
@@ -107,7 +71,7 @@ class ZeroOptimizer:
         the work of this rank begins and ends.
         """
         finalize_gradients(self.chunks, self.groups)
-        norm = grad_norm(self.counted, self.norm_group, self.parts[0][1].grads.device)
+        norm = grad_norm(self.counted, self.norm_group, self.buckets[0].reduced.device)
         coefficient = clip_coefficient(norm, self.clip_grad)
         if accepts is not None:
             coefficient = torch.where(accepts(norm), coefficient, torch.nan)
@@ -126,44 +90,140 @@ class ZeroOptimizer:
             chunk.finish_param_sync()
         return [*self._weights(whole=False), *self._states()]
 
-    def tensors_to_load(self, *, weights_only: bool = False) -> list[ShardedTensor]:
-        """All local weights and this rank's states, to be filled in place."""
+    def tensors_to_load(
+        self, flat_groups: FlatGroups | None = None, *, weights_only: bool = False
+    ) -> list[ShardedTensor]:
+        """All local weights and this rank's states, to be filled in place.
+
+        `flat_groups` are those of the checkpoint. Moments whose groups were others there are loaded
+        into buffers of their own; `finish_load` makes states of them.
+        """
         for chunk in self.chunks:
             chunk.finish_param_sync()
-        return [*self._weights(whole=True), *(() if weights_only else self._states())]
+        weights = list(self._weights(whole=True))
+        if weights_only:
+            return weights
+        moved: set[tuple[Bucket, nn.Parameter]] = set()
+        pieces: list[ShardedTensor] = []
+        self.moves = []
+        for bucket, states in zip(self.owned, self.optimizer.states, strict=True):
+            for param in bucket.params:
+                for move, flat in self._moves(bucket, param, flat_groups):
+                    moved.add((bucket, param))
+                    pieces += move.pieces(flat)
+                    self.moves.append((bucket, states, move))
+        return [*weights, *self._states(moved), *pieces]
 
-    def _shard(self, make_shard: Callable[..., Any], chunk: FlatModel, bucket: Bucket) -> Any:
-        begin, end = self._bounds(chunk, bucket)
-        inside = [
-            (param, (max(start, begin) - begin, min(stop, end) - begin))
-            for param, (start, stop) in bucket.params.items()
-            if max(start, begin) < min(stop, end)
-        ]
-        return make_shard(
-            weight=bucket.weights[begin:end],
-            grad=bucket.grads[begin:end],
-            decay=tuple(span for param, span in inside if decays(param)),
-            params=tuple(span for _, span in inside),
-        )
+    def finish_load(self) -> None:
+        """Complete a load: regroup what was stored in other groups, and show all ranks' weights."""
+        codec = self.optimizer.decode_parts, self.optimizer.encode_parts
+        for bucket, states, move in self.moves:
+            move.finish(bucket, states, *codec)
+        self.moves = []
+        if any(bucket.fp8 for bucket in self.buckets):  # others see the codes of our weights
+            for chunk in self.chunks:
+                chunk.start_param_sync()
 
-    def _bounds(self, chunk: FlatModel, bucket: Bucket) -> tuple[int, int]:
-        """[begin, end) of this rank's shard in the bucket."""
-        if not chunk.sharded:
-            return 0, bucket.weights.numel()
-        size = bucket.weights.numel() // self.groups.dp_cp.size()
-        return self.groups.dp_cp.rank() * size, (self.groups.dp_cp.rank() + 1) * size
+    def automatic_scales(self) -> dict[str, float]:
+        """FP8-LM's mu of each tensor, for a checkpoint. All ranks call it together."""
+        mine: dict[str, float] = {}
+        for bucket in self._automatic():
+            mine |= dict(zip(self._keys(bucket), bucket.tensors.mu.tolist(), strict=True))
+        return {key: mu for report in self._everyones(mine) for key, mu in report.items()}
 
-    def _counted(self, chunk: FlatModel, bucket: Bucket) -> Iterator[Tensor]:
+    def set_automatic_scales(self, saved: Mapping[str, float]) -> None:
+        """Go on with the mu of a checkpoint where it has one."""
+        for bucket in self._automatic():
+            now = bucket.tensors.mu.tolist()
+            mu = [saved.get(key, old) for key, old in zip(self._keys(bucket), now, strict=True)]
+            bucket.tensors.mu.copy_(torch.tensor(mu))
+
+    def _automatic(self) -> list[Bucket]:
+        return [b for chunk in self.chunks if chunk.wire.automatic for b in chunk.buckets]
+
+    def _keys(self, bucket: Bucket) -> list[str]:
+        """A key for each parameter of a bucket: that of its first logical tensor."""
+        starts = {start: i for i, (start, _) in enumerate(bucket.params.values())}
+        first = {starts[r.start]: r.key for r in self.regions[bucket] if r.start in starts}
+        return [first[i] for i in range(len(starts))]
+
+    def _everyones(self, mine: T) -> list[T]:
+        """What every rank has; all ranks call it together."""
+        reports = [mine] * self.groups.control.size()
+        dist.all_gather_object(reports, mine, group=self.groups.control)
+        return reports
+
+    def flat_groups(self) -> dict[str, list[Layout]]:
+        """What groups run over their rows' ends, and over what. All ranks call it together."""
+        mine: dict[str, tuple[int, Layout]] = {}
+        if self._grouped():
+            for bucket in self.buckets:
+                for param in bucket.params:
+                    layout = self._flat_layout(bucket, param)
+                    if layout is not None:
+                        mine[layout[0]["key"]] = (self._shard_of(layout), layout)
+        found: dict[str, dict[int, Layout]] = {}
+        for report in self._everyones(mine):
+            for key, (shard, layout) in report.items():
+                found.setdefault(key, {})[shard] = layout
+        return {key: [shards[i] for i in sorted(shards)] for key, shards in sorted(found.items())}
+
+    def _grouped(self) -> dict[str, dict[str, tuple[torch.dtype, bool]]]:
+        """Moments that keep something once a group: name -> suffix -> (dtype, once a group)."""
+        found: dict[str, dict[str, tuple[torch.dtype, bool]]] = {}
+        for states, bucket in zip(self.optimizer.states[:1], self.owned[:1], strict=True):
+            size = bucket.owned[1] - bucket.owned[0]
+            for full, tensor in states.items():
+                name, dot, suffix = full.partition(".")
+                found.setdefault(name, {})[dot + suffix] = (tensor.dtype, tensor.numel() < size)
+        return {name: s for name, s in found.items() if any(once for _, once in s.values())}
+
+    def _flat_layout(self, bucket: Bucket, param: nn.Parameter) -> Layout | None:
+        """What the groups of `param` run over, if over the ends of rows."""
+        start, stop = bucket.params[param]
+        inside = [r for r in self.regions[bucket] if start <= r.start < stop]
+        if all(not region.shape[-1] % ALIGNMENT for region in inside):
+            return None
+        return flat_layout(inside, start)
+
+    def _shard_of(self, layout: Layout) -> int:
+        """The number of this rank's part of a flat tensor."""
+        cut = layout[0]["shape"] != layout[0]["global_shape"]
+        return self.groups.tp.rank() if cut else 0
+
+    def _moves(
+        self,
+        bucket: Bucket,
+        param: nn.Parameter,
+        flat_groups: FlatGroups | None,
+    ) -> Iterator[tuple[Move, bool]]:
+        """How moments of `param` get here from other groups, and whether those were flat."""
+        start, stop = bucket.params[param]
+        if flat_groups is None or not len(bucket.summed(param)):
+            return
+        inside = [r for r in self.regions[bucket] if start <= r.start < stop]
+        here, there = self._flat_layout(bucket, param), flat_groups.get(inside[0].key)
+        if here is None and there is None:
+            return
+        if here is not None and there is not None:
+            shards = self.groups.tp.size() if inside[0].shape != inside[0].global_shape else 1
+            if len(there) == shards and there[self._shard_of(here)] == here:
+                return
+        layouts = whole_layouts(inside) if there is None else there
+        for name, like in self._grouped().items():
+            yield Move.plan(name, (start, stop), inside, layouts, like), there is not None
+
+    def _counted(self, bucket: Bucket) -> Iterator[Tensor]:
         """The gradients of this rank's shard that the norm counts: copies are left out."""
-        begin, end = self._bounds(chunk, bucket)
+        begin, end = bucket.owned
         for region in self.regions[bucket]:
             start, stop = max(region.start, begin), min(region.stop, end)
             if region.main and start < stop:
-                yield bucket.grads[start:stop]
+                yield bucket.reduced[start - begin : stop - begin]
 
-    def _owned(self, chunk: FlatModel, bucket: Bucket) -> Iterator[tuple[int, int]]:
+    def _unshared(self, bucket: Bucket) -> Iterator[tuple[int, int]]:
         """Runs of this rank's shard, in multiples of 128, of which `norm_group` has no copies."""
-        begin, end = self._bounds(chunk, bucket)
+        begin, end = bucket.owned
         for start, stop in bucket.params.values():
             inside = [r for r in self.regions[bucket] if start <= r.start < stop]
             first = max(start, begin)
@@ -172,14 +232,18 @@ class ZeroOptimizer:
                 yield first - begin, last - begin
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
-        for chunk, bucket in self.parts:
-            bounds = (0, bucket.weights.numel()) if whole else self._bounds(chunk, bucket)
+        for bucket in self.buckets:
+            bounds = (0, bucket.weights.numel()) if whole else bucket.owned
             for region in self.regions[bucket]:
                 yield from self._pieces(region, bucket.weights, 0, bounds, "")
 
-    def _states(self) -> Iterator[ShardedTensor]:
-        for (chunk, bucket), states in zip(self.parts, self.optimizer.states, strict=True):
-            bounds = self._bounds(chunk, bucket)
+    def _states(
+        self, moved: Container[tuple[Bucket, nn.Parameter]] = ()
+    ) -> Iterator[ShardedTensor]:
+        """The states, but for moments in groups of parameters that were `moved`."""
+        grouped = self._grouped()
+        for bucket, states in zip(self.owned, self.optimizer.states, strict=True):
+            bounds = bucket.owned
             for name, tensor in states.items():
                 prefix = f"optimizer.state.{name}."
                 regions, unit = self.regions[bucket], 1
@@ -187,8 +251,14 @@ class ZeroOptimizer:
                     regions, unit = self.group_regions[bucket], ALIGNMENT
                 begin, end = bounds[0] // unit, bounds[1] // unit
                 assert tensor.numel() == end - begin
+                spans = [
+                    (start // unit, stop / unit)
+                    for param, (start, stop) in bucket.params.items()
+                    if (bucket, param) in moved and name.partition(".")[0] in grouped
+                ]
                 for region in regions:
-                    yield from self._pieces(region, tensor, begin, (begin, end), prefix)
+                    if not any(start <= region.start < stop for start, stop in spans):
+                        yield from self._pieces(region, tensor, begin, (begin, end), prefix)
 
     def _pieces(
         self, region: Region, flat: Tensor, origin: int, bounds: tuple[int, int], prefix: str
@@ -213,102 +283,22 @@ class ZeroOptimizer:
             )
 
 
+def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:
+    """What this rank updates of a bucket, for the optimizer."""
+    begin, end = bucket.owned
+    inside = [
+        (param, (max(start, begin) - begin, min(stop, end) - begin))
+        for param, (start, stop) in bucket.params.items()
+        if max(start, begin) < min(stop, end)
+    ]
+    return make_shard(
+        weight=bucket.weights[begin:end],
+        grad=bucket.reduced,
+        decay=tuple(span for param, span in inside if decays(param)),
+        params=tuple(span for _, span in inside),
+    )
+
+
 def decays(param: nn.Parameter) -> bool:
     """Weight decay is for matrices; norms and biases are exempt."""
     return param.dim() > 1
-
-
-def rectangles(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut the flat range [start, stop) of a row-major tensor into (corner, shape, first element).
-
-    `shape` has one or two dimensions; the range may be empty.
-    """
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield (start,), (stop - start,), start
-        return
-    _, width = shape
-    while start < stop:
-        row, column = divmod(start, width)
-        if column == 0 and stop - start >= width:
-            count = (stop - start) // width
-            yield (row, 0), (count, width), start
-            start += count * width
-        else:
-            length = min(width - column, stop - start)
-            yield (row, column), (1, length), start
-            start += length
-
-
-def _regions(chunk: FlatModel) -> dict[Bucket, list[Region]]:
-    """Where the logical tensors of a chunk lie in its buckets."""
-    named = dict(chunk.module.named_parameters())
-    regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in chunk.buckets}
-    seen: set[nn.Parameter] = set()
-    for name, value in sharded_tensors(chunk.module):
-        param = named.get(name)
-        if param is None:  # the output layer's name for a tied embedding
-            param = chunk.module.shared_embedding_or_output_weight()
-        bucket = chunk.bucket_of[param]
-        assert value.data is not None
-        inside = (value.data.data_ptr() - param.data_ptr()) // param.element_size()
-        assert value.data.is_contiguous() and 0 <= inside < param.numel()
-        if param in seen and name not in named:
-            continue
-        seen.add(param)
-        skipped = value.prepend_axis_num
-        replica = value.replica_id
-        regions[bucket].append(
-            Region(
-                key=value.key,
-                shape=tuple(value.data.shape),
-                global_shape=tuple(value.global_shape[skipped:]),
-                offset=tuple(value.global_offset[skipped:]),
-                start=bucket.params[param][0] + inside,
-                main=is_main_replica(replica[:-1] if isinstance(replica, tuple) else replica),
-            )
-        )
-    assert seen == set(chunk.bucket_of), "every parameter is saved"
-    return regions
-
-
-def _group_regions(
-    bucket: Bucket, regions: Sequence[Region], tp: dist.ProcessGroup
-) -> list[Region]:
-    """The regions in units of 128 elements, for what is stored once a group."""
-    result = []
-    for start, stop in bucket.params.values():
-        inside = [region for region in regions if start <= region.start < stop]
-        if all(not region.shape[-1] % ALIGNMENT for region in inside):
-            result += [region.narrowed() for region in inside]
-            continue
-        count = -(-(stop - start) // ALIGNMENT)
-        shards = tp.size() if inside[0].shape != inside[0].global_shape else 1
-        result.append(
-            Region(
-                key=inside[0].key,
-                shape=(count,),
-                global_shape=(count * shards,),
-                offset=(count * tp.rank() if shards > 1 else 0,),
-                start=start // ALIGNMENT,
-                main=inside[0].main,
-            )
-        )
-    return result
-
-
-def sharded_tensors(model: Any) -> Iterator[tuple[str, ShardedTensor]]:
-    """(parameter name, where its data lies in which logical tensor) as megatron-core describes it.
-
-    The data are views of the parameters; a fused gate|up weight gives two.
-    """
-    state = model.sharded_state_dict(metadata=METADATA)
-    apply_factories(state)
-    for name, value in state.items():
-        found = value if isinstance(value, list | tuple) else [value]
-        for item in found:
-            if isinstance(item, ShardedTensor):
-                yield name, item

@@ -89,7 +89,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
     record_collectives(config.run.dir / FLIGHT)
     start_processes(launch)
-    groups = make_groups(config.parallel)
+    groups = make_groups(config.parallel, first_on_node=launch.rank - launch.local_rank)
     data = rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed), groups.control
     )
@@ -220,6 +220,7 @@ class Loop:
                 slowest=self._slowest(),
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
+                comm_bytes=self.trainer.comm_bytes,
             )
 
     def _slowest(self) -> dict[str, Any] | None:
@@ -296,6 +297,8 @@ class Loop:
                 "left_out": self.run.left_out,
                 "spikes": None if self.trainer.spikes is None else self.trainer.spikes.state(),
                 "tokenizer": self.fingerprint,
+                "flat_groups": optimizer.flat_groups(),
+                "automatic_scales": optimizer.automatic_scales(),
                 "config": self.config.model_dump(mode="json"),
             }
             self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
@@ -374,12 +377,14 @@ def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) ->
 def restore(path: Path, trainer: Trainer, run: Progress, *, weights_only: bool = False) -> None:
     """Take up a checkpoint of the same model: everything, or the weights for a new run."""
     state = checkpoint.read_state(path)
-    tensors = trainer.optimizer.tensors_to_load(weights_only=weights_only)
+    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
+    trainer.optimizer.finish_load()
     if weights_only:
         trainer.optimizer.optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
+    trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
     trainer.optimizer.optimizer.step_count.fill_(state["updates"])
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)

@@ -2,7 +2,8 @@
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
-                    peak_mem_gib skipped; after an evaluation step val_loss val_ppl;
+                    peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT]; after an evaluation
+                    step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
                     optim.edq.report says
@@ -17,6 +18,7 @@ list `nonfinite`, a key that only such lines have.
     tokens_per_s_per_gpu = tokens a step / seconds a step / processes
     tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs a token / 1e12      (model.accounting)
     mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
+    comm_bytes           = what rank 0 sends in a step (parallel.collectives)
 
 Nothing here reads a device: numbers arrive as floats, on log steps only.
 """
@@ -287,6 +289,7 @@ class MetricsLogger:
         lr: float,
         skipped: int = 0,
         peak_mem_gib: float | None = None,
+        comm_bytes: Mapping[str, int] | None = None,
         slowest: Record | None = None,
     ) -> None:
         """Record the state after update `step`: after `advance`, the floats already fetched."""
@@ -307,6 +310,7 @@ class MetricsLogger:
                 "mfu": accounting.mfu(flops, self.device_name),
                 "peak_mem_gib": peak_mem_gib,
                 "skipped": skipped,
+                **(comm_bytes or {}),
                 **({} if slowest is None else {"slowest": slowest}),
             }
         )

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from coatlm.config import Config
+from coatlm.config import Config, Parallel
 from coatlm.data import dataset
 from coatlm.model import numerics
 from coatlm.model.builder import build_model, token_positions
 from coatlm.model.coat_layer import flows_of, tune_layers
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
+from coatlm.parallel.buckets import Cut
 from coatlm.parallel.buffers import FlatModel
+from coatlm.parallel.collectives import Comm, Traffic, TrafficMode
+from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.groups import Groups
+from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
+from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.platform import device
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
 
+logger = logging.getLogger("coatlm")
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -37,18 +46,30 @@ class Trainer:
         recorded = config.train.cuda_graphs
         if recorded and device().type != "cuda":
             raise ValueError("train.cuda_graphs=true needs a GPU")
+        self.traffic = Traffic()
+        self.tp_traffic = Traffic() if groups.tp.size() == 1 else None
+        modules = build_model(config, groups, vocab)
+        owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.chunks = [
             FlatModel(
-                chunk,
+                module,
                 group=groups.dp_cp,
-                shard=p.zero > 0,
-                grad_dtype=GRAD_DTYPES[p.main_grads],
-                bucket_size=p.bucket_size,
+                cut=Cut(
+                    rank=groups.dp_cp.rank(),
+                    ranks=groups.dp_cp.size(),
+                    zero=p.zero,
+                    grad_dtype=GRAD_DTYPES[p.main_grads],
+                    bucket_size=p.bucket_size,
+                    owner=owner,
+                    fp8_weights=matrices(module) if p.weight_gather == "fp8" else frozenset(),
+                ),
+                wire=make_wire(p, groups, self.traffic),
+                traffic=self.traffic,
                 overlap_grad_reduce=p.overlap_grad_reduce,
                 overlap_param_gather=p.overlap_param_gather,
                 stream=torch.cuda.Stream() if recorded else None,
             )
-            for chunk in build_model(config, groups, vocab)
+            for module in modules
         ]
         self.timer = PhaseTimer(cuda=device().type == "cuda")
         t = config.train
@@ -87,22 +108,36 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks.
 
-        `observe` is called with the clip coefficient when gradients are complete.
+        `observe` is called with the clip coefficient when gradients are complete. `comm_bytes`
+        afterwards says what this rank has sent.
         """
+        self.traffic.sent.clear()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        loss = self._run(batches, forward_only=False)
-        accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
-        return loss, self.optimizer.step(
-            lr, accepts=accepts, observe=observe, enter=self.timer.enter
-        )
+        counting: AbstractContextManager[object] = nullcontext()
+        if self.tp_traffic is None:  # steps are alike: one is counted
+            self.tp_traffic = Traffic()
+            counting = TrafficMode(self.groups.tp, self.tp_traffic, "tp")
+        with counting:
+            loss = self._run(batches, forward_only=False)
+            if self.graph is not None and isinstance(counting, TrafficMode):
+                counting.traffic.repeat(len(batches) / min(2, len(batches)))  # replays are unseen
+            accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
+            norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
+        return loss, norm
+
+    @property
+    def comm_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
+        others = self.tp_traffic.sent if self.tp_traffic is not None else Counter()
+        return Traffic(self.traffic.sent + others).summary()
 
     def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
         """`edq.report` of the step under way, the same on all ranks; waits for the device."""
         zero = self.optimizer
         sums = edq.collect(
-            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.owned
+            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.unshared
         )
         flat = torch.cat(list(sums.values()))
         dist.all_reduce(flat, group=zero.norm_group)
@@ -156,3 +191,33 @@ class Trainer:
 
 def ignore(phase: str | None) -> None:
     """Evaluations are not timed."""
+
+
+def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
+    """How gradients travel."""
+    if parallel.grad_comm in GRAD_DTYPES:
+        return Plain(GRAD_DTYPES[parallel.grad_comm])
+    if parallel.grad_comm == "fp8-nccl":
+        return Fp8Sum()
+    levels = None
+    if groups.node is not None and groups.nodes is not None:
+        levels = Levels(Comm(groups.node, traffic, "grad"), Comm(groups.nodes, traffic, "grad"))
+    return Fp8Exchange(scaling=parallel.grad_comm_scale, levels=levels)
+
+
+def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Parameter, int]:
+    """The data-parallel rank that owns each parameter of this stage, whole; logs the balance.
+
+    A weight that two stages share has the same owner on both.
+    """
+    params = [p for module in modules for p in module.parameters() if p.requires_grad]
+    shared = [i for i, p in enumerate(params) if getattr(p, "shared_embedding", False)]
+    plan = largest_first([p.numel() for p in params], groups.dp_cp.size(), pinned=shared)
+    logger.info("partition: %s", plan)
+    return dict(zip(params, plan.owner, strict=True))
+
+
+def matrices(module: Any) -> frozenset[nn.Parameter]:
+    """The weights of the linear layers inside transformer layers."""
+    layers = module.decoder.layers
+    return frozenset(p for p in layers.parameters() if p.requires_grad and p.dim() == 2)

@@ -311,7 +311,7 @@ def test_fast_accumulation_is_chosen_for_each_gemm(
 def test_names_and_shapes_of_weights_are_those_of_the_local_layer(
     recipe: str, megatron: None
 ) -> None:
-    from coatlm.parallel.zero import sharded_tensors
+    from coatlm.parallel.regions import sharded_tensors
 
     model = {"layers": 2, "qkv_bias": True, "qk_norm": True}
     found = []

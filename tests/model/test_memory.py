@@ -209,6 +209,17 @@ def test_zero_shards_states_over_data_and_context_parallel_ranks() -> None:
     assert shard == whole / 8
 
 
+def test_stage_2_keeps_a_shard_of_the_gradients_and_three_buckets() -> None:
+    two = config(parallel={"zero": 2, "bucket_size": 100})
+    assert mem.main_grad_bytes(two, 9600, 4) == (2400 + 300) * 4
+    assert mem.main_grad_bytes(two, 200, 4) == (50 + 200) * 4
+    assert mem.main_grad_bytes(two, 9600, 1) == 9600 * 4
+    halved = config(parallel={"zero": 2, "bucket_size": 100, "main_grads": "bf16"})
+    assert mem.main_grad_bytes(halved, 9600, 4) == (2400 + 300) * 2
+    one = config(parallel={"zero": 1})
+    assert mem.main_grad_bytes(one, 9600, 4) == 9600 * 4
+
+
 @pytest.mark.parametrize("vpp", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8, 32])
 def test_chunks_in_flight_are_megatrons_warmup_and_one(vpp: int, microbatches: int) -> None:

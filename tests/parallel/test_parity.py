@@ -49,7 +49,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # single tokens average out in a loss of 1024: 2^-9 / sqrt(1024) = 6e-5 a rounding. Measured are
 # 1.3e-4 for losses and 3e-3 for norms; the limits are about three times that.
 FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
-FLOW_LAYOUTS = {"tp2 sp, bf16 wire": {"tp": 2, "sequence_parallel": True, "tp_comm": "bf16"}}
+FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 sp, bf16 wire": {"tp": 2, "sequence_parallel": True, "tp_comm": "bf16"},
+    "dp2 zero2": {"zero": 2},
+}
 FLOW_VARIANTS = {"kept weights": {"precision": {"keep_weights": True}}}
 FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
@@ -57,11 +60,14 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *(("tp2 sp", v, "coat-lean") for v in ("qwen", "documents", "recompute", "tied")),
         ("tp2 sp, bf16 wire", "plain", "coat"),
         ("tp2 sp", "plain", "fp8-linear"),
+        ("dp2 zero2", "plain", "coat"),
+        ("dp2 zero2", "recompute", "coat-lean"),
         ("pp2 vpp2", "kept weights", "coat"),
     ],
     4: [("tp2 cp2", "plain", "coat-lean"), ("tp2 pp2", "plain", "coat")],
 }
-SAME_TOKENS = ("pp2", "dp2 zero1", "pp2 vpp2")  # every FP8 number is that of one process
+# in these every FP8 number is that of one process
+SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "pp2 vpp2")
 
 
 def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Config:
@@ -71,7 +77,7 @@ def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Con
         {
             "model": MODEL | extra.get("model", {}),
             "data": {"text": ["unused"], "seq_len": 32} | extra.get("data", {}),
-            "parallel": {"bucket_size": 20000} | parallel,
+            "parallel": {"bucket_size": 20000, "grad_comm": "fp32"} | parallel,
             "precision": {"recipe": precision} | extra.get("precision", {}),
             "optim": {"recipe": "adamw-fp32", "lr": 1e-3},
             "train": {"micro_batch": 2, "global_batch": 16} | extra.get("train", {}),

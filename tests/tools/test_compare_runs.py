@@ -42,7 +42,8 @@ def test_runs_that_differ_in_clocks_and_place_alone_are_identical(
 ) -> None:
     records = [json.loads(line) for line in (a / "metrics.jsonl").open()]
     clocks = {"step_ms": 1e3, "tokens_per_s_per_gpu": 9, "tflops_per_gpu": 2.0}
-    other = [r | (clocks | {"mfu": 0.5, "peak_mem_gib": 1.5}) for r in records]
+    clocks |= {"mfu": 0.5, "peak_mem_gib": 1.5, "slowest": {"rank": 1, "ms": 2.0}}
+    other = [r | clocks for r in records]
     b = run_in(tmp_path / "b", other, CONFIG.replace("name: a", "name: b"))
     assert compare(capsys, a, b) == (0, ["identical: 4 records"])
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from coatlm.parallel.zero import rectangles
+from coatlm.parallel.regions import rectangles
 from coatlm.train.checkpoint import CheckpointError
 from coatlm.train.shards import ShardedTensor
 

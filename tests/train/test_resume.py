@@ -40,7 +40,7 @@ def run_config(directory: Path, layout: str, **changes: Any) -> Config:
             "seq_len": 32,
             "cache_dir": str(directory.parent / "cache"),
         },
-        "parallel": {"bucket_size": 20000} | LAYOUTS[layout][1],
+        "parallel": {"bucket_size": 20000, "grad_comm": "fp32"} | LAYOUTS[layout][1],
         "precision": {"recipe": "fp32"},
         "optim": {"recipe": "adamw-fp32", "lr": 1e-3, "warmup_steps": 2},
         "train": {

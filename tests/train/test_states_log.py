@@ -96,7 +96,7 @@ def owned_elements(rank: int, size: int, layouts: list[str]) -> dict[str, int]:
     for layout in layouts:
         config = states_config(Path("unused"), layout, "coat")
         zero = Trainer(config, make_groups(config.parallel), vocab=384).optimizer
-        count = torch.tensor(sum(stop - start for runs in zero.owned for start, stop in runs))
+        count = torch.tensor(sum(stop - start for runs in zero.unshared for start, stop in runs))
         torch.distributed.all_reduce(count, group=zero.norm_group)
         found[layout] = int(count)
         release_groups()

@@ -120,7 +120,10 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
     from coatlm.config import make_config
     from coatlm.model.builder import build_model
     from coatlm.model.coat_layer import tune_layers
+    from coatlm.parallel.buckets import Cut
     from coatlm.parallel.buffers import FlatModel
+    from coatlm.parallel.collectives import Traffic
+    from coatlm.parallel.wire import Plain
 
     spec, recipe = COATLM[row]
     model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
@@ -142,9 +145,15 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
     flat = FlatModel(
         chunk,
         group=groups().dp_cp,
-        shard=True,
-        grad_dtype=torch.float32,
-        bucket_size=config.parallel.bucket_size,
+        cut=Cut(
+            rank=0,
+            ranks=1,
+            zero=1,
+            grad_dtype=torch.float32,
+            bucket_size=config.parallel.bucket_size,
+        ),
+        wire=Plain(torch.float32),
+        traffic=Traffic(),
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )

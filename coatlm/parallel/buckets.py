@@ -1,0 +1,146 @@
+"""Buckets: runs of the flat buffers that are reduced, and gathered, together.
+
+Layout (elements). Parameters stand in the order in which backward finishes them, each on a multiple
+of 128; a bucket is closed once it holds `bucket_size` elements. Every rank of the group has a part
+of it, its shard, which it updates under ZeRO. Either the bucket is padded to a multiple of 128 *
+ranks and cut into equal parts, or (`owner`) the parameters of one owner stand together and are its
+part. Parts start on multiples of 128, so groups of 128 consecutive elements of a parameter never
+move when the number of ranks changes: what is quantised by such groups can be resharded exactly.
+
+A weight that two pipeline stages share gets its own bucket, so that both stages cut it alike, and
+weights that are gathered as FP8 get buckets without others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from coatlm.parallel.collectives import Pending
+from coatlm.parallel.wire import Reduction, Tensors
+
+ALIGNMENT = 128  # elements; the group size of quantised states
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How buckets are made; `rank` is this one of `ranks`."""
+
+    rank: int
+    ranks: int
+    zero: int  # stage: 0 | 1 | 2
+    grad_dtype: torch.dtype
+    bucket_size: int  # elements
+    owner: Mapping[nn.Parameter, int] | None = None  # None: equal parts
+    fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # gathered as FP8
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A run of the buffers."""
+
+    params: dict[nn.Parameter, tuple[int, int]]  # -> [start, end) inside the bucket
+    weights: Tensor  # [n] in the model's dtype
+    grads: Tensor  # [n] fp32 or bf16, what backward adds to
+    sizes: tuple[int, ...]  # elements of each rank's part
+    owned: tuple[int, int]  # what this rank updates: all of it at stage 0, else its part
+    reduced: Tensor  # [end - begin] sums over the group of what is owned
+    tensors: Tensors
+    fp8: bool  # weights are gathered as FP8
+    waiting: set[nn.Parameter] = field(default_factory=set)  # gradients still to come
+    reduction: Reduction | None = None
+    gather: Pending | None = None
+
+    @property
+    def allocated(self) -> bool:
+        return bool(self.grads.untyped_storage().nbytes())
+
+    def allocate(self) -> None:
+        """Give `grads` its memory, zeroed. Views of it, such as `param.main_grad`, stay valid."""
+        if not self.allocated:
+            self.grads.untyped_storage().resize_(self.grads.nbytes)
+            self.grads.zero_()
+
+    def release(self) -> None:
+        """Give the memory of `grads` back to the allocator."""
+        self.grads.untyped_storage().resize_(0)
+
+    def summed(self, param: nn.Parameter) -> Tensor:
+        """The part of `param`'s summed gradient that this rank owns, flat; it may be empty."""
+        (start, end), (first, last) = self.params[param], self.owned
+        begin = min(max(start, first), last)
+        return self.reduced[begin - first : max(min(end, last), begin) - first]
+
+
+def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
+    """Plan the layout, allocate it, and move the parameters in."""
+    buckets: list[Bucket] = []
+    pending: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+
+    def close(fp8: bool) -> None:
+        if pending[fp8]:
+            buckets.append(_make_bucket(pending[fp8], fp8, cut))
+            pending[fp8] = []
+
+    for param in reversed(params):
+        fp8 = param in cut.fp8_weights
+        if getattr(param, "shared_embedding", False):
+            close(fp8)
+            pending[fp8].append(param)
+            close(fp8)
+            continue
+        pending[fp8].append(param)
+        if sum(p.numel() for p in pending[fp8]) >= cut.bucket_size:
+            close(fp8)
+    close(True)
+    close(False)
+    return buckets
+
+
+def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
+    params = list(params)
+    if cut.owner is not None:
+        params.sort(key=cut.owner.__getitem__)
+    ranges, end = {}, 0
+    for param in params:
+        start = round_up(end, ALIGNMENT)
+        end = start + param.numel()
+        ranges[param] = (start, end)
+    sizes = _sizes(ranges, round_up(end, ALIGNMENT), cut)
+    numel, first = sum(sizes), params[0]
+    assert all(p.dtype == first.dtype for p in params), "one dtype a model"
+    weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    grads = torch.zeros(numel, dtype=cut.grad_dtype, device=first.device)
+    for param, (start, end) in ranges.items():
+        view = weights[start:end].view(param.shape)
+        view.copy_(param.detach())
+        param.data = view
+        param.main_grad = grads[start:end].view(param.shape)  # type: ignore[attr-defined]
+    begin = sum(sizes[: cut.rank])
+    owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
+    tensors = Tensors.of([p.numel() for p in params], numel // ALIGNMENT, first.device)
+    tensors.mu.fill_(1.0 / cut.ranks)  # from where no sum saturates
+    bucket = Bucket(ranges, weights, grads, sizes, owned, grads[slice(*owned)], tensors, fp8)
+    if cut.zero == 2 and cut.ranks > 1:
+        bucket.reduced = torch.zeros(sizes[cut.rank], dtype=cut.grad_dtype, device=first.device)
+        bucket.release()
+    return bucket
+
+
+def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -> tuple[int, ...]:
+    """Elements of each rank's part."""
+    if cut.owner is None:
+        return (round_up(end, ALIGNMENT * cut.ranks) // cut.ranks,) * cut.ranks
+    sizes = [0] * cut.ranks
+    for param, (start, stop) in ranges.items():
+        sizes[cut.owner[param]] += round_up(stop - start, ALIGNMENT)
+    return tuple(sizes)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,246 @@
+"""FP8 all-to-all with sums in fp32: each gradient is rounded once, whatever the number of ranks.
+
+Every rank packs its bucket into FP8 codes with scales, part by part (`fp8.payload`), and sends part
+r to rank r, which decodes what it gets from the others and adds it to its own, which it need not
+round, in fp32: of R contributions R - 1 are rounded, an error of sqrt((R - 1) / R) times a cast's.
+Without sharding the sums are gathered as FP8 too, each group with its own scale: another rounding.
+
+Over nodes that are joined by slower links there are two levels. The L ranks inside a node add up
+what they have for each of the N nodes, then ranks with the same place in their nodes exchange those
+sums, which one more rounding has made FP8 again; n / L of n elements cross the slow links, not n.
+
+A bucket travels in pieces: packing one overlaps with the exchange of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coatlm.fp8.formats import E4M3, Fp8Format
+from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
+from coatlm.fp8.scaling import scale_ref
+from coatlm.parallel.collectives import Comm, Pending
+from coatlm.parallel.wire import Steps, Sum, largest_magnitudes
+
+Scaling = Literal["block", "tensor", "bucket"]
+PIECE = 1 << 25  # elements of a bucket that are packed while those before them travel
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The same ranks as nodes: `inside` a node, and `across` nodes those with one local place."""
+
+    inside: Comm
+    across: Comm
+
+
+@dataclass(frozen=True)
+class Fp8Exchange:
+    """The format.
+
+    `scaling`: "block" sends each rank's own scales of 1 x 128 along; "tensor" and "bucket" have the
+    ranks agree on one scale first, from the largest magnitude anywhere (one more read of the
+    gradients, beside the stream that computes). Gathered sums always carry their own scales.
+    """
+
+    fmt: Fp8Format = E4M3
+    scaling: Scaling = "block"
+    piece: int = PIECE
+    levels: Levels | None = None
+    automatic: bool = False
+
+    def steps(self, job: Sum, comm: Comm) -> Steps:
+        shared = None
+        if self.scaling != "block":
+            tensors = job.tensors
+            amax = largest_magnitudes(job.grads, tensors.owner, len(tensors.mu))
+            yield comm.all_reduce(amax, dist.ReduceOp.MAX)
+            if self.scaling == "bucket":
+                amax = amax.amax().expand(len(amax))
+            shared = scale_ref(amax.contiguous().view(torch.float32), self.fmt)
+        if len(set(job.sizes)) > 1:
+            yield from self._scatter_uneven(job, comm, shared)
+            return
+        part = job.sizes[0]
+        pieces = list(_pieces(part, max(self.piece // comm.size, GROUP)))
+        out = job.out
+        if job.whole:
+            out = torch.empty(part, dtype=torch.float32, device=job.grads.device)
+        if self.levels is None:
+            yield from self._scatter(job.grads, out, pieces, comm, shared, job)
+        else:
+            yield from self._scatter_levels(job.grads, out, pieces, self.levels, shared, job)
+        if job.whole:
+            yield from self._gather(out, job.out, pieces, comm)
+
+    def _scatter(
+        self,
+        grads: Tensor,
+        out: Tensor,
+        pieces: Sequence[tuple[int, int]],
+        comm: Comm,
+        scale: Tensor | None,
+        job: Sum,
+    ) -> Steps:
+        """Sum this rank's part of `grads` into `out`."""
+        x_RP = grads.view(comm.size, -1)
+        owner_RG = job.tensors.owner.view(comm.size, -1)
+
+        def send(begin: int, end: int) -> tuple[Pending, Tensor]:
+            shared = _shared(scale, owner_RG[:, None, begin // GROUP : end // GROUP])
+            return self._send(x_RP[:, None, begin:end], comm, shared)
+
+        def land(begin: int, end: int, received: Tensor) -> None:
+            shared = _shared(scale, owner_RG[comm.rank, begin // GROUP : end // GROUP][None, None])
+            y, own = out[begin:end][None, None], x_RP[comm.rank, begin:end][None, None]
+            self._land(received, y, Own(own, comm.rank), shared, add=self._adds(job))
+
+        yield from _pipeline(pieces, send, land)
+
+    def _scatter_levels(
+        self,
+        grads: Tensor,
+        out: Tensor,
+        pieces: Sequence[tuple[int, int]],
+        levels: Levels,
+        scale: Tensor | None,
+        job: Sum,
+    ) -> Steps:
+        """The same in two exchanges; ranks are numbered node by node, N nodes of L."""
+        inside, across = levels.inside, levels.across
+        x_LNP = grads.view(across.size, inside.size, -1).transpose(0, 1)
+        owner_LNG = job.tensors.owner.view(across.size, inside.size, -1).transpose(0, 1)
+        sums_NP = torch.empty(across.size, x_LNP.shape[2], dtype=torch.float32, device=grads.device)
+
+        def send(begin: int, end: int) -> tuple[Pending, Tensor]:
+            shared = _shared(scale, owner_LNG[:, :, begin // GROUP : end // GROUP])
+            return self._send(x_LNP[:, :, begin:end], inside, shared)
+
+        def land(begin: int, end: int, received: Tensor) -> None:
+            mine = owner_LNG[inside.rank, None, :, begin // GROUP : end // GROUP]
+            shared = _shared(scale, mine)
+            y, own = sums_NP[None, :, begin:end], x_LNP[inside.rank, None, :, begin:end]
+            self._land(received, y, Own(own, inside.rank), shared, add=False)
+
+        def send_sums(begin: int, end: int) -> tuple[Pending, Tensor]:
+            return self._send(sums_NP[:, None, begin:end], across, None)
+
+        def land_sums(begin: int, end: int, received: Tensor) -> None:
+            y, own = out[begin:end][None, None], sums_NP[across.rank, begin:end][None, None]
+            self._land(received, y, Own(own, across.rank), None, add=self._adds(job))
+
+        yield from _pipeline(pieces, send, land)
+        yield from _pipeline(pieces, send_sums, land_sums)
+
+    def _gather(
+        self, part: Tensor, out: Tensor, pieces: Sequence[tuple[int, int]], comm: Comm
+    ) -> Steps:
+        """Everyone's sums `part` to everyone: the second leg of an all-reduce."""
+        levels = self.levels
+        y_ABP = out.view(comm.size, -1)[:, None]
+        if levels is not None:
+            y_ABP = out.view(levels.across.size, levels.inside.size, -1).transpose(0, 1)
+
+        def send(begin: int, end: int) -> tuple[Pending, Tensor]:
+            layout = self._layout(end - begin, None)
+            payloads = layout.empty(*y_ABP.shape[:2], device=out.device)
+            first = payloads if levels is None else payloads[levels.inside.rank]
+            where = comm if levels is None else levels.across
+            mine = first.view(where.size, -1)[where.rank]
+            pack(part[begin:end][None, None], mine[None, None], layout=layout)
+            return where.all_gather(first.view(-1), [layout.nbytes] * where.size), payloads
+
+        def land(begin: int, end: int, payloads: Tensor) -> None:
+            y = y_ABP[:, :, begin:end]
+            unpack(payloads[None], y, layout=self._layout(end - begin, None))
+
+        if levels is None:
+            yield from _pipeline(pieces, send, land)
+            return
+        for begin, end in pieces:
+            work, payloads = send(begin, end)
+            yield work
+            sizes = [payloads[0].numel()] * levels.inside.size
+            yield levels.inside.all_gather(payloads.view(-1), sizes)
+            land(begin, end, payloads)
+
+    def _scatter_uneven(self, job: Sum, comm: Comm, scale: Tensor | None) -> Steps:
+        """Parts of different sizes, in one exchange."""
+        layouts = [Layout(size, self.fmt, scaled=scale is None) for size in job.sizes]
+        sizes = [layout.nbytes for layout in layouts]
+        sent = torch.empty(sum(sizes), dtype=torch.uint8, device=job.grads.device)
+        groups = [size // GROUP for size in job.sizes]
+        owners = job.tensors.owner.split(groups)
+        parts = job.grads.split(list(job.sizes))
+        for rank, (x, payload, layout, owner) in enumerate(
+            zip(parts, sent.split(sizes), layouts, owners, strict=True)
+        ):
+            if rank == comm.rank:
+                continue
+            shared = _shared(scale, owner[None, None])
+            pack(x[None, None], payload[None, None], layout=layout, shared=shared)
+        mine = layouts[comm.rank]
+        received = torch.empty(comm.size * mine.nbytes, dtype=torch.uint8, device=sent.device)
+        each = [mine.nbytes] * comm.size
+        yield comm.all_to_all(received, sent, received_sizes=each, sent_sizes=sizes)
+        shared = _shared(scale, owners[comm.rank][None, None])
+        own = Own(parts[comm.rank][None, None], comm.rank)
+        payloads = received.view(comm.size, 1, mine.nbytes)
+        self._land(payloads, job.out[None, None], own, shared, add=job.add)
+
+    def _send(self, x_ABP: Tensor, comm: Comm, shared: Shared | None) -> tuple[Pending, Tensor]:
+        """Pack x and start the exchange: x[a] goes to rank a. What arrives: [source, B, bytes]."""
+        layout = self._layout(x_ABP.shape[2], shared)
+        payloads = layout.empty(*x_ABP.shape[:2], device=x_ABP.device)
+        pack(x_ABP, payloads, layout=layout, shared=shared, skip=comm.rank)
+        received = torch.empty_like(payloads)
+        return comm.all_to_all(received, payloads), received
+
+    def _land(
+        self, received: Tensor, y_ABP: Tensor, own: Own, shared: Shared | None, *, add: bool
+    ) -> None:
+        """Sum what has arrived, [source, B, bytes], and this rank's own values into y."""
+        layout = self._layout(y_ABP.shape[2], shared)
+        unpack(received[:, None], y_ABP, layout=layout, shared=shared, own=own, add=add)
+
+    def _layout(self, elements: int, shared: Shared | None) -> Layout:
+        return Layout(elements, self.fmt, scaled=shared is None)
+
+    def _adds(self, job: Sum) -> bool:
+        return job.add and not job.whole
+
+
+def _shared(scale: Tensor | None, owner: Tensor) -> Shared | None:
+    return None if scale is None else Shared(scale, owner)
+
+
+def _pieces(size: int, longest: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, size) into equal pieces, but for the last, on multiples of 128."""
+    count = -(-size // longest)
+    step = -(-size // (count * GROUP)) * GROUP if count else 1
+    for begin in range(0, size, step):
+        yield begin, min(begin + step, size)
+
+
+def _pipeline(
+    pieces: Sequence[tuple[int, int]],
+    send: Callable[[int, int], tuple[Pending, Tensor]],
+    land: Callable[[int, int, Tensor], None],
+) -> Steps:
+    """Send each piece before the one ahead of it is waited for and lands."""
+    ahead: tuple[int, int, Pending, Tensor] | None = None
+    for begin, end in pieces:
+        work, received = send(begin, end)
+        if ahead is not None:
+            yield ahead[2]
+            land(ahead[0], ahead[1], ahead[3])
+        ahead = (begin, end, work, received)
+    if ahead is not None:
+        yield ahead[2]
+        land(ahead[0], ahead[1], ahead[3])

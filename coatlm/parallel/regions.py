@@ -1,0 +1,157 @@
+"""Where logical tensors lie in flat buckets, as rectangles; and where groups of 128 do.
+
+A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
+whole rows, the start of its last row. States that are kept once for 128 consecutive elements (the
+scales of quantised moments) are rectangles of a tensor that is 128 times narrower. Where a row is
+no multiple of 128, groups run over its end; then the groups of each tensor-parallel rank are a part
+of a flat tensor, which means something in the same tensor-parallel layout alone (`regroup`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from coatlm.parallel.buckets import ALIGNMENT, Bucket
+from coatlm.parallel.buffers import FlatModel
+from coatlm.platform import enable_cpu
+
+enable_cpu()
+
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica  # noqa: E402
+
+METADATA = {"non_homogeneous_layers": True}  # keys name the layer: decoder.layers.7. ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of a logical tensor, stored row-major at `start` of a bucket."""
+
+    key: str
+    shape: tuple[int, ...]  # of the rectangle
+    global_shape: tuple[int, ...]  # of the logical tensor
+    offset: tuple[int, ...]  # of the rectangle in it
+    start: int  # first element in the bucket
+    main: bool  # not a copy of what another model-parallel rank writes
+
+    def narrowed(self) -> Region:
+        """The same in units of 128 elements. The last dimension is a multiple of 128."""
+        *shape, width = self.shape
+        *global_shape, global_width = self.global_shape
+        *offset, first = self.offset
+        return Region(
+            self.key,
+            (*shape, width // ALIGNMENT),
+            (*global_shape, global_width // ALIGNMENT),
+            (*offset, first // ALIGNMENT),
+            self.start // ALIGNMENT,
+            self.main,
+        )
+
+    @property
+    def stop(self) -> int:
+        size = 1
+        for length in self.shape:
+            size *= length
+        return self.start + size
+
+
+def rectangles(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut the flat range [start, stop) of a row-major tensor into (corner, shape, first element).
+
+    `shape` has one or two dimensions; the range may be empty.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,), start
+        return
+    _, width = shape
+    while start < stop:
+        row, column = divmod(start, width)
+        if column == 0 and stop - start >= width:
+            count = (stop - start) // width
+            yield (row, 0), (count, width), start
+            start += count * width
+        else:
+            length = min(width - column, stop - start)
+            yield (row, column), (1, length), start
+            start += length
+
+
+def regions_of(chunk: FlatModel) -> dict[Bucket, list[Region]]:
+    """Where the logical tensors of a chunk lie in its buckets."""
+    named = dict(chunk.module.named_parameters())
+    regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in chunk.buckets}
+    seen: set[nn.Parameter] = set()
+    for name, value in sharded_tensors(chunk.module):
+        param = named.get(name)
+        if param is None:  # the output layer's name for a tied embedding
+            param = chunk.module.shared_embedding_or_output_weight()
+        bucket = chunk.bucket_of[param]
+        assert value.data is not None
+        inside = (value.data.data_ptr() - param.data_ptr()) // param.element_size()
+        assert value.data.is_contiguous() and 0 <= inside < param.numel()
+        if param in seen and name not in named:
+            continue
+        seen.add(param)
+        skipped = value.prepend_axis_num
+        replica = value.replica_id
+        regions[bucket].append(
+            Region(
+                key=value.key,
+                shape=tuple(value.data.shape),
+                global_shape=tuple(value.global_shape[skipped:]),
+                offset=tuple(value.global_offset[skipped:]),
+                start=bucket.params[param][0] + inside,
+                main=is_main_replica(replica[:-1] if isinstance(replica, tuple) else replica),
+            )
+        )
+    assert seen == set(chunk.bucket_of), "every parameter is saved"
+    return regions
+
+
+def group_regions_of(
+    bucket: Bucket, regions: Sequence[Region], tp: dist.ProcessGroup
+) -> list[Region]:
+    """The regions in units of 128 elements, for what is stored once a group."""
+    result = []
+    for start, stop in bucket.params.values():
+        inside = [region for region in regions if start <= region.start < stop]
+        if all(not region.shape[-1] % ALIGNMENT for region in inside):
+            result += [region.narrowed() for region in inside]
+            continue
+        count = -(-(stop - start) // ALIGNMENT)
+        shards = tp.size() if inside[0].shape != inside[0].global_shape else 1
+        result.append(
+            Region(
+                key=inside[0].key,
+                shape=(count,),
+                global_shape=(count * shards,),
+                offset=(count * tp.rank() if shards > 1 else 0,),
+                start=start // ALIGNMENT,
+                main=inside[0].main,
+            )
+        )
+    return result
+
+
+def sharded_tensors(model: Any) -> Iterator[tuple[str, ShardedTensor]]:
+    """(parameter name, where its data lies in which logical tensor) as megatron-core describes it.
+
+    The data are views of the parameters; a fused gate|up weight gives two.
+    """
+    state = model.sharded_state_dict(metadata=METADATA)
+    apply_factories(state)
+    for name, value in state.items():
+        found = value if isinstance(value, list | tuple) else [value]
+        for item in found:
+            if isinstance(item, ShardedTensor):
+                yield name, item

@@ -1,0 +1,222 @@
+"""Payloads: errors from the format's eps, layouts of views, NaN that no rank can miss, kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coatlm.fp8 import payload as module
+from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
+from coatlm.fp8.qtensor import TENSOR, group
+from coatlm.fp8.quantize import quantize
+from coatlm.fp8.scaling import current_scale
+from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
+
+both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+seeds = st.integers(0, 2**32 - 1)
+CPU = torch.device("cpu")
+
+
+def gradients(seed: int, *shape: int) -> Tensor:
+    """Normal values whose size differs from group to group by orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator).unflatten(-1, (-1, GROUP))
+    size = torch.randn(*x.shape[:-1], 1, generator=generator)
+    return (x * torch.exp(3 * size)).flatten(-2)
+
+
+def travel(x: Tensor, layout: Layout, shared: Shared | None = None, **options: Any) -> Tensor:
+    """x as the other side sees it, fp32."""
+    payloads = layout.empty(*x.shape[:2], device=CPU)
+    pack(x, payloads, layout=layout, shared=shared, **options)
+    y = torch.empty(x.shape)
+    unpack(payloads[None], y, layout=layout, shared=shared)
+    return y
+
+
+@both
+@settings(max_examples=20)
+@given(seed=seeds)
+def test_a_value_is_off_by_half_a_spacing_of_its_group(fmt: Fp8Format, seed: int) -> None:
+    x = gradients(seed, 3, 2, 5 * GROUP)
+    y = travel(x, Layout(x.shape[-1], fmt, scaled=True))
+    scale = x.abs().unflatten(-1, (-1, GROUP)).amax(-1, keepdim=True) / fmt.max
+    error = ((y - x).abs().unflatten(-1, (-1, GROUP)) / scale).flatten(-2)
+    units = (x.abs().unflatten(-1, (-1, GROUP)) / scale).flatten(-2)
+    bound = fmt.eps / 2 * units.clamp(min=fmt.smallest_normal) * (1 + 2**-10)
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize(("fmt", "bound"), [(E4M3, 0.027), (E5M2, 0.054)])
+def test_relative_error_of_normal_gradients(fmt: Fp8Format, bound: float) -> None:
+    # E4M3 rounds to 4 significant bits: uniform over a spacing, about 2^-4 / sqrt(12) * 1.4
+    x = torch.randn(1, 1, 1 << 18, generator=torch.Generator().manual_seed(0))
+    y = travel(x, Layout(x.shape[-1], fmt, scaled=True))
+    assert 0.9 * bound < (y - x).norm() / x.norm() < bound
+
+
+@settings(max_examples=10)
+@given(seed=seeds)
+def test_a_shared_scale_with_division_makes_the_codes_of_a_gemm(seed: int) -> None:
+    x = gradients(seed, 1, 1, 8 * GROUP).bfloat16()
+    shared = Shared(current_scale(x, E4M3)[None], torch.zeros(8, dtype=torch.int32))
+    layout = Layout(8 * GROUP, E4M3, scaled=False)
+    payloads = layout.empty(1, 1, device=CPU)
+    pack(x, payloads, layout=layout, shared=shared, divide=True)
+    expected = quantize(x, fmt=E4M3, granularity=TENSOR)
+    assert torch.equal(payloads[..., : x.numel()], expected.codes.view(torch.uint8))
+
+
+def test_own_scales_are_those_of_1x128_groups() -> None:
+    x = gradients(1, 2, 2, 4 * GROUP)
+    layout = Layout(4 * GROUP, E4M3, scaled=True)
+    payloads = layout.empty(2, 2, device=CPU)
+    pack(x, payloads, layout=layout)
+    scales = payloads[..., 4 * GROUP : 4 * GROUP + 16].contiguous().view(torch.float32)
+    assert torch.equal(scales, quantize(x, fmt=E4M3, granularity=group(128)).scale)
+
+
+def test_the_sum_over_sources_is_added_to_what_is_there_in_any_view() -> None:
+    layout = Layout(2 * GROUP, E4M3, scaled=True)
+    x = gradients(2, 3, 8 * GROUP).view(3, 2, 2, 2 * GROUP)
+    payloads = layout.empty(3, 2, 2, device=CPU)
+    for source, packed in zip(x, payloads, strict=True):
+        pack(source.transpose(0, 1), packed, layout=layout)
+    whole = torch.ones(8 * GROUP)
+    unpack(payloads, whole.view(2, 2, -1).transpose(0, 1), layout=layout, add=True)
+    each = torch.stack([travel(source, layout) for source in x])
+    torch.testing.assert_close(whole, 1 + each.sum(0).flatten(), rtol=2**-21, atol=2**-21)
+
+
+def test_own_values_take_the_place_of_a_source_unrounded() -> None:
+    layout = Layout(2 * GROUP, E4M3, scaled=True)
+    x = gradients(3, 3, 8 * GROUP).view(3, 2, 2, 2 * GROUP)
+    payloads = layout.empty(3, 2, 2, device=CPU)
+    for number, packed in enumerate(payloads):
+        pack(x[number], packed, layout=layout)
+    payloads[1] = 0x7F  # NaN: this source is not read
+    y = x[1].clone()
+    unpack(payloads, y, layout=layout, own=Own(y, 1))
+    expected = travel(x[0], layout) + travel(x[2], layout) + x[1]
+    torch.testing.assert_close(y, expected, rtol=2**-21, atol=0.0)
+
+
+def test_a_shared_scale_is_looked_up_by_the_group_in_the_view() -> None:
+    owner = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3], dtype=torch.int32)
+    shared = Shared(torch.tensor([1.0, 2.0, 4.0, 8.0]), owner.view(2, 2, 2).transpose(0, 1))
+    x = shared.scale[owner.long()].repeat_interleave(GROUP) * 3
+    view = x.view(2, 2, -1).transpose(0, 1)
+    layout = Layout(2 * GROUP, E4M3, scaled=False)
+    payloads = layout.empty(2, 2, device=CPU)
+    pack(view, payloads, layout=layout, shared=shared)
+    assert torch.equal(payloads, cast_of(3.0).expand_as(payloads))
+    assert torch.equal(travel(view, layout, shared), view)
+
+
+def test_the_sign_of_zero_arrives() -> None:
+    x = torch.full((1, 1, GROUP), -0.0)
+    assert travel(x, Layout(GROUP, E4M3, scaled=True)).signbit().all()
+
+
+def cast_of(value: float) -> Tensor:
+    return torch.tensor(value).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@both
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_value_that_is_not_finite_is_nan_in_the_sum(
+    fmt: Fp8Format, bad: float, dtype: torch.dtype
+) -> None:
+    layout = Layout(2 * GROUP, fmt, scaled=True)
+    x = torch.ones(1, 1, 2 * GROUP, dtype=dtype)
+    x[0, 0, 7] = bad
+    y = travel(x, layout)
+    assert y[..., :GROUP].isnan().all() and y[..., GROUP:].eq(1).all()
+
+
+@both
+def test_a_shared_scale_that_is_not_finite_makes_every_code_nan(fmt: Fp8Format) -> None:
+    layout = Layout(GROUP, fmt, scaled=False)
+    for bad in (torch.nan, torch.inf):
+        shared = Shared(torch.tensor([bad]), torch.zeros(1, dtype=torch.int32))
+        assert travel(torch.ones(1, 1, GROUP), layout, shared).isnan().all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 2.0**-126, 3.0e38])
+def test_zeros_and_the_ends_of_fp32_stay_finite(value: float) -> None:
+    y = travel(torch.full((1, 1, GROUP), value), Layout(GROUP, E4M3, scaled=True))
+    assert y.isfinite().all()
+    torch.testing.assert_close(y, torch.full_like(y, value), rtol=2**-4, atol=2**-136)
+
+
+def test_a_payload_takes_132_bytes_for_128_elements() -> None:
+    assert Layout(1 << 20, E4M3, scaled=True).nbytes / (1 << 20) == 132 / 128
+    assert Layout(GROUP, E4M3, scaled=True).nbytes == 144  # on multiples of 16
+    assert Layout(GROUP, E4M3, scaled=False).nbytes == GROUP
+
+
+@pytest.mark.parametrize(
+    ("x", "scaled", "message"),
+    [
+        (torch.zeros(1, 1, GROUP, dtype=torch.float16), True, "x.dtype=torch.float16"),
+        (torch.zeros(1, 1, 64), True, "whole groups"),
+        (torch.zeros(2, 1, GROUP), True, "payloads"),
+        (torch.zeros(1, 1, 2 * GROUP)[..., ::2], True, "strides"),
+        (torch.zeros(1, 1, GROUP), False, "scales are either"),
+    ],
+)
+def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
+    layout = Layout(x.shape[-1], E4M3, scaled=scaled)
+    with pytest.raises(ValueError, match=message):
+        pack(x, layout.empty(1, 1, device=CPU), layout=layout)
+
+
+INTEGERS = ("groups", "outer_stride", "inner_stride", "bytes_each")
+OWN = ("own_outer_stride", "own_inner_stride")
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("divide", [False, True])
+def test_pack_compiles_for_sm90_with_vector_accesses(
+    source: torch.dtype, fmt: torch.dtype, shared: bool, divide: bool
+) -> None:
+    pointers = {"x_ptr": POINTER[source], "code_ptr": POINTER[fmt]}
+    absent = {"scale_ptr": None} if shared else {"shared_ptr": None, "owner_ptr": None}
+    pointers |= {"shared_ptr": "*fp32", "owner_ptr": "*i32"} if shared else {"scale_ptr": "*fp32"}
+    compiled = compile_sm90(
+        module._pack_kernel,
+        pointers | dict.fromkeys((*INTEGERS, "inner", "skip"), "i32"),
+        {"TOP": E4M3.max, "DIVIDE": divide, "ROWS": module.ROWS, **absent},
+        aligned=INTEGERS,
+        num_warps=module.WARPS,
+    )
+    each = 4096 // 128  # elements a thread: loads of x, stores of codes
+    assert access_bytes(compiled).count(16) == each * source.itemsize // 16 + each // 16
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sources", [2, 8])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_unpack_compiles_for_sm90_with_vector_accesses(
+    target: torch.dtype, sources: int, shared: bool, add: bool
+) -> None:
+    pointers = {"code_ptr": "*fp8e4nv", "y_ptr": POINTER[target], "own_ptr": POINTER[target]}
+    absent = {"scale_ptr": None} if shared else {"shared_ptr": None, "owner_ptr": None}
+    pointers |= {"shared_ptr": "*fp32", "owner_ptr": "*i32"} if shared else {"scale_ptr": "*fp32"}
+    integers = (*INTEGERS, *OWN, "source_bytes")
+    compiled = compile_sm90(
+        module._unpack_kernel,
+        pointers | dict.fromkeys((*integers, "inner", "skip"), "i32"),
+        {"SOURCES": sources, "ADD": add, "ROWS": module.ROWS, **absent},
+        aligned=integers,
+        num_warps=module.WARPS,
+    )
+    assert access_bytes(compiled).count(16) >= 4096 * target.itemsize // (128 * 16)

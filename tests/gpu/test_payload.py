@@ -1,0 +1,97 @@
+"""Payload kernels on a GPU: the codes and scales of the reference, sums within fp32 rounding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+A, B, N = 3, 2, 70 * GROUP  # more than two programs a payload, the last one partly empty
+both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def gradients(dtype: torch.dtype) -> Tensor:
+    """[A, B, N], a strided view; zeros, a NaN and an infinity among values of many sizes."""
+    torch.manual_seed(0)
+    x = torch.randn(B, A, N) * torch.exp(4 * torch.randn(B, A, N // GROUP)).repeat_interleave(
+        128, 2
+    )
+    x[0, 0, :200] = 0.0
+    x[0, 0, 5] = -0.0
+    x[1, 0, 300], x[1, 1, 700] = torch.nan, torch.inf
+    return x.to(dtype).transpose(0, 1)
+
+
+def shared_scales(fmt: Fp8Format, device: str) -> Shared:
+    owner = torch.arange(A * B * N // GROUP, dtype=torch.int32).remainder(5)
+    scale = torch.tensor([1e-3, 2.0**-130, 7.0, torch.nan, torch.inf]) / fmt.max
+    view = owner.to(device).view(B, A, -1).transpose(0, 1)
+    return Shared(scale.to(device), view)
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("how", ["own", "shared", "divide"])
+def test_payloads_have_the_bits_of_the_reference(
+    fmt: Fp8Format, dtype: torch.dtype, how: str
+) -> None:
+    x = gradients(dtype)
+    layout = Layout(N, fmt, scaled=how == "own")
+    shared = None if how == "own" else shared_scales(fmt, "cpu")
+    expected = layout.empty(A, B, device=torch.device("cpu"))
+    pack_ref(x, expected, layout, shared, how == "divide")
+    on_gpu = torch.empty(B, A, N, dtype=dtype, device="cuda").transpose(0, 1)
+    on_gpu.copy_(x)
+    payloads = layout.empty(A, B, device=torch.device("cuda"))
+    there = None if how == "own" else shared_scales(fmt, "cuda")
+    pack(on_gpu, payloads, layout=layout, shared=there, divide=how == "divide")
+    used = N + (4 * N // GROUP if how == "own" else 0)
+    codes, wanted = payloads.cpu()[..., :N], expected[..., :N]
+    nan = wanted.view(fmt.dtype).float().isnan()
+    assert torch.equal(codes.view(fmt.dtype).float().isnan(), nan)
+    assert torch.equal(codes[~nan], wanted[~nan])
+    scales, wanted = (
+        p[..., N:used].contiguous().view(torch.float32) for p in (payloads.cpu(), expected)
+    )
+    torch.testing.assert_close(scales, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sources", [1, 4, 7])
+@pytest.mark.parametrize("own", [False, True])
+def test_sums_are_those_of_the_reference(
+    fmt: Fp8Format, dtype: torch.dtype, add: bool, scaled: bool, sources: int, own: bool
+) -> None:
+    layout = Layout(N, fmt, scaled=scaled)
+    shared = None if scaled else shared_scales(fmt, "cpu")
+    payloads = layout.empty(sources, A, B, device=torch.device("cpu"))
+    for source in payloads:
+        pack_ref(gradients(torch.float32) * torch.rand(A, B, 1), source, layout, shared, False)
+    expected = torch.ones(B, A, N, dtype=dtype).transpose(0, 1)
+    y = expected.cuda()
+    mine = torch.rand(A, B, N).to(dtype)
+    kept = Own(mine, sources - 1) if own else None
+    unpack_ref(payloads, expected, layout, shared, kept, add)
+    unpack(
+        payloads.cuda(),
+        y,
+        layout=layout,
+        shared=None if scaled else shared_scales(fmt, "cuda"),
+        own=Own(mine.cuda(), sources - 1) if own else None,
+        add=add,
+    )
+    # fused multiply-adds round once where the reference rounds twice; BF16 then rounds to 2^-8
+    rtol = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-18
+    scale = expected.float().nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(
+        (y.cpu().float() / scale), expected.float() / scale, rtol=rtol, atol=rtol, equal_nan=True
+    )

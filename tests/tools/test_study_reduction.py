@@ -1,0 +1,89 @@
+"""FP8-LM's three scalings on gradients of known kind, and the whole tool on a small run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.study_reduction import Found, Gradients, main, study
+
+GROUPS = 64
+
+
+def made(ranks: int, *, alike: float) -> Gradients:
+    """Normal gradients of two matrices; `alike` of each rank's is common to all."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(GROUPS * 128, generator=generator)
+    own = torch.randn(ranks, GROUPS * 128, generator=generator)
+    values = (alike * common + (1 - alike) * own) * 1e-4
+    owner = torch.arange(2, dtype=torch.int32).repeat_interleave(GROUPS // 2)
+    amax = values.abs().view(ranks, 2, -1).amax(-1)
+    return Gradients(values, amax, owner, ["a", "b"])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, int], Found]:
+    return {(f.how, f.ranks): f for f in study(made(32, alike=0.9), [8, 32])}
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_gradients_that_agree_overflow_when_divided_after(found: object, ranks: int) -> None:
+    assert isinstance(found, dict)
+    assert found["post-scaling", ranks].overflow > 0.1
+    assert found["post-scaling", ranks].snr < 10
+    assert found["auto-scaling", ranks].overflow <= 1e-5
+    assert found["pre-scaling", ranks].overflow <= 1e-3  # the largest, rounded to MAX
+
+
+def test_gradients_divided_before_underflow_with_many_ranks() -> None:
+    few, many = (
+        {f.how: f for f in study(made(64, alike=0.0), [n])}["pre-scaling"] for n in (4, 64)
+    )
+    assert many.underflow > 2 * few.underflow and many.snr < few.snr
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_sums_in_fp32_are_the_best_and_do_not_depend_on_ranks(found: object, ranks: int) -> None:
+    assert isinstance(found, dict)
+    block = found["fp8-a2a, block", ranks]
+    assert block.snr > max(f.snr for f in found.values() if f.overflow is not None) + 3
+    assert block.relative_error < 0.027 and block.overflow is None
+    assert block.snr > found["fp8-a2a, e5m2", ranks].snr + 5  # one bit: 6 dB
+
+
+def test_a_run_is_trained_captured_and_replayed(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{i} + {i} = {2 * i}\n" for i in range(2000)))
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"""
+run: {{dir: {tmp_path}/run}}
+model: {{layers: 1, hidden: 64, heads: 2, ffn: 96}}
+data: {{text: [{tmp_path}/text.txt], seq_len: 16, cache_dir: {tmp_path}/cache}}
+precision: {{recipe: fp32}}
+train: {{steps: 2, micro_batch: 1, global_batch: 2, eval_every: 0}}
+checkpoint: {{every: 0}}
+"""
+    )
+    out = tmp_path / "study"
+    call = [sys.executable, "-m", "tools.study_reduction", str(config), "--ranks", "2", "4"]
+    root = Path(__file__).parents[2]
+    subprocess.run([*call, "--out", str(out)], check=True, capture_output=True, cwd=root)
+    first = json.loads((out / "reduction.json").read_text())
+    assert [f["ranks"] for f in first] == [2] * 6 + [4] * 6
+    assert (out / "reduction.png").stat().st_size > 10000
+    assert main(["--gradients", str(out / "gradients.pt"), "--out", str(out), "--ranks", "4"]) == 0
+    again = json.loads((out / "reduction.json").read_text())
+    assert again == [f for f in first if f["ranks"] == 4]
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(4, alike=0.5).save(tmp_path / "g.pt")
+    assert main(["--gradients", str(tmp_path / "g.pt"), "--ranks", "8"]) == 2
+    assert "ranks=[8]: from 2 to the 4" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "either CONFIG or --gradients" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""Reduce-scatter of gradients over all GPUs here: milliseconds, relative error, bytes an element.
+
+Rows: the bare exchange of one byte an element (uint8 all-to-all), the library's sums in fp32 and
+BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. A row
+starts a process on each GPU. Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for
+rows of FP8 exchange at other piece sizes, whole=1 for all-reduces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coatlm.parallel.collectives import Comm, Traffic
+from coatlm.parallel.exchange import Fp8Exchange
+from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
+
+VALUES = 1 << 28
+ROOT = Path(__file__).resolve().parents[2]
+FP32, BF16 = torch.float32, torch.bfloat16
+WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gradients
+    "nccl fp32": (Plain(FP32), FP32),
+    "nccl bf16": (Plain(BF16), BF16),
+    "nccl bf16 from fp32": (Plain(BF16), FP32),
+    "fp8-nccl from bf16": (Fp8Sum(), BF16),
+    "fp8-nccl from fp32": (Fp8Sum(), FP32),
+    "fp8-a2a from bf16": (Fp8Exchange(), BF16),
+    "fp8-a2a from fp32": (Fp8Exchange(), FP32),
+    "fp8-a2a tensor from bf16": (Fp8Exchange(scaling="tensor"), BF16),
+    "fp8-a2a bucket from bf16": (Fp8Exchange(scaling="bucket"), BF16),
+}
+WARMUP = 5
+
+
+def rows(options: dict[str, str]) -> list[str]:
+    """The wire alone first: what is to be reached."""
+    pieces = [
+        f"fp8-a2a from {t}, pieces of {size}" for size in sizes(options) for t in ("bf16", "fp32")
+    ]
+    return ["wire alone", *WIRES, *pieces]
+
+
+def sizes(options: dict[str, str]) -> list[int]:
+    """Elements of `pieces`, each a number or 2^k."""
+    texts = [text for text in options.get("pieces", "").split(",") if text]
+    return [2 ** int(t[2:]) if t.startswith("2^") else int(t) for t in texts]
+
+
+def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
+    """One row, over as many processes as there are GPUs (or `ranks`)."""
+    ranks = int(options.get("ranks", torch.cuda.device_count() or 2))
+    if ranks < 2:
+        raise RuntimeError("needs two GPUs")
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command += ["--standalone", "-m", __name__, row, json.dumps(options), str(out)]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        if not out.exists():
+            raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+        return dict(json.loads(out.read_text()))
+
+
+def work(row: str, options: dict[str, str], out: Path) -> None:
+    """One process of a row; rank 0 writes the result."""
+    local = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    assert dist.group.WORLD is not None
+    traffic = Traffic()
+    comm = Comm(dist.group.WORLD, traffic, "grad")
+    values = int(options.get("values", VALUES))
+    reps = int(options.get("reps", 20))
+    result: dict[str, Any] = {"gpus": comm.size, "values": values}
+    if row == "wire alone":
+        sent = torch.zeros(values, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
+        ms = milliseconds(lambda: comm.all_to_all(received, sent).wait(), reps)
+        traffic.sent.clear()
+        comm.all_to_all(received, sent).wait()
+    else:
+        ms, error = sums(row, values, reps, comm, device, whole=options.get("whole") == "1")
+        result["relative_error"] = round(error, 5)
+    legs = 2 if options.get("whole") == "1" else 1
+    each = sum(traffic.sent.values()) / (values * (comm.size - 1) / comm.size) / legs
+    result |= {"ms": round(ms, 3), "bytes_an_element_and_leg": round(each, 4)}
+    if comm.rank == 0:
+        out.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def sums(
+    row: str, values: int, reps: int, comm: Comm, device: torch.device, *, whole: bool
+) -> tuple[float, float]:
+    """Milliseconds and relative error of a format; `comm` counted one sum."""
+    kind, _, size = row.partition(", pieces of ")
+    wire, dtype = WIRES[kind]
+    if size:
+        wire = Fp8Exchange(piece=int(size))
+    stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
+    grads = gradients(comm.rank, values, device).to(dtype)
+    part = values // comm.size
+    tensors = Tensors.of([values // 64] * 64, values // 128, device)
+    tensors.mu.fill_(1.0 / comm.size)
+    own = slice(comm.rank * part, (comm.rank + 1) * part)
+    out = grads if whole else grads[own]  # in place, as in training
+    job = Sum(grads, out, (part,) * comm.size, tensors, whole=whole)
+
+    def reduce() -> None:
+        Reduction(wire.steps(job, comm), stream).wait()
+
+    reduce()
+    exact = torch.zeros(part, dtype=torch.float64, device=device)
+    for rank in range(comm.size):
+        exact += gradients(rank, values, device).to(dtype)[own].double()
+    got = grads[own].double()
+    error = torch.stack([(got - exact).square().sum(), exact.square().sum()])
+    dist.all_reduce(error)
+    ms = milliseconds(reduce, reps)
+    comm.traffic.sent.clear()
+    reduce()
+    return ms, float((error[0] / error[1]).sqrt())
+
+
+def gradients(rank: int, values: int, device: torch.device) -> Tensor:
+    """fp32: normal values, one size for 4096 elements, sizes spread like those of a model."""
+    generator = torch.Generator(device).manual_seed(rank)
+    x = torch.randn(values, generator=generator, device=device).view(-1, 4096)
+    same = torch.Generator(device).manual_seed(1234)
+    return (x * torch.randn(len(x), 1, generator=same, device=device).exp() * 1e-3).view(-1)
+
+
+def milliseconds(call: Callable[[], object], reps: int) -> float:
+    """Median over `reps`, of the slowest rank each time."""
+    times = []
+    for number in range(reps + WARMUP):
+        dist.barrier()
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            elapsed = begin.elapsed_time(end)
+        else:
+            start = time.perf_counter()
+            call()
+            elapsed = 1000 * (time.perf_counter() - start)
+        slowest = torch.tensor(elapsed, device="cuda" if torch.cuda.is_available() else "cpu")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if number >= WARMUP:
+            times.append(float(slowest))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,308 @@
+"""FP8-LM's figure 7 in miniature: what summing gradients in FP8 costs (arXiv 2310.18313, s. 3.1).
+
+    python tools/study_reduction.py configs/llama-125m.yaml train.steps=500 --out study
+
+One process trains the run of CONFIG (overrides as for pretrain.py; it has its run directory), then
+takes the gradients of as many microbatches that follow as the largest of --ranks: what so many
+data-parallel ranks would sum. Of each, gradients.pt keeps --elements, an equal share of every
+matrix in groups of 128, and the largest magnitude of each whole matrix. --gradients FILE starts
+from there.
+
+The gradients g_1 .. g_N of N virtual ranks are summed in each way, N each of --ranks:
+
+    pre-scaling      codes = cast(s g_i / N), added in FP8
+    post-scaling     codes = cast(s g_i), added in FP8 and divided by N after
+    auto-scaling     codes = cast(mu s g_i), added in FP8; mu starts at 1 and the sum is repeated
+                     with mu / 2 while more than 1e-5 of a matrix's sums are +-MAX
+    fp8-a2a, tensor  codes = cast(s g_i), added in fp32 to what the rank that adds has, unrounded
+    fp8-a2a, block   the same with a scale for each rank's 1 x 128 elements
+    fp8-a2a, e5m2    the same in E5M2
+
+s is MAX over the largest magnitude of the matrix on any rank. Sums in FP8 round after each rank.
+With the exact sum g and the sum g' found: SNR = 10 log10 (sum g^2 / sum (g - g')^2) in dB;
+underflow is the share of all g_i != 0 whose code is 0; overflow that of sums that are +-MAX, where
+they are FP8.
+
+Prints a table in Markdown; writes reduction.json and reduction.png to --out. Exit code: 0, or 2
+with one line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from coatlm.config import Config, load_config
+from coatlm.data.dataset import microbatches
+from coatlm.fp8.formats import E4M3, E5M2, Fp8Format, cast
+from coatlm.fp8.payload import GROUP, Layout, pack, unpack
+from coatlm.fp8.scaling import scale_ref
+from coatlm.parallel.pipeline import run_microbatches
+from coatlm.parallel.wire import SATURATED, SMALLEST_MU
+from coatlm.platform import device
+from coatlm.train import loop
+from coatlm.train.setup import Launch
+
+RANKS = (8, 32, 128)
+ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of E elements in T matrices, on R ranks."""
+
+    values: Tensor  # fp32 [R, E], E a multiple of 128
+    amax: Tensor  # fp32 [R, T] of the whole matrices
+    owner: Tensor  # int32 [E / 128]: the matrix of each group
+    names: list[str]
+
+    def save(self, path: Path) -> None:
+        torch.save({**vars(self)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Gradients:
+        """Raises ValueError if the file is not one of these."""
+        try:
+            return cls(**torch.load(path, weights_only=True, map_location=device()))
+        except (TypeError, RuntimeError, EOFError) as error:
+            raise ValueError(f"{path}: not gradients.pt of this tool") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """One way of summing over N ranks."""
+
+    how: str
+    ranks: int
+    snr: float  # dB
+    relative_error: float
+    underflow: float
+    overflow: float | None  # None: sums are fp32
+    mu: float | None  # smallest, where it adapts
+
+
+def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
+    """Train, then the gradients of `ranks` microbatches. Raises ValueError."""
+    with ExitStack() as stack:
+        session = loop.set_up(config, Launch(), stack)
+        session.run_steps()
+        trainer, t = session.trainer, config.train
+        names = {p: n for c in trainer.chunks for n, p in c.module.named_parameters()}
+        matrices = [p for p in names if p.dim() == 2 and p.numel() >= GROUP]
+        share = max(elements // (GROUP * len(matrices)), 1)
+        chosen = {p: _spread(p.numel() // GROUP, share) for p in matrices}
+        batches = microbatches(
+            session.data.train,
+            -(-t.steps * t.global_batch // (ranks * t.micro_batch)),
+            global_batch=ranks * t.micro_batch,
+            micro_batch=t.micro_batch,
+            dp_rank=0,
+            dp_size=1,
+            device=device(),
+        )
+        values, amax = [], []
+        for batch in batches:
+            for chunk in trainer.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            placed = trainer.place([batch])
+            run_microbatches(trainer.chunks, placed, trainer.groups, seq_len=config.data.seq_len)
+            grads: list[Tensor] = [p.main_grad.float().view(-1) for p in matrices]  # type: ignore[attr-defined]
+            amax.append(torch.stack([g.abs().amax() for g in grads]))
+            parts = [
+                g[: g.numel() // GROUP * GROUP].view(-1, GROUP)[chosen[p]].flatten()
+                for p, g in zip(matrices, grads, strict=True)
+            ]
+            values.append(torch.cat(parts))
+    owner = torch.cat([torch.full((len(chosen[p]),), i) for i, p in enumerate(matrices)])
+    stacked = torch.stack(values)
+    return Gradients(
+        stacked,
+        torch.stack(amax),
+        owner.int().to(stacked.device),
+        [names[p] for p in matrices],
+    )
+
+
+def _spread(groups: int, most: int) -> Tensor:
+    """At most so many of the groups, evenly."""
+    count = min(groups, most)
+    return (torch.arange(count, device=device()) * groups) // count
+
+
+def study(gradients: Gradients, ranks: Sequence[int]) -> Iterator[Found]:
+    """Every way of summing, for each number of ranks. Raises ValueError if there are too few."""
+    most = len(gradients.values)
+    if not ranks or max(ranks) > most or min(ranks) < 2:
+        raise ValueError(f"ranks={list(ranks)}: from 2 to the {most} whose gradients are there")
+    for n in ranks:
+        g = Gradients(gradients.values[:n], gradients.amax[:n], gradients.owner, gradients.names)
+        ones = torch.ones(len(g.names), device=g.values.device)
+        yield _judge("pre-scaling", g, fp8_sum(g, ones / n))
+        yield _judge("post-scaling", g, fp8_sum(g, ones))
+        mu, total = auto_scaled(g)
+        yield _judge("auto-scaling", g, total, mu=float(mu.min()))
+        yield _judge("fp8-a2a, tensor", g, exchanged(g, E4M3, shared=True))
+        yield _judge("fp8-a2a, block", g, exchanged(g, E4M3, shared=False))
+        yield _judge("fp8-a2a, e5m2", g, exchanged(g, E5M2, shared=False))
+
+
+@dataclass(eq=False)
+class Total:
+    """A sum found, where it is +-MAX if that can be, and how many of the values sent became 0."""
+
+    value: Tensor
+    full: Tensor | None = None
+    lost: int = 0
+
+    def add(self, values: Tensor, decoded: Tensor) -> None:
+        """Add one rank's values, in FP8 if `full` is kept."""
+        self.lost += int(((decoded == 0) & (values != 0)).sum())
+        self.value = self.value + decoded
+        if self.full is not None:
+            self.value = cast(self.value, E4M3).float()
+            self.full = self.value.abs() == E4M3.max
+
+
+def fp8_sum(g: Gradients, mu: Tensor) -> Total:
+    """The sum over ranks in E4M3 with mu [T]."""
+    scale = (scale_ref(g.amax.amax(0), E4M3) / mu)[g.owner.long()].repeat_interleave(GROUP)
+    total = Total(torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool))
+    for values in g.values:
+        total.add(values, cast(values / scale, E4M3).float())
+    total.value = total.value * scale
+    return total
+
+
+def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
+    """mu and the sum with it, once no matrix saturates by FP8-LM's rule."""
+    mu = torch.ones(len(g.names), device=g.values.device)
+    groups = torch.zeros_like(mu).index_add_(0, g.owner, torch.ones_like(g.owner, dtype=mu.dtype))
+    while True:
+        total = fp8_sum(g, mu)
+        assert total.full is not None
+        counts = torch.zeros_like(mu)
+        counts.index_add_(0, g.owner, total.full.view(-1, GROUP).sum(1).to(mu.dtype))
+        too_many = counts / (groups * GROUP) > SATURATED
+        if not too_many.any() or float(mu.min()) < 2 * SMALLEST_MU:
+            return mu, total
+        mu = torch.where(too_many, mu / 2, mu)
+
+
+def exchanged(g: Gradients, fmt: Fp8Format, *, shared: bool) -> Total:
+    """What fp8-a2a finds: each rank rounded once, sums in fp32."""
+    total = Total(torch.zeros_like(g.values[0]))
+    scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(GROUP)
+    layout = Layout(len(total.value), fmt, scaled=True)
+    payload = layout.empty(1, 1, device=scale.device)
+    part = -(-len(scale) // len(g.values))
+    for rank, values in enumerate(g.values):
+        if shared:
+            decoded = cast(values / scale, fmt).float() * scale
+        else:
+            decoded = torch.empty_like(values)
+            pack(values[None, None], payload, layout=layout)
+            unpack(payload[None], decoded[None, None], layout=layout)
+        own = slice(rank * part, (rank + 1) * part)
+        decoded[own] = values[own]
+        total.add(values, decoded)
+    return total
+
+
+def _judge(how: str, g: Gradients, total: Total, *, mu: float | None = None) -> Found:
+    exact = g.values.double().sum(0)
+    error = (exact - total.value.double()).square().sum() / exact.square().sum()
+    return Found(
+        how,
+        len(g.values),
+        snr=float(-10 * error.log10()),
+        relative_error=float(error.sqrt()),
+        underflow=total.lost / int((g.values != 0).sum()),
+        overflow=None if total.full is None else float(total.full.float().mean()),
+        mu=mu,
+    )
+
+
+def markdown(found: Sequence[Found]) -> Iterator[str]:
+    """The table, a line at a time."""
+    yield "| sum | ranks | SNR dB | relative error | underflow | overflow | smallest mu |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for f in found:
+        overflow = "" if f.overflow is None else f"{f.overflow:.2e}"
+        mu = "" if f.mu is None else f"{f.mu:.3g}"
+        yield (
+            f"| {f.how} | {f.ranks} | {f.snr:.1f} | {f.relative_error:.4f} | {f.underflow:.2e} "
+            f"| {overflow} | {mu} |"
+        )
+
+
+def draw(found: Sequence[Found], path: Path) -> None:
+    """SNR, underflow and overflow over the number of ranks."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for how in dict.fromkeys(f.how for f in found):
+        rows = [f for f in found if f.how == how]
+        ranks = [f.ranks for f in rows]
+        axes[0].plot(ranks, [f.snr for f in rows], "o-", label=how)
+        axes[1].plot(ranks, [100 * f.underflow for f in rows], "o-", label=how)
+        if rows[0].overflow is not None:
+            axes[2].plot(ranks, [100 * (f.overflow or 0.0) for f in rows], "o-", label=how)
+    for axis, title in zip(axes, ("SNR, dB", "underflow, %", "overflow, %"), strict=True):
+        axis.set(title=title, xlabel="ranks")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({f.ranks for f in found}))
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("--gradients", type=Path, help="of an earlier call, instead of CONFIG")
+    parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--elements", type=int, default=ELEMENTS, help="(default: %(default)s)")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        gradients = read_or_capture(options)
+        found = list(study(gradients, options.ranks))
+        text = json.dumps([vars(f) for f in found], indent=1) + "\n"
+        (options.out / "reduction.json").write_text(text, encoding="utf-8")
+        draw(found, options.out / "reduction.png")
+    except (ValueError, OSError) as error:
+        print(f"study_reduction: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(markdown(found)))
+    return 0
+
+
+def read_or_capture(options: Any) -> Gradients:
+    """From --gradients, or from a run, then saved as gradients.pt. Raises ValueError."""
+    if (options.gradients is None) == (options.config is None):
+        raise ValueError("give either CONFIG or --gradients")
+    if options.gradients is not None:
+        return Gradients.load(options.gradients)
+    config = load_config(options.config, options.overrides)
+    gradients = capture(config, ranks=max(options.ranks), elements=options.elements)
+    gradients.save(options.out / "gradients.pt")
+    return gradients
+
+
+if __name__ == "__main__":
+    sys.exit(main())
