@@ -9,13 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.distributed import ROOT, free_port, python_path
 from tests.forks import Child, Forks
 from tests.test_pretrain import wait_for_line
 
-CONVERT = ROOT / "tools" / "convert_checkpoint.py"
 COUNTING = "zero one two three four five six seven eight nine ten eleven twelve"
 WORDS = COUNTING.split()
 STEPS, RANKS = 120, 2
@@ -123,8 +120,6 @@ def test_from_text_through_a_crash_and_a_requeue_to_generated_text(tmp_path: Pat
     assert run == losses(tmp_path / "undisturbed")
     assert run[-1][1] < 0.5 < 5.0 < run[0][1]
 
-    if not CONVERT.exists():
-        pytest.skip(f"there is no {CONVERT.name}: the model was trained, but not exported")
     exported = tmp_path / "exported"
     tool("convert_checkpoint.py", "--from", "coatlm", "--to", "hf", tmp_path / "run", exported)
     assert generate(exported, "five six seven", words=8) == (

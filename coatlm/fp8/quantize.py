@@ -172,6 +172,19 @@ def _row(x_ptr, code_ptr, at, mask, scale, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def words_of_rows(a, b, c, d):
+    """Four tiles of bytes -> int32 of the same shape: byte j of a word is that of the j-th tile."""
+    return tl.inline_asm_elementwise(
+        TRANSPOSE_4X4,
+        "=r,=r,=r,=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@triton.jit
 def _transpose_kernel(
     x_ptr,
     code_ptr,  # uint8[M, K]
@@ -200,14 +213,7 @@ def _transpose_kernel(
     b = _row(x_ptr, code_ptr, at + K, mask, scale, FORMAT)
     c = _row(x_ptr, code_ptr, at + 2 * K, mask, scale, FORMAT)
     d = _row(x_ptr, code_ptr, at + 3 * K, mask, scale, FORMAT)
-    code_t = tl.inline_asm_elementwise(
-        TRANSPOSE_4X4,
-        "=r,=r,=r,=r,r,r,r,r",
-        [a, b, c, d],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=4,
-    )
+    code_t = words_of_rows(a, b, c, d)
     at_t = column[:, None] * words + word[None, :]
     mask_t = (column[:, None] < K) & (word[None, :] < words)
     tl.store(code_t_ptr + at_t, tl.trans(code_t), mask=mask_t)

@@ -25,7 +25,7 @@ from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.norm_quantize import parts_of
 from coatlm.fp8.qtensor import TENSOR, QTensor
-from coatlm.fp8.quantize import TRANSPOSE_4X4
+from coatlm.fp8.quantize import words_of_rows
 from coatlm.fp8.scaling import inverse_power_of_two
 
 
@@ -88,14 +88,7 @@ def store_words(a, b, c, d, at_ptr, word, words, col, stop):
     `at_ptr`: int32 [columns, words], four rows a word, the first one lowest. Words are opaque to
     compilers, on purpose: ptxas 12.8 loses codes that are stored both as they are and byte by byte.
     """
-    code_t = tl.inline_asm_elementwise(
-        TRANSPOSE_4X4,
-        "=r,=r,=r,=r,r,r,r,r",
-        [a, b, c, d],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=4,
-    )
+    code_t = words_of_rows(a, b, c, d)
     at = at_ptr + col.to(tl.int64)[:, None] * words + word[None, :]
     mask = (col[:, None] < stop) & (word[None, :] < words)
     tl.store(at, tl.trans(code_t), mask=mask)
