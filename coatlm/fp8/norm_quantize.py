@@ -39,6 +39,7 @@ from coatlm.fp8.scaling import (
     larger,
     power_of_two,
     power_of_two_ref,
+    scaled_codes_ref,
     top_exponent,
 )
 
@@ -61,8 +62,7 @@ class Normed(NamedTuple):
 def quantize_rows_ref(x: Tensor, fmt: Fp8Format = E4M3) -> QTensor:
     """x[R, K] with a power-of-two scale a row, fp32 [R, 1]."""
     scale = power_of_two_ref(x.float().abs().amax(-1, keepdim=True), fmt)
-    divisor = torch.where(scale.isfinite(), scale, torch.nan)
-    return QTensor(fmt.encode(x.float() / divisor), scale, ROW, fmt)
+    return QTensor(scaled_codes_ref(x.float(), scale, fmt), scale, ROW, fmt)
 
 
 def norm_quantize_ref(
@@ -101,31 +101,6 @@ def norm_backward_ref(
 def group_exponents(x, TOP: tl.constexpr):
     """x[..., SIZE] in fp32 -> biased exponents of the scales of its groups."""
     return exponent_of(amax_of(x, len(x.shape) - 1), TOP)
-
-
-@triton.jit
-def load_scaled(
-    x_ptr,
-    exponent_ptr,  # of its groups, or None: x is not FP8
-    row,
-    rows,
-    first,  # group
-    stop,  # group
-    K,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Groups [first, stop) of a matrix [rows, K] in fp32, as a tile [., GROUPS, SIZE]; else 0."""
-    group = first + tl.arange(0, GROUPS)
-    col = group[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
-    some = (row[:, None] < rows) & (group[None, :] < stop)
-    x = tl.load(x_ptr + row[:, None, None] * K + col, mask=some[:, :, None], other=0.0)
-    x = x.to(tl.float32)
-    if exponent_ptr is not None:
-        at = exponent_ptr + row[:, None] * (K // SIZE) + group[None, :]
-        exponent = tl.load(at, mask=some, other=127).to(tl.int32)
-        x = x * power_of_two(exponent)[:, :, None]
-    return x
 
 
 @triton.jit

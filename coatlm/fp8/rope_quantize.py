@@ -16,7 +16,7 @@ from torch import Tensor
 from coatlm.fp8.formats import Fp8Format
 from coatlm.fp8.qtensor import TENSOR, QTensor
 from coatlm.fp8.rope import join_qkv_rope_ref
-from coatlm.fp8.scaling import amax_of, group_scale, power_of_two_ref
+from coatlm.fp8.scaling import amax_of, group_scale, power_of_two_ref, scaled_codes_ref
 from coatlm.fp8.transpose import (
     Codes,
     as_bytes,
@@ -36,7 +36,7 @@ def join_quantize_ref(
     joined = join_qkv_rope_ref(dq.float(), dk.float(), dv.float(), cos, sin)
     joined = joined.flatten(2).flatten(0, 1)
     scale = power_of_two_ref(joined.abs().amax(), fmt)
-    codes = fmt.encode(joined / torch.where(scale.isfinite(), scale, torch.nan))
+    codes = scaled_codes_ref(joined, scale, fmt)
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(padded_t(codes), scale, TENSOR, fmt))
 
 

@@ -60,6 +60,11 @@ def power_of_two_ref(amax: Tensor, fmt: Fp8Format) -> Tensor:
     return torch.where(scale.isnan(), torch.inf, scale)
 
 
+def scaled_codes_ref(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
+    """The definition: codes of x / S, fp32 by scales that broadcast; NaN where S is not finite."""
+    return fmt.encode(x / torch.where(scale.isfinite(), scale, torch.nan))
+
+
 def top_exponent(fmt: Fp8Format) -> int:
     """n of MAX = 1.75 * 2^n: 8 for E4M3, 15 for E5M2."""
     return round(math.log2(fmt.max / 1.75))

@@ -45,6 +45,7 @@ from coatlm.fp8.scaling import (
     larger,
     power_of_two,
     power_of_two_ref,
+    scaled_codes_ref,
     top_exponent,
 )
 from coatlm.fp8.transpose import Tile, padded_rows, padded_t
@@ -88,10 +89,10 @@ def swiglu_backward_quantize_ref(
     x32 = x.dequantize() if isinstance(x, QTensor) else x.float()
     dx = swiglu_backward_ref(da.float(), x32)
     scale = power_of_two_ref(dx.abs().amax(), fmt)
-    codes = fmt.encode(dx / torch.where(scale.isfinite(), scale, torch.nan))
+    codes = scaled_codes_ref(dx, scale, fmt)
     a_t = None
     if with_a:
-        a = E4M3.encode(swiglu_ref(x32) / torch.where(a_scale.isfinite(), a_scale, torch.nan))
+        a = scaled_codes_ref(swiglu_ref(x32), a_scale, E4M3)
         a_t = QTensor(padded_t(a), a_scale, TENSOR, E4M3)
     return Gradients(
         QTensor(codes, scale, TENSOR, fmt), QTensor(padded_t(codes), scale, TENSOR, fmt), a_t

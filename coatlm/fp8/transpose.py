@@ -26,7 +26,7 @@ from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.norm_quantize import parts_of
 from coatlm.fp8.qtensor import TENSOR, QTensor
 from coatlm.fp8.quantize import words_of_rows
-from coatlm.fp8.scaling import inverse_power_of_two
+from coatlm.fp8.scaling import inverse_power_of_two, scaled_codes_ref
 
 
 class Tile(NamedTuple):
@@ -64,7 +64,7 @@ def quantize_ref(
         x = x * row.reshape(-1, 1)
     if column is not None:
         x = x * column.float()
-    direct = fmt.encode(x / torch.where(scale.isfinite(), scale, torch.nan))
+    direct = scaled_codes_ref(x, scale, fmt)
     return Codes(QTensor(direct, scale, TENSOR, fmt), QTensor(padded_t(direct), scale, TENSOR, fmt))
 
 

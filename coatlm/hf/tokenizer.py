@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.data.tokenizer import EOD_NAMES, ByteTokenizer, Tokenizer, make_tokenizer
-from coatlm.hf.files import read_json, write_json
+from coatlm.hf.files import write_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -177,10 +177,3 @@ def _write_sentencepiece_config(destination: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write_json(destination / "tokenizer_config.json", content)
-
-
-def carried_config(directory: Path | None) -> dict[str, Any] | None:
-    """The config.json of a directory, if it has one."""
-    if directory is None or not (directory / "config.json").exists():
-        return None
-    return read_json(directory / "config.json")

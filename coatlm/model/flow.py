@@ -62,7 +62,7 @@ class Weight(NamedTuple):
     """A weight matrix in FP8, as the GEMMs of forward and of dgrad take it."""
 
     rows: QTensor  # [out, in], a scale a row
-    transposed: QTensor | None  # [in, out], one scale
+    transposed: QTensor  # [in, out], one scale
 
 
 class Flow:
@@ -103,9 +103,8 @@ class Flow:
 
     def backward_weight(self, weight: Tensor, scale: Tensor) -> QTensor:
         """[in, out]; `scale`: those of the rows in forward."""
-        kept = self.kept.get(weight)
-        if kept is not None and kept.transposed is not None:
-            return kept.transposed
+        if weight in self.kept:
+            return self.kept[weight].transposed
         return quantize_transposed(weight.detach(), scale.amax())
 
     def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
