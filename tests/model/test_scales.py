@@ -189,7 +189,7 @@ def test_scales_keep_their_memory(megatron: None) -> None:
 
 def test_restored_histories_are_those_saved_by_number_of_the_layer(megatron: None) -> None:
     layers = {"model": {"layers": 3}, "precision": {"bf16_layers": [1, 0]}}
-    model, scales = delayed(run_config(**layers))
+    _, scales = delayed(run_config(**layers))
     assert scales.numbers == [2, 3]
     torch.manual_seed(3)
     scales.amax.copy_(torch.rand(2, 4) + 1e-7)
