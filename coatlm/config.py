@@ -230,6 +230,7 @@ class Precision(Section):
     recipe: PrecisionRecipe = "bf16"
     group_size: Literal[16, 32, 64, 128] | None = None  # elements a kept scale; null: the recipe's
     grad_format: Literal["e5m2", "e4m3"] = "e5m2"  # of gradients that enter a GEMM
+    scaling: Literal["current", "delayed"] = "current"  # of these: own amax | of the last 16 steps
     fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
         "forward",
         "dgrad",

@@ -6,8 +6,11 @@
     coat-lean    FP8, 1 x 16                made again           FP8, 1 x 16
 
 All GEMMs of a layer take FP8 operands: E4M3 in forward, and in backward E5M2 gradients against
-E4M3. All scales are powers of two of the current values (scaling.py): one a row for the operands of
-forward, one a tensor for those of backward, one byte a group for what is kept.
+E4M3. All scales are powers of two (scaling.py): one a row for the operands of forward, one a tensor
+for those of backward, one byte a group for what is kept. They are those of the current values, as
+in COAT. With `precision.scaling=delayed` those of gradients, and no others, are fixed before a step
+by the amaxes of earlier ones (delayed.py): finding them takes passes of its own. Not here, as it is
+nothing that a layer chooses: who trains gives layers their scales (coatlm.model.scales).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     current     S from the amax of this tensor
     group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that makes x
                 also writes an amax for each 1 x G elements, and only those are read again
-    delayed     S from the largest amax of the last 16 steps, known before x is
+    delayed     S from the amaxes of earlier steps, known before x is: delayed.py
 
 The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded once; 1 where amax
 = 0; not below 2^-126, the smallest normal; a NaN or an infinity in x makes it one. An E8M0 scale
@@ -18,7 +18,6 @@ Inf > every number: the float maxima of GPUs and of NCCL return the other operan
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -54,15 +53,24 @@ def scale_ref(
     raise ValueError(f"dtype={dtype}: scales are torch.float32 or torch.float8_e8m0fnu")
 
 
-def power_of_two_ref(amax: Tensor, fmt: Fp8Format) -> Tensor:
+def power_of_two_ref(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
     """The definition: fp32, `scale_ref` rounded up to a power of two; Inf if not finite."""
-    scale = scale_ref(amax, fmt, dtype=torch.float8_e8m0fnu).float()
+    scale = scale_ref(amax, fmt, margin=margin, dtype=torch.float8_e8m0fnu).float()
     return torch.where(scale.isnan(), torch.inf, scale)
 
 
 def scaled_codes_ref(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
     """The definition: codes of x / S, fp32 by scales that broadcast; NaN where S is not finite."""
     return fmt.encode(x / torch.where(scale.isfinite(), scale, torch.nan))
+
+
+def raise_amax_ref(amax: Tensor | None, x: Tensor) -> None:
+    """The definition: amax, fp32 [], becomes the larger of itself and every |x|; NaN where one is.
+
+    Nothing where there is no amax.
+    """
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.abs().amax().float()))
 
 
 def top_exponent(fmt: Fp8Format) -> int:
@@ -208,33 +216,3 @@ def current_scale(
         return torch.ones((), device=x.device)
     amax = _few_amaxes(x.contiguous()) if x.is_cuda else x.float().abs()
     return group_scale(amax, fmt, margin=margin, power_of_two=power_of_two)
-
-
-@dataclass(frozen=True)
-class DelayedScaling:
-    """Scales of T tensors from their last amaxes. The history is fp32[T, length], newest first.
-
-    An amax that is not finite does not enter the history: the codes of its step show it already,
-    and it would spoil the next `length` steps. Raises ValueError for length < 1.
-    """
-
-    fmt: Fp8Format
-    length: int = 16  # steps remembered
-    margin: int = 0  # powers of two of headroom for amaxes that grow
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"length={self.length}: at least 1 step")
-
-    def start(self, tensors: int, device: torch.device | str = "cpu") -> Tensor:
-        """The history of tensors not seen yet: zeros, which give a scale of 1."""
-        return torch.zeros(tensors, self.length, device=device)
-
-    def scale(self, history: Tensor) -> Tensor:
-        """fp32[T]."""
-        return scale_ref(history.amax(-1), self.fmt, margin=self.margin)
-
-    def push_(self, history: Tensor, amax: Tensor) -> None:
-        """Put this step's amax[T] into the history, in place and without a host read."""
-        newer = torch.cat([amax.float()[:, None], history[:, :-1]], 1)
-        history.copy_(torch.where(amax.isfinite()[:, None], newer, history))

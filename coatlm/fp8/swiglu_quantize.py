@@ -8,8 +8,9 @@ Forward, one pass over x[M, 2F] = gate | up, a row in registers:
     codes of x, one power-of-two scale for 1 x `group` elements        saved for backward
 
 Backward decodes x and makes, for the GEMMs of both linears, the codes of dx as they are and
-transposed, and those of a transposed: a is not saved. dx takes one scale for the tensor, so a first
-pass over the same operands finds its amax: cheaper than writing dx in BF16 and reading it back.
+transposed, and those of a transposed: a is not saved. dx takes one scale for the tensor: unless it
+is given (delayed.py), a first pass over the same operands finds its amax, which is cheaper than to
+write dx in BF16 and read it back.
 Rounding: a and dx from fp32 to FP8 directly.
 """
 
@@ -45,6 +46,7 @@ from coatlm.fp8.scaling import (
     larger,
     power_of_two,
     power_of_two_ref,
+    raise_amax_ref,
     scaled_codes_ref,
     top_exponent,
 )
@@ -83,12 +85,19 @@ def swiglu_quantize_ref(x: Tensor, *, group_size: int) -> Activated:
 
 
 def swiglu_backward_quantize_ref(
-    da: Tensor, x: Tensor | QTensor, a_scale: Tensor, fmt: Fp8Format, with_a: bool
+    da: Tensor,
+    x: Tensor | QTensor,
+    a_scale: Tensor,
+    fmt: Fp8Format,
+    with_a: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
 ) -> Gradients:
     """The definition, and the CPU path."""
     x32 = x.dequantize() if isinstance(x, QTensor) else x.float()
     dx = swiglu_backward_ref(da.float(), x32)
-    scale = power_of_two_ref(dx.abs().amax(), fmt)
+    raise_amax_ref(amax, dx)
+    scale = power_of_two_ref(dx.abs().amax(), fmt) if scale is None else scale
     codes = scaled_codes_ref(dx, scale, fmt)
     a_t = None
     if with_a:
@@ -231,19 +240,23 @@ def swiglu_backward_quantize(
     *,
     fmt: Fp8Format,
     with_a: bool = True,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Gradients:
     """da[M, F], the saved x[M, 2F] -> codes of dx and of a, for the GEMMs of backward.
 
     `a_scale`: fp32 [], the scale of the whole of a (the largest of its row scales). `fmt`: of dx.
-    Without `with_a` there is no `a_t`.
+    Without `with_a` there is no `a_t`. `scale`: fp32 [], a power of two for dx, else that of its
+    own amax. `amax`: fp32 [], raised to the largest |dx|, where dx / scale fits fp32.
     """
     if not da.is_cuda:
-        return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a)
+        return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a, scale, amax)
 
     (m, f), device = da.shape, da.device
     elements, exponents, size = parts_of(x)
     padded = padded_rows(m)
-    scale = _gradient_scale(da, elements, exponents, size, fmt)
+    if scale is None:
+        scale = _gradient_scale(da, elements, exponents, size, fmt)
     dx = torch.empty(m, 2 * f, dtype=fmt.dtype, device=device)
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
@@ -257,6 +270,7 @@ def swiglu_backward_quantize(
         dx.view(torch.uint8),
         dx_t.view(torch.int32),
         None if a_t is None else a_t.view(torch.int32),
+        None if amax is None else amax.view(torch.int32),
         m,
         padded,
         f,
@@ -281,7 +295,6 @@ def _gradient_scale(
     da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
 ) -> Tensor:
     """The scale [] of dx, from a pass over its operands."""
-
     m, f = da.shape
     count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
     programs = min(count, PROGRAMS_PER_SM * processors(da.device))

@@ -94,6 +94,21 @@ def bytes_of(x, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def given(x):
+    """A quotient by a scale that is not of this tensor: NaN where it is infinite, else unchanged.
+
+    Conversions would saturate it, as they do what is finite. FP8 codes of Inf are NaN here.
+    """
+    return x + x * 0.0
+
+
+@gluon.jit
+def amax_bits(x):
+    """The largest |x| of each group of an fp32 tile, as integers, where NaN > Inf > numbers."""
+    return gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+
+
+@gluon.jit
 def inverse_at(scale_ptr):
     """1 / S of a power-of-two scale in memory; NaN where it is not finite."""
     return inverse_power_of_two((gl.load(scale_ptr).to(gl.int32, bitcast=True) >> 23) & 255)
@@ -126,14 +141,16 @@ def store_transposed(
 
 @gluon.jit
 def _row_codes(
-    x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row, some,
+    x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row, some, largest,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile's rows 4 r + j, for one j, stored if asked for."""
+    """Codes of a tile's rows 4 r + j, for one j, stored if asked for, and amaxes so far or None."""
     if x_ptr.dtype.element_ty == gl.uint8:
         code = gl.load(x_ptr + at, mask=some[:, :, None], other=0)
     else:
         x = load_values(x_ptr, at, some)
+        if largest is not None:
+            largest = gl.maximum(largest, amax_bits(x))
         # Powers of two first: they move no bits, so that the rounding is that of x * row * column.
         factor = inverse
         if exponent_ptr is not None:
@@ -146,10 +163,12 @@ def _row_codes(
             x = x * factor
         if column is not None:
             x = x * column
+        if largest is not None:
+            x = given(x)
         code = bytes_of(x, FORMAT)
     if code_ptr is not None:
         gl.store(code_ptr + at, code, mask=some[:, :, None])
-    return code
+    return code, largest
 
 
 @gluon.jit
@@ -161,6 +180,7 @@ def transpose_kernel(
     scale_ptr,
     code_ptr,  # uint8[M, K], or None
     code_t_ptr,  # int32[K, padded / 4], or None
+    amax_ptr,  # int32[], the bits of an amax to be raised to that of x, or None
     M,
     padded,
     K,
@@ -202,14 +222,23 @@ def transpose_kernel(
     step = 0
     if exponent_ptr is not None:
         step = K // SIZE
-    a = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row,
-                   (row < left) & across, FORMAT)  # fmt: skip
-    b = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + K,
-                   exponent_at + step, row + 1, (row + 1 < left) & across, FORMAT)  # fmt: skip
-    c = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 2 * K,
-                   exponent_at + 2 * step, row + 2, (row + 2 < left) & across, FORMAT)  # fmt: skip
-    d = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 3 * K,
-                   exponent_at + 3 * step, row + 3, (row + 3 < left) & across, FORMAT)  # fmt: skip
+    largest = None
+    if amax_ptr is not None:
+        largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
+    a, largest = _row_codes(
+        x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row,
+        (row < left) & across, largest, FORMAT)  # fmt: skip
+    b, largest = _row_codes(
+        x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + K, exponent_at + step,
+        row + 1, (row + 1 < left) & across, largest, FORMAT)  # fmt: skip
+    c, largest = _row_codes(
+        x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 2 * K, exponent_at + 2 * step,
+        row + 2, (row + 2 < left) & across, largest, FORMAT)  # fmt: skip
+    d, largest = _row_codes(
+        x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 3 * K, exponent_at + 3 * step,
+        row + 3, (row + 3 < left) & across, largest, FORMAT)  # fmt: skip
+    if amax_ptr is not None:
+        gl.atomic_max(amax_ptr, gl.max(gl.max(largest, 1), 0), sem="relaxed")
     if code_t_ptr is not None:
         store_transposed(a, b, c, d, code_t_ptr, first_row, first_column, padded, K,
                          R, GROUPS, INNER, WARPS)  # fmt: skip
@@ -238,16 +267,23 @@ def _load_swiglu(da_ptr, x_ptr, exponent_ptr, at, exponent_at, some, F, SIZE: gl
 @gluon.jit
 def _gradient_codes(
     da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at, x_at, exponent_at, some, F,
-    SIZE: gl.constexpr, FORMAT: gl.constexpr, A_FORMAT: gl.constexpr,
+    largest, SIZE: gl.constexpr, FORMAT: gl.constexpr, A_FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Codes of dgate, dup and a of a tile's rows 4 r + j, for one j; those of dx are stored."""
+    """Codes of dgate, dup and a of a tile's rows 4 r + j, for one j; those of dx are stored.
+
+    And the amaxes of dx / S so far, or None.
+    """
     da, gate, up = _load_swiglu(da_ptr, x_ptr, exponent_ptr, at, exponent_at, some, F, SIZE, x_at)
     silu, slope = _swiglu_parts(gate)
     da = da * inverse
-    dgate, dup = bytes_of(da * up * slope, FORMAT), bytes_of(da * silu, FORMAT)
+    dgate, dup = da * up * slope, da * silu
+    if largest is not None:
+        largest = gl.maximum(largest, gl.maximum(amax_bits(dgate), amax_bits(dup)))
+        dgate, dup = given(dgate), given(dup)
+    dgate, dup = bytes_of(dgate, FORMAT), bytes_of(dup, FORMAT)
     gl.store(dx_ptr + x_at, dgate, mask=some[:, :, None])
     gl.store(dx_ptr + F + x_at, dup, mask=some[:, :, None])
-    return dgate, dup, bytes_of(silu * up * a_inverse, A_FORMAT)
+    return dgate, dup, bytes_of(silu * up * a_inverse, A_FORMAT), largest
 
 
 @gluon.jit
@@ -260,6 +296,7 @@ def swiglu_backward_kernel(
     dx_ptr,  # uint8[M, 2F]
     dx_t_ptr,  # int32[2F, padded / 4]
     a_t_ptr,  # int32[F, padded / 4], or None
+    amax_ptr,  # int32[], the bits of an amax to be raised to that of dx, or None
     M,
     padded,
     F,
@@ -292,20 +329,30 @@ def swiglu_backward_kernel(
     across = group * INNER < F - first_column
     inverse, a_inverse = inverse_at(dx_scale_ptr), inverse_at(a_scale_ptr)
     left = M - first_row
-    g0, u0, a0 = _gradient_codes(
+    largest = None
+    if amax_ptr is not None:
+        largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
+    g0, u0, a0, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at, x_at, exponent_at,
-        (row < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g1, u1, a1 = _gradient_codes(
+        (row < left) & across, F, largest, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+    g1, u1, a1, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + F, x_at + 2 * F,
-        exponent_at + step, (row + 1 < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g2, u2, a2 = _gradient_codes(
+        exponent_at + step, (row + 1 < left) & across, F, largest, SIZE, FORMAT,
+        A_FORMAT)  # fmt: skip
+    g2, u2, a2, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + 2 * F, x_at + 4 * F,
-        exponent_at + 2 * step, (row + 2 < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
-    g3, u3, a3 = _gradient_codes(
+        exponent_at + 2 * step, (row + 2 < left) & across, F, largest, SIZE, FORMAT,
+        A_FORMAT)  # fmt: skip
+    g3, u3, a3, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + 3 * F, x_at + 6 * F,
-        exponent_at + 3 * step, (row + 3 < left) & across, F, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+        exponent_at + 3 * step, (row + 3 < left) & across, F, largest, SIZE, FORMAT,
+        A_FORMAT)  # fmt: skip
     store_transposed(g0, g1, g2, g3, dx_t_ptr, first_row, first_column, padded, F,
                      R, GROUPS, INNER, WARPS)  # fmt: skip
+    if amax_ptr is not None:
+        scaled = gl.max(gl.max(largest, 1), 0).to(gl.float32, bitcast=True)
+        amax = (scaled * gl.load(dx_scale_ptr)).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+        gl.atomic_max(amax_ptr, amax, sem="relaxed")
     up_ptr = dx_t_ptr + F.to(gl.int64) * (padded // 16 * 4)
     store_transposed(u0, u1, u2, u3, up_ptr, first_row, first_column, padded, F,
                      R, GROUPS, INNER, WARPS)  # fmt: skip

@@ -26,7 +26,7 @@ from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.norm_quantize import parts_of
 from coatlm.fp8.qtensor import TENSOR, QTensor
 from coatlm.fp8.quantize import words_of_rows
-from coatlm.fp8.scaling import inverse_power_of_two, scaled_codes_ref
+from coatlm.fp8.scaling import inverse_power_of_two, raise_amax_ref, scaled_codes_ref
 
 
 class Tile(NamedTuple):
@@ -57,9 +57,11 @@ def quantize_ref(
     fmt: Fp8Format,
     row: Tensor | None,
     column: Tensor | None,
+    amax: Tensor | None = None,
 ) -> Codes:
     """The definition, and the CPU path."""
     x = source.dequantize() if isinstance(source, QTensor) else source.float()
+    raise_amax_ref(amax, x)
     if row is not None:
         x = x * row.reshape(-1, 1)
     if column is not None:
@@ -107,11 +109,12 @@ def quantize_direct(
     fmt: Fp8Format = E4M3,
     row: Tensor | None = None,
     column: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> QTensor:
-    """As `quantize_transposed`, but [M, K]."""
+    """As `quantize_transposed`, but [M, K]. `amax`: as in `quantize_both`, of the source."""
     if not scale.is_cuda:
-        return quantize_ref(source, scale, fmt=fmt, row=row, column=column).direct
-    codes, _ = _launch(source, scale, fmt, row, column, direct=True, transposed=False)
+        return quantize_ref(source, scale, fmt=fmt, row=row, column=column, amax=amax).direct
+    codes, _ = _launch(source, scale, fmt, row, column, amax, direct=True, transposed=False)
     assert codes is not None
     return QTensor(codes, scale, TENSOR, fmt)
 
@@ -130,16 +133,20 @@ def quantize_transposed(
     """
     if not scale.is_cuda:
         return quantize_ref(source, scale, fmt=fmt, row=row, column=column).transposed
-    _, codes_t = _launch(source, scale, fmt, row, column, direct=False, transposed=True)
+    _, codes_t = _launch(source, scale, fmt, row, column, None, direct=False, transposed=True)
     assert codes_t is not None
     return QTensor(codes_t, scale, TENSOR, fmt)
 
 
-def quantize_both(x: Tensor, scale: Tensor, *, fmt: Fp8Format) -> Codes:
-    """x[M, K] in FP8 with a scale, as it is and transposed, from one read."""
+def quantize_both(x: Tensor, scale: Tensor, *, fmt: Fp8Format, amax: Tensor | None = None) -> Codes:
+    """x[M, K] in FP8 with a scale, as it is and transposed, from one read.
+
+    `amax`: fp32 [], raised to the largest |x| by the same read. What does not fit a scale that is
+    not of x saturates; NaN and Inf are NaN.
+    """
     if not scale.is_cuda:
-        return quantize_ref(x, scale, fmt=fmt, row=None, column=None)
-    codes, codes_t = _launch(x, scale, fmt, None, None, direct=True, transposed=True)
+        return quantize_ref(x, scale, fmt=fmt, row=None, column=None, amax=amax)
+    codes, codes_t = _launch(x, scale, fmt, None, None, amax, direct=True, transposed=True)
     assert codes is not None and codes_t is not None
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(codes_t, scale, TENSOR, fmt))
 
@@ -149,7 +156,7 @@ def transpose_codes(x: QTensor) -> QTensor:
     if not x.codes.is_cuda:
         return QTensor(padded_t(x.codes), x.scale, TENSOR, x.fmt)
     moved = x.codes.view(torch.uint8)
-    _, codes_t = _launch(moved, x.scale, x.fmt, None, None, direct=False, transposed=True)
+    _, codes_t = _launch(moved, x.scale, x.fmt, None, None, None, direct=False, transposed=True)
     assert codes_t is not None
     return QTensor(codes_t, x.scale, TENSOR, x.fmt)
 
@@ -160,11 +167,11 @@ def _launch(
     fmt: Fp8Format,
     row: Tensor | None,
     column: Tensor | None,
+    amax: Tensor | None,
     *,
     direct: bool,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-
     elements, exponents, size = parts_of(source)
     elements = elements.contiguous()
     (m, k), device = elements.shape, elements.device
@@ -180,6 +187,7 @@ def _launch(
         scale,
         None if codes is None else codes.view(torch.uint8),
         None if codes_t is None else codes_t.view(torch.int32),
+        None if amax is None else amax.view(torch.int32),
         m,
         padded,
         k,

@@ -8,7 +8,9 @@ Two autograd functions hold all linears: `NormQKV` from the residual stream to q
 
 T tokens (sequence x batch) of this rank, H hidden, W = q | k | v, F ffn, per tensor-parallel rank;
 E4M3 unless said otherwise. Operands of forward have a scale a row, those of backward one a tensor
-(the largest of the row scales); what is kept has a scale for 1 x group elements.
+(the largest of the row scales); what is kept has a scale for 1 x group elements. The scale of a
+gradient is current, or fixed before the step (scales.py); all others are current: the kernel that
+makes an operand of forward has its rows in registers, and their amax for nothing.
 
                         kept for backward                made again in backward
     first norm          x [T, H], rms [T]                norm output, transposed
@@ -55,6 +57,7 @@ from coatlm.model.numerics import (
     swiglu_gradient,
     swiglu_output,
 )
+from coatlm.model.scales import CurrentScales, Scales
 from coatlm.parallel.tensor import TensorParallel
 
 
@@ -73,6 +76,7 @@ class Flow:
         self.keeping = False  # the layer sets it, to what the recipe says where it trains
         self.kept: dict[Tensor, Weight] = {}
         self.probe: Probe | None = None  # while this step's numerics are looked at
+        self.scales: Scales = CurrentScales()  # of gradients
 
     def record(self, name: str, source: Tensor | Rows, quantised: Tensor | QTensor | None) -> None:
         """Show the probe x[M, K], or what makes its rows, with its codes, where it has any."""
@@ -124,18 +128,24 @@ class Flow:
         matmul(dy_t, x_t, out=main_grad, fast=fast)
         return None
 
-    def gradient(self, name: str, dy: Tensor, scale: Tensor) -> Codes:
+    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> Codes:
         """dy of a row-parallel linear, gathered over the tokens: [T, K] and [K, T'].
 
-        `scale`: this rank's, of its own tokens. `name`: what numerics call it.
+        `name`: what scales and numerics call it. `amaxes`: of dy, where they are known.
         """
         fmt = self.recipe.grad_fmt
-        scale = self.parallel.shared_scale(scale)
+        scale, amax = self.scales.slot(name)
+        if scale is None:  # this rank's, of its own tokens
+            if amaxes is None:
+                scale = current_scale(dy, fmt, power_of_two=True)
+            else:
+                scale = group_scale(amaxes, fmt, power_of_two=True)
+            scale = self.parallel.shared_scale(scale)
         if not self.parallel.scattered:
-            both = quantize_both(dy, scale, fmt=fmt)
+            both = quantize_both(dy, scale, fmt=fmt, amax=amax)
             self.record(name, dy, both.direct)
             return both
-        mine = quantize_direct(dy, scale, fmt=fmt)
+        mine = quantize_direct(dy, scale, fmt=fmt, amax=amax)
         self.record(name, dy, mine)
         whole = self.parallel.gather_rows(mine)
         return Codes(whole, transpose_codes(whole))
@@ -237,14 +247,16 @@ class NormQKV(torch.autograd.Function):
         x, rstd, y, y_scale, w_scale, norm, weight, cos, sin = _kept(ctx)
         *parts, dresidual = grads
         fmt, dbias = flow.recipe.grad_fmt, None
+        scale, amax = flow.scales.slot("qkv_grad")
         if len(parts) == 1:
             dqkv = parts[0].flatten(0, 1)
-            scale = current_scale(dqkv, fmt, power_of_two=True)
-            d = quantize_both(dqkv, scale, fmt=fmt)
+            if scale is None:
+                scale = current_scale(dqkv, fmt, power_of_two=True)
+            d = quantize_both(dqkv, scale, fmt=fmt, amax=amax)
             flow.record("qkv_grad", dqkv, d.direct)
         else:
             dq, dk, dv = parts
-            d = join_quantize(dq, dk, dv, cos, sin, fmt=fmt)
+            d = join_quantize(dq, dk, dv, cos, sin, fmt=fmt, scale=scale, amax=amax)
             flow.record("qkv_grad", qkv_gradient(dq, dk, dv, cos, sin), d.direct)
         if ctx.has_bias:
             dbias = d.direct.dequantize().sum(0).to(weight.dtype)
@@ -338,9 +350,12 @@ class ProjMLP(torch.autograd.Function):
         fmt, shape = flow.recipe.grad_fmt, dout.shape
         dout = dout.flatten(0, 1).contiguous()
 
-        d = flow.gradient("fc2_grad", dout, current_scale(dout, fmt, power_of_two=True))
+        d = flow.gradient("fc2_grad", dout)
         da = flow.input_gradient(d.direct, fc2, w2_scale)
-        g = swiglu_backward_quantize(da, gate_up, a_scale.amax(), fmt=fmt, with_a=a is None)
+        scale, amax = flow.scales.slot("fc1_grad")
+        g = swiglu_backward_quantize(
+            *(da, gate_up, a_scale.amax()), fmt=fmt, with_a=a is None, scale=scale, amax=amax
+        )
         flow.record("fc1_grad", swiglu_gradient(da, gate_up), g.dx)
         del da
         a_t = _rows_transposed(a, a_scale) if g.a_t is None else g.a_t
@@ -354,9 +369,9 @@ class ProjMLP(torch.autograd.Function):
             y_t = flow.normed_transposed(y, y_scale, None, None)
         dfc1 = flow.weight_gradient(fc1, g.dx_t, y_t)
         del g, y_t
-        dx1, dnorm, amax = norm_backward(wait(), x1, rstd, norm, dresidual=dout)
+        dx1, dnorm, amaxes = norm_backward(wait(), x1, rstd, norm, dresidual=dout)
 
-        d = flow.gradient("proj_grad", dx1, group_scale(amax, fmt, power_of_two=True))
+        d = flow.gradient("proj_grad", dx1, amaxes)
         do = flow.input_gradient(d.direct, proj, w_scale)
         if isinstance(o, QTensor) and o.granularity == ROW:
             o_t = _rows_transposed(o, o_scale)

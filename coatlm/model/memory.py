@@ -17,7 +17,7 @@ bytes a token, of norms | attention | the MLP, and fp32 statistics of norms and 
 COAT (arXiv 2410.19313, s5) keeps groups of G = 16 in FP8 with a scale each, here of one byte; norm
 and SwiGLU outputs are made again from their inputs. coatlm's FP8 layers also keep the row scales of
 four linear inputs. What is not counted: the CUDA context, buffers that NCCL takes outside of torch,
-scales of weights, and fragmentation.
+scales of weights, amaxes that delayed scales remember (0.3 kB a layer), and fragmentation.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ class Groups:
     dp: Group  # sees other samples
     dp_cp: Group  # the same parameters: gradients are summed and states sharded over it
     model: Group  # tp x pp: one whole model
+    stage: Group  # tp x dp_cp: the same layers
     embedding: Group | None  # first and last stage, where this rank is one of them
     control: Group  # gloo over all ranks: signals and agreements on the host
     checkpoint: Group  # gloo over all ranks, used by the thread that writes checkpoints
@@ -81,6 +82,7 @@ def make_groups(
         dp=parallel_state.get_data_parallel_group(),
         dp_cp=dp_cp,
         model=parallel_state.get_model_parallel_group(),
+        stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         embedding=embedding if isinstance(embedding, Group) else None,
         control=control,
         checkpoint=dist.new_group(ranks, backend="gloo", timeout=timeout),

@@ -32,12 +32,14 @@ class MicrobatchGraph:
     a microbatch is copied into the recording's inputs and replayed, and the CPU launches one graph
     in place of some sixty kernels a layer. Kernels and numbers are the same. Gradients accumulate;
     their reduction starts after the last microbatch, not during it. All runs on the stream that the
-    model was told of: autograd's accumulation nodes belong to one.
+    model was told of: autograd's accumulation nodes belong to one. Steps that are unlike the others
+    are run as ever while `paused`, and nothing is recorded of them.
     """
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
         self.warm = False
+        self.paused = False
         self.graph: Any = None
         self.inputs: Batch = {}
         self.loss: Tensor | None = None
@@ -47,8 +49,8 @@ class MicrobatchGraph:
         inputs = {**batch, "share": share}
         self.model.finish_param_sync()
         with self.model.no_sync():
-            if not self.warm:
-                self.warm = True
+            if self.paused or not self.warm:
+                self.warm = not self.paused
                 return self._eager(inputs)
             if self.graph is None:
                 self._record(inputs)

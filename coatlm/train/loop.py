@@ -299,6 +299,7 @@ class Loop:
                 "tokenizer": self.fingerprint,
                 "flat_groups": optimizer.flat_groups(),
                 "automatic_scales": optimizer.automatic_scales(),
+                "gradient_amaxes": self.trainer.gradient_amaxes(),
                 "config": self.config.model_dump(mode="json"),
             }
             self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
@@ -385,6 +386,8 @@ def restore(path: Path, trainer: Trainer, run: Progress, *, weights_only: bool =
         logger.info("weights of %s (step %d)", path, state["step"])
         return
     trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
+    if trainer.scales is not None:
+        trainer.scales.restore(state.get("gradient_amaxes", {}))
     trainer.optimizer.optimizer.step_count.fill_(state["updates"])
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)

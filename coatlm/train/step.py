@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,9 +14,11 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
 from coatlm.data import dataset
+from coatlm.fp8.formats import FORMATS
 from coatlm.model import numerics
-from coatlm.model.builder import build_model, token_positions
+from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import flows_of, tune_layers
+from coatlm.model.scales import DelayedScales, Saved
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buckets import Cut
@@ -47,7 +48,8 @@ class Trainer:
         if recorded and device().type != "cuda":
             raise ValueError("train.cuda_graphs=true needs a GPU")
         self.traffic = Traffic()
-        self.tp_traffic = Traffic() if groups.tp.size() == 1 else None
+        self.tp_traffic = Traffic()
+        self.tp_counted = groups.tp.size() == 1
         modules = build_model(config, groups, vocab)
         owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.chunks = [
@@ -83,6 +85,7 @@ class Trainer:
             for chunk in self.chunks:
                 tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
         self.graph = MicrobatchGraph(self.chunks[0]) if recorded else None
+        self.scales = delayed_scales(config, modules, groups)
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -115,23 +118,36 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
+        calibrating = self.scales is not None and self.scales.calibrating
+        if self.graph is not None:
+            self.graph.paused = calibrating
         counting: AbstractContextManager[object] = nullcontext()
-        if self.tp_traffic is None:  # steps are alike: one is counted
-            self.tp_traffic = Traffic()
+        if not self.tp_counted:  # steps are alike, but for those that calibrate: one is counted
+            self.tp_traffic, self.tp_counted = Traffic(), not calibrating
             counting = TrafficMode(self.groups.tp, self.tp_traffic, "tp")
         with counting:
             loss = self._run(batches, forward_only=False)
-            if self.graph is not None and isinstance(counting, TrafficMode):
+            recorded = self.graph is not None and not calibrating
+            if recorded and isinstance(counting, TrafficMode):
                 counting.traffic.repeat(len(batches) / min(2, len(batches)))  # replays are unseen
             accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
             norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
+        if self.scales is not None:
+            self.scales.update_()
         return loss, norm
 
     @property
     def comm_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
-        others = self.tp_traffic.sent if self.tp_traffic is not None else Counter()
-        return Traffic(self.traffic.sent + others).summary()
+        return Traffic(self.traffic.sent + self.tp_traffic.sent).summary()
+
+    def gradient_amaxes(self) -> Saved:
+        """What delayed scales remember of all layers, for a checkpoint. All ranks call it."""
+        if self.scales is None:
+            return {}
+        reports: list[Saved] = [{}] * self.groups.control.size()
+        dist.all_gather_object(reports, self.scales.state(), group=self.groups.control)
+        return {number: layer for report in reports for number, layer in report.items()}
 
     def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
         """`edq.report` of the step under way, the same on all ranks; waits for the device."""
@@ -187,6 +203,18 @@ class Trainer:
             enter=ignore if forward_only else self.timer.enter,
             graph=self.graph,
         )
+
+
+def delayed_scales(
+    config: Config, modules: Sequence[Llama], groups: Groups
+) -> DelayedScales | None:
+    """Those of this stage's FP8 layers, where they are asked for."""
+    precision = config.precision
+    if precision.scaling == "current":
+        return None
+    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
+    fmt = FORMATS[precision.grad_format]
+    return DelayedScales(flows, fmt, device=device(), group=groups.stage)
 
 
 def ignore(phase: str | None) -> None:

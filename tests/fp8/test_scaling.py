@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from coatlm.fp8 import scaling
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.scaling import (
-    DelayedScaling,
     current_scale,
     group_amax,
     group_amax_ref,
@@ -125,32 +124,6 @@ def test_one_bad_value_reaches_the_scale(bad: float) -> None:
 def test_group_sizes_that_do_not_fit_are_refused(shape: tuple[int, ...], size: int) -> None:
     with pytest.raises(ValueError, match=f"size={size}"):
         group_amax(torch.ones(shape), size)
-
-
-def test_delayed_scale_is_that_of_the_largest_of_the_last_amaxes() -> None:
-    recipe = DelayedScaling(E4M3, length=3, margin=1)
-    history = recipe.start(2)
-    assert recipe.scale(history).tolist() == [1.0, 1.0]
-    for first, second in [(8.0, 1.0), (2.0, 4.0), (3.0, 2.0)]:
-        recipe.push_(history, torch.tensor([first, second]))
-    assert torch.equal(recipe.scale(history), scale_ref(torch.tensor([8.0, 4.0]), E4M3, margin=1))
-    recipe.push_(history, torch.tensor([1.0, 0.0]))
-    assert history.tolist() == [[1.0, 3.0, 2.0], [0.0, 2.0, 4.0]]
-    assert torch.equal(recipe.scale(history), scale_ref(torch.tensor([3.0, 4.0]), E4M3, margin=1))
-
-
-def test_an_amax_that_is_not_finite_leaves_only_its_own_history_alone() -> None:
-    recipe = DelayedScaling(E5M2, length=2)
-    history = recipe.start(3)
-    recipe.push_(history, torch.tensor([1.0, 2.0, 3.0]))
-    recipe.push_(history, torch.tensor([nan, 5.0, inf]))
-    assert history.tolist() == [[1.0, 0.0], [5.0, 2.0], [3.0, 0.0]]
-
-
-def test_delayed_scaling_remembers_16_steps_unless_told_otherwise() -> None:
-    assert DelayedScaling(E4M3).start(1).shape == (1, 16)
-    with pytest.raises(ValueError, match="length=0"):
-        DelayedScaling(E4M3, length=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,5 +1,6 @@
 """The flow's tile kernels and their smaller companions compile for sm_90. Results: on a GPU."""
 
+import re
 from typing import Any
 
 import pytest
@@ -14,16 +15,24 @@ SIZES = {"M": "i32", "padded": "i32", "K": "i32"}
 SOURCES = {  # what there is, what there is not
     "gradient, both ways": (
         WIDE | {"code_ptr": BYTES, "code_t_ptr": WORDS},
+        ["exponent_ptr", "row_ptr", "column_ptr", "amax_ptr"],
+    ),
+    "gradient, both ways, and its amax": (
+        WIDE | {"code_ptr": BYTES, "code_t_ptr": WORDS, "amax_ptr": WORDS},
         ["exponent_ptr", "row_ptr", "column_ptr"],
+    ),
+    "gradient as it is, and its amax": (
+        WIDE | {"code_ptr": BYTES, "amax_ptr": WORDS},
+        ["exponent_ptr", "row_ptr", "column_ptr", "code_t_ptr"],
     ),
     "norm made again": (
         {"x_ptr": CODES, "exponent_ptr": BYTES, "row_ptr": "*fp32", "column_ptr": "*bf16"}
         | {"scale_ptr": "*fp32", "code_t_ptr": WORDS},
-        ["code_ptr"],
+        ["code_ptr", "amax_ptr"],
     ),
     "codes moved": (
         {"x_ptr": BYTES, "scale_ptr": "*fp32", "code_t_ptr": WORDS},
-        ["exponent_ptr", "row_ptr", "column_ptr", "code_ptr"],
+        ["exponent_ptr", "row_ptr", "column_ptr", "code_ptr", "amax_ptr"],
     ),
 }
 
@@ -45,25 +54,38 @@ def test_transposes_compile_for_sm90_with_16_byte_accesses(source: str) -> None:
         num_warps=tile.warps,
     )
     assert access_bytes(kernel)[0] == 16
+    check_amax(kernel, "amax_ptr" in pointers)
 
 
+def check_amax(kernel: Any, wanted: bool) -> None:
+    """One amax leaves a program, and an infinite quotient becomes NaN before it is converted."""
+    ptx = kernel.asm["ptx"]
+    assert ("max.s32" in "".join(line for line in ptx.splitlines() if "global" in line)) is wanted
+    fused = re.search(r"fma\.rn\.f32.*0f00000000", ptx)  # x + 0 x, which no compiler may drop
+    assert (fused is not None) is wanted
+
+
+@pytest.mark.parametrize("delayed", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
-def test_swiglu_backward_compiles_for_sm90_without_divisions(kept: bool) -> None:
+def test_swiglu_backward_compiles_for_sm90_without_divisions(kept: bool, delayed: bool) -> None:
     x: dict[str, Any] = {"x_ptr": CODES, "exponent_ptr": BYTES} if kept else {"x_ptr": "*bf16"}
     absent = {} if kept else {"exponent_ptr": None}
+    amax: dict[str, Any] = {"amax_ptr": WORDS} if delayed else {}
     tile = swiglu_quantize.TILE
     kernel = compile_sm90(
         tiles.swiglu_backward_kernel,
         {"da_ptr": "*bf16", **x, "dx_scale_ptr": "*fp32", "a_scale_ptr": "*fp32"}
-        | {"dx_ptr": BYTES, "dx_t_ptr": WORDS, "a_t_ptr": WORDS}
+        | {"dx_ptr": BYTES, "dx_t_ptr": WORDS, "a_t_ptr": WORDS, **amax}
         | {"M": "i32", "padded": "i32", "F": "i32"},
         absent
+        | ({} if delayed else {"amax_ptr": None})
         | {"FORMAT": E5M2.triton_dtype, "A_FORMAT": E4M3.triton_dtype, "SIZE": 16}
         | tile_options(tile),
         aligned=("M", "padded", "F"),
         num_warps=tile.warps,
     )
     assert "div.full" not in kernel.asm["ptx"] and "div.rn" not in kernel.asm["ptx"]
+    check_amax(kernel, delayed)
     tile = swiglu_quantize.AMAX_TILE
     options = tile_options(tile)
     del options["DOWN"]
@@ -76,20 +98,26 @@ def test_swiglu_backward_compiles_for_sm90_without_divisions(kept: bool) -> None
     )
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_rotary_gradients_compile_for_sm90(writes: bool) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [{"scale_ptr": "*fp32"}, {"amax_ptr": "*fp32"}, {"scale_ptr": "*fp32", "amax_ptr": WORDS}],
+    ids=["codes", "amax", "codes and amax"],
+)
+def test_rotary_gradients_compile_for_sm90(given: dict[str, str]) -> None:
     strides = {f"{x}_{axis}": "i32" for x in "qkv" for axis in "sbn"}
-    given = {"scale_ptr": "*fp32"} if writes else {"amax_ptr": "*fp32"}
-    compile_sm90(
+    kernel = compile_sm90(
         rope_quantize._join_kernel,
         {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "cos_ptr": "*fp32"}
         | {"sin_ptr": "*fp32", **given, "code_ptr": BYTES, "code_t_ptr": WORDS}
         | {"tokens": "i32", "words": "i32", "B": "i32", "heads": "i32", **strides},
-        {"amax_ptr" if writes else "scale_ptr": None, "FORMAT": E5M2.triton_dtype}
+        dict.fromkeys({"amax_ptr", "scale_ptr"} - set(given))
+        | {"FORMAT": E5M2.triton_dtype}
         | {"GROUP": 3, "HALF": 64, "WORDS": rope_quantize.WORDS, "BLOCK": 64},
         aligned=("tokens", "words", *strides),
         num_warps=rope_quantize.WARPS,
     )
+    if "scale_ptr" in given:
+        check_amax(kernel, "amax_ptr" in given)
 
 
 def test_small_kernels_of_the_flow_compile_for_sm90() -> None:

@@ -35,6 +35,7 @@ from coatlm.fp8.transpose import (
     transpose_codes,
 )
 from coatlm.model.flow import Flow, NormQKV, ProjMLP
+from coatlm.model.scales import DelayedScales
 from coatlm.parallel.tensor import TensorParallel
 
 pytestmark = [
@@ -466,8 +467,13 @@ def plain_layer(t: dict[str, Tensor], g: int) -> dict[str, Tensor]:
     return {"y": (out - t["x"]).detach(), **grads}
 
 
-def fp8_layer(t: dict[str, Tensor], g: int, recipe: str, device: str) -> dict[str, Tensor]:
-    """As CoatTransformerLayer runs it; gradients of weights in fp32, added to main gradients."""
+def fp8_layer(
+    t: dict[str, Tensor], g: int, recipe: str, device: str, delayed: bool = False
+) -> dict[str, Tensor]:
+    """As CoatTransformerLayer runs it; gradients of weights in fp32, added to main gradients.
+
+    `delayed`: the second of two steps, by scales of the first.
+    """
     _, n, d, _, s, _ = SHAPE.values()
     t = {
         name: value.detach().clone().to(device).requires_grad_(name != "dy")
@@ -480,19 +486,32 @@ def fp8_layer(t: dict[str, Tensor], g: int, recipe: str, device: str) -> dict[st
     choices = FLOW_RECIPES[recipe]
     flow = Flow(choices, TensorParallel(alone), EPS)
     cos, sin = on(device, rope_tables(torch.arange(s), rope_frequencies(d, 1e4)))
-    q, k, v, residual = NormQKV.apply(
-        *(t["x"], t["norm1"], t["wqkv"], None, cos, sin, n // g, d, flow, True)
-    )
-    codes = scale = None
-    if choices.attention_group:
-        o, kept = attend_keeping_fp8(lambda: attend(q, k, v), choices.attention_group, d)
-        codes, scale = kept.codes, kept.scale
-    else:
-        o = attend(q, k, v)
-    out = ProjMLP.apply(
-        *(o, codes, scale, residual, t["proj"], t["norm2"], t["fc1"], t["fc2"], flow, True)
-    )
-    out.backward(t["dy"])
+
+    def step() -> Tensor:
+        q, k, v, residual = NormQKV.apply(
+            *(t["x"], t["norm1"], t["wqkv"], None, cos, sin, n // g, d, flow, True)
+        )
+        codes = scale = None
+        if choices.attention_group:
+            o, kept = attend_keeping_fp8(lambda: attend(q, k, v), choices.attention_group, d)
+            codes, scale = kept.codes, kept.scale
+        else:
+            o = attend(q, k, v)
+        out = ProjMLP.apply(
+            *(o, codes, scale, residual, t["proj"], t["norm2"], t["fc1"], t["fc2"], flow, True)
+        )
+        out.backward(t["dy"])
+        return out
+
+    if delayed:
+        scales = DelayedScales({1: flow}, choices.grad_fmt, device=torch.device(device))
+        step()
+        scales.update_()
+        assert not scales.calibrating
+        t["x"].grad = None
+        for weight in weights.values():
+            weight.main_grad.zero_()  # type: ignore[attr-defined]
+    out = step()
     grads = {name: weight.main_grad for name, weight in weights.items()}  # type: ignore[attr-defined]
     result = {"y": (out - t["x"].float()).detach(), "x": t["x"].grad, **grads}
     return {name: value.cpu().double() for name, value in result.items()}
@@ -500,13 +519,16 @@ def fp8_layer(t: dict[str, Tensor], g: int, recipe: str, device: str) -> dict[st
 
 @pytest.mark.parametrize("recipe", sorted(FLOW_RECIPES))
 @pytest.mark.parametrize("groups", [4, 8])
-def test_a_layer_is_as_exact_on_the_gpu_as_on_the_cpu(recipe: str, groups: int) -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_layer_is_as_exact_on_the_gpu_as_on_the_cpu(
+    recipe: str, groups: int, delayed: bool
+) -> None:
     t = layer_inputs(groups)
     exact = plain_layer(t, groups)
     errors = {
         device: {
             name: ((value - exact[name]).norm() / exact[name].norm()).item()
-            for name, value in fp8_layer(t, groups, recipe, device).items()
+            for name, value in fp8_layer(t, groups, recipe, device, delayed).items()
         }
         for device in ("cpu", "cuda")
     }

@@ -18,6 +18,7 @@ pytestmark = [
 # BF16 has 8 bits: a value is off by up to 2^-9. Losses average over many tokens; norms of small
 # models do not, and layouts round partial sums at other places.
 LOSS_RELATIVE, NORM_RELATIVE = 2e-3, 3e-2
+DELAYED = {1: ["single"], 2: ["tp2 sp", "pp2", "dp2 zero1"], 4: ["tp2 pp2"]}  # with FP8 layers
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,7 @@ def curves() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in (n for n in LAYOUTS if n <= GPUS):
         cases = [(layout, "plain", "bf16") for layout in LAYOUTS[size]]
+        cases += [(layout, "delayed", "coat") for layout in DELAYED[size]]
         found |= run_ranks(size, "tests.parallel.test_parity:train_cases", cases)[0]
     return found
 
@@ -34,6 +36,17 @@ def curves() -> dict[str, Any]:
 def test_layout_trains_like_one_gpu(curves: Any, layout: str) -> None:
     for expected, actual in zip(
         curves["single/plain/bf16"], curves[f"{layout}/plain/bf16"], strict=True
+    ):
+        assert actual[0] == pytest.approx(expected[0], rel=LOSS_RELATIVE)
+        assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)
+
+
+@pytest.mark.parametrize("layout", [x for n in (2, 4) if n <= max(GPUS, 2) for x in DELAYED[n]])
+def test_layout_trains_fp8_layers_with_delayed_scales_like_one_gpu(
+    curves: Any, layout: str
+) -> None:
+    for expected, actual in zip(
+        curves["single/delayed/coat"], curves[f"{layout}/delayed/coat"], strict=True
     ):
         assert actual[0] == pytest.approx(expected[0], rel=LOSS_RELATIVE)
         assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)

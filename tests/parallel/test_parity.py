@@ -53,7 +53,12 @@ FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp, bf16 wire": {"tp": 2, "sequence_parallel": True, "tp_comm": "bf16"},
     "dp2 zero2": {"zero": 2},
 }
-FLOW_VARIANTS = {"kept weights": {"precision": {"keep_weights": True}}}
+DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps calibrates
+FLOW_VARIANTS: dict[str, dict[str, Any]] = {
+    "kept weights": {"precision": {"keep_weights": True}},
+    "delayed": DELAYED,
+    "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
+}
 FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
         *((layout, "plain", "coat") for layout in ("tp2", "tp2 sp", "pp2", "dp2 zero1", "cp2")),
@@ -63,8 +68,15 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
         ("pp2 vpp2", "kept weights", "coat"),
+        *((layout, "delayed", "coat") for layout in ("tp2", "tp2 sp", "dp2 zero1", "cp2")),
+        ("pp2", "delayed", "coat"),
+        ("pp2 vpp2", "delayed, recompute", "coat"),
     ],
-    4: [("tp2 cp2", "plain", "coat-lean"), ("tp2 pp2", "plain", "coat")],
+    4: [
+        ("tp2 cp2", "plain", "coat-lean"),
+        ("tp2 pp2", "plain", "coat"),
+        ("tp2 pp2", "delayed", "coat"),
+    ],
 }
 # in these every FP8 number is that of one process
 SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "pp2 vpp2")
@@ -196,6 +208,18 @@ def test_sequence_parallel_fp8_layers_train_like_tensor_parallel_ones(curves: An
 
 def test_kept_fp8_weights_change_no_curve(curves: Any) -> None:
     assert curves["single/kept weights/coat"] == curves["single/plain/coat"]
+
+
+def test_recomputed_layers_with_delayed_scales_change_no_curve(curves: Any) -> None:
+    assert curves["single/delayed, recompute/coat"] == curves["single/delayed/coat"]
+
+
+def test_delayed_scales_train_like_current_ones(curves: Any) -> None:
+    """The first step is the same; then E5M2 has three binades less, where little is so small."""
+    delayed, current = (torch.tensor(curves[f"single/{v}/coat"]) for v in ("delayed", "plain"))
+    assert torch.equal(delayed[0], current[0])
+    for column, limit in enumerate(FLOW_RELATIVE):
+        torch.testing.assert_close(delayed[:, column], current[:, column], rtol=limit, atol=0.0)
 
 
 def test_the_widest_layout_trains_in_bf16(curves: Any) -> None:

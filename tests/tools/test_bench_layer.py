@@ -28,7 +28,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """The records of one smoke run by row, as written to the file."""
     out = tmp_path_factory.mktemp("bench") / "layer.json"
     command = [sys.executable, "tools/bench.py", "layer", "--smoke", "--graph", "--out", str(out)]
-    options = ["steps=1", "batch=2", "also=te bf16"]
+    options = ["steps=1", "batch=2", "also=te bf16,coatlm coat,coatlm coat delayed"]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
     return {record["row"]: record for record in json.loads(out.read_text())["layer"]}
 
@@ -63,6 +63,16 @@ def test_bf16_layer_holds_what_accounting_by_hand_says(records: dict[str, Record
     """
     found = records["coatlm bf16"]["act_b_per_token"]
     assert found == 16 * HIDDEN + 6 * FFN + 2 * 4 + 4 * HEADS
+
+
+def test_delayed_scales_of_a_step_before_cost_no_accuracy_and_hold_no_bytes_a_token(
+    records: dict[str, Record],
+) -> None:
+    current, delayed = records["coatlm coat"], records["coatlm coat delayed"]
+    assert delayed["err_y"] == current["err_y"]
+    # gradients of a layer at its start are small next to the residual's: some are subnormal
+    assert delayed["err_fc1"] == pytest.approx(current["err_fc1"], rel=0.05)
+    assert delayed["act_b_per_token"] == current["act_b_per_token"]
 
 
 def test_roofline_is_gemms_attention_and_traffic(records: dict[str, Record]) -> None:

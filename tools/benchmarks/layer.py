@@ -48,8 +48,10 @@ ROWS = (  # peers and coatlm in turn, so that a drift of the machine meets both
     "roofline",
     "coatlm coat",
     "te delayed",
+    "coatlm coat delayed",
     "coatlm coat-lean",
     "te current",
+    "coatlm coat-lean delayed",
     "coatlm fp8-linear",
     "te block",
     "coatlm bf16",
@@ -62,6 +64,7 @@ ROWS = (  # peers and coatlm in turn, so that a drift of the machine meets both
     "coatlm te-blockwise",
 )
 FP8_PEERS = ("te delayed", "te current", "te block", "torchao tensorwise")
+OURS = ("coatlm coat", "coatlm coat delayed", "coatlm coat-lean", "coatlm coat-lean delayed")
 SMOKE_ROWS = ("roofline", "coatlm fp32", "coatlm bf16", "torch eager")
 WARMUP, LAUNCHES = 5, 5  # steps
 Record = dict[str, Any]
@@ -137,7 +140,7 @@ def summary(found: list[Record]) -> list[Record]:
         line[shape] = "; ".join(str(part) for part in parts if part is not None)
         if "ms" in record:
             times.setdefault(shape, {})[row] = record["ms"]
-    for ours in ("coatlm coat", "coatlm coat-lean"):
+    for ours in OURS:
         ratios = {}
         for shape, ms in times.items():
             peers = [ms[peer] for peer in FP8_PEERS if peer in ms]

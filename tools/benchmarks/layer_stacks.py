@@ -19,16 +19,18 @@ from tools.benchmarks.clock import DEVICE
 
 ROPE_THETA, NORM_EPS, INIT_STD, SEED = 10000.0, 1e-5, 0.02, 1234
 VOCAB = 128  # of the embedding around coatlm's layers, which no step touches
-COATLM = {  # row -> model.spec, precision.recipe
-    "coatlm fp32": ("local", "fp32"),
-    "coatlm bf16": ("local", "bf16"),
-    "coatlm te bf16": ("te", "bf16"),
-    "coatlm te-delayed": ("te", "te-delayed"),
-    "coatlm te-current": ("te", "te-current"),
-    "coatlm te-blockwise": ("te", "te-blockwise"),
-    "coatlm fp8-linear": ("local", "fp8-linear"),
-    "coatlm coat": ("local", "coat"),
-    "coatlm coat-lean": ("local", "coat-lean"),
+COATLM = {  # row -> model.spec, precision.recipe, precision.scaling
+    "coatlm fp32": ("local", "fp32", "current"),
+    "coatlm bf16": ("local", "bf16", "current"),
+    "coatlm te bf16": ("te", "bf16", "current"),
+    "coatlm te-delayed": ("te", "te-delayed", "current"),
+    "coatlm te-current": ("te", "te-current", "current"),
+    "coatlm te-blockwise": ("te", "te-blockwise", "current"),
+    "coatlm fp8-linear": ("local", "fp8-linear", "current"),
+    "coatlm coat": ("local", "coat", "current"),
+    "coatlm coat delayed": ("local", "coat", "delayed"),
+    "coatlm coat-lean": ("local", "coat-lean", "current"),
+    "coatlm coat-lean delayed": ("local", "coat-lean", "delayed"),
 }
 
 
@@ -113,7 +115,8 @@ def groups() -> Any:
 def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] = ()) -> Stack:
     """Layers as the trainer builds them: fp32 gradients in `main_grad`. Raises ConfigError.
 
-    `overrides` are dotted options of the run, such as `precision.recipe=...`.
+    `overrides` are dotted options of the run, such as `precision.recipe=...`. Delayed scales come
+    from a step that is made here; they are not updated again, which a run does once for its model.
     """
     from omegaconf import OmegaConf
 
@@ -124,8 +127,9 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
     from coatlm.parallel.buffers import FlatModel
     from coatlm.parallel.collectives import Traffic
     from coatlm.parallel.wire import Plain
+    from coatlm.train.step import delayed_scales
 
-    spec, recipe = COATLM[row]
+    spec, recipe, scaling = COATLM[row]
     model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
     rope_and_norm = {"rope_theta": ROPE_THETA, "norm_eps": NORM_EPS, "init_std": INIT_STD}
     merged = OmegaConf.merge(
@@ -133,7 +137,7 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
             "run": {"seed": SEED},
             "model": {"spec": spec, **model, **rope_and_norm},
             "data": {"text": ["-"], "seq_len": shape.seq},
-            "precision": {"recipe": recipe},
+            "precision": {"recipe": recipe, "scaling": scaling},
             "train": {"micro_batch": shape.batch, "global_batch": shape.batch},
         },
         OmegaConf.from_dotlist(list(overrides)),
@@ -168,7 +172,7 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
         for parameter in flat.parameters():  # its node in autograd holds it, its hook the model
             del parameter.accumulation_node  # type: ignore[attr-defined]
 
-    return Stack(
+    stack = Stack(
         forward=forward,
         input_shape=lambda batch: (shape.seq, batch, shape.hidden),
         dtype=torch.float32 if recipe == "fp32" else torch.bfloat16,
@@ -177,6 +181,11 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
         close=close,
         weights=lambda: _first_layer(decoder),
     )
+    scales = delayed_scales(config, [chunk], groups())
+    if scales is not None:
+        stack.step(*stack.inputs(shape.batch))
+        scales.update_()
+    return stack
 
 
 def _first_layer(decoder: Any) -> dict[str, nn.Parameter]:
