@@ -230,8 +230,12 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "train.cuda_graphs=true with parallel.zero=2: must be 0 or 1",
         ),
         (
-            {"parallel": {"weight_gather": "fp8"}, "precision": {"recipe": "coat"}},
-            "precision.recipe=coat would see other weights; it goes with te-current",
+            {
+                "parallel": {"weight_gather": "fp8"},
+                "model": {"spec": "te"},
+                "precision": {"recipe": "te-delayed"},
+            },
+            "precision.recipe=te-delayed would see other weights; it goes with te-current, fp8-",
         ),
         (
             {"parallel": {"weight_gather": "fp8"}},

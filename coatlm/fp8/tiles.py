@@ -127,7 +127,7 @@ def store_transposed(
 @gluon.jit
 def _row_codes(
     x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row, some,
-    FORMAT: gl.constexpr,
+    FORMAT: gl.constexpr, CAST_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Codes of a tile's rows 4 r + j, for one j, stored if asked for."""
     if x_ptr.dtype.element_ty == gl.uint8:
@@ -139,7 +139,11 @@ def _row_codes(
         if exponent_ptr is not None:
             factor = load_powers(exponent_ptr, exponent_at, some) * factor
         if row_ptr is not None:
-            factor = gl.load(row_ptr + row, mask=some, other=0.0) * factor
+            scale = gl.load(row_ptr + row, mask=some, other=0.0)
+            if CAST_ROWS:
+                down = inverse_power_of_two((scale.to(gl.int32, bitcast=True) >> 23) & 255)
+                x = (x * down[:, :, None]).to(FORMAT).to(gl.float32)
+            factor = scale * factor
         if exponent_ptr is not None or row_ptr is not None:
             x = x * factor[:, :, None]
         else:
@@ -171,6 +175,7 @@ def transpose_kernel(
     RUN: gl.constexpr,
     DOWN: gl.constexpr,
     WARPS: gl.constexpr,
+    CAST_ROWS: gl.constexpr,  # x is cast by the scales in row_ptr before it is multiplied by them
 ):
     INNER: gl.constexpr = min(SIZE, 16)
     GROUPS: gl.constexpr = COLUMNS // INNER
@@ -203,13 +208,16 @@ def transpose_kernel(
     if exponent_ptr is not None:
         step = K // SIZE
     a = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row,
-                   (row < left) & across, FORMAT)  # fmt: skip
+                   (row < left) & across, FORMAT, CAST_ROWS)  # fmt: skip
     b = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + K,
-                   exponent_at + step, row + 1, (row + 1 < left) & across, FORMAT)  # fmt: skip
+                   exponent_at + step, row + 1, (row + 1 < left) & across,
+                   FORMAT, CAST_ROWS)  # fmt: skip
     c = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 2 * K,
-                   exponent_at + 2 * step, row + 2, (row + 2 < left) & across, FORMAT)  # fmt: skip
+                   exponent_at + 2 * step, row + 2, (row + 2 < left) & across,
+                   FORMAT, CAST_ROWS)  # fmt: skip
     d = _row_codes(x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 3 * K,
-                   exponent_at + 3 * step, row + 3, (row + 3 < left) & across, FORMAT)  # fmt: skip
+                   exponent_at + 3 * step, row + 3, (row + 3 < left) & across,
+                   FORMAT, CAST_ROWS)  # fmt: skip
     if code_t_ptr is not None:
         store_transposed(a, b, c, d, code_t_ptr, first_row, first_column, padded, K,
                          R, GROUPS, INNER, WARPS)  # fmt: skip
