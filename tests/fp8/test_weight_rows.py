@@ -15,7 +15,7 @@ from coatlm.fp8.scaling import top_exponent
 from coatlm.fp8.transpose import quantize_rows_transposed, quantize_transposed, transpose_rows
 from coatlm.fp8.weight_rows import Rows
 from tests.fp8.bounds import bytes_of
-from tests.fp8.sm90 import access_bytes, compile_sm90
+from tests.fp8.sm90 import access_bytes, compile_sm90, run_interpreted
 
 CPU = torch.device("cpu")
 
@@ -137,6 +137,34 @@ def test_rows_are_numbered_through_matrices_and_gaps_stay() -> None:
 def test_a_row_that_is_no_multiple_of_16_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a weight \[3, 40\] at element 128: .* multiples of 16"):
         Rows.of([(0, 1, 16), (128, 3, 40)], CPU)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 40960), (640, 20480), (8192, 8192), (16, 10256)])
+def interpreted_kernels_take_what_is_in_their_range(begin: int, end: int) -> None:
+    """fp32 instead of BF16, and numbers that codes hold: the interpreter rounds wrongly."""
+    rows = Rows.of([(0, 30, 48), (1536, 3, 4352), (16384, 7, 16), (17408, 5, 144)], CPU)
+    torch.manual_seed(0)
+    w = E4M3.encode(torch.randn(40960) * 100).float()
+    w *= 2.0 ** -(weight_rows.row_numbers_ref(rows, 0, 40960) % 7)
+    amax = torch.zeros(rows.count, dtype=torch.int32)
+    weight_rows._launch(weight_rows._largest_kernel, (w, amax), rows, begin, end)
+    assert torch.equal(amax, weight_rows.largest_ref(w, rows, begin, end))
+    amax = weight_rows.largest_ref(w, rows, 0, 40960)
+    codes, expected = (torch.full((40960,), 7, dtype=torch.uint8) for _ in range(2))
+    tensors, top = (w, codes.view(E4M3.dtype), amax), top_exponent(E4M3)
+    weight_rows._launch(weight_rows._encode_kernel, tensors, rows, begin, end, TOP=top)
+    weight_rows.encode_ref(w, expected, amax, rows, begin, end)
+    assert torch.equal(codes, expected)
+    weight_rows.encode_ref(w, codes, amax, rows, 0, 40960)
+    seen, expected = (torch.full((40960,), 0.3) for _ in range(2))
+    tensors = codes.view(E4M3.dtype), seen, amax
+    weight_rows._launch(weight_rows._decode_kernel, tensors, rows, begin, end, TOP=top)
+    weight_rows.decode_ref(codes, expected, amax, rows, begin, end)
+    assert torch.equal(seen, expected)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("width", [64, 1376, 4096])
