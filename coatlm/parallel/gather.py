@@ -14,9 +14,9 @@ A row, a power of two, in the FP8 flow; `fp8/weight_rows.py` has the casts and s
 makes the same scales and codes of what arrives. Its backward takes the codes of forward, and hence
 the same too (`fp8/transpose.py`).
 
-A tensor, amax / 448, with TransformerEngine's current scaling. A GEMM that casts what arrives finds
-the same amax, as the largest code is 448 and 448 S, rounded to BF16, is amax; and the same codes, as
-rounding to BF16 moves code * S by 2^-9 of its value at most while codes lie 2^-4 apart.
+A tensor, amax / 448, with TransformerEngine's current scaling. A GEMM that casts what arrives
+finds the same amax, as the largest code is 448 and 448 S, rounded to BF16, is amax; and the same
+codes, as rounding to BF16 moves code * S by 2^-9 of its value at most while codes lie 2^-4 apart.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +27,7 @@ def arrived(w: Tensor, shards: tuple[int, ...] = ()) -> Tensor:
     m, k = w.shape
     rows, flat = Rows.of([(0, m, k)], CPU), w.reshape(-1)
     edges = [0, *shards, m * k]
-    spans = list(zip(edges[:-1], edges[1:], strict=True))
+    spans = list(pairwise(edges))
     parts = [weight_rows.largest(flat, rows, *span) for span in spans]
     amax = torch.stack(parts).amax(0)
     codes = torch.full((m * k,), 0xAA, dtype=torch.uint8)
