@@ -16,8 +16,9 @@ E4M3 unless said otherwise. Operands of forward have a scale a row, those of bac
     second norm         x1 [T, H], rms [T]               norm output, transposed
     SwiGLU              gate | up [T, 2F]                SwiGLU output, transposed
 
-Weights are cast when a GEMM needs them, in forward and again in backward, where the codes of forward
-are transposed, and are kept no longer unless the recipe says so. Weight gradients are added to `main_grad` by their GEMM.
+Weights are cast when a GEMM needs them, in forward and, to the same codes transposed, in backward,
+and are kept no longer unless the recipe says so. Weight gradients are added to `main_grad` by their
+GEMM.
 On the CPU the references run: the same scales and codes, products in fp32.
 """
 

@@ -14,8 +14,8 @@ import torch
 from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, group
 from coatlm.fp8.norm_quantize import quantize_rows
+from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, group
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale, group_amax
 from coatlm.fp8.transpose import quantize_rows_transposed
