@@ -3,8 +3,8 @@
     pack      x [A, B, n] -> payloads [A, B, bytes]        code = cast(x r), r = 1 / S
     unpack    payloads [R, A, B, bytes] -> y [A, B, n]     y = sum over R of code * S
 
-A rank that takes part in a sum itself need not round what it has: `pack` leaves out a payload, and
-`unpack` puts the values themselves, `Own`, in the place of one source.
+A rank that takes part in a sum itself need not round what it has nor send it: `pack` leaves out one
+payload, `skip`, and `unpack` adds the values themselves, `own`, to what the others sent.
 
 A payload is n codes and, unless the ranks share scales, the scales S of its groups of 128 behind
 them (fp32, S = amax / MAX by the rules of scaling.py): 132 bytes for 128 elements. Groups are those
@@ -12,7 +12,8 @@ of flat buffers: 128 consecutive elements, and both functions are one kernel tha
 each element once. Shared scales belong to tensors; `Shared` says which group is whose.
 
 S, r and x r are rounded once each, so a code may differ from cast(x / S) where x / S is within a
-2^-22 of the middle between two codes; with `divide` it is cast(x / S), as `quantize` makes it.
+2^-22 of the middle between two codes; with `divide` it is cast(x / S), as `quantize` makes it. r is
+at most the largest fp32 number: where S is smaller than its inverse, codes are smaller than x / S.
 A group with a NaN or an infinity has a scale that is not finite and nothing but NaN codes, so the
 sum is NaN wherever one source was. Sums are fp32, over R in order: every run adds alike.
 """
@@ -32,6 +33,7 @@ GROUP = 128  # elements that share a scale
 ALIGN = 16  # bytes: payloads start where vector accesses may
 ROWS = 32  # groups a program: 4096 elements, 128 bytes of scales
 WARPS = 4  # 32 elements a thread
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +41,7 @@ class Shared:
     """Scales that all ranks know. `owner[g]` is the tensor that group g of x or y belongs to."""
 
     scale: Tensor  # fp32 [T]
-    owner: Tensor  # int32 [A, B, groups], a view with the strides of x or y, in groups
-
-
-@dataclass(frozen=True, eq=False)
-class Own:
-    """What the source number `rank` would have sent, unrounded: [A, B, n], a view as y."""
-
-    values: Tensor
-    rank: int
+    owner: Tensor  # int32 [A, B, groups], any view whose rows are contiguous
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,14 @@ def pack_ref(
     layout: Layout,
     shared: Shared | None = None,
     divide: bool = False,
+    skip: int = -1,
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
+    if skip >= 0:
+        rest = [a for a in range(len(x)) if a != skip]
+        x = x[rest]
+        shared = None if shared is None else Shared(shared.scale, shared.owner[rest])
     if shared is None:
         scale = scale_ref(group_amax_ref(x, GROUP), layout.fmt)
         payloads[..., n : n + 4 * layout.groups] = scale.contiguous().view(torch.uint8)
@@ -88,7 +87,7 @@ def pack_ref(
         scale = shared.scale[shared.owner.long()].view(*x.shape[:-1], -1)
     grouped = x.float().unflatten(-1, (-1, GROUP))
     scale = torch.where(scale.isfinite(), scale, torch.nan)[..., None]
-    scaled = grouped / scale if divide else grouped * (1.0 / scale)
+    scaled = grouped / scale if divide else grouped * (1.0 / scale).clamp(max=LARGEST)
     payloads[..., :n] = cast(scaled, layout.fmt).view(torch.uint8).view(x.shape)
 
 
@@ -97,15 +96,13 @@ def unpack_ref(
     y: Tensor,
     layout: Layout,
     shared: Shared | None = None,
-    own: Own | None = None,
+    own: Tensor | None = None,
     add: bool = False,
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
     total = torch.full((*y.shape[:-1], layout.groups, GROUP), -0.0, device=y.device)  # keeps a -0
-    for number, source in enumerate(payloads):
-        if own is not None and number == own.rank:
-            continue
+    for source in payloads:
         codes = source[..., :n].contiguous().view(layout.fmt.dtype).float()
         value = codes.unflatten(-1, (-1, GROUP))
         if shared is None:
@@ -117,7 +114,7 @@ def unpack_ref(
         total = total * scale[..., None]
     total = total.view(y.shape)
     if own is not None:
-        total = total + own.values.float()
+        total = total + own.float()
     y.copy_(total + y.float() if add else total)
 
 
@@ -132,29 +129,39 @@ def _pack_kernel(
     inner,  # B
     outer_stride,  # of x, in elements
     inner_stride,
+    owner_outer_stride,
+    owner_inner_stride,
     bytes_each,  # of a payload
-    skip,  # a that is left out, or -1
+    skip,  # a that is left out, or A
     TOP: tl.constexpr,
+    LARGEST: tl.constexpr,
     DIVIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(groups, ROWS)
     payload = program // tiles
-    start = payload // inner * outer_stride + payload % inner * inner_stride
+    a, b = payload // inner, payload % inner
+    a += (a >= skip).to(tl.int64)
+    start = a * outer_stride + b * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    some = (g < groups) & (payload // inner != skip)
+    some = g < groups
     mask = some[:, None]
     x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
     if shared_ptr is None:
         scale = scale_of(amax_of(x, 1), TOP, False)
         tl.store(scale_ptr + payload * (bytes_each // 4) + g, scale, mask=some)
     else:
-        owner = tl.load(owner_ptr + start // 128 + g, mask=some, other=0)
+        owners = owner_ptr + a * owner_outer_stride + b * owner_inner_stride
+        owner = tl.load(owners + g, mask=some, other=0)
         scale = tl.load(shared_ptr + owner)
     scale = tl.where(scale < float("inf"), scale, float("nan"))
-    scaled = quotient(x, scale[:, None]) if DIVIDE else x * tl.div_rn(1.0, scale)[:, None]
+    if DIVIDE:
+        scaled = quotient(x, scale[:, None])
+    else:
+        r = tl.div_rn(1.0, scale)
+        scaled = x * tl.where(r > LARGEST, LARGEST, r)[:, None]
     code = scaled.to(code_ptr.dtype.element_ty)
     tl.store(code_ptr + payload * bytes_each + at, code, mask=mask)
 
@@ -165,7 +172,7 @@ def _unpack_kernel(
     scale_ptr,
     shared_ptr,
     owner_ptr,
-    own_ptr,  # instead of source `skip`, or None
+    own_ptr,  # values to be added, or None
     y_ptr,
     groups,
     inner,
@@ -173,8 +180,9 @@ def _unpack_kernel(
     inner_stride,
     own_outer_stride,
     own_inner_stride,
+    owner_outer_stride,
+    owner_inner_stride,
     bytes_each,
-    skip,
     source_bytes,  # from one source's payloads to the next one's
     SOURCES: tl.constexpr,
     ADD: tl.constexpr,
@@ -191,15 +199,16 @@ def _unpack_kernel(
     total = tl.full([ROWS, 128], -0.0, tl.float32)  # keeps a -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source.to(tl.int64) * source_bytes
-        some = (g < groups) & (source != skip)
-        code = tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0).to(tl.float32)
+        code = tl.load(code_ptr + begin + at, mask=mask, other=0.0).to(tl.float32)
         if shared_ptr is None:
             scales = scale_ptr + (begin + payload * bytes_each) // 4
-            total += code * tl.load(scales + g, mask=some, other=0.0)[:, None]
+            total += code * tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
         else:
             total += code
     if shared_ptr is not None:
-        owner = tl.load(owner_ptr + start // 128 + g, mask=g < groups, other=0)
+        owners = owner_ptr + payload // inner * owner_outer_stride
+        owners += payload % inner * owner_inner_stride
+        owner = tl.load(owners + g, mask=g < groups, other=0)
         total *= tl.load(shared_ptr + owner)[:, None]
     if own_ptr is not None:
         own = own_ptr + payload // inner * own_outer_stride + payload % inner * own_inner_stride
@@ -221,18 +230,19 @@ def pack(
 ) -> None:
     """Fill `payloads` uint8 [A, B, bytes] (contiguous) from x [A, B, n], fp32 or BF16.
 
-    `skip` is an a in 0 .. A - 1 whose payloads are not needed: what they hold is undefined.
+    Without the a = `skip`, there are payloads for the other A - 1.
     x may be any view of a flat buffer whose rows are contiguous and start on multiples of 128.
     Raises ValueError where shapes, strides or scales do not fit the layout.
     """
-    _check(x, payloads[None], layout, shared)
-    if not x.numel():
+    a, b, _ = x.shape
+    sent = a - (skip >= 0)
+    _check(x, payloads[None], layout, shared, sent)
+    if not payloads.numel():
         return
     if not x.is_cuda:
-        pack_ref(x, payloads, layout, shared, divide)
+        pack_ref(x, payloads, layout, shared, divide, skip)
         return
-    a, b, _ = x.shape
-    _pack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
+    _pack_kernel[(sent * b * triton.cdiv(layout.groups, ROWS),)](
         x,
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
@@ -242,9 +252,11 @@ def pack(
         b,
         x.stride(0),
         x.stride(1),
+        *_owner_strides(shared),
         layout.nbytes,
-        skip,
+        a if skip < 0 else skip,
         TOP=layout.fmt.max,
+        LARGEST=LARGEST,
         DIVIDE=divide,
         ROWS=ROWS,
         num_warps=WARPS,
@@ -257,23 +269,24 @@ def unpack(
     *,
     layout: Layout,
     shared: Shared | None = None,
-    own: Own | None = None,
+    own: Tensor | None = None,
     add: bool = False,
 ) -> None:
     """Write (or add) to y [A, B, n], fp32 or BF16, the sum over `payloads` uint8 [R, A, B, bytes].
 
-    `own.values` may be y itself. y may be a view as x of `pack`. Raises ValueError as `pack` does.
+    `own`, a view as y and maybe y itself, is added last. y may be a view as x of `pack`. Raises
+    ValueError as `pack` does.
     """
-    _check(y, payloads, layout, shared)
+    _check(y, payloads, layout, shared, len(y))
     if own is not None:
-        _check(own.values, payloads, layout, shared)
+        _check(own, payloads, layout, shared, len(y))
     if not y.numel():
         return
     if not y.is_cuda:
         unpack_ref(payloads, y, layout, shared, own, add)
         return
     a, b, _ = y.shape
-    mine = y if own is None else own.values
+    mine = y if own is None else own
     _unpack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
@@ -287,14 +300,18 @@ def unpack(
         y.stride(1),
         mine.stride(0),
         mine.stride(1),
+        *_owner_strides(shared),
         layout.nbytes,
-        -1 if own is None else own.rank,
         a * b * layout.nbytes,
         SOURCES=len(payloads),
         ADD=add,
         ROWS=ROWS,
         num_warps=WARPS,
     )
+
+
+def _owner_strides(shared: Shared | None) -> tuple[int, ...]:
+    return (0, 0) if shared is None else shared.owner.stride()[:2]
 
 
 def _scales(payloads: Tensor, layout: Layout) -> Tensor | None:
@@ -304,16 +321,20 @@ def _scales(payloads: Tensor, layout: Layout) -> Tensor | None:
     return payloads.view(-1)[layout.elements :].view(torch.float32)
 
 
-def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -> None:
+def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None, count: int) -> None:
     """Raise ValueError for what the kernels cannot address."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"x.dtype={x.dtype}: torch.float32 or torch.bfloat16")
     if layout.elements % GROUP or x.ndim != 3 or x.shape[-1] != layout.elements:
         raise ValueError(f"x {list(x.shape)}: [A, B, {layout.elements}], whole groups of {GROUP}")
-    wanted = (*x.shape[:2], layout.nbytes)
+    wanted = (count, x.shape[1], layout.nbytes)
     if payloads.shape[1:] != wanted or not payloads.is_contiguous():
         raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
     if x.numel() and (x.stride(2) != 1 or x.stride(0) % GROUP or x.stride(1) % GROUP):
         raise ValueError(f"x has strides {x.stride()}: 1 inside rows, else multiples of {GROUP}")
     if layout.scaled == (shared is not None):
         raise ValueError(f"scaled={layout.scaled}: scales are either shared or travel along")
+    if shared is not None:
+        owners = (*x.shape[:2], layout.groups)
+        if shared.owner.shape != owners or shared.owner.stride(2) != 1:
+            raise ValueError(f"owner {list(shared.owner.shape)}: {list(owners)}, rows contiguous")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coatlm.fp8 import payload as module
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
+from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
 from coatlm.fp8.qtensor import TENSOR, group
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale
@@ -63,7 +63,7 @@ def test_relative_error_of_normal_gradients(fmt: Fp8Format, bound: float) -> Non
 @given(seed=seeds)
 def test_a_shared_scale_with_division_makes_the_codes_of_a_gemm(seed: int) -> None:
     x = gradients(seed, 1, 1, 8 * GROUP).bfloat16()
-    shared = Shared(current_scale(x, E4M3)[None], torch.zeros(8, dtype=torch.int32))
+    shared = Shared(current_scale(x, E4M3)[None], torch.zeros(1, 1, 8, dtype=torch.int32))
     layout = Layout(8 * GROUP, E4M3, scaled=False)
     payloads = layout.empty(1, 1, device=CPU)
     pack(x, payloads, layout=layout, shared=shared, divide=True)
@@ -92,17 +92,31 @@ def test_the_sum_over_sources_is_added_to_what_is_there_in_any_view() -> None:
     torch.testing.assert_close(whole, 1 + each.sum(0).flatten(), rtol=2**-21, atol=2**-21)
 
 
-def test_own_values_take_the_place_of_a_source_unrounded() -> None:
+def test_own_values_are_added_unrounded() -> None:
     layout = Layout(2 * GROUP, E4M3, scaled=True)
     x = gradients(3, 3, 8 * GROUP).view(3, 2, 2, 2 * GROUP)
-    payloads = layout.empty(3, 2, 2, device=CPU)
-    for number, packed in enumerate(payloads):
-        pack(x[number], packed, layout=layout)
-    payloads[1] = 0x7F  # NaN: this source is not read
+    payloads = layout.empty(2, 2, 2, device=CPU)
+    for values, packed in zip(x[[0, 2]], payloads, strict=True):
+        pack(values, packed, layout=layout)
     y = x[1].clone()
-    unpack(payloads, y, layout=layout, own=Own(y, 1))
+    unpack(payloads, y, layout=layout, own=y)
     expected = travel(x[0], layout) + travel(x[2], layout) + x[1]
     torch.testing.assert_close(y, expected, rtol=2**-21, atol=0.0)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_a_rank_leaves_out_its_own_payload(skip: int, scaled: bool) -> None:
+    layout = Layout(2 * GROUP, E4M3, scaled=scaled)
+    x = gradients(3, 3, 4 * GROUP).view(3, 2, 2 * GROUP)
+    owner = torch.arange(12, dtype=torch.int32).view(3, 2, 2)
+    shared = None if scaled else Shared(torch.rand(12) + 0.1, owner)
+    every = layout.empty(3, 2, device=CPU)
+    pack(x, every, layout=layout, shared=shared)
+    others = layout.empty(2, 2, device=CPU)
+    pack(x, others, layout=layout, shared=shared, skip=skip)
+    used = 2 * GROUP + 8 * scaled  # what follows is padding
+    assert torch.equal(others[..., :used], every[[a for a in range(3) if a != skip]][..., :used])
 
 
 def test_a_shared_scale_is_looked_up_by_the_group_in_the_view() -> None:
@@ -143,7 +157,7 @@ def test_a_value_that_is_not_finite_is_nan_in_the_sum(
 def test_a_shared_scale_that_is_not_finite_makes_every_code_nan(fmt: Fp8Format) -> None:
     layout = Layout(GROUP, fmt, scaled=False)
     for bad in (torch.nan, torch.inf):
-        shared = Shared(torch.tensor([bad]), torch.zeros(1, dtype=torch.int32))
+        shared = Shared(torch.tensor([bad]), torch.zeros(1, 1, 1, dtype=torch.int32))
         assert travel(torch.ones(1, 1, GROUP), layout, shared).isnan().all()
 
 
@@ -178,6 +192,7 @@ def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
 
 INTEGERS = ("groups", "outer_stride", "inner_stride", "bytes_each")
 OWN = ("own_outer_stride", "own_inner_stride")
+OWNER = ("owner_outer_stride", "owner_inner_stride")
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
@@ -192,8 +207,14 @@ def test_pack_compiles_for_sm90_with_vector_accesses(
     pointers |= {"shared_ptr": "*fp32", "owner_ptr": "*i32"} if shared else {"scale_ptr": "*fp32"}
     compiled = compile_sm90(
         module._pack_kernel,
-        pointers | dict.fromkeys((*INTEGERS, "inner", "skip"), "i32"),
-        {"TOP": E4M3.max, "DIVIDE": divide, "ROWS": module.ROWS, **absent},
+        pointers | dict.fromkeys((*INTEGERS, *OWNER, "inner", "skip"), "i32"),
+        {
+            "TOP": E4M3.max,
+            "LARGEST": module.LARGEST,
+            "DIVIDE": divide,
+            "ROWS": module.ROWS,
+            **absent,
+        },
         aligned=INTEGERS,
         num_warps=module.WARPS,
     )
@@ -214,7 +235,7 @@ def test_unpack_compiles_for_sm90_with_vector_accesses(
     integers = (*INTEGERS, *OWN, "source_bytes")
     compiled = compile_sm90(
         module._unpack_kernel,
-        pointers | dict.fromkeys((*integers, "inner", "skip"), "i32"),
+        pointers | dict.fromkeys((*integers, *OWNER, "inner"), "i32"),
         {"SOURCES": sources, "ADD": add, "ROWS": module.ROWS, **absent},
         aligned=integers,
         num_warps=module.WARPS,

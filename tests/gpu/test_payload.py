@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
+from coatlm.fp8.payload import GROUP, Layout, Shared, pack, pack_ref, unpack, unpack_ref
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,28 +29,30 @@ def gradients(dtype: torch.dtype) -> Tensor:
 
 
 def shared_scales(fmt: Fp8Format, device: str) -> Shared:
-    owner = torch.arange(A * B * N // GROUP, dtype=torch.int32).remainder(5)
+    """Owners in an order of memory that is not the one of `gradients`."""
+    owner = torch.arange(A * B * (N // GROUP + 3), dtype=torch.int32).remainder(5)
     scale = torch.tensor([1e-3, 2.0**-130, 7.0, torch.nan, torch.inf]) / fmt.max
-    view = owner.to(device).view(B, A, -1).transpose(0, 1)
-    return Shared(scale.to(device), view)
+    return Shared(scale.to(device), owner.to(device).view(A, B, -1)[:, :, 3:])
 
 
 @both
 @dtypes
 @pytest.mark.parametrize("how", ["own", "shared", "divide"])
+@pytest.mark.parametrize("skip", [-1, 0, 1, A - 1])
 def test_payloads_have_the_bits_of_the_reference(
-    fmt: Fp8Format, dtype: torch.dtype, how: str
+    fmt: Fp8Format, dtype: torch.dtype, how: str, skip: int
 ) -> None:
     x = gradients(dtype)
     layout = Layout(N, fmt, scaled=how == "own")
     shared = None if how == "own" else shared_scales(fmt, "cpu")
-    expected = layout.empty(A, B, device=torch.device("cpu"))
-    pack_ref(x, expected, layout, shared, how == "divide")
+    count = A - (skip >= 0)
+    expected = layout.empty(count, B, device=torch.device("cpu"))
+    pack_ref(x, expected, layout, shared, how == "divide", skip)
     on_gpu = torch.empty(B, A, N, dtype=dtype, device="cuda").transpose(0, 1)
     on_gpu.copy_(x)
-    payloads = layout.empty(A, B, device=torch.device("cuda"))
+    payloads = layout.empty(count, B, device=torch.device("cuda"))
     there = None if how == "own" else shared_scales(fmt, "cuda")
-    pack(on_gpu, payloads, layout=layout, shared=there, divide=how == "divide")
+    pack(on_gpu, payloads, layout=layout, shared=there, divide=how == "divide", skip=skip)
     used = N + (4 * N // GROUP if how == "own" else 0)
     codes, wanted = payloads.cpu()[..., :N], expected[..., :N]
     nan = wanted.view(fmt.dtype).float().isnan()
@@ -79,14 +81,13 @@ def test_sums_are_those_of_the_reference(
     expected = torch.ones(B, A, N, dtype=dtype).transpose(0, 1)
     y = expected.cuda()
     mine = torch.rand(A, B, N).to(dtype)
-    kept = Own(mine, sources - 1) if own else None
-    unpack_ref(payloads, expected, layout, shared, kept, add)
+    unpack_ref(payloads, expected, layout, shared, mine if own else None, add)
     unpack(
         payloads.cuda(),
         y,
         layout=layout,
         shared=None if scaled else shared_scales(fmt, "cuda"),
-        own=Own(mine.cuda(), sources - 1) if own else None,
+        own=mine.cuda() if own else None,
         add=add,
     )
     # fused multiply-adds round once where the reference rounds twice; BF16 then rounds to 2^-8

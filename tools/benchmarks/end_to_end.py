@@ -1,9 +1,14 @@
 """Tokens a second and peak memory of whole training steps: coatlm and megatron-core + TE.
 
-Random tokens, one microbatch a step, one process; a step is forward, backward, gradient norm,
-clipping and the update. The peer is megatron-core's own training stack: GPTModel of
-TransformerEngine layers, its DistributedDataParallel and its distributed optimizer with
-TransformerEngine's FusedAdam, fp32 master weights and moments.
+Random tokens, one microbatch a step; a step is forward, backward, gradient norm, clipping and the
+update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
+DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
+master weights and moments, fp32 gradients.
+
+With gpus=N a row is N data-parallel processes, zero=1 on both sides, reduction and gathers
+overlapped; tokens a second are those of a GPU, the peak is the largest. trace=1 adds from a trace
+of rank 0, a step: `comm_ms`, in which anything communicates, and `exposed_ms`, in which nothing
+else runs meanwhile.
 
 Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
 rows optim=adamw-fp32,coat-lean (each row with each of these in optim.recipe; the first is what the
@@ -22,6 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tools.benchmarks.overlap import exposed, length, trace
+from tools.benchmarks.ranks import run_ranks, say
+
 SHAPES = {  # hidden, layers, heads, ffn
     "1b": (2048, 16, 16, 5504),
     "3b": (3072, 28, 24, 8192),
@@ -29,6 +37,7 @@ SHAPES = {  # hidden, layers, heads, ffn
 }
 VOCAB = 32000
 WARMUP = 3  # steps
+TRACED = 3  # steps
 COATLM = {  # row -> model.spec, precision.recipe
     "coatlm local bf16": ("local", "bf16"),
     "coatlm te bf16": ("te", "bf16"),
@@ -64,17 +73,27 @@ def rows(options: dict[str, str]) -> list[str]:
 
 
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
-    """Median step time, tokens a second and peak memory of one row."""
+    """Median step time, tokens a second and peak memory of one row, over `gpus` processes."""
+    if int(options.get("gpus", 1)) == 1:
+        return measure_here(row, options)
+    words = [row, *(f"{name}={value}" for name, value in options.items())]
+    return run_ranks(__name__, words, int(options["gpus"]))
+
+
+def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
+    """The row, or this process's part of it."""
     size = int(options.get("mbs", 4)), int(options.get("seq", 2048))
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
     layers = int(options.get("layers", layers))
     shape = (hidden, layers, heads, ffn)
     if row in PEERS:
-        step, optimizer = peer_step(row, shape, *size)
+        step, optimizer, sent = *peer_step(row, shape, *size), dict
     else:
         overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
+        gpus = int(options.get("gpus", 1))
+        overrides = [f"train.global_batch={gpus * size[0]}", *overrides]
         config = coatlm_config(row, shape, *size, overrides)
-        step, optimizer = coatlm_step(config, *size)
+        step, optimizer, sent = coatlm_step(config, *size)
     updates = record_updates(optimizer)
     times, loss = [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -86,13 +105,22 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times[WARMUP:])
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    parts = {}
+    if options.get("trace") == "1":
+        communication, compute = trace(step, TRACED)
+        parts["comm_ms"] = round(length(communication) / TRACED, 1)
+        parts["exposed_ms"] = round(exposed(communication, compute) / TRACED, 1)
     return {
         "step_ms": round(1000 * seconds, 1),
         "tokens_per_s": round(size[0] * size[1] / seconds),
         "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "peak_gib": round(float(peak), 1),
         "spread": round((max(times[WARMUP:]) - min(times[WARMUP:])) / seconds, 3),
         "loss": round(float(loss), 4),
+        **parts,
+        **sent(),
     }
 
 
@@ -113,8 +141,8 @@ def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Ev
 
 
 def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
-    """Fresh [mbs, seq + 1] tokens a call, the same sequence for every row."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    """Fresh [mbs, seq + 1] tokens a call, the same sequence for every row; another a rank."""
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
 
 
@@ -142,14 +170,16 @@ def coatlm_config(
     return make_config(OmegaConf.to_container(merged))
 
 
-def coatlm_step(config: Any, mbs: int, seq: int) -> tuple[Callable[[], Any], Any]:
-    """One step of coatlm's trainer."""
+def coatlm_step(
+    config: Any, mbs: int, seq: int
+) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
+    """One step of coatlm's trainer, its optimizer, and the bytes that a step has sent."""
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
 
     quiet_megatron()
-    start_processes(Launch())
+    start_processes(Launch.from_environment())
     trainer = Trainer(config, make_groups(config.parallel), VOCAB)
     draw = random_tokens(mbs, seq)
     mask = torch.ones(mbs, seq, device="cuda")
@@ -164,7 +194,7 @@ def coatlm_step(config: Any, mbs: int, seq: int) -> tuple[Callable[[], Any], Any
         }
         return trainer.train_step([batch], 1e-4)[0]
 
-    return step, trainer.optimizer
+    return step, trainer.optimizer, lambda: trainer.comm_bytes
 
 
 def peer_step(
@@ -187,9 +217,9 @@ def peer_step(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from coatlm.model.attention import CoreAttention
+    from coatlm.train.setup import Launch, start_processes
 
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    start_processes(Launch.from_environment())
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     hidden, layers, heads, ffn = shape
@@ -229,7 +259,10 @@ def peer_step(
     ddp = DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=dist.get_world_size() > 1,
+            overlap_param_gather=dist.get_world_size() > 1,
         ),
         module=model,
     )
@@ -247,6 +280,7 @@ def peer_step(
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
             clip_grad=1.0,
+            overlap_param_gather=dist.get_world_size() > 1,
         ),
         [ddp],
     )
@@ -293,3 +327,16 @@ def provide_fused_weight_gradient() -> None:
 
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
     sys.modules.setdefault("fused_weight_gradient_mlp_cuda", module)
+
+
+def main() -> None:
+    """A process of a row of several GPUs, under torchrun."""
+    row, *words = sys.argv[1:]
+    found = measure_here(row, dict(word.split("=", 1) for word in words))
+    if dist.get_rank() == 0:
+        say(found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,11 +9,7 @@ main_grads=fp32 (or bf16), gpus=1 to leave out the rows of two GPUs. On a CPU no
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +18,8 @@ import torch.distributed as dist
 from coatlm.config import Config, make_config
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.platform import device
+from tools.benchmarks.ranks import run_ranks, say
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {  # hidden, layers, heads, ffn
     "tiny": (64, 2, 4, 96),
     "1b": (2048, 16, 16, 5504),
@@ -42,7 +38,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
     "tp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
 }
-RESULT = "PEAK "  # rank 0 of a row of two GPUs prints its record behind this
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -60,17 +55,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     config, ranks = configuration(row, options)
     if ranks == 1:
         return record(row, options, train(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", endpoint]
-    command = [sys.executable, *torchrun, f"--nproc-per-node={ranks}", "-m", __name__, row]
-    words = [f"{key}={value}" for key, value in options.items()]
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith(RESULT):
-            return json.loads(line.removeprefix(RESULT))
-    raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+    return run_ranks(__name__, [row, *(f"{key}={value}" for key, value in options.items())], ranks)
 
 
 def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
@@ -166,7 +151,7 @@ def main() -> None:
     options = dict(word.split("=", 1) for word in words)
     found = record(row, options, train(configuration(row, options)[0]))
     if dist.get_rank() == 0:
-        print(RESULT + json.dumps(found), flush=True)
+        say(found)
     dist.destroy_process_group()
 
 

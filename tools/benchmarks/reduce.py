@@ -11,12 +11,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +23,9 @@ from torch import Tensor
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
 from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
+from tools.benchmarks.ranks import run_ranks, say
 
 VALUES = 1 << 28
-ROOT = Path(__file__).resolve().parents[2]
 FP32, BF16 = torch.float32, torch.bfloat16
 WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gradients
     "nccl fp32": (Plain(FP32), FP32),
@@ -63,20 +60,11 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     ranks = int(options.get("ranks", torch.cuda.device_count() or 2))
     if ranks < 2:
         raise RuntimeError("needs two GPUs")
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += ["--standalone", "-m", __name__, row, json.dumps(options), str(out)]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        if not out.exists():
-            raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
-        return dict(json.loads(out.read_text()))
+    return run_ranks(__name__, [row, json.dumps(options)], ranks)
 
 
-def work(row: str, options: dict[str, str], out: Path) -> None:
-    """One process of a row; rank 0 writes the result."""
+def work(row: str, options: dict[str, str]) -> None:
+    """One process of a row; rank 0 says the result."""
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -102,7 +90,7 @@ def work(row: str, options: dict[str, str], out: Path) -> None:
     each = sum(traffic.sent.values()) / (values * (comm.size - 1) / comm.size) / legs
     result |= {"ms": round(ms, 3), "bytes_an_element_and_leg": round(each, 4)}
     if comm.rank == 0:
-        out.write_text(json.dumps(result))
+        say(result)
     dist.destroy_process_group()
 
 
@@ -172,4 +160,4 @@ def milliseconds(call: Callable[[], object], reps: int) -> float:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))
+    work(sys.argv[1], json.loads(sys.argv[2]))

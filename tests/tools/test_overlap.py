@@ -1,0 +1,18 @@
+"""Intervals of a trace: what is communication alone."""
+
+from __future__ import annotations
+
+from tools.benchmarks.overlap import exposed, length, union
+
+
+def test_intervals_that_touch_are_one() -> None:
+    assert union([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
+
+
+def test_communication_is_exposed_where_nothing_else_runs() -> None:
+    communication = [(0.0, 4.0), (3.0, 6.0), (10.0, 11.0)]
+    compute = [(1.0, 2.0), (1.5, 5.0), (20.0, 30.0)]
+    assert length(communication) == 7
+    assert exposed(communication, compute) == 1 + 1 + 1
+    assert exposed(communication, [(0.0, 40.0)]) == 0
+    assert exposed([], compute) == 0

@@ -1,0 +1,50 @@
+"""How much of a step's communication is not hidden behind compute, from a trace of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+Interval = tuple[float, float]
+# NCCL's kernels, and those that make and read what FP8 exchanges carry
+COMMUNICATION = ("nccl", "_pack_kernel", "_unpack_kernel")
+
+
+def trace(step: Callable[[], object], steps: int) -> tuple[list[Interval], list[Interval]]:
+    """(begin, end) in milliseconds of the communication and of all other kernels of `steps`."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    communication: list[Interval] = []
+    compute: list[Interval] = []
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        span = (event.time_range.start / 1000, event.time_range.end / 1000)
+        ours = any(name in event.name.lower() for name in COMMUNICATION)
+        (communication if ours else compute).append(span)
+    return communication, compute
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points in time as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of the union."""
+    return sum(end - begin for begin, end in union(intervals))
+
+
+def exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
+    """Time in which there is communication and no compute."""
+    return length([*communication, *compute]) - length(compute)
