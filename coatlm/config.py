@@ -45,9 +45,9 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw
     "fp8-plain",
 ]
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
-# recipes whose GEMMs cast a weight by its own amax, so that it can be gathered cast; the FP8 flow
-# (coatlm.model.flow) scales rows in forward and by powers of two, which such a cast would not give
-FP8_WEIGHT_RECIPES = ("te-current",)
+# recipes whose GEMMs cast a weight by an amax of this step, so that it can be gathered cast: of the
+# tensor, or of its rows
+FP8_WEIGHT_RECIPES = ("te-current", "fp8-linear", "coat", "coat-lean")
 FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
 
 

@@ -225,13 +225,41 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             {"precision": {"recipe": "te-delayed"}},
             "precision.recipe=te-delayed needs model.spec=te",
         ),
-        (
-            {"train": {"cuda_graphs": True}, "parallel": {"zero": 2}},
-            "train.cuda_graphs=true with parallel.zero=2: must be 0 or 1",
+        *(
+            (
+                {
+                    "train": {"cuda_graphs": True, **train},
+                    "parallel": {"tp": 2, **parallel},
+                    **more,
+                },
+                f"train.cuda_graphs=true with {told}",
+            )
+            for train, parallel, more, told in (
+                ({}, {"zero": 2}, {}, "parallel.zero=2: must be 0 or 1"),
+                ({}, {"pp": 2}, {}, "parallel.pp=2: must be 1"),
+                ({"recompute": "full"}, {}, {}, "train.recompute=full: must be none"),
+                ({}, {}, {"model": {"spec": "te"}}, "model.spec=te: must be local"),
+                (
+                    {},
+                    {},
+                    {"precision": {"recipe": "coat", "keep_weights": True}},
+                    "precision.keep_weights=True: must be False",
+                ),
+                (
+                    {},
+                    {},
+                    {"precision": {"recipe": "coat"}, "log": {"numerics_every": 5}},
+                    "log.numerics_every=5: must be 0",
+                ),
+            )
         ),
         (
-            {"parallel": {"weight_gather": "fp8"}, "precision": {"recipe": "coat"}},
-            "precision.recipe=coat would see other weights; it goes with te-current",
+            {
+                "parallel": {"weight_gather": "fp8"},
+                "model": {"spec": "te"},
+                "precision": {"recipe": "te-delayed"},
+            },
+            "precision.recipe=te-delayed would see other weights; it goes with te-current, fp8-",
         ),
         (
             {"parallel": {"weight_gather": "fp8"}},
@@ -245,6 +273,24 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
 )
 def test_sections_that_contradict_each_other_are_refused(data: dict[str, Any], told: str) -> None:
     assert told in message(data)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("gather", ["bf16", "fp8"])
+def test_microbatches_are_recorded_under_data_and_tensor_parallelism(
+    zero: int, gather: str
+) -> None:
+    config = make_config(
+        {
+            "parallel": {
+                **{"tp": 2, "cp": 2, "sequence_parallel": True, "zero": zero},
+                **({"weight_gather": gather} if zero else {}),
+            },
+            "precision": {"recipe": "coat"},
+            "train": {"cuda_graphs": True, "recompute": "none"},
+        }
+    )
+    assert config.data_parallel_size(16) == 4
 
 
 @pytest.mark.parametrize("value", [None, 3, "a", [1, 2]])

@@ -142,7 +142,7 @@ def store_transposed(
 @gluon.jit
 def _row_codes(
     x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row, some, largest,
-    FORMAT: gl.constexpr,
+    FORMAT: gl.constexpr, CAST_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Codes of a tile's rows 4 r + j, for one j, stored if asked for, and amaxes so far or None."""
     if x_ptr.dtype.element_ty == gl.uint8:
@@ -156,7 +156,11 @@ def _row_codes(
         if exponent_ptr is not None:
             factor = load_powers(exponent_ptr, exponent_at, some) * factor
         if row_ptr is not None:
-            factor = gl.load(row_ptr + row, mask=some, other=0.0) * factor
+            scale = gl.load(row_ptr + row, mask=some, other=0.0)
+            if CAST_ROWS:
+                down = inverse_power_of_two((scale.to(gl.int32, bitcast=True) >> 23) & 255)
+                x = (x * down[:, :, None]).to(FORMAT).to(gl.float32)
+            factor = scale * factor
         if exponent_ptr is not None or row_ptr is not None:
             x = x * factor[:, :, None]
         else:
@@ -191,6 +195,7 @@ def transpose_kernel(
     RUN: gl.constexpr,
     DOWN: gl.constexpr,
     WARPS: gl.constexpr,
+    CAST_ROWS: gl.constexpr,  # x is cast by the scales in row_ptr before it is multiplied by them
 ):
     INNER: gl.constexpr = min(SIZE, 16)
     GROUPS: gl.constexpr = COLUMNS // INNER
@@ -227,16 +232,16 @@ def transpose_kernel(
         largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
     a, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row,
-        (row < left) & across, largest, FORMAT)  # fmt: skip
+        (row < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
     b, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + K, exponent_at + step,
-        row + 1, (row + 1 < left) & across, largest, FORMAT)  # fmt: skip
+        row + 1, (row + 1 < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
     c, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 2 * K, exponent_at + 2 * step,
-        row + 2, (row + 2 < left) & across, largest, FORMAT)  # fmt: skip
+        row + 2, (row + 2 < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
     d, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 3 * K, exponent_at + 3 * step,
-        row + 3, (row + 3 < left) & across, largest, FORMAT)  # fmt: skip
+        row + 3, (row + 3 < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
     if amax_ptr is not None:
         gl.atomic_max(amax_ptr, gl.max(gl.max(largest, 1), 0), sem="relaxed")
     if code_t_ptr is not None:

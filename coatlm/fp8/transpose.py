@@ -9,6 +9,14 @@ one pass over whatever holds the values:
 `row` and `column` are those of a norm (1 / rms and weight), so that a norm's output is made again
 from its saved input. M' is M rounded up to a multiple of 16, as the GEMM needs it; codes beyond M
 are zero, which adds nothing to a sum.
+
+The transposed weight of dgrad is made of the codes that forward has, those of `quantize_rows`:
+
+    code = cast(cast(w / S_row) S_row / S)
+
+Its kernel takes BF16 weights and makes both casts, so the codes of forward need not be there. Where
+w becomes a subnormal under S, the first cast makes a difference: backward has a weight of forward,
+rounded, and not another one. Whoever has w or only its codes (weight_rows.py) gets the same.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from coatlm.fp8 import tiles
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.norm_quantize import parts_of
-from coatlm.fp8.qtensor import TENSOR, QTensor
+from coatlm.fp8.qtensor import ROW, TENSOR, QTensor
 from coatlm.fp8.quantize import words_of_rows
 from coatlm.fp8.scaling import inverse_power_of_two, raise_amax_ref, scaled_codes_ref
 
@@ -138,6 +146,23 @@ def quantize_transposed(
     return QTensor(codes_t, scale, TENSOR, fmt)
 
 
+def transpose_rows(x: QTensor) -> QTensor:
+    """x[M, K], codes with a power-of-two scale a row -> [K, M'] with their largest one."""
+    return quantize_transposed(x.codes, x.scale.amax(), row=x.scale)
+
+
+def quantize_rows_transposed(w: Tensor, row_scale: Tensor) -> QTensor:
+    """`transpose_rows` of what `quantize_rows` makes of w; `row_scale`: the scales it found."""
+    scale = row_scale.amax()
+    if not scale.is_cuda:
+        codes = scaled_codes_ref(w.float(), row_scale.reshape(-1, 1), E4M3)
+        return transpose_rows(QTensor(codes, row_scale, ROW, E4M3))
+    row = row_scale.contiguous()
+    made = _launch(w, scale, E4M3, row, None, None, direct=False, transposed=True, cast_rows=True)
+    assert made[1] is not None
+    return QTensor(made[1], scale, TENSOR, E4M3)
+
+
 def quantize_both(x: Tensor, scale: Tensor, *, fmt: Fp8Format, amax: Tensor | None = None) -> Codes:
     """x[M, K] in FP8 with a scale, as it is and transposed, from one read.
 
@@ -171,6 +196,7 @@ def _launch(
     *,
     direct: bool,
     transposed: bool,
+    cast_rows: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     elements, exponents, size = parts_of(source)
     elements = elements.contiguous()
@@ -198,6 +224,7 @@ def _launch(
         RUN=tile.run,
         DOWN=tile.down,
         WARPS=tile.warps,
+        CAST_ROWS=cast_rows,
         num_warps=tile.warps,
     )
     return codes, codes_t

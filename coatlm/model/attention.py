@@ -146,7 +146,7 @@ def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
         x_SB.contiguous(), tensor_parallel_output_grad=True, group=group
     )
     size = group.size()
-    chunks = gathered.unflatten(0, (2 * size, -1))
+    chunks = gathered.unflatten(0, (2 * size, -1)).unbind()
     held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
     order = sorted(range(2 * size), key=held.__getitem__)
-    return chunks[order].flatten(0, 1)
+    return torch.cat([chunks[i] for i in order])  # a list as an index would wait for the GPU

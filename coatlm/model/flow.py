@@ -18,8 +18,9 @@ makes an operand of forward has its rows in registers, and their amax for nothin
     second norm         x1 [T, H], rms [T]               norm output, transposed
     SwiGLU              gate | up [T, 2F]                SwiGLU output, transposed
 
-Weights are cast when a GEMM needs them, as they are in forward and transposed in backward, and are
-kept no longer unless the recipe says so. Weight gradients are added to `main_grad` by their GEMM.
+Weights are cast when a GEMM needs them, in forward and, to the same codes transposed, in backward,
+and are kept no longer unless the recipe says so. Weight gradients are added to `main_grad` by their
+GEMM.
 On the CPU the references run: the same scales and codes, products in fp32.
 """
 
@@ -46,8 +47,10 @@ from coatlm.fp8.transpose import (
     padded_rows,
     quantize_both,
     quantize_direct,
+    quantize_rows_transposed,
     quantize_transposed,
     transpose_codes,
+    transpose_rows,
 )
 from coatlm.model.numerics import (
     Probe,
@@ -101,15 +104,14 @@ class Flow:
             return self.kept[weight].rows
         rows = quantize_rows(weight.detach())
         if self.keeping:
-            transposed = quantize_transposed(weight.detach(), rows.scale.amax())
-            self.kept[weight] = Weight(rows, transposed)
+            self.kept[weight] = Weight(rows, transpose_rows(rows))
         return rows
 
     def backward_weight(self, weight: Tensor, scale: Tensor) -> QTensor:
         """[in, out]; `scale`: those of the rows in forward."""
         if weight in self.kept:
             return self.kept[weight].transposed
-        return quantize_transposed(weight.detach(), scale.amax())
+        return quantize_rows_transposed(weight.detach(), scale)
 
     def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
         """x W^T of forward."""
@@ -358,7 +360,7 @@ class ProjMLP(torch.autograd.Function):
         )
         flow.record("fc1_grad", swiglu_gradient(da, gate_up), g.dx)
         del da
-        a_t = _rows_transposed(a, a_scale) if g.a_t is None else g.a_t
+        a_t = transpose_rows(a) if g.a_t is None else g.a_t
         dfc2 = flow.weight_gradient(fc2, d.transposed, a_t)
         del a_t, d
 
@@ -374,7 +376,7 @@ class ProjMLP(torch.autograd.Function):
         d = flow.gradient("proj_grad", dx1, amaxes)
         do = flow.input_gradient(d.direct, proj, w_scale)
         if isinstance(o, QTensor) and o.granularity == ROW:
-            o_t = _rows_transposed(o, o_scale)
+            o_t = transpose_rows(o)
         else:
             o_t = quantize_transposed(o, o_scale.amax())
         dproj = flow.weight_gradient(proj, d.transposed, o_t)
@@ -383,11 +385,6 @@ class ProjMLP(torch.autograd.Function):
             *(do, None, None, dx1.view(shape)),
             *(dproj, _norm_gradient(norm, dnorm), dfc1, dfc2, None, None),
         )
-
-
-def _rows_transposed(x: QTensor, scale: Tensor) -> QTensor:
-    """Codes with a scale a row -> transposed, with one."""
-    return quantize_transposed(x.codes, scale.amax(), row=x.scale)
 
 
 def _regroup(codes: Tensor, scale: Tensor, shape: torch.Size) -> QTensor:

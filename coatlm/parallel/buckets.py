@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from coatlm.fp8.weight_rows import Rows
 from coatlm.parallel.collectives import Pending
 from coatlm.parallel.wire import Reduction, Tensors
 
@@ -37,6 +38,7 @@ class Cut:
     bucket_size: int  # elements
     owner: Mapping[nn.Parameter, int] | None = None  # None: equal parts
     fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # gathered as FP8
+    fp8_rows: bool = False  # with a scale a row, as the FP8 flow casts them; else one a tensor
 
 
 @dataclass(eq=False)
@@ -51,6 +53,7 @@ class Bucket:
     reduced: Tensor  # [end - begin] sums over the group of what is owned
     tensors: Tensors
     fp8: bool  # weights are gathered as FP8
+    rows: Rows | None = None  # with scales of these, if not of tensors
     waiting: set[nn.Parameter] = field(default_factory=set)  # gradients still to come
     reduction: Reduction | None = None
     gather: Pending | None = None
@@ -124,7 +127,10 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
     tensors = Tensors.of([p.numel() for p in params], numel // ALIGNMENT, first.device)
     tensors.mu.fill_(1.0 / cut.ranks)  # from where no sum saturates
-    bucket = Bucket(ranges, weights, grads, sizes, owned, grads[slice(*owned)], tensors, fp8)
+    rows = None
+    if fp8 and cut.fp8_rows:
+        rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
+    bucket = Bucket(ranges, weights, grads, sizes, owned, grads[slice(*owned)], tensors, fp8, rows)
     if cut.zero == 2 and cut.ranks > 1:
         bucket.reduced = torch.zeros(sizes[cut.rank], dtype=cut.grad_dtype, device=first.device)
         bucket.release()

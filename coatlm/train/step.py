@@ -17,7 +17,7 @@ from coatlm.data import dataset
 from coatlm.fp8.formats import FORMATS
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
-from coatlm.model.coat_layer import flows_of, tune_layers
+from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
 from coatlm.model.scales import DelayedScales, Saved
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
@@ -63,7 +63,8 @@ class Trainer:
                     grad_dtype=GRAD_DTYPES[p.main_grads],
                     bucket_size=p.bucket_size,
                     owner=owner,
-                    fp8_weights=matrices(module) if p.weight_gather == "fp8" else frozenset(),
+                    fp8_weights=fp8_weights(module, config),
+                    fp8_rows=config.precision.flow,
                 ),
                 wire=make_wire(p, groups, self.traffic),
                 traffic=self.traffic,
@@ -245,7 +246,12 @@ def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Paramet
     return dict(zip(params, plan.owner, strict=True))
 
 
-def matrices(module: Any) -> frozenset[nn.Parameter]:
-    """The weights of the linear layers inside transformer layers."""
-    layers = module.decoder.layers
-    return frozenset(p for p in layers.parameters() if p.requires_grad and p.dim() == 2)
+def fp8_weights(module: Any, config: Config) -> frozenset[nn.Parameter]:
+    """The weights to be gathered as FP8: those of FP8 layers' linears, if any."""
+    if config.parallel.weight_gather != "fp8":
+        return frozenset()
+    layers = list(module.decoder.layers)
+    if config.precision.flow:  # precision.bf16_layers are others
+        layers = [layer for layer in layers if isinstance(layer, CoatTransformerLayer)]
+    params = [p for layer in layers for p in layer.parameters()]
+    return frozenset(p for p in params if p.requires_grad and p.dim() == 2)

@@ -30,6 +30,10 @@ SOURCES = {  # what there is, what there is not
         | {"scale_ptr": "*fp32", "code_t_ptr": WORDS},
         ["code_ptr", "amax_ptr"],
     ),
+    "weight of forward's codes": (
+        WIDE | {"row_ptr": "*fp32", "code_t_ptr": WORDS},
+        ["exponent_ptr", "column_ptr", "code_ptr", "amax_ptr"],
+    ),
     "codes moved": (
         {"x_ptr": BYTES, "scale_ptr": "*fp32", "code_t_ptr": WORDS},
         ["exponent_ptr", "row_ptr", "column_ptr", "code_ptr", "amax_ptr"],
@@ -49,7 +53,9 @@ def test_transposes_compile_for_sm90_with_16_byte_accesses(source: str) -> None:
     kernel = compile_sm90(
         tiles.transpose_kernel,
         pointers | SIZES,
-        dict.fromkeys(absent) | {"FORMAT": E4M3.triton_dtype, "SIZE": 16} | tile_options(tile),
+        dict.fromkeys(absent)
+        | {"FORMAT": E4M3.triton_dtype, "SIZE": 16, "CAST_ROWS": source.startswith("weight")}
+        | tile_options(tile),
         aligned=tuple(SIZES),
         num_warps=tile.warps,
     )

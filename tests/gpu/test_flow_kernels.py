@@ -31,8 +31,10 @@ from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from coatlm.fp8.transpose import (
     quantize_both,
     quantize_direct,
+    quantize_rows_transposed,
     quantize_transposed,
     transpose_codes,
+    transpose_rows,
 )
 from coatlm.model.flow import Flow, NormQKV, ProjMLP
 from coatlm.model.scales import DelayedScales
@@ -208,6 +210,16 @@ def test_norms_made_again_equal_their_reference(shape: tuple[int, int], size: in
     expected = quantize_transposed(made.y.codes, one, row=made.y.scale)
     codes, scale = made.y.codes.cuda(), made.y.scale.cuda()
     same(quantize_transposed(codes, one.cuda(), row=scale), expected)
+
+
+@pytest.mark.parametrize("shape", [(300, 4096), (37, 48), (1, 16), (129, 5504), (1024, 2752)])
+def test_weights_transposed_have_the_codes_of_forward(shape: tuple[int, int]) -> None:
+    w = mixed(*shape)  # rows 10^6 apart: subnormal under one scale
+    rows = quantize_rows(w)
+    expected = quantize_rows_transposed(w, rows.scale)
+    made = quantize_rows(w.cuda())
+    same(quantize_rows_transposed(w.cuda(), made.scale), expected)
+    same(transpose_rows(made), expected)
 
 
 @both
@@ -586,6 +598,12 @@ def test_transposes_index_beyond_31_bits() -> None:
     same(transposed_rows(transpose_codes(direct), m), wanted)
     del direct
     same(transposed_rows(quantize_transposed(x, scale), m), wanted)
+    scale = quantize_rows(x[LAST].cpu()).scale
+    expected_rows = quantize_rows_transposed(x[LAST].cpu(), scale)
+    scales = torch.full((m, 1), 2.0**-100, device="cuda")
+    scales[LAST] = scale.cuda()
+    wanted = QTensor(expected_rows.codes[:, :3].contiguous(), expected_rows.scale, TENSOR, E4M3)
+    same(transposed_rows(quantize_rows_transposed(x, scales), m), wanted)
 
 
 def test_swiglu_indexes_beyond_31_bits() -> None:

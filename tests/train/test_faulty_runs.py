@@ -16,6 +16,18 @@ from tests.distributed import run_ranks
 STEPS, EVERY = 20, 5
 NAN = [11, 12, 13]  # batches: the steps 12, 13 and 14
 LEFT_OUT = [10, 14]  # from the checkpoint of step 10 on, to the batch after the last bad one
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # sections in which rollbacks are tried too
+    "zero2": {"parallel": {"zero": 2}},
+    "zero2 in bf16": {"parallel": {"zero": 2, "main_grads": "bf16", "grad_comm": "bf16"}},
+    "fp8-nccl": {"parallel": {"grad_comm": "fp8-nccl"}},
+    "fp8-nccl zero2": {"parallel": {"grad_comm": "fp8-nccl", "zero": 2}},
+    "fp8-a2a whole-tensor": {"parallel": {"grad_comm": "fp8-a2a", "partition": "whole-tensor"}},
+    "coat": {
+        "parallel": {"weight_gather": "fp8", "zero": 2},
+        "precision": {"recipe": "coat"},
+        "optim": {"recipe": "coat-lean"},
+    },
+}
 CASES: dict[str, dict[str, Any]] = {  # train options, bad batches, ...
     "rolled back": {"nan": NAN, "train": {"rollbacks": 1}},
     "logged seldom": {"nan": NAN, "train": {"rollbacks": 1}, "log": {"every": 20}},
@@ -32,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {  # train options, bad batches, ...
     "slow": {"slow": True, "log": {"every": 5}},
     "nan there": {"nan": [13], "train": {"spike_sigma": 6.0, "spike_window": 6}},
 }
+for layout, sections in LAYOUTS.items():
+    CASES[f"{layout}, rolled back"] = CASES["rolled back"] | sections
+    CASES[f"{layout}, without them"] = CASES["without them"] | sections
 
 
 def config(root: Path, name: str) -> Any:
@@ -50,8 +65,9 @@ def config(root: Path, name: str) -> Any:
                 "cache_dir": str(root / "cache"),
                 "workers": 1,
             },
-            "precision": {"recipe": "fp32"},
-            "optim": {"lr": 1e-2, "warmup_steps": 2},
+            "parallel": {"bucket_size": 10000, **case.get("parallel", {})},
+            "precision": {"recipe": "fp32", **case.get("precision", {})},
+            "optim": {"lr": 1e-2, "warmup_steps": 2, **case.get("optim", {})},
             "train": {
                 "steps": STEPS,
                 "micro_batch": 4,
@@ -154,6 +170,18 @@ def test_a_rollback_trains_as_if_the_batches_since_the_checkpoint_were_not_there
     assert ends["rolled back"] == ends["without them"] == "0"
     assert losses(root, "rolled back") == losses(root, "without them")
     assert [step for step, _, _ in losses(root, "rolled back")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rollback_restores_what_every_layout_keeps(
+    root: Path, ends: dict[str, str], layout: str
+) -> None:
+    assert ends[f"{layout}, rolled back"] == ends[f"{layout}, without them"] == "0"
+    found = losses(root, f"{layout}, rolled back")
+    assert found == losses(root, f"{layout}, without them")
+    assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
+    log = (root / f"{layout}, rolled back" / "train.log").read_text()
+    assert "back to step 10; batches 10 to 14 are left out" in log
 
 
 def test_a_rollback_is_on_record(root: Path, ends: dict[str, str]) -> None:

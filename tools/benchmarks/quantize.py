@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
+from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, group
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale, group_amax
+from coatlm.fp8.transpose import quantize_rows_transposed
 from tools.benchmarks.layer_kernels import Launch, milliseconds
 
 SETS = 4  # of tensors, used in turn: together many times the L2 cache
@@ -48,6 +51,10 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
     m = x.float()
     v, state = m.square(), expand_quantize(m, M_E4M3)
     n = x.numel()
+    rows, row_scale = weight_rows.Rows.of([(0, *shape)], x.device), quantize_rows(x).scale
+    flat, codes = to.view(-1), torch.empty(n, dtype=torch.uint8, device="cuda")
+    amax = weight_rows.largest(x.view(-1), rows, 0, n)
+    span = amax, rows, 0, n
 
     def quantized(granularity: Any, **options: Any) -> Launch:
         return lambda: quantize(x, fmt=E4M3, granularity=granularity, **options)
@@ -64,6 +71,11 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
         "cast + transpose": (quantized(TENSOR, scale=scale, transpose=True), 4 * n),
         "amax of 1x128": (lambda: group_amax(x, 128), (2 + 4 / 128) * n),
         "tensor, own amax": (quantized(TENSOR), 5 * n),
+        "row, flow": (lambda: quantize_rows(x), 3 * n),
+        "its codes, transposed": (lambda: quantize_rows_transposed(x, row_scale), 3 * n),
+        "rows to gather, amax": (lambda: weight_rows.largest(x.view(-1), rows, 0, n), 2 * n),
+        "rows to gather, cast": (lambda: weight_rows.encode(x.view(-1), codes, *span), 3 * n),
+        "rows gathered": (lambda: weight_rows.decode(codes, flat, *span), 3 * n),
         "expand m": (lambda: expand_quantize(m, M_E4M3), (5 + 5 / 128) * n),
         "expand v": (lambda: expand_quantize(v, V_E4M3), (5 + 5 / 128) * n),
         "decode m": (lambda: expand_dequantize(state, M_E4M3), (5 + 5 / 128) * n),

@@ -1,0 +1,100 @@
+"""Bytes that steps of recorded microbatches report, for replays are not seen.
+
+A CPU has no recordings. Here one stands in: it runs the microbatch that is recorded where a GPU
+would only note it, and the others out of sight of whatever counts.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from coatlm.parallel.pipeline import MicrobatchGraph
+from tests.distributed import run_ranks
+
+MICROBATCHES = (1, 2, 3, 6)
+STEPS = 3
+
+
+class Recording(MicrobatchGraph):
+    """What is recorded runs once while it is recorded; its first replay is that run."""
+
+    def _eager(self, inputs: Any) -> Any:
+        return self._forward_backward(inputs)
+
+    def _record(self, inputs: Any) -> None:
+        self.inputs = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+        self.loss = self._forward_backward(self.inputs)
+        self.graph = SimpleNamespace(replay=lambda: None)
+        self.graph.replay = self._first_replay
+
+    def _first_replay(self) -> None:
+        self.graph.replay = self._replay
+
+    def _replay(self) -> None:
+        with _disable_current_modes(), self.model.no_sync():  # a replay runs no hooks
+            self.loss = self._forward_backward(self.inputs)
+
+
+def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
+    """Losses and bytes of every step, eager and recorded, for numbers of microbatches."""
+    from coatlm.config import make_config
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+    from tests.parallel.test_parity import batches
+
+    start_processes(Launch.from_environment())
+    found: dict[str, Any] = {}
+    for count in microbatches:
+        config = make_config(
+            {
+                "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
+                "data": {"text": ["unused"], "seq_len": 32},
+                "parallel": {"tp": 2, "sequence_parallel": True, "weight_gather": "fp8"},
+                "precision": {"recipe": "coat"},
+                "train": {"micro_batch": 1, "global_batch": 2 * count},
+            }
+        )
+        for name in ("eager", "recorded"):
+            groups = make_groups(config.parallel)
+            trainer = Trainer(config, groups, vocab=128)
+            if name == "recorded":
+                trainer.graph = Recording(trainer.chunks[0])
+            steps = []
+            for step in range(STEPS):
+                placed = trainer.place(batches(config, groups, step))
+                loss, norm = trainer.train_step(placed, lr=1e-3)
+                steps.append(((float(loss), float(norm)), trainer.comm_bytes))
+            found[f"{count} {name}"] = steps
+            release_groups()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(4, "tests.train.test_recorded_traffic:train", MICROBATCHES)
+
+
+@pytest.mark.parametrize("count", MICROBATCHES)
+def test_recorded_steps_report_the_bytes_of_eager_ones(found: Any, count: int) -> None:
+    for rank in found:
+        for eager, recorded in zip(rank[f"{count} eager"], rank[f"{count} recorded"], strict=True):
+            assert recorded == [pytest.approx(eager[0], rel=1e-6), eager[1]]
+
+
+def test_tensor_parallel_bytes_grow_with_the_microbatches(found: Any) -> None:
+    """But for what a step adds: sums of norms' gradients, two a layer and the last, or some."""
+    for rank in found:
+        once, *more = (rank[f"{n} recorded"][-1][1]["comm_bytes_tp"] for n in MICROBATCHES)
+        step = 2 * once - more[0]
+        assert 0 < step <= 5 * 64 * 4  # fp32; what this rank owns of five norms
+        for n, sent in zip(MICROBATCHES[1:], more, strict=True):
+            assert sent == n * (once - step) + step
