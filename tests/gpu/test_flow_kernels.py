@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from coatlm.fp8.attention import SavedInFp8, attend_keeping_fp8, dequantize_groups
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
@@ -36,6 +37,7 @@ from coatlm.fp8.transpose import (
     transpose_codes,
     transpose_rows,
 )
+from coatlm.model.attention import BACKENDS
 from coatlm.model.flow import Flow, NormQKV, ProjMLP
 from coatlm.model.scales import DelayedScales
 from coatlm.parallel.tensor import TensorParallel
@@ -407,9 +409,10 @@ def attention_inputs(kv_heads: int, s: int = 256, d: int = 128) -> list[Tensor]:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     gqa = q.shape[2] != k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
-    )
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
+        )
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
