@@ -99,22 +99,23 @@ def _head_codes(
     code_ptr,
     width,
     largest,
+    AMAX: tl.constexpr,
     FORMAT: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Codes of both halves for the tokens t, stored at `code_ptr` and returned as bytes.
 
-    And the amaxes of the tokens so far, or None. A scale that is not of these numbers may be too
+    And with AMAX the amaxes of the tokens so far. A scale that is not of these numbers may be too
     small for them: conversions would saturate infinite quotients too, and x + 0 x makes them NaN.
     """
     y1, y2 = _rotated_back(
         at_ptr, stride_s, stride_b, cos_ptr, sin_ptr, turns, t, tokens, B, HALF, BLOCK
     )
-    if largest is not None:
+    if AMAX:
         largest = larger(largest, larger(amax_of(y1, 1), amax_of(y2, 1)))
     y1, y2 = y1 * inverse, y2 * inverse
-    if largest is not None:
+    if AMAX:
         y1, y2 = y1 + y1 * 0.0, y2 + y2 * 0.0
     y1, y2 = as_bytes(y1, FORMAT), as_bytes(y2, FORMAT)
     i = tl.arange(0, BLOCK)[None, :]
@@ -180,22 +181,21 @@ def _join_kernel(
         width = heads * 2 * HALF
         code_at = code_ptr + j * 2 * HALF
         t = 4 * word
-        largest = None
-        if amax_ptr is not None:
-            largest = tl.zeros([WORDS], tl.float32)
+        AMAX: tl.constexpr = amax_ptr is not None
+        largest = tl.zeros([WORDS], tl.float32)
         a1, a2, largest = _head_codes(
             at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t, tokens, B,
-            inverse, code_at, width, largest, FORMAT, HALF, BLOCK)  # fmt: skip
+            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
         b1, b2, largest = _head_codes(
             at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t + 1, tokens, B,
-            inverse, code_at, width, largest, FORMAT, HALF, BLOCK)  # fmt: skip
+            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
         c1, c2, largest = _head_codes(
             at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t + 2, tokens, B,
-            inverse, code_at, width, largest, FORMAT, HALF, BLOCK)  # fmt: skip
+            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
         d1, d2, largest = _head_codes(
             at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t + 3, tokens, B,
-            inverse, code_at, width, largest, FORMAT, HALF, BLOCK)  # fmt: skip
-        if amax_ptr is not None:
+            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
+        if AMAX:
             amax = amax_of(largest, 0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
             tl.atomic_max(amax_ptr, amax, sem="relaxed")
         i = tl.arange(0, BLOCK)

@@ -142,14 +142,14 @@ def store_transposed(
 @gluon.jit
 def _row_codes(
     x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row, some, largest,
-    FORMAT: gl.constexpr, CAST_ROWS: gl.constexpr,
+    AMAX: gl.constexpr, FORMAT: gl.constexpr, CAST_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile's rows 4 r + j, for one j, stored if asked for, and amaxes so far or None."""
+    """Codes of a tile's rows 4 r + j, for one j, stored if asked for; with AMAX amaxes too."""
     if x_ptr.dtype.element_ty == gl.uint8:
         code = gl.load(x_ptr + at, mask=some[:, :, None], other=0)
     else:
         x = load_values(x_ptr, at, some)
-        if largest is not None:
+        if AMAX:
             largest = gl.maximum(largest, amax_bits(x))
         # Powers of two first: they move no bits, so that the rounding is that of x * row * column.
         factor = inverse
@@ -167,7 +167,7 @@ def _row_codes(
             x = x * factor
         if column is not None:
             x = x * column
-        if largest is not None:
+        if AMAX:
             x = given(x)
         code = bytes_of(x, FORMAT)
     if code_ptr is not None:
@@ -227,22 +227,21 @@ def transpose_kernel(
     step = 0
     if exponent_ptr is not None:
         step = K // SIZE
-    largest = None
-    if amax_ptr is not None:
-        largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
+    AMAX: gl.constexpr = amax_ptr is not None
+    largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
     a, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at, exponent_at, row,
-        (row < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
+        (row < left) & across, largest, AMAX, FORMAT, CAST_ROWS)  # fmt: skip
     b, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + K, exponent_at + step,
-        row + 1, (row + 1 < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
+        row + 1, (row + 1 < left) & across, largest, AMAX, FORMAT, CAST_ROWS)  # fmt: skip
     c, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 2 * K, exponent_at + 2 * step,
-        row + 2, (row + 2 < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
+        row + 2, (row + 2 < left) & across, largest, AMAX, FORMAT, CAST_ROWS)  # fmt: skip
     d, largest = _row_codes(
         x_ptr, exponent_ptr, row_ptr, code_ptr, column, inverse, at + 3 * K, exponent_at + 3 * step,
-        row + 3, (row + 3 < left) & across, largest, FORMAT, CAST_ROWS)  # fmt: skip
-    if amax_ptr is not None:
+        row + 3, (row + 3 < left) & across, largest, AMAX, FORMAT, CAST_ROWS)  # fmt: skip
+    if AMAX:
         gl.atomic_max(amax_ptr, gl.max(gl.max(largest, 1), 0), sem="relaxed")
     if code_t_ptr is not None:
         store_transposed(a, b, c, d, code_t_ptr, first_row, first_column, padded, K,
@@ -272,17 +271,17 @@ def _load_swiglu(da_ptr, x_ptr, exponent_ptr, at, exponent_at, some, F, SIZE: gl
 @gluon.jit
 def _gradient_codes(
     da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at, x_at, exponent_at, some, F,
-    largest, SIZE: gl.constexpr, FORMAT: gl.constexpr, A_FORMAT: gl.constexpr,
+    largest, AMAX: gl.constexpr, SIZE: gl.constexpr, FORMAT: gl.constexpr, A_FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Codes of dgate, dup and a of a tile's rows 4 r + j, for one j; those of dx are stored.
 
-    And the amaxes of dx / S so far, or None.
+    And with AMAX the amaxes of dx / S so far.
     """
     da, gate, up = _load_swiglu(da_ptr, x_ptr, exponent_ptr, at, exponent_at, some, F, SIZE, x_at)
     silu, slope = _swiglu_parts(gate)
     da = da * inverse
     dgate, dup = da * up * slope, da * silu
-    if largest is not None:
+    if AMAX:
         largest = gl.maximum(largest, gl.maximum(amax_bits(dgate), amax_bits(dup)))
         dgate, dup = given(dgate), given(dup)
     dgate, dup = bytes_of(dgate, FORMAT), bytes_of(dup, FORMAT)
@@ -334,27 +333,27 @@ def swiglu_backward_kernel(
     across = group * INNER < F - first_column
     inverse, a_inverse = inverse_at(dx_scale_ptr), inverse_at(a_scale_ptr)
     left = M - first_row
-    largest = None
-    if amax_ptr is not None:
-        largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
+    AMAX: gl.constexpr = amax_ptr is not None
+    largest = gl.full([R, GROUPS], 0, gl.int32, gl.SliceLayout(2, L))
     g0, u0, a0, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at, x_at, exponent_at,
-        (row < left) & across, F, largest, SIZE, FORMAT, A_FORMAT)  # fmt: skip
+        (row < left) & across, F, largest, AMAX, SIZE, FORMAT,
+        A_FORMAT)  # fmt: skip
     g1, u1, a1, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + F, x_at + 2 * F,
-        exponent_at + step, (row + 1 < left) & across, F, largest, SIZE, FORMAT,
+        exponent_at + step, (row + 1 < left) & across, F, largest, AMAX, SIZE, FORMAT,
         A_FORMAT)  # fmt: skip
     g2, u2, a2, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + 2 * F, x_at + 4 * F,
-        exponent_at + 2 * step, (row + 2 < left) & across, F, largest, SIZE, FORMAT,
+        exponent_at + 2 * step, (row + 2 < left) & across, F, largest, AMAX, SIZE, FORMAT,
         A_FORMAT)  # fmt: skip
     g3, u3, a3, largest = _gradient_codes(
         da_ptr, x_ptr, exponent_ptr, dx_ptr, inverse, a_inverse, at + 3 * F, x_at + 6 * F,
-        exponent_at + 3 * step, (row + 3 < left) & across, F, largest, SIZE, FORMAT,
+        exponent_at + 3 * step, (row + 3 < left) & across, F, largest, AMAX, SIZE, FORMAT,
         A_FORMAT)  # fmt: skip
     store_transposed(g0, g1, g2, g3, dx_t_ptr, first_row, first_column, padded, F,
                      R, GROUPS, INNER, WARPS)  # fmt: skip
-    if amax_ptr is not None:
+    if AMAX:
         scaled = gl.max(gl.max(largest, 1), 0).to(gl.float32, bitcast=True)
         amax = (scaled * gl.load(dx_scale_ptr)).to(gl.int32, bitcast=True) & 0x7FFFFFFF
         gl.atomic_max(amax_ptr, amax, sem="relaxed")
