@@ -3,8 +3,9 @@
     pack      x [A, B, n] -> payloads [A, B, bytes]        code = cast(x r), r = 1 / S
     unpack    payloads [R, A, B, bytes] -> y [A, B, n]     y = sum over R of code * S
 
-A rank that takes part in a sum itself need not round what it has nor send it: `pack` leaves out one
-payload, `skip`, and `unpack` adds the values themselves, `own`, to what the others sent.
+A rank that takes part in a sum itself need not round what it has: `pack` leaves out a payload, and
+`unpack` adds the values themselves, `Own`, to what the others sent. The payload keeps its place:
+NCCL exchanges parts of one size, its own among them, faster than all but its own.
 
 A payload is n codes and, unless the ranks share scales, the scales S of its groups of 128 behind
 them (fp32, S = amax / MAX by the rules of scaling.py): 132 bytes for 128 elements. Groups are those
@@ -44,6 +45,14 @@ class Shared:
     owner: Tensor  # int32 [A, B, groups], any view whose rows are contiguous
 
 
+@dataclass(frozen=True, eq=False)
+class Own:
+    """What the source number `rank` would have sent, unrounded: [A, B, n], a view as y."""
+
+    values: Tensor
+    rank: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Bytes of a payload of `elements` values, a multiple of 128."""
@@ -72,14 +81,9 @@ def pack_ref(
     layout: Layout,
     shared: Shared | None = None,
     divide: bool = False,
-    skip: int = -1,
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
-    if skip >= 0:
-        rest = [a for a in range(len(x)) if a != skip]
-        x = x[rest]
-        shared = None if shared is None else Shared(shared.scale, shared.owner[rest])
     if shared is None:
         scale = scale_ref(group_amax_ref(x, GROUP), layout.fmt)
         payloads[..., n : n + 4 * layout.groups] = scale.contiguous().view(torch.uint8)
@@ -96,13 +100,15 @@ def unpack_ref(
     y: Tensor,
     layout: Layout,
     shared: Shared | None = None,
-    own: Tensor | None = None,
+    own: Own | None = None,
     add: bool = False,
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
     total = torch.full((*y.shape[:-1], layout.groups, GROUP), -0.0, device=y.device)  # keeps a -0
-    for source in payloads:
+    for number, source in enumerate(payloads):
+        if own is not None and number == own.rank:
+            continue
         codes = source[..., :n].contiguous().view(layout.fmt.dtype).float()
         value = codes.unflatten(-1, (-1, GROUP))
         if shared is None:
@@ -114,7 +120,7 @@ def unpack_ref(
         total = total * scale[..., None]
     total = total.view(y.shape)
     if own is not None:
-        total = total + own.float()
+        total = total + own.values.float()
     y.copy_(total + y.float() if add else total)
 
 
@@ -132,7 +138,7 @@ def _pack_kernel(
     owner_outer_stride,
     owner_inner_stride,
     bytes_each,  # of a payload
-    skip,  # a that is left out, or A
+    skip,  # a that is left out, or -1
     TOP: tl.constexpr,
     LARGEST: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -142,11 +148,10 @@ def _pack_kernel(
     tiles = tl.cdiv(groups, ROWS)
     payload = program // tiles
     a, b = payload // inner, payload % inner
-    a += (a >= skip).to(tl.int64)
     start = a * outer_stride + b * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    some = g < groups
+    some = (g < groups) & (a != skip)
     mask = some[:, None]
     x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
     if shared_ptr is None:
@@ -172,7 +177,7 @@ def _unpack_kernel(
     scale_ptr,
     shared_ptr,
     owner_ptr,
-    own_ptr,  # values to be added, or None
+    own_ptr,  # instead of source `skip`, or None
     y_ptr,
     groups,
     inner,
@@ -183,6 +188,7 @@ def _unpack_kernel(
     owner_outer_stride,
     owner_inner_stride,
     bytes_each,
+    skip,
     source_bytes,  # from one source's payloads to the next one's
     SOURCES: tl.constexpr,
     ADD: tl.constexpr,
@@ -199,10 +205,11 @@ def _unpack_kernel(
     total = tl.full([ROWS, 128], -0.0, tl.float32)  # keeps a -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source.to(tl.int64) * source_bytes
-        code = tl.load(code_ptr + begin + at, mask=mask, other=0.0).to(tl.float32)
+        some = (g < groups) & (source != skip)
+        code = tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0).to(tl.float32)
         if shared_ptr is None:
             scales = scale_ptr + (begin + payload * bytes_each) // 4
-            total += code * tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
+            total += code * tl.load(scales + g, mask=some, other=0.0)[:, None]
         else:
             total += code
     if shared_ptr is not None:
@@ -230,19 +237,18 @@ def pack(
 ) -> None:
     """Fill `payloads` uint8 [A, B, bytes] (contiguous) from x [A, B, n], fp32 or BF16.
 
-    Without the a = `skip`, there are payloads for the other A - 1.
+    `skip` is an a in 0 .. A - 1 whose payloads are not needed: what they hold is undefined.
     x may be any view of a flat buffer whose rows are contiguous and start on multiples of 128.
     Raises ValueError where shapes, strides or scales do not fit the layout.
     """
-    a, b, _ = x.shape
-    sent = a - (skip >= 0)
-    _check(x, payloads[None], layout, shared, sent)
-    if not payloads.numel():
+    _check(x, payloads[None], layout, shared)
+    if not x.numel():
         return
     if not x.is_cuda:
-        pack_ref(x, payloads, layout, shared, divide, skip)
+        pack_ref(x, payloads, layout, shared, divide)
         return
-    _pack_kernel[(sent * b * triton.cdiv(layout.groups, ROWS),)](
+    a, b, _ = x.shape
+    _pack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
         x,
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
@@ -254,7 +260,7 @@ def pack(
         x.stride(1),
         *_owner_strides(shared),
         layout.nbytes,
-        a if skip < 0 else skip,
+        skip,
         TOP=layout.fmt.max,
         LARGEST=LARGEST,
         DIVIDE=divide,
@@ -269,24 +275,24 @@ def unpack(
     *,
     layout: Layout,
     shared: Shared | None = None,
-    own: Tensor | None = None,
+    own: Own | None = None,
     add: bool = False,
 ) -> None:
     """Write (or add) to y [A, B, n], fp32 or BF16, the sum over `payloads` uint8 [R, A, B, bytes].
 
-    `own`, a view as y and maybe y itself, is added last. y may be a view as x of `pack`. Raises
-    ValueError as `pack` does.
+    `own.values`, a view as y and maybe y itself, are added last. y may be a view as x of `pack`.
+    Raises ValueError as `pack` does.
     """
-    _check(y, payloads, layout, shared, len(y))
+    _check(y, payloads, layout, shared)
     if own is not None:
-        _check(own, payloads, layout, shared, len(y))
+        _check(own.values, payloads, layout, shared)
     if not y.numel():
         return
     if not y.is_cuda:
         unpack_ref(payloads, y, layout, shared, own, add)
         return
     a, b, _ = y.shape
-    mine = y if own is None else own
+    mine = y if own is None else own.values
     _unpack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
@@ -302,6 +308,7 @@ def unpack(
         mine.stride(1),
         *_owner_strides(shared),
         layout.nbytes,
+        -1 if own is None else own.rank,
         a * b * layout.nbytes,
         SOURCES=len(payloads),
         ADD=add,
@@ -321,13 +328,13 @@ def _scales(payloads: Tensor, layout: Layout) -> Tensor | None:
     return payloads.view(-1)[layout.elements :].view(torch.float32)
 
 
-def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None, count: int) -> None:
+def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -> None:
     """Raise ValueError for what the kernels cannot address."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"x.dtype={x.dtype}: torch.float32 or torch.bfloat16")
     if layout.elements % GROUP or x.ndim != 3 or x.shape[-1] != layout.elements:
         raise ValueError(f"x {list(x.shape)}: [A, B, {layout.elements}], whole groups of {GROUP}")
-    wanted = (count, x.shape[1], layout.nbytes)
+    wanted = (*x.shape[:2], layout.nbytes)
     if payloads.shape[1:] != wanted or not payloads.is_contiguous():
         raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
     if x.numel() and (x.stride(2) != 1 or x.stride(0) % GROUP or x.stride(1) % GROUP):

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
+from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.parallel.collectives import Comm, Pending
 from coatlm.parallel.wire import Steps, Sum, largest_magnitudes
 
 Scaling = Literal["block", "tensor", "bucket"]
-PIECE = 1 << 25  # elements of a bucket that are packed while those before them travel
+PIECE = 1 << 27  # elements of a bucket that are packed while those before them travel
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Fp8Exchange:
         def land(begin: int, end: int, received: Tensor) -> None:
             shared = _shared(scale, owner_RG[comm.rank, begin // GROUP : end // GROUP][None, None])
             y, own = out[begin:end][None, None], x_RP[comm.rank, begin:end][None, None]
-            self._land(received, y, own, shared, add=self._adds(job))
+            self._land(received, y, Own(own, comm.rank), shared, add=self._adds(job))
 
         yield from _pipeline(pieces, send, land)
 
@@ -126,14 +126,14 @@ class Fp8Exchange:
             mine = owner_LNG[inside.rank, None, :, begin // GROUP : end // GROUP]
             shared = _shared(scale, mine)
             y, own = sums_NP[None, :, begin:end], x_LNP[inside.rank, None, :, begin:end]
-            self._land(received, y, own, shared, add=False)
+            self._land(received, y, Own(own, inside.rank), shared, add=False)
 
         def send_sums(begin: int, end: int) -> tuple[Pending, Tensor]:
             return self._send(sums_NP[:, None, begin:end], across, None)
 
         def land_sums(begin: int, end: int, received: Tensor) -> None:
             y, own = out[begin:end][None, None], sums_NP[across.rank, begin:end][None, None]
-            self._land(received, y, own, None, add=self._adds(job))
+            self._land(received, y, Own(own, across.rank), None, add=self._adds(job))
 
         yield from _pipeline(pieces, send, land)
         yield from _pipeline(pieces, send_sums, land_sums)
@@ -174,7 +174,6 @@ class Fp8Exchange:
         """Parts of different sizes, in one exchange."""
         layouts = [Layout(size, self.fmt, scaled=scale is None) for size in job.sizes]
         sizes = [layout.nbytes for layout in layouts]
-        sizes[comm.rank] = 0
         sent = torch.empty(sum(sizes), dtype=torch.uint8, device=job.grads.device)
         groups = [size // GROUP for size in job.sizes]
         owners = job.tensors.owner.split(groups)
@@ -187,32 +186,26 @@ class Fp8Exchange:
             shared = _shared(scale, owner[None, None])
             pack(x[None, None], payload[None, None], layout=layout, shared=shared)
         mine = layouts[comm.rank]
-        received = mine.empty(comm.size - 1, 1, device=sent.device)
-        each = _but_own(mine.nbytes, comm)
-        yield comm.all_to_all(received.view(-1), sent, received_sizes=each, sent_sizes=sizes)
+        received = torch.empty(comm.size * mine.nbytes, dtype=torch.uint8, device=sent.device)
+        each = [mine.nbytes] * comm.size
+        yield comm.all_to_all(received, sent, received_sizes=each, sent_sizes=sizes)
         shared = _shared(scale, owners[comm.rank][None, None])
-        own = parts[comm.rank][None, None]
-        self._land(received, job.out[None, None], own, shared, add=job.add)
+        own = Own(parts[comm.rank][None, None], comm.rank)
+        payloads = received.view(comm.size, 1, mine.nbytes)
+        self._land(payloads, job.out[None, None], own, shared, add=job.add)
 
     def _send(self, x_ABP: Tensor, comm: Comm, shared: Shared | None) -> tuple[Pending, Tensor]:
-        """Pack x and start the exchange: x[a] goes to rank a, but for this rank's own.
-
-        What arrives: [R - 1, B, bytes].
-        """
+        """Pack x and start the exchange: x[a] goes to rank a. What arrives: [source, B, bytes]."""
         layout = self._layout(x_ABP.shape[2], shared)
-        payloads = layout.empty(comm.size - 1, x_ABP.shape[1], device=x_ABP.device)
+        payloads = layout.empty(*x_ABP.shape[:2], device=x_ABP.device)
         pack(x_ABP, payloads, layout=layout, shared=shared, skip=comm.rank)
         received = torch.empty_like(payloads)
-        sizes = _but_own(x_ABP.shape[1] * layout.nbytes, comm)
-        work = comm.all_to_all(
-            received.view(-1), payloads.view(-1), received_sizes=sizes, sent_sizes=sizes
-        )
-        return work, received
+        return comm.all_to_all(received, payloads), received
 
     def _land(
-        self, received: Tensor, y_ABP: Tensor, own: Tensor, shared: Shared | None, *, add: bool
+        self, received: Tensor, y_ABP: Tensor, own: Own, shared: Shared | None, *, add: bool
     ) -> None:
-        """Sum what has arrived, [R - 1, B, bytes], and this rank's own values into y."""
+        """Sum what has arrived, [source, B, bytes], and this rank's own values into y."""
         layout = self._layout(y_ABP.shape[2], shared)
         unpack(received[:, None], y_ABP, layout=layout, shared=shared, own=own, add=add)
 
@@ -221,11 +214,6 @@ class Fp8Exchange:
 
     def _adds(self, job: Sum) -> bool:
         return job.add and not job.whole
-
-
-def _but_own(size: int, comm: Comm) -> list[int]:
-    """`size` to or from every rank but this one."""
-    return [0 if rank == comm.rank else size for rank in range(comm.size)]
 
 
 def _shared(scale: Tensor | None, owner: Tensor) -> Shared | None:

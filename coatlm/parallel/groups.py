@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from coatlm.config import Parallel
-from coatlm.platform import enable_cpu
+from coatlm.platform import device, enable_cpu
 
 enable_cpu()
 
@@ -66,6 +67,7 @@ def make_groups(
         context_parallel_size=parallel.cp,
         distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
         create_gloo_process_groups=False,
+        high_priority_stream_groups=["dp_cp"] if device().type == "cuda" else None,
     )
     ranks = list(range(dist.get_world_size()))
     embedding = parallel_state.get_embedding_group(check_initialized=False)
@@ -131,10 +133,21 @@ def _levels(
         if len(split) == 1:
             continue
         for ranks in (*split, *map(list, zip(*split, strict=True))):
-            made = dist.new_group(ranks, timeout=timeout)
+            made = dist.new_group(ranks, timeout=timeout, pg_options=prompt())
             if dist.get_rank() in ranks:
                 inside, across = (made, across) if ranks in split else (inside, made)
     return inside, across
+
+
+def prompt() -> Any:
+    """Options of a group whose kernels start before those that wait for a place on the device.
+
+    What is packed for a collective is packed by kernels that fill the device; without this, those
+    of the next piece go ahead of the collective of the one before.
+    """
+    if device().type != "cuda":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def release_groups() -> None:

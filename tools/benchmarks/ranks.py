@@ -18,7 +18,7 @@ RESULT = "RANKS "  # rank 0 prints its record behind this
 def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
     """Run `python -m MODULE WORDS` on `ranks` processes; the record that one of them said.
 
-    Raises RuntimeError with the last line of the errors where none did.
+    Raises RuntimeError with the first error where none did.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -31,8 +31,8 @@ def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith(RESULT):
             return dict(json.loads(line.removeprefix(RESULT)))
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no output"])[-1])
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no output"])[0])
 
 
 def say(record: dict[str, Any]) -> None:

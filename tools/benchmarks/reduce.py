@@ -1,9 +1,12 @@
 """Reduce-scatter of gradients over all GPUs here: milliseconds, relative error, bytes an element.
 
 Rows: the bare exchange of one byte an element (uint8 all-to-all), the library's sums in fp32 and
-BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. A row
-starts a process on each GPU. Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for
-rows of FP8 exchange at other piece sizes, whole=1 for all-reduces.
+BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. `ms` is
+the device's time, behind other work, as in backward, so that the host has issued all of it;
+`host_ms` is what that took. A row starts a process on each GPU.
+
+Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
+piece sizes, whole=1 for all-reduces.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
+from coatlm.parallel.groups import prompt
 from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
 from tools.benchmarks.ranks import run_ranks, say
 
@@ -39,6 +43,7 @@ WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gr
     "fp8-a2a bucket from bf16": (Fp8Exchange(scaling="bucket"), BF16),
 }
 WARMUP = 5
+AHEAD = 8_000_000  # cycles of the device that the host is ahead: some milliseconds
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -71,24 +76,23 @@ def work(row: str, options: dict[str, str]) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    assert dist.group.WORLD is not None
     traffic = Traffic()
-    comm = Comm(dist.group.WORLD, traffic, "grad")
+    comm = Comm(dist.new_group(pg_options=prompt()), traffic, "grad")
     values = int(options.get("values", VALUES))
     reps = int(options.get("reps", 20))
     result: dict[str, Any] = {"gpus": comm.size, "values": values}
     if row == "wire alone":
         sent = torch.zeros(values, dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
-        ms = milliseconds(lambda: comm.all_to_all(received, sent).wait(), reps)
+        times = milliseconds(lambda: comm.all_to_all(received, sent).wait(), reps)
         traffic.sent.clear()
         comm.all_to_all(received, sent).wait()
     else:
-        ms, error = sums(row, values, reps, comm, device, whole=options.get("whole") == "1")
+        times, error = sums(row, values, reps, comm, device, whole=options.get("whole") == "1")
         result["relative_error"] = round(error, 5)
     legs = 2 if options.get("whole") == "1" else 1
     each = sum(traffic.sent.values()) / (values * (comm.size - 1) / comm.size) / legs
-    result |= {"ms": round(ms, 3), "bytes_an_element_and_leg": round(each, 4)}
+    result |= times | {"bytes_an_element_and_leg": round(each, 4)}
     if comm.rank == 0:
         say(result)
     dist.destroy_process_group()
@@ -96,8 +100,8 @@ def work(row: str, options: dict[str, str]) -> None:
 
 def sums(
     row: str, values: int, reps: int, comm: Comm, device: torch.device, *, whole: bool
-) -> tuple[float, float]:
-    """Milliseconds and relative error of a format; `comm` counted one sum."""
+) -> tuple[dict[str, float], float]:
+    """`milliseconds` and relative error of a format; `comm` counted one sum."""
     kind, _, size = row.partition(", pieces of ")
     wire, dtype = WIRES[kind]
     if size:
@@ -121,10 +125,10 @@ def sums(
     got = grads[own].double()
     error = torch.stack([(got - exact).square().sum(), exact.square().sum()])
     dist.all_reduce(error)
-    ms = milliseconds(reduce, reps)
+    times = milliseconds(reduce, reps)
     comm.traffic.sent.clear()
     reduce()
-    return ms, float((error[0] / error[1]).sqrt())
+    return times, float((error[0] / error[1]).sqrt())
 
 
 def gradients(rank: int, values: int, device: torch.device) -> Tensor:
@@ -135,28 +139,30 @@ def gradients(rank: int, values: int, device: torch.device) -> Tensor:
     return (x * torch.randn(len(x), 1, generator=same, device=device).exp() * 1e-3).view(-1)
 
 
-def milliseconds(call: Callable[[], object], reps: int) -> float:
-    """Median over `reps`, of the slowest rank each time."""
-    times = []
+def milliseconds(call: Callable[[], object], reps: int) -> dict[str, float]:
+    """Medians over `reps`, of the slowest rank each time: `ms` and, on a GPU, `host_ms`."""
+    on_gpu = torch.cuda.is_available()
+    found = []
     for number in range(reps + WARMUP):
         dist.barrier()
-        if torch.cuda.is_available():
+        if on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
+            torch.cuda._sleep(AHEAD)
             begin.record()
-            call()
+        start = time.perf_counter()
+        call()
+        elapsed = [1000 * (time.perf_counter() - start)]
+        if on_gpu:
             end.record()
             torch.cuda.synchronize()
-            elapsed = begin.elapsed_time(end)
-        else:
-            start = time.perf_counter()
-            call()
-            elapsed = 1000 * (time.perf_counter() - start)
-        slowest = torch.tensor(elapsed, device="cuda" if torch.cuda.is_available() else "cpu")
+            elapsed.insert(0, begin.elapsed_time(end))
+        slowest = torch.tensor(elapsed, device="cuda" if on_gpu else "cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if number >= WARMUP:
-            times.append(float(slowest))
-    return statistics.median(times)
+            found.append(slowest.tolist())
+    medians = (round(statistics.median(times), 3) for times in zip(*found, strict=True))
+    return dict(zip(("ms", "host_ms"), medians, strict=False))
 
 
 if __name__ == "__main__":
