@@ -11,12 +11,15 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+# torch 2.11 brings this one, constraints.txt the newest.
+OLDEST_TRITON := 3.6.0
 
-.PHONY: help install train test check bench format
+.PHONY: help install train test check kernels bench format
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests; those that need GPUs or SLURM are skipped without"
 	@echo "make check    lint, formatting, types, and who may import whom"
+	@echo "make kernels  build all kernels for sm_90 with the oldest Triton as well"
 	@echo "make bench    measure kernels, layers and the optimizer against their peers"
 	@echo "make format   apply the formatting that make check asks for"
 
@@ -44,6 +47,11 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+kernels: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+		--target $(VENV)/triton triton==$(OLDEST_TRITON)
+	PYTHONPATH=$(VENV)/triton $(VENV)/bin/python -m pytest tests/fp8 tests/model tests/optim -k 'sm90 or compile'
 
 bench: $(INSTALLED)
 	@$(VENV)/bin/python tools/bench.py $(ARGS)

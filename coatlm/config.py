@@ -192,7 +192,7 @@ class Parallel(Section):
     zero: Literal[0, 1, 2] = 1  # shard over data parallel: nothing | states | gradients too
     partition: Literal["flat", "whole-tensor"] = "flat"  # zero > 0: equal parts | FP8-LM's
     main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated in this
-    grad_comm: GradComm = "fp32"  # and summed over data parallel in this: parallel/wire.py
+    grad_comm: GradComm = "fp8-a2a"  # and summed over data parallel in this: parallel/wire.py
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"  # fp8-a2a: own 1x128 | shared
     grad_comm_nodes: StrictInt | None = Field(None, ge=1)  # fp8-a2a, 2 levels; null: the launcher's
     weight_gather: Literal["bf16", "fp8"] = "bf16"  # zero > 0: as stored | as GEMMs cast them
