@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from coatlm.fp8 import tiles
+from coatlm.fp8 import swiglu_tiles
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.norm import processors
@@ -261,7 +261,7 @@ def swiglu_backward_quantize(
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
     programs = triton.cdiv(padded, TILE.rows) * triton.cdiv(f, TILE.columns)
-    tiles.swiglu_backward_kernel[(programs,)](
+    swiglu_tiles.swiglu_backward_kernel[(programs,)](
         da,
         elements,
         exponents,
@@ -299,7 +299,7 @@ def _gradient_scale(
     count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
     programs = min(count, PROGRAMS_PER_SM * processors(da.device))
     amax = torch.empty(programs, dtype=torch.float32, device=da.device)
-    tiles.swiglu_amax_kernel[(programs,)](
+    swiglu_tiles.swiglu_amax_kernel[(programs,)](
         da,
         elements,
         exponents,

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from coatlm.fp8 import attention, rope, rope_quantize, scaling, swiglu_quantize, tiles, transpose
+from coatlm.fp8 import (
+    attention,
+    rope,
+    rope_quantize,
+    scaling,
+    swiglu_quantize,
+    swiglu_tiles,
+    tiles,
+    transpose,
+)
 from coatlm.fp8.formats import E4M3, E5M2
 from tests.fp8.sm90 import access_bytes, compile_sm90
 
@@ -79,7 +88,7 @@ def test_swiglu_backward_compiles_for_sm90_without_divisions(kept: bool, delayed
     amax: dict[str, Any] = {"amax_ptr": WORDS} if delayed else {}
     tile = swiglu_quantize.TILE
     kernel = compile_sm90(
-        tiles.swiglu_backward_kernel,
+        swiglu_tiles.swiglu_backward_kernel,
         {"da_ptr": "*bf16", **x, "dx_scale_ptr": "*fp32", "a_scale_ptr": "*fp32"}
         | {"dx_ptr": BYTES, "dx_t_ptr": WORDS, "a_t_ptr": WORDS, **amax}
         | {"M": "i32", "padded": "i32", "F": "i32"},
@@ -96,7 +105,7 @@ def test_swiglu_backward_compiles_for_sm90_without_divisions(kept: bool, delayed
     options = tile_options(tile)
     del options["DOWN"]
     compile_sm90(
-        tiles.swiglu_amax_kernel,
+        swiglu_tiles.swiglu_amax_kernel,
         {"da_ptr": "*bf16", **x, "amax_ptr": "*fp32", "M": "i32", "F": "i32"},
         absent | {"SIZE": 16} | options,
         aligned=("M", "F"),

@@ -57,7 +57,7 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
             {
                 "model": MODEL | {"layers": 2},
                 "data": {"text": ["unused"], "seq_len": 16},
-                "parallel": {"bucket_size": 20000} | parallel,
+                "parallel": {"bucket_size": 20000, "grad_comm": "fp32"} | parallel,
                 "optim": {"recipe": "adamw-fp32", "lr": 1e-3},
                 "train": {"micro_batch": 1, "global_batch": 8},
             }
@@ -215,7 +215,9 @@ def flow_config(sections: dict[str, Any], gather: str) -> Any:
         {
             "model": section("model", FLOW_MODEL),
             "data": {"text": ["unused"], "seq_len": 32},
-            "parallel": section("parallel", {"bucket_size": 30000, "weight_gather": gather}),
+            "parallel": section(
+                "parallel", {"bucket_size": 30000, "weight_gather": gather, "grad_comm": "fp32"}
+            ),
             "precision": section("precision", {"recipe": "coat"}),
             "optim": section("optim", {"recipe": "adamw-fp32", "clip_grad": 0.0}),
             "train": section("train", {"micro_batch": 1, "global_batch": 8}),
