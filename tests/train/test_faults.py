@@ -141,7 +141,7 @@ record_collectives(run / FLIGHT)
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=2)
-watchdog = HangWatchdog(2.0 + 3 * rank, run_dir=run, rank=rank, flight=recorded_collectives)
+watchdog = HangWatchdog(5.0 + 5 * rank, run_dir=run, rank=rank, flight=recorded_collectives)
 dist.all_reduce(torch.ones(5))
 if rank == 1:
     time.sleep(60)
