@@ -71,7 +71,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._interrupted = False
+        self._leaving = self._interrupted = False
         self._previous = {s: signal.signal(s, self._handle) for s in URGENCY}
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> signal.Signals | None:
@@ -85,12 +85,18 @@ class StopSignal:
             highest = torch.tensor(urgency, dtype=torch.int32)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             urgency = int(highest)
+        self._leaving = urgency >= 0
         return None if urgency < 0 else URGENCY[urgency]
 
     def close(self) -> None:
-        """Put the previous handlers back."""
+        """Put the previous handlers back.
+
+        After a signal was agreed on the process is about to leave, and SIGUSR1 and SIGTERM are
+        ignored: launchers repeat them, and one that came now would hide the exit code.
+        """
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            deaf = self._leaving and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if deaf else handler)
         self._previous = {}
 
     def __enter__(self) -> StopSignal:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,16 @@ def python(script: str, *args: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def stop() -> Iterator[StopSignal]:
+def handlers() -> Iterator[list[Any]]:
+    """Those of SIGNALS, which are put back."""
+    before = [signal.getsignal(s) for s in SIGNALS]
+    yield before
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def stop(handlers: list[Any]) -> Iterator[StopSignal]:
     with StopSignal() as value:
         yield value
 
@@ -66,11 +76,23 @@ def test_a_second_sigint_interrupts_at_once(stop: StopSignal) -> None:
     assert stop.agreed() is signal.SIGTERM
 
 
-def test_close_restores_the_previous_handlers() -> None:
-    before = [signal.getsignal(s) for s in SIGNALS]
-    with StopSignal():
-        assert [signal.getsignal(s) for s in SIGNALS] != before
-    assert [signal.getsignal(s) for s in SIGNALS] == before
+def test_close_restores_the_previous_handlers(handlers: list[Any]) -> None:
+    with StopSignal() as stop:
+        assert [signal.getsignal(s) for s in SIGNALS] != handlers
+        assert stop.agreed() is None
+    assert [signal.getsignal(s) for s in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_that_is_repeated_does_not_kill_a_process_that_leaves(
+    handlers: list[Any], number: signal.Signals
+) -> None:
+    with StopSignal() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.agreed() is number
+    for repeated in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(os.getpid(), repeated)
+    assert signal.getsignal(signal.SIGINT) == handlers[list(SIGNALS).index(signal.SIGINT)]
 
 
 def test_codes_of_signals_are_the_shells_and_a_requeue_code_of_its_own() -> None:
