@@ -33,7 +33,7 @@ from coatlm.fp8.qtensor import ROW, TENSOR, QTensor
 
 WORKSPACE = 32 * 2**20  # bytes for split sums; what NVIDIA recommends for Hopper
 CANDIDATES, REPEATS = 8, 8  # algorithms that `tune` times, and how often
-ALIGNMENT = 16  # elements: K and N are multiples of it, pointers of as many bytes
+ALIGNMENT = 16  # elements: K and N are multiples of it; bytes: pointers are, those to scales too
 
 # cublasLt.h and library_types.h
 CUDA_TYPES = {
@@ -80,7 +80,7 @@ def matmul(
     `add`: BF16 [M, N], added before the one rounding; not with `out`. `bias`: BF16 [N].
     Both scales are of TENSOR granularity (fp32 []), or both of ROW (fp32 [M, 1] and [N, 1]).
     Raises ValueError for other granularities, for shapes that do not fit, and on a GPU for K or N
-    that is no multiple of 16, and for two E5M2 operands.
+    that is no multiple of 16, for scales whose address is none, and for two E5M2 operands.
     """
     _check(a, b, out, add)
     if not a.codes.is_cuda:
@@ -162,6 +162,8 @@ def _check(a: QTensor, b: QTensor, out: Tensor | None, add: Tensor | None) -> No
         return
     if a.codes.shape[1] % ALIGNMENT or b.codes.shape[0] % ALIGNMENT:
         raise ValueError(f"shapes {list(a.shape)}, {list(b.shape)}: K and N are multiples of 16")
+    if a.scale.data_ptr() % ALIGNMENT or b.scale.data_ptr() % ALIGNMENT:
+        raise ValueError("scales: at addresses that are multiples of 16 bytes")
     if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
         raise ValueError("two E5M2 operands: tensor cores take at most one")
 

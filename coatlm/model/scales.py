@@ -9,8 +9,10 @@ use the scales fixed before it, and raise the amaxes. After the step, for the wh
 
 Ranks share scales, so those of sequence parallelism have nothing to agree on in backward.
 
-Scales and amaxes keep their memory: recordings of microbatches see what is written there. While
-there is no history the gradients are scaled by their own amax, as without delay, and that is
+Scales and amaxes keep their memory: recordings of microbatches see what is written there. Scales
+lie 16 bytes apart, as products take them (fp8/gemm.py).
+
+While there is no history the gradients are scaled by their own amax, as without delay, and that is
 remembered: the first step of a run, and as many as have NaN or Inf. Only such a step is waited for.
 """
 
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.fp8 import gemm
 from coatlm.fp8.delayed import DelayedScaling, Slot
 from coatlm.fp8.formats import Fp8Format
 
@@ -80,7 +83,7 @@ class DelayedScales:
         self.numbers, self.rule, self.group = sorted(layers), DelayedScaling(fmt), group
         shape = (len(layers), len(GRADIENTS))
         self.history = torch.zeros(*shape, self.rule.length, device=device)
-        self.scale = torch.ones(shape, device=device)
+        self.scale = torch.ones(*shape, gemm.ALIGNMENT // 4, device=device)[..., 0]
         self.amax = torch.zeros(shape, device=device)
         self.calibrating = bool(layers)
         for number, scale, amax in zip(self.numbers, self.scale, self.amax, strict=True):

@@ -386,6 +386,10 @@ def test_products_that_tensor_cores_cannot_take_are_refused() -> None:
     a, b = (on("cuda", operand(16, 32, TENSOR, E5M2)) for _ in range(2))
     with pytest.raises(ValueError, match="E5M2"):
         matmul(a, b)
+    a, b = (on("cuda", operand(16, 32, TENSOR)) for _ in range(2))
+    apart = QTensor(a.codes, torch.ones(2, device="cuda")[1], TENSOR, a.fmt)
+    with pytest.raises(ValueError, match="16 bytes"):
+        matmul(apart, b)
 
 
 # attention

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from coatlm.config import ConfigError
 from coatlm.fp8.delayed import MARGINS
 from coatlm.fp8.formats import E5M2, FORMATS
+from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.scaling import power_of_two_ref
 from coatlm.model.coat_layer import flows_of
 from coatlm.model.numerics import Probe, watched
@@ -185,6 +186,17 @@ def test_scales_keep_their_memory(megatron: None) -> None:
     assert before.scale is not None and after.scale is not None
     assert before.scale.data_ptr() == after.scale.data_ptr()
     assert before.amax.data_ptr() == after.amax.data_ptr()
+
+
+def test_products_can_take_every_scale_where_it_lies(megatron: None) -> None:
+    c = run_config(model={"layers": 3})
+    model, scales = delayed(c)
+    step(c, model)
+    scales.update_()
+    slots = [f.scales.slot(n) for f in flows_of(model.decoder.layers).values() for n in GRADIENTS]
+    places = [slot.scale.data_ptr() for slot in slots if slot.scale is not None]
+    assert len(set(places)) == 3 * 4
+    assert all(place % ALIGNMENT == 0 for place in places)
 
 
 def test_restored_histories_are_those_saved_by_number_of_the_layer(megatron: None) -> None:
