@@ -196,7 +196,7 @@ class Parallel(Section):
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"  # fp8-a2a: own 1x128 | shared
     grad_comm_nodes: StrictInt | None = Field(None, ge=1)  # fp8-a2a, 2 levels; null: the launcher's
     weight_gather: Literal["bf16", "fp8"] = "bf16"  # zero > 0: as stored | as GEMMs cast them
-    bucket_size: StrictInt = Field(40_000_000, ge=1)  # elements reduced in one collective
+    bucket_size: StrictInt = Field(0, ge=0)  # elements a collective; 0: by the model (buckets.py)
     overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
     tp_comm: Literal["fp8", "bf16"] = "fp8"  # gathers of an FP8 flow under sequence_parallel
     overlap_param_gather: StrictBool = True  # with zero > 0: gather weights while forward runs

@@ -1,8 +1,8 @@
 """Benchmarks: `python tools/bench.py NAME [options]` prints a table and writes JSON with --out.
 
 Every row is measured in a process of its own, so that no row inherits another's memory or caches,
-one after the other; the next ones import their libraries meanwhile. Peers that are not installed
-are left out and named. Times are medians over steps, by CUDA events or with the device
+one after the other; the next ones import their libraries meanwhile. (Rows of `reduce`, which are of
+several GPUs and quick, share theirs.) Peers that are not installed are left out and named. Times are medians over steps, by CUDA events or with the device
 synchronised. Compare ratios within one run: machines differ.
 """
 
@@ -20,8 +20,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`, which
-    # returns a record or several; if there, `prepare(name)` imports what a row needs beforehand and
-    # `summary(records)` makes a table of the whole
+    # returns a record or several; if there, `prepare(name)` imports what a row needs beforehand,
+    # `summary(records)` makes a table of the whole, and with TOGETHER one process measures all rows,
+    # whose names are joined by it
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
@@ -98,8 +99,11 @@ def run_benchmark(
 
     No row begins after `deadline`, of `time.monotonic`.
     """
-    rows = importlib.import_module(BENCHMARKS[name]).rows(parse(options))
+    benchmark = importlib.import_module(BENCHMARKS[name])
+    rows = benchmark.rows(parse(options))
     rows = [row for row in rows if not only or any(word in row for word in only)]
+    if hasattr(benchmark, "TOGETHER") and rows:
+        rows = [benchmark.TOGETHER.join(rows)]
     waiting: deque[Row] = deque()
     records = []
     for number in range(len(rows)):

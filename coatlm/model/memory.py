@@ -34,6 +34,7 @@ from coatlm.fp8.recipe import recipe_of
 from coatlm.model.accounting import key_size, layer_matrices, query_size, rank_parameters
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
+from coatlm.parallel.buckets import bucket_elements
 from coatlm.parallel.buffers import IN_FLIGHT
 
 GIB = 2**30
@@ -196,7 +197,8 @@ def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
     ranks = data_parallel * p.cp
     if p.zero < 2 or ranks == 1:
         return count * each
-    return (math.ceil(count / ranks) + min((IN_FLIGHT + 1) * p.bucket_size, count)) * each
+    moving = (IN_FLIGHT + 1) * bucket_elements(p.bucket_size, count)
+    return (math.ceil(count / ranks) + min(moving, count)) * each
 
 
 def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:

@@ -25,6 +25,7 @@ from coatlm.parallel.collectives import Pending
 from coatlm.parallel.wire import Reduction, Tensors
 
 ALIGNMENT = 128  # elements; the group size of quantised states
+SMALLEST, MOST = 40_000_000, 48  # elements of a bucket, and buckets of a model, unless told
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Cut:
     ranks: int
     zero: int  # stage: 0 | 1 | 2
     grad_dtype: torch.dtype
-    bucket_size: int  # elements
+    bucket_size: int  # elements; 0: `bucket_elements`
     owner: Mapping[nn.Parameter, int] | None = None  # None: equal parts
     fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # gathered as FP8
     fp8_rows: bool = False  # with a scale a row, as the FP8 flow casts them; else one a tensor
@@ -82,6 +83,7 @@ class Bucket:
 def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
     """Plan the layout, allocate it, and move the parameters in."""
     buckets: list[Bucket] = []
+    enough = bucket_elements(cut.bucket_size, sum(p.numel() for p in params))
     pending: dict[bool, list[nn.Parameter]] = {False: [], True: []}
 
     def close(fp8: bool) -> None:
@@ -97,7 +99,7 @@ def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
             close(fp8)
             continue
         pending[fp8].append(param)
-        if sum(p.numel() for p in pending[fp8]) >= cut.bucket_size:
+        if sum(p.numel() for p in pending[fp8]) >= enough:
             close(fp8)
     close(True)
     close(False)
@@ -145,6 +147,15 @@ def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -
     for param, (start, stop) in ranges.items():
         sizes[cut.owner[param]] += round_up(stop - start, ALIGNMENT)
     return tuple(sizes)
+
+
+def bucket_elements(asked: int, parameters: int) -> int:
+    """From how many elements on a bucket is full; `asked` = 0: 40M, more for large models.
+
+    A bucket costs the host some tenths of a millisecond and the wire a latency, several times a
+    step, so their number is bounded; what is exposed, at the ends, is one of them.
+    """
+    return asked or max(SMALLEST, parameters // MOST)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.benchmarks.overlap import exposed, length, union
+from tools.benchmarks.overlap import exposed, idle, length, union
 
 
 def test_intervals_that_touch_are_one() -> None:
@@ -16,3 +16,8 @@ def test_communication_is_exposed_where_nothing_else_runs() -> None:
     assert exposed(communication, compute) == 1 + 1 + 1
     assert exposed(communication, [(0.0, 40.0)]) == 0
     assert exposed([], compute) == 0
+
+
+def test_the_device_is_idle_where_nothing_runs_between_the_first_and_the_last() -> None:
+    assert idle([(0.0, 4.0), (10.0, 11.0)], [(3.0, 6.0), (12.0, 13.0)]) == 4 + 1
+    assert idle([], []) == 0

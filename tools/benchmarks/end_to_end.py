@@ -3,12 +3,14 @@
 Random tokens, one microbatch a step; a step is forward, backward, gradient norm, clipping and the
 update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
 DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
-master weights and moments, fp32 gradients.
+master weights and moments, fp32 gradients. Nothing waits for the device between steps: the time of
+one is that between the ends of two updates.
 
 With gpus=N a row is N data-parallel processes, zero=1 on both sides, reduction and gathers
 overlapped; tokens a second are those of a GPU, the peak is the largest. trace=1 adds from a trace
-of rank 0, a step: `comm_ms`, in which anything communicates, and `exposed_ms`, in which nothing
-else runs meanwhile.
+of rank 0, a step: `comm_ms`, in which anything communicates, `exposed_ms`, in which nothing else
+runs meanwhile, and `idle_ms`, in which nothing runs at all. A trace slows the host, and so shows
+more of the last than there is.
 
 Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
 rows optim=adamw-fp32,coat-lean (each row with each of these in optim.recipe; the first is what the
@@ -17,6 +19,7 @@ peer does, and the default) and dotted options of a run, such as parallel.main_g
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -27,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.benchmarks.overlap import exposed, length, trace
+from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, say
 
 SHAPES = {  # hidden, layers, heads, ffn
@@ -95,16 +98,19 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         config = coatlm_config(row, shape, *size, overrides)
         step, optimizer, sent = coatlm_step(config, *size)
     updates = record_updates(optimizer)
-    times, loss = [], 0.0
+    ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
         if number == WARMUP:
             torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
         start = time.perf_counter()
         loss = step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times[WARMUP:])
+        host.append(time.perf_counter() - start)
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+    torch.cuda.synchronize()
+    pairs = itertools.pairwise(ends[WARMUP - 1 :])
+    times = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
+    seconds = statistics.median(times)
     peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     parts = {}
@@ -112,12 +118,14 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         communication, compute = trace(step, TRACED)
         parts["comm_ms"] = round(length(communication) / TRACED, 1)
         parts["exposed_ms"] = round(exposed(communication, compute) / TRACED, 1)
+        parts["idle_ms"] = round(idle(communication, compute) / TRACED, 1)
     return {
         "step_ms": round(1000 * seconds, 1),
+        "host_ms": round(1000 * min(host[WARMUP:]), 1),
         "tokens_per_s": round(size[0] * size[1] / seconds),
         "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
         "peak_gib": round(float(peak), 1),
-        "spread": round((max(times[WARMUP:]) - min(times[WARMUP:])) / seconds, 3),
+        "spread": round((max(times) - min(times)) / seconds, 3),
         "loss": round(float(loss), 4),
         **parts,
         **sent(),

@@ -45,6 +45,12 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in union(intervals))
 
 
+def idle(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
+    """Time between the first and the last in which there is neither."""
+    busy = union([*communication, *compute])
+    return busy[-1][1] - busy[0][0] - length(busy) if busy else 0.0
+
+
 def exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
     """Time in which there is communication and no compute."""
     return length([*communication, *compute]) - length(compute)

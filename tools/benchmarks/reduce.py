@@ -3,7 +3,7 @@
 Rows: the bare exchange of one byte an element (uint8 all-to-all), the library's sums in fp32 and
 BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. `ms` is
 the device's time, behind other work, as in backward, so that the host has issued all of it;
-`host_ms` is what that took. A row starts a process on each GPU.
+`host_ms` is what that took. All rows share the processes, one a GPU.
 
 Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
 piece sizes, whole=1 for all-reduces.
@@ -42,6 +42,7 @@ WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gr
     "fp8-a2a tensor from bf16": (Fp8Exchange(scaling="tensor"), BF16),
     "fp8-a2a bucket from bf16": (Fp8Exchange(scaling="bucket"), BF16),
 }
+TOGETHER = "; "  # between the names of rows, which are measured in the same processes
 WARMUP = 5
 AHEAD = 8_000_000  # cycles of the device that the host is ahead: some milliseconds
 
@@ -60,26 +61,35 @@ def sizes(options: dict[str, str]) -> list[int]:
     return [2 ** int(t[2:]) if t.startswith("2^") else int(t) for t in texts]
 
 
-def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
-    """One row, over as many processes as there are GPUs (or `ranks`)."""
+def measure(names: str, options: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows, over as many processes as there are GPUs (or `ranks`)."""
     ranks = int(options.get("ranks", torch.cuda.device_count() or 2))
     if ranks < 2:
         raise RuntimeError("needs two GPUs")
-    return run_ranks(__name__, [row, json.dumps(options)], ranks)
+    found = run_ranks(__name__, [names, json.dumps(options)], ranks)
+    return [{"row": row, **record} for row, record in found.items()]
 
 
-def work(row: str, options: dict[str, str]) -> None:
-    """One process of a row; rank 0 says the result."""
+def work(names: str, options: dict[str, str]) -> None:
+    """One process of the rows; rank 0 says the results, by row."""
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    traffic = Traffic()
-    comm = Comm(dist.new_group(pg_options=prompt()), traffic, "grad")
+    comm = Comm(dist.new_group(pg_options=prompt()), Traffic(), "grad")
+    found = {row: one(row, options, comm, device) for row in names.split(TOGETHER)}
+    if comm.rank == 0:
+        say(found)
+    dist.destroy_process_group()
+
+
+def one(row: str, options: dict[str, str], comm: Comm, device: torch.device) -> dict[str, Any]:
+    """A row, on this rank."""
     values = int(options.get("values", VALUES))
     reps = int(options.get("reps", 20))
+    traffic = comm.traffic
     result: dict[str, Any] = {"gpus": comm.size, "values": values}
     if row == "wire alone":
         sent = torch.zeros(values, dtype=torch.uint8, device=device)
@@ -92,10 +102,7 @@ def work(row: str, options: dict[str, str]) -> None:
         result["relative_error"] = round(error, 5)
     legs = 2 if options.get("whole") == "1" else 1
     each = sum(traffic.sent.values()) / (values * (comm.size - 1) / comm.size) / legs
-    result |= times | {"bytes_an_element_and_leg": round(each, 4)}
-    if comm.rank == 0:
-        say(result)
-    dist.destroy_process_group()
+    return result | times | {"bytes_an_element_and_leg": round(each, 4)}
 
 
 def sums(
