@@ -2,8 +2,9 @@
 
 Every row is measured in a process of its own, so that no row inherits another's memory or caches,
 one after the other; the next ones import their libraries meanwhile. (Rows of `reduce`, which are of
-several GPUs and quick, share theirs.) Peers that are not installed are left out and named. Times are medians over steps, by CUDA events or with the device
-synchronised. Compare ratios within one run: machines differ.
+several GPUs and quick, share theirs.) Peers that are not installed are left out and named. Times
+are medians over steps, by CUDA events or with the device synchronised. Compare ratios within one
+run: machines differ.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`, which
     # returns a record or several; if there, `prepare(name)` imports what a row needs beforehand,
-    # `summary(records)` makes a table of the whole, and with TOGETHER one process measures all rows,
-    # whose names are joined by it
+    # `summary(records)` makes a table of the whole, and TOGETHER says that one process measures all
+    # rows, their names joined by it
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",

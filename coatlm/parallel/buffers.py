@@ -54,7 +54,7 @@ class FlatModel(nn.Module):
         super().__init__()
         self.module = module
         self.config: Any = self.module.config
-        self.group, self.wire = group, wire
+        self.group, self.wire, self.traffic = group, wire, traffic
         self.grad_comm = Comm(group, traffic, "grad")
         self.weight_comm = Comm(group, traffic, "weights")
         self.sharded = cut.zero > 0
@@ -62,6 +62,9 @@ class FlatModel(nn.Module):
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         self.last_microbatch = True
+        self.reduced = False  # this step's sums are there
+        self.gather_in_forward = False  # gathers start with the next forward, not with the update
+        self.gather_due = False
         params = [p for p in module.parameters() if p.requires_grad]
         self.reduce_stream = None
         if params[0].is_cuda and group.size() > 1:
@@ -80,6 +83,7 @@ class FlatModel(nn.Module):
         self.zero_grad_buffer()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._start_gather()
         return self.module(*args, **kwargs)
 
     def set_is_first_microbatch(self) -> None:
@@ -94,6 +98,7 @@ class FlatModel(nn.Module):
             (bucket.reduced if self.every_microbatch else bucket.grads).zero_()
             bucket.waiting = set(bucket.params)
             assert bucket.reduction is None
+        self.reduced = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -106,6 +111,8 @@ class FlatModel(nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Wait until every bucket is summed over the group, starting those not under way."""
+        if self.reduced:
+            return
         for bucket in self.buckets:
             self._start_reduction(bucket)
         for bucket in self.buckets:
@@ -191,14 +198,28 @@ class FlatModel(nn.Module):
         """Gather the weights that the ranks have updated, in the order of their use."""
         if not self.sharded or self.group.size() == 1:
             return
-        buckets = self.buckets[::-1]
-        gather_fp8([b for b in buckets if b.fp8], self.weight_comm, self.reduce_stream)
-        gather_as_stored([b for b in buckets if not b.fp8], self.weight_comm)
+        self.gather_due = True
         if not self.overlap_param_gather:
             self.finish_param_sync()
+        elif not self.gather_in_forward:
+            self._start_gather()
+
+    def _start_gather(self) -> None:
+        if self.gather_due:
+            self.gather_due = False
+            buckets = self.buckets[::-1]
+            gather_fp8([b for b in buckets if b.fp8], self.weight_comm, self.reduce_stream)
+            gather_as_stored([b for b in buckets if not b.fp8], self.weight_comm)
+
+    def replayed(self, *, gathered: bool, reduced: bool) -> None:
+        """A recorded microbatch has done what its hooks did when it was recorded."""
+        if gathered:
+            self.gather_due = False
+        self.reduced = self.reduced or reduced
 
     def finish_param_sync(self) -> None:
         """Wait until all weights are whole."""
+        self._start_gather()
         for bucket in self.buckets:
             _finish_gather(bucket)
 

@@ -7,8 +7,11 @@ and gradients are only ever added.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,53 +28,96 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
 
-class MicrobatchGraph:
-    """Forward and backward of one microbatch of a model without stages, as one CUDA graph.
+class Kind(NamedTuple):
+    """What a microbatch does besides adding up gradients."""
 
-    The first microbatch runs as ever, which compiles kernels; the second is recorded; from then on
-    a microbatch is copied into the recording's inputs and replayed, and the CPU launches one graph
-    in place of some sixty kernels a layer. Kernels and numbers are the same. Gradients accumulate;
-    their reduction starts after the last microbatch, not during it. All runs on the stream that the
-    model was told of: autograd's accumulation nodes belong to one. Steps that are unlike the others
-    are run as ever while `paused`, and nothing is recorded of them.
+    gathers: bool  # weights, which the last update has left with their owners
+    reduces: bool  # gradients, which it completes
+
+
+@dataclass(eq=False)
+class Recording:
+    """A microbatch as a CUDA graph; `sent` is what replaying it once sends."""
+
+    graph: Any
+    loss: Tensor
+    sent: Counter[tuple[str, str]]
+
+
+class MicrobatchGraph:
+    """Forward and backward of one microbatch of a model without stages, as CUDA graphs.
+
+    A step's first microbatch gathers weights while it goes forward and its last one reduces
+    gradients while it goes backward, so there are up to three kinds, each with a graph. The first
+    microbatch of a kind runs as ever, which compiles kernels; the second is recorded; from then on
+    a microbatch is copied into the recordings' inputs and replayed, and the CPU launches one graph
+    in place of some sixty kernels a layer. Kernels and numbers are the same. All runs on the stream
+    that the model was told of: autograd's accumulation nodes belong to one. Steps that are unlike
+    the others are run as ever while `paused`, and nothing is recorded of them.
     """
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
-        self.warm = False
+        model.gather_in_forward = model.overlap_param_gather
         self.paused = False
-        self.graph: Any = None
+        self.warm: set[Kind] = set()
+        self.recordings: dict[Kind, Recording] = {}
         self.inputs: Batch = {}
-        self.loss: Tensor | None = None
+        self.seen = 0  # microbatches that were not replayed, for those who count by looking
 
-    def run(self, batch: Batch, share: Tensor) -> Tensor:
-        """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device."""
-        inputs = {**batch, "share": share}
-        self.model.finish_param_sync()
-        with self.model.no_sync():
-            if self.paused or not self.warm:
-                self.warm = not self.paused
+    def run(self, batch: Batch, share: Tensor, *, first: bool, last: bool) -> Tensor:
+        """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device.
+
+        `first`, `last`: of the step.
+        """
+        inputs, model = {**batch, "share": share}, self.model
+        several = model.group.size() > 1
+        gathers = first and several and model.sharded and model.gather_in_forward
+        kind = Kind(gathers, last and several)
+        model.gather_due |= kind.gathers  # gathering twice, after an evaluation, changes nothing
+        with nullcontext() if kind.reduces else model.no_sync():
+            if self.paused or kind not in self.warm:
+                if not self.paused:
+                    self.warm.add(kind)
+                self.seen += 1
                 return self._eager(inputs)
-            if self.graph is None:
-                self._record(inputs)
+            if kind not in self.recordings:
+                self.seen += 1
+                sent = model.traffic.sent.copy()
+                graph, loss = self._record(inputs, kind)
+                self.recordings[kind] = Recording(graph, loss, model.traffic.sent - sent)
+                model.traffic.sent = sent
+            return self._replay(self.recordings[kind], inputs, kind)
+
+    def _replay(self, recording: Recording, inputs: Batch, kind: Kind) -> Tensor:
         for name, value in self.inputs.items():
             if isinstance(value, Tensor):
                 value.copy_(inputs[name])
-        assert self.loss is not None
-        self.graph.replay()
-        return self.loss.clone()
+        recording.graph.replay()
+        self.model.replayed(gathered=kind.gathers, reduced=kind.reduces)
+        self.model.traffic.sent.update(recording.sent)
+        return recording.loss.clone()
 
-    def _record(self, inputs: Batch) -> None:
-        self.inputs = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-        }
-        self.graph = torch.cuda.CUDAGraph()
+    def _record(self, inputs: Batch, kind: Kind) -> tuple[Any, Tensor]:
+        """The graph and the loss that a replay leaves; nothing has run yet."""
+        if not self.inputs:
+            self.inputs = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in inputs.items()
+            }
+        graph = torch.cuda.CUDAGraph()
+        pools = [recording.graph.pool() for recording in self.recordings.values()]
         # thread_local: the watchdog of NCCL asks for its events meanwhile
         with torch.cuda.graph(
-            self.graph, stream=self.model.stream, capture_error_mode="thread_local"
+            graph,
+            pool=pools[0] if pools else None,  # they never run at the same time
+            stream=self.model.stream,
+            capture_error_mode="thread_local",
         ):
-            self.loss = self._forward_backward(self.inputs)
+            loss = self._forward_backward(self.inputs)
+            if kind.reduces:
+                self.model.finish_grad_sync()
+        return graph, loss
 
     def _eager(self, inputs: Batch) -> Tensor:
         stream, current = self.model.stream, torch.cuda.current_stream()
@@ -111,7 +157,9 @@ def run_microbatches(
     share = 1.0 / tokens.clamp(min=1)
     enter("forward_backward")
     if graph is not None and not forward_only:
-        loss = torch.stack([graph.run(batch, share) for batch in batches]).sum()
+        ends = len(batches) - 1
+        losses = [graph.run(b, share, first=i == 0, last=i == ends) for i, b in enumerate(batches)]
+        loss = torch.stack(losses).sum()
         enter(None)
         dist.all_reduce(loss, group=groups.dp_cp)
         return loss

@@ -121,16 +121,15 @@ class Trainer:
             chunk.zero_grad_buffer()
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graph is not None:
-            self.graph.paused = calibrating
+            self.graph.paused, self.graph.seen = calibrating, 0
         counting: AbstractContextManager[object] = nullcontext()
         if not self.tp_counted:  # steps are alike, but for those that calibrate: one is counted
             self.tp_traffic, self.tp_counted = Traffic(), not calibrating
             counting = TrafficMode(self.groups.tp, self.tp_traffic, "tp")
         with counting:
             loss = self._run(batches, forward_only=False)
-            recorded = self.graph is not None and not calibrating
-            if recorded and isinstance(counting, TrafficMode):
-                counting.traffic.repeat(len(batches) / min(2, len(batches)))  # replays are unseen
+            if self.graph is not None and isinstance(counting, TrafficMode):
+                counting.traffic.repeat(len(batches) / self.graph.seen)  # replays are unseen
             accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
             norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
         if self.scales is not None:

@@ -45,7 +45,7 @@ def train_both_ways(rank: int, size: int, precisions: list[str]) -> dict[str, An
                 placed = trainer.place(batches(config, groups, step))
                 loss, norm = trainer.train_step(placed, lr=1e-3)
                 curve.append((float(loss), float(norm)))
-                recorded.append(trainer.graph is not None and trainer.graph.graph is not None)
+                recorded.append(trainer.graph is not None and bool(trainer.graph.recordings))
             found[f"{precision}/{cuda_graphs}"] = (curve, recorded)
             release_groups()
     return found

@@ -36,7 +36,7 @@ def shared_scales(fmt: Fp8Format, device: str) -> Shared:
 
 
 def within(x: Tensor, shared: Shared) -> Tensor:
-    """x as scales that were agreed on leave it: tiny under a tiny one, finite under a finite one."""
+    """x as scales agreed on leave it: tiny under a tiny one, finite under a finite one."""
     scale = shared.scale[shared.owner.long()].repeat_interleave(GROUP, 2)
     x = torch.where(scale < 2.0**-126, x.float() * 2.0**-134, x.float())
     return torch.where(scale.isfinite() & x.isinf(), 1.0, x)

@@ -100,7 +100,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
-        if number == WARMUP:
+        if number == WARMUP - 1:  # where train.cuda_graphs=true records
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = step()
@@ -111,7 +111,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     pairs = itertools.pairwise(ends[WARMUP - 1 :])
     times = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
     seconds = statistics.median(times)
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+    memory = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peak = torch.tensor(memory, device="cuda") / 2**30
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     parts = {}
     if options.get("trace") == "1":
@@ -124,7 +125,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         "host_ms": round(1000 * min(host[WARMUP:]), 1),
         "tokens_per_s": round(size[0] * size[1] / seconds),
         "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
-        "peak_gib": round(float(peak), 1),
+        "peak_gib": round(float(peak[0]), 1),
+        "reserved_gib": round(float(peak[1]), 1),
         "spread": round((max(times) - min(times)) / seconds, 3),
         "loss": round(float(loss), 4),
         **parts,
