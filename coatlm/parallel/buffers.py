@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from coatlm.parallel.buckets import Bucket, Cut, make_buckets
 from coatlm.parallel.collectives import Comm, Traffic
-from coatlm.parallel.gather import gather_as_stored, gather_fp8
+from coatlm.parallel.gather import gather
 from coatlm.parallel.wire import Reduction, Sum, Wire
 
+Params = list[nn.Parameter]
 IN_FLIGHT = 2  # buckets that are being reduced and hold memory, at stage 2
 
 
@@ -171,13 +172,13 @@ class FlatModel(nn.Module):
 
     def _allocate_before_backward(self) -> None:
         """Give buckets their memory when the gradient of a unit's output arrives."""
-        units = self._units()
-        embedding = getattr(self.module, "embedding", None)
-        if embedding is not None and not self.module.share_embeddings_and_output_weights:
-            inside = set(embedding.parameters())
-            model, outside = units[0]
-            units[0] = model, [p for p in outside if p not in inside]
-            units.append((embedding, list(inside)))
+        first, layers, last = self._units()
+        if getattr(self.module, "embedding", None) is None or (
+            self.module.share_embeddings_and_output_weights
+        ):
+            units = [(self.module, [*first, *last]), *layers]
+        else:
+            units = [(self.module, last), *layers, (self.module.embedding, first)]
         for unit, params in units:
 
             def allocate(_: Tensor, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
@@ -207,9 +208,7 @@ class FlatModel(nn.Module):
     def _start_gather(self) -> None:
         if self.gather_due:
             self.gather_due = False
-            buckets = self.buckets[::-1]
-            gather_fp8([b for b in buckets if b.fp8], self.weight_comm, self.reduce_stream)
-            gather_as_stored([b for b in buckets if not b.fp8], self.weight_comm)
+            gather(self.buckets[::-1], self.weight_comm, self.reduce_stream)
 
     def replayed(self, *, gathered: bool, reduced: bool) -> None:
         """A recorded microbatch has done what its hooks did when it was recorded."""
@@ -224,8 +223,10 @@ class FlatModel(nn.Module):
             _finish_gather(bucket)
 
     def _wait_for_weights_before_use(self) -> None:
-        """Let each transformer layer wait for its own weights, and the model for all others."""
-        for unit, params in self._units():
+        """Let the embedding, each layer and what follows them wait for their own weights."""
+        first, layers, last = self._units()
+        end = getattr(self.module.decoder, "final_layernorm", None)
+        for unit, params in [(self.module, first), *layers, (end or self.module, last)]:
 
             def wait(*_: Any, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
                 for bucket in buckets:
@@ -233,12 +234,13 @@ class FlatModel(nn.Module):
 
             unit.register_forward_pre_hook(wait)
 
-    def _units(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-        """The model with what is outside its layers, then each layer; their parameters."""
-        layers = list(self.module.decoder.layers)
-        inside = {p for layer in layers for p in layer.parameters()}
-        outside = [p for p in self.module.parameters() if p not in inside]
-        return [(self.module, outside), *((layer, list(layer.parameters())) for layer in layers)]
+    def _units(self) -> tuple[Params, list[tuple[nn.Module, Params]], Params]:
+        """Parameters in the order of their use: the embedding's, each layer's, all others."""
+        embedding = getattr(self.module, "embedding", None)
+        first = [] if embedding is None else list(embedding.parameters())
+        layers = [(layer, list(layer.parameters())) for layer in self.module.decoder.layers]
+        found = set(first).union(*(params for _, params in layers))
+        return first, layers, [p for p in self.module.parameters() if p not in found]
 
     def _buckets_of(self, params: Sequence[nn.Parameter]) -> list[Bucket]:
         return list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))

@@ -38,19 +38,26 @@ from coatlm.parallel.wire import Reduction, Steps, largest_magnitudes
 Cast = Callable[[Tensor, int, int], None]  # of codes uint8 [n], elements [begin, end)
 
 
-def gather_as_stored(buckets: Sequence[Bucket], comm: Comm) -> None:
-    """Start to gather each bucket's weights in place."""
+def gather(buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None) -> None:
+    """Start to gather each bucket's weights in place, in this order.
+
+    One agreement on the scales of all that travel as FP8 goes before the first of them.
+    """
+    amaxes: dict[Bucket, Tensor] = {}
     for bucket in buckets:
-        bucket.gather = comm.all_gather(bucket.weights, bucket.sizes)
+        if bucket.fp8:
+            amaxes = amaxes or _agree([b for b in buckets if b.fp8], comm, stream)
+            bucket.gather = Reduction(_steps(bucket, amaxes[bucket], comm), stream)
+        else:
+            bucket.gather = comm.all_gather(bucket.weights, bucket.sizes)
 
 
-def gather_fp8(buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None) -> None:
-    """Start to gather each bucket's weights as FP8, with one agreement on all scales."""
-    if not buckets:
-        return
+def _agree(
+    buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
+) -> dict[Bucket, Tensor]:
+    """Bits of the largest |w| of each row or tensor of each bucket; on a GPU, behind `stream`."""
     counts = [len(b.tensors.mu) if b.rows is None else b.rows.count for b in buckets]
-    device = buckets[0].weights.device
-    amax = torch.zeros(sum(counts), dtype=torch.int32, device=device)
+    amax = torch.zeros(sum(counts), dtype=torch.int32, device=buckets[0].weights.device)
 
     def agree() -> Steps:
         torch.cat([_largest(bucket) for bucket in buckets], out=amax)
@@ -59,8 +66,7 @@ def gather_fp8(buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream 
     agreed = Reduction(agree(), stream)
     if stream is None:
         agreed.wait()
-    for bucket, part in zip(buckets, amax.split(counts), strict=True):
-        bucket.gather = Reduction(_steps(bucket, part, comm), stream)
+    return dict(zip(buckets, amax.split(counts), strict=True))
 
 
 def _largest(bucket: Bucket) -> Tensor:

@@ -68,12 +68,28 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
         groups = make_groups(config.parallel)
         trainer = Trainer(config, groups, vocab=128)
         for step in range(2):
-            trainer.train_step(trainer.place(batches(config, groups, step)), lr=1e-3)
-        for chunk in trainer.chunks:
-            chunk.finish_param_sync()
-        found[name] = judge(trainer, groups)
+            placed = trainer.place(batches(config, groups, step))
+            trainer.train_step(placed, lr=1e-3)
+        pending = gathers_under_way(trainer.chunks[0], placed[0])
+        found[name] = judge(trainer, groups) | {"pending": pending}
         release_groups()
     return found
+
+
+def gathers_under_way(chunk: Any, batch: Any) -> list[int]:
+    """How many buckets the embedding, each layer and the last norm did not wait for."""
+    decoder, pending = chunk.module.decoder, []
+
+    def count(*_: Any) -> None:
+        pending.append(sum(bucket.gather is not None for bucket in chunk.buckets))
+
+    units = [chunk.module.embedding, *decoder.layers, decoder.final_layernorm]
+    hooks = [unit.register_forward_hook(count) for unit in units]
+    with torch.no_grad():
+        chunk(batch["tokens"], batch["labels"], None)
+    for hook in hooks:
+        hook.remove()
+    return pending
 
 
 def judge(trainer: Any, groups: Any) -> dict[str, Any]:
@@ -139,6 +155,15 @@ def test_matrices_of_layers_arrive_as_their_gemm_codes(found: Any, name: str) ->
     for rank in found[name]:
         assert rank["codes"] and rank["exact"] and rank["owned"]
         assert rank["matrices"] == 8 and rank["others"] == 7  # norms, embedding, output
+
+
+def test_a_part_of_the_model_waits_for_no_weights_but_its_own(found: Any) -> None:
+    for rank in found["zero1"]:
+        assert rank["pending"] == [3, 1, 0, 0]  # three buckets of matrices; one is of both layers
+    for rank in found["tp2"]:
+        assert rank["pending"] == [2, 0, 0, 0]  # two
+    for rank in found["whole-tensor"]:  # gathers are not overlapped
+        assert set(rank["pending"]) == {0}
 
 
 def test_matrices_take_one_byte(found: Any) -> None:
