@@ -92,7 +92,9 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     `vocab` is the padded vocabulary. Chunks are ordered as the interleaved schedule runs them.
     """
     transformer = transformer_config(config)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        config.run.seed, use_cudagraphable_rng=config.train.cuda_graphs, force_reset_rng=True
+    )
     stages, p = groups.pp.size(), config.parallel
     layers = config.model.layers // (stages * p.vpp)
     chunks = []

@@ -33,6 +33,11 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # microbatches a step, th
         2,
         {"parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False, **SMALL}},
     ),
+    "tp2": (
+        2,
+        1,
+        {"parallel": {"tp": 2, "sequence_parallel": True}, "precision": {"recipe": "coat"}},
+    ),
 }
 STEPS = 5
 
