@@ -111,7 +111,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     pairs = itertools.pairwise(ends[WARMUP - 1 :])
     times = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
     seconds = statistics.median(times)
-    memory = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    memory = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     peak = torch.tensor(memory, device="cuda") / 2**30
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     parts = {}
