@@ -59,6 +59,7 @@ class FlatModel(nn.Module):
         self.grad_comm = Comm(group, traffic, "grad")
         self.weight_comm = Comm(group, traffic, "weights")
         self.sharded = cut.zero > 0
+        self.gathers = self.sharded and group.size() > 1
         self.every_microbatch = cut.zero == 2 and group.size() > 1
         self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
@@ -173,12 +174,10 @@ class FlatModel(nn.Module):
     def _allocate_before_backward(self) -> None:
         """Give buckets their memory when the gradient of a unit's output arrives."""
         first, layers, last = self._units()
-        if getattr(self.module, "embedding", None) is None or (
-            self.module.share_embeddings_and_output_weights
-        ):
-            units = [(self.module, [*first, *last]), *layers]
-        else:
+        if first and not self.module.share_embeddings_and_output_weights:
             units = [(self.module, last), *layers, (self.module.embedding, first)]
+        else:
+            units = [(self.module, [*first, *last]), *layers]
         for unit, params in units:
 
             def allocate(_: Tensor, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
@@ -197,7 +196,7 @@ class FlatModel(nn.Module):
 
     def start_param_sync(self) -> None:
         """Gather the weights that the ranks have updated, in the order of their use."""
-        if not self.sharded or self.group.size() == 1:
+        if not self.gathers:
             return
         self.gather_due = True
         if not self.overlap_param_gather:

@@ -58,7 +58,7 @@ class MicrobatchGraph:
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
-        model.gather_in_forward = model.overlap_param_gather
+        model.gather_in_forward = model.gathers and model.overlap_param_gather
         self.paused = False
         self.warm: set[Kind] = set()
         self.recordings: dict[Kind, Recording] = {}
@@ -71,9 +71,7 @@ class MicrobatchGraph:
         `first`, `last`: of the step.
         """
         inputs, model = {**batch, "share": share}, self.model
-        several = model.group.size() > 1
-        gathers = first and several and model.sharded and model.gather_in_forward
-        kind = Kind(gathers, last and several)
+        kind = Kind(first and model.gather_in_forward, last and model.group.size() > 1)
         model.gather_due |= kind.gathers  # gathering twice, after an evaluation, changes nothing
         with nullcontext() if kind.reduces else model.no_sync():
             if self.paused or kind not in self.warm:
@@ -114,10 +112,15 @@ class MicrobatchGraph:
             stream=self.model.stream,
             capture_error_mode="thread_local",
         ):
-            loss = self._forward_backward(self.inputs)
-            if kind.reduces:
-                self.model.finish_grad_sync()
+            loss = self._work(kind)
         return graph, loss
+
+    def _work(self, kind: Kind) -> Tensor:
+        """What is recorded."""
+        loss = self._forward_backward(self.inputs)
+        if kind.reduces:
+            self.model.finish_grad_sync()
+        return loss
 
     def _eager(self, inputs: Batch) -> Tensor:
         stream, current = self.model.stream, torch.cuda.current_stream()

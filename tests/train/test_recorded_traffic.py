@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from coatlm.parallel.pipeline import Kind, MicrobatchGraph
 from tests.distributed import run_ranks
+from tests.recordings import train_steps
 
 MICROBATCHES = (1, 2, 3, 6)
 STEPS = 3
@@ -32,7 +33,7 @@ class Recording(MicrobatchGraph):
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in inputs.items()
         }
-        loss = self._whole(kind)
+        loss = self._work(kind)
         replays = itertools.count()
 
         def replay() -> None:
@@ -40,16 +41,10 @@ class Recording(MicrobatchGraph):
                 return
             sent = self.model.traffic.sent.copy()
             with _disable_current_modes():
-                loss.copy_(self._whole(kind))
+                loss.copy_(self._work(kind))
             self.model.traffic.sent = sent
 
         return SimpleNamespace(replay=replay), loss
-
-    def _whole(self, kind: Kind) -> torch.Tensor:
-        loss = self._forward_backward(self.inputs)
-        if kind.reduces:
-            self.model.finish_grad_sync()
-        return loss
 
 
 def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
@@ -58,7 +53,6 @@ def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
     from coatlm.train.step import Trainer
-    from tests.parallel.test_parity import batches
 
     start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
@@ -77,12 +71,8 @@ def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
             trainer = Trainer(config, groups, vocab=128)
             if name == "recorded":
                 trainer.graph = Recording(trainer.chunks[0])
-            steps = []
-            for step in range(STEPS):
-                placed = trainer.place(batches(config, groups, step))
-                loss, norm = trainer.train_step(placed, lr=1e-3)
-                steps.append(((float(loss), float(norm)), trainer.comm_bytes))
-            found[f"{count} {name}"] = steps
+            steps = train_steps(trainer, config, groups, STEPS)
+            found[f"{count} {name}"] = [(step.curve, step.sent) for step in steps]
             release_groups()
     return found
 

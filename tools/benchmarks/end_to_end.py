@@ -4,7 +4,8 @@ Random tokens, one microbatch a step; a step is forward, backward, gradient norm
 update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
 DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
 master weights and moments, fp32 gradients. Nothing waits for the device between steps: the time of
-one is that between the ends of two updates.
+one is that between the ends of two updates, `host_ms` the least that the host took to issue one.
+`peak_gib` is what tensors held, `reserved_gib` what the allocator has in the end.
 
 With gpus=N a row is N data-parallel processes, zero=1 on both sides, reduction and gathers
 overlapped; tokens a second are those of a GPU, the peak is the largest. trace=1 adds from a trace

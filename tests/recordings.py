@@ -1,0 +1,62 @@
+"""Training with recorded microbatches beside training without, for tests that compare the two."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from tests.parallel.test_parity import batches
+
+
+class Step(NamedTuple):
+    """What a step left, as JSON keeps it."""
+
+    curve: tuple[float, float, float]  # loss, gradient norm, loss of an evaluation before it, or 0
+    sent: dict[str, int]  # Trainer.comm_bytes
+    recordings: int  # that there are by now
+
+
+def train_steps(
+    trainer: Any, config: Any, groups: Any, count: int, *, evaluate: Collection[int] = ()
+) -> list[Step]:
+    """The first `count` steps, with an evaluation before those in `evaluate`."""
+    steps = []
+    for number in range(count):
+        placed = trainer.place(batches(config, groups, number))
+        evaluated = float(trainer.evaluate(placed)) if number in evaluate else 0.0
+        loss, norm = trainer.train_step(placed, lr=1e-3)
+        recordings = 0 if trainer.graph is None else len(trainer.graph.recordings)
+        steps.append(Step((float(loss), float(norm), evaluated), trainer.comm_bytes, recordings))
+    return steps
+
+
+def train_both_ways(
+    rank: int, size: int, cases: dict[str, tuple[int, dict[str, Any]]]
+) -> dict[str, tuple[list[Step], list[Step]]]:
+    """Five steps of each case (microbatches a step, sections of the run), eager and recorded."""
+    from coatlm.config import make_config
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+
+    start_processes(Launch.from_environment())
+    found: dict[str, Any] = {}
+    for name, (count, sections) in cases.items():
+        ranks = size // sections.get("parallel", {}).get("tp", 1)
+        both = []
+        for cuda_graphs in (False, True):
+            train = {"micro_batch": 2, "global_batch": 2 * ranks * count}
+            config = make_config(
+                {
+                    "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
+                    "data": {"text": ["unused"], "seq_len": 256},
+                    "train": train | {"cuda_graphs": cuda_graphs},
+                    **sections,
+                }
+            )
+            groups = make_groups(config.parallel)
+            trainer = Trainer(config, groups, vocab=128)
+            both.append(train_steps(trainer, config, groups, 5, evaluate=(1, 4)))
+            release_groups()
+        found[name] = both
+    return found
