@@ -54,16 +54,19 @@ def matmul_ref(
     b: QTensor,
     *,
     out: Tensor | None = None,
+    accumulate: bool = True,
     add: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The definition, and the CPU path; BF16 [M, N], or `out` with the product added to it."""
+    """The definition, and the CPU path; BF16 [M, N], or what `out` is then."""
     product = a.dequantize() @ b.dequantize().t()
     if bias is not None:
         product += bias.float()
     if add is not None:
         product += add.float()
-    return product.bfloat16() if out is None else out.copy_(out.float() + product)
+    if out is None:
+        return product.bfloat16()
+    return out.copy_(out.float() + product if accumulate else product)
 
 
 def matmul(
@@ -71,20 +74,22 @@ def matmul(
     b: QTensor,
     *,
     out: Tensor | None = None,
+    accumulate: bool = True,
     add: Tensor | None = None,
     bias: Tensor | None = None,
     fast: bool = True,
 ) -> Tensor:
     """a[M, K], b[N, K] -> a b^T in BF16 [M, N]; with `out` (BF16 or fp32) it is added to `out`.
 
-    `add`: BF16 [M, N], added before the one rounding; not with `out`. `bias`: BF16 [N].
+    Without `accumulate` it is written over what `out` holds, which is not read. `add`: BF16 [M, N],
+    added before the one rounding; not with `out`. `bias`: BF16 [N].
     Both scales are of TENSOR granularity (fp32 []), or both of ROW (fp32 [M, 1] and [N, 1]).
     Raises ValueError for other granularities, for shapes that do not fit, and on a GPU for K or N
     that is no multiple of 16, for scales whose address is none, and for two E5M2 operands.
     """
     _check(a, b, out, add)
     if not a.codes.is_cuda:
-        return matmul_ref(a, b, out=out, add=add, bias=bias)
+        return matmul_ref(a, b, out=out, accumulate=accumulate, add=add, bias=bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
     into = torch.empty(m, n, dtype=torch.bfloat16, device=a.codes.device) if out is None else out
     plan = _plan(
@@ -99,7 +104,7 @@ def matmul(
         bias is not None,
         into.device.index,
     )
-    plan.run(a, b, into, add if out is None else out, bias)
+    plan.run(a, b, into, out if out is not None and accumulate else add, bias)
     return into
 
 

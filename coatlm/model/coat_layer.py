@@ -31,6 +31,8 @@ class CoatTransformerLayer(TransformerLayer):
         group = self.self_attention.linear_qkv.tp_group
         parallel = TensorParallel(group, self.config.sequence_parallel, wire)
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
+        for weight in self.linear_weights():
+            weight.main_grad_stale = False  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -79,6 +81,15 @@ class CoatTransformerLayer(TransformerLayer):
         )
         return out, None
 
+    def linear_weights(self) -> list[nn.Parameter]:
+        """Those of the FP8 GEMMs, [out, in] of this rank, in the order of their use.
+
+        Who sets `main_grad_stale` on one has its next gradient written over `main_grad`.
+        """
+        attention, mlp = self.self_attention, self.mlp
+        linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        return [linear.weight for linear in linears]
+
     def forget_weights(self) -> None:
         """Weights are new: what was kept of them in FP8 is not theirs any more."""
         self.flow.kept.clear()
@@ -118,6 +129,4 @@ def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtyp
     for layer in layers:
         if not isinstance(layer, CoatTransformerLayer) or not torch.cuda.is_available():
             continue
-        attention, mlp = layer.self_attention, layer.mlp
-        linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-        layer.flow.tune([linear.weight for linear in linears], tokens, grad_dtype)
+        layer.flow.tune(layer.linear_weights(), tokens, grad_dtype)

@@ -20,7 +20,7 @@ makes an operand of forward has its rows in registers, and their amax for nothin
 
 Weights are cast when a GEMM needs them, in forward and, to the same codes transposed, in backward,
 and are kept no longer unless the recipe says so. Weight gradients are added to `main_grad` by their
-GEMM.
+GEMM, the first of a step written over it (`main_grad_stale`).
 On the CPU the references run: the same scales and codes, products in fp32.
 """
 
@@ -122,12 +122,15 @@ class Flow:
         return matmul(dy, self.backward_weight(weight, scale), fast="dgrad" in self.recipe.fast)
 
     def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
-        """dy^T x, added to `main_grad` where there is one."""
+        """dy^T x, added to `main_grad` where there is one, or written over it if it is stale."""
         fast = "wgrad" in self.recipe.fast
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
             return matmul(dy_t, x_t, fast=fast).to(weight.dtype)
-        matmul(dy_t, x_t, out=main_grad, fast=fast)
+        stale = getattr(weight, "main_grad_stale", False)
+        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast)
+        if stale:
+            weight.main_grad_stale = False  # type: ignore[attr-defined]
         return None
 
     def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> Codes:

@@ -9,11 +9,14 @@ move when the number of ranks changes: what is quantised by such groups can be r
 
 A weight that two pipeline stages share gets its own bucket, so that both stages cut it alike, and
 weights that are gathered as FP8 get buckets without others.
+
+Gradients start a step as zeros, but for parameters with an attribute `main_grad_stale`: the GEMM
+that makes their gradient looks at it and writes over what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -55,6 +58,8 @@ class Bucket:
     tensors: Tensors
     fp8: bool  # weights are gathered as FP8
     rows: Rows | None = None  # with scales of these, if not of tensors
+    overwritten: tuple[nn.Parameter, ...] = ()  # whose first gradient of a step needs no zeros
+    zeroed: list[Tensor] = field(default_factory=list)  # the parts of `grads` that need them
     waiting: set[nn.Parameter] = field(default_factory=set)  # gradients still to come
     reduction: Reduction | None = None
     gather: Pending | None = None
@@ -64,10 +69,29 @@ class Bucket:
         return bool(self.grads.untyped_storage().nbytes())
 
     def allocate(self) -> None:
-        """Give `grads` its memory, zeroed. Views of it, such as `param.main_grad`, stay valid."""
+        """Give `grads` its memory, cleared. Views of it, such as `param.main_grad`, stay valid."""
         if not self.allocated:
             self.grads.untyped_storage().resize_(self.grads.nbytes)
-            self.grads.zero_()
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients: those that can be are marked as stale, the rest is zeroed."""
+        for param in self.overwritten:
+            param.main_grad_stale = True  # type: ignore[attr-defined]
+        if self.zeroed:
+            torch._foreach_zero_(self.zeroed)
+
+    def settle(self) -> None:
+        """Zero the gradients that are still stale: those of parameters that took no part."""
+        for param in self.overwritten:
+            if param.main_grad_stale:  # type: ignore[attr-defined]
+                param.main_grad.zero_()  # type: ignore[attr-defined]
+        self.written()
+
+    def written(self) -> None:
+        """No gradient is stale any more."""
+        for param in self.overwritten:
+            param.main_grad_stale = False  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Give the memory of `grads` back to the allocator."""
@@ -132,11 +156,26 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     rows = None
     if fp8 and cut.fp8_rows:
         rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
-    bucket = Bucket(ranges, weights, grads, sizes, owned, grads[slice(*owned)], tensors, fp8, rows)
+    overwritten = tuple(p for p in params if hasattr(p, "main_grad_stale"))
+    bucket = Bucket(
+        *(ranges, weights, grads, sizes, owned, grads[slice(*owned)], tensors, fp8, rows),
+        overwritten=overwritten,
+        zeroed=_between(grads, [ranges[p] for p in overwritten]),
+    )
     if cut.zero == 2 and cut.ranks > 1:
         bucket.reduced = torch.zeros(sizes[cut.rank], dtype=cut.grad_dtype, device=first.device)
         bucket.release()
     return bucket
+
+
+def _between(flat: Tensor, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """What is left of `flat` without `spans`, which do not overlap."""
+    left, end = [], 0
+    for start, stop in [*sorted(spans), (len(flat), 0)]:
+        if end < start:
+            left.append(flat[end:start])
+        end = stop
+    return left
 
 
 def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -> tuple[int, ...]:

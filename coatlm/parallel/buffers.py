@@ -95,9 +95,12 @@ class FlatModel(nn.Module):
     # gradients
 
     def zero_grad_buffer(self) -> None:
-        """Start a step: gradients are zero and every one is awaited."""
+        """Start a step: gradients are zero or stale, and every one is awaited."""
         for bucket in self.buckets:
-            (bucket.reduced if self.every_microbatch else bucket.grads).zero_()
+            if self.every_microbatch:
+                bucket.reduced.zero_()
+            else:
+                bucket.clear()
             bucket.waiting = set(bucket.params)
             assert bucket.reduction is None
         self.reduced = False
@@ -116,6 +119,7 @@ class FlatModel(nn.Module):
         if self.reduced:
             return
         for bucket in self.buckets:
+            bucket.settle()
             self._start_reduction(bucket)
         for bucket in self.buckets:
             self._finish_reduction(bucket)
@@ -209,10 +213,12 @@ class FlatModel(nn.Module):
             self.gather_due = False
             gather(self.buckets[::-1], self.weight_comm, self.reduce_stream)
 
-    def replayed(self, *, gathered: bool, reduced: bool) -> None:
+    def replayed(self, *, first: bool, reduced: bool) -> None:
         """A recorded microbatch has done what its hooks did when it was recorded."""
-        if gathered:
+        if first:
             self.gather_due = False
+            for bucket in self.buckets:
+                bucket.written()
         self.reduced = self.reduced or reduced
 
     def finish_param_sync(self) -> None:

@@ -31,7 +31,7 @@ Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1
 class Kind(NamedTuple):
     """What a microbatch does besides adding up gradients."""
 
-    gathers: bool  # weights, which the last update has left with their owners
+    first: bool  # gathers weights, which the last update has left with their owners
     reduces: bool  # gradients, which it completes
 
 
@@ -47,13 +47,14 @@ class Recording:
 class MicrobatchGraph:
     """Forward and backward of one microbatch of a model without stages, as CUDA graphs.
 
-    A step's first microbatch gathers weights while it goes forward and its last one reduces
-    gradients while it goes backward, so there are up to three kinds, each with a graph. The first
-    microbatch of a kind runs as ever, which compiles kernels; the second is recorded; from then on
-    a microbatch is copied into the recordings' inputs and replayed, and the CPU launches one graph
-    in place of some sixty kernels a layer. Kernels and numbers are the same. All runs on the stream
-    that the model was told of: autograd's accumulation nodes belong to one. Steps that are unlike
-    the others are run as ever while `paused`, and nothing is recorded of them.
+    A step's first microbatch gathers weights while it goes forward and writes over stale gradients,
+    its last one reduces gradients while it goes backward, so there are up to three kinds, each with
+    a graph. The first microbatch of a kind runs as ever, which compiles kernels; the second is
+    recorded; from then on a microbatch is copied into the recordings' inputs and replayed, and the
+    CPU launches one graph in place of some sixty kernels a layer. Kernels and numbers are the same.
+    All runs on the stream that the model was told of: autograd's accumulation nodes belong to one.
+    Steps that are unlike the others are run as ever while `paused`, and nothing is recorded of
+    them.
     """
 
     def __init__(self, model: FlatModel) -> None:
@@ -71,8 +72,9 @@ class MicrobatchGraph:
         `first`, `last`: of the step.
         """
         inputs, model = {**batch, "share": share}, self.model
-        kind = Kind(first and model.gather_in_forward, last and model.group.size() > 1)
-        model.gather_due |= kind.gathers  # gathering twice, after an evaluation, changes nothing
+        kind = Kind(first, last and model.group.size() > 1)
+        if first and model.gather_in_forward:  # twice, after an evaluation, changes nothing
+            model.gather_due = True
         with nullcontext() if kind.reduces else model.no_sync():
             if self.paused or kind not in self.warm:
                 if not self.paused:
@@ -92,7 +94,7 @@ class MicrobatchGraph:
             if isinstance(value, Tensor):
                 value.copy_(inputs[name])
         recording.graph.replay()
-        self.model.replayed(gathered=kind.gathers, reduced=kind.reduces)
+        self.model.replayed(first=kind.first, reduced=kind.reduces)
         self.model.traffic.sent.update(recording.sent)
         return recording.loss.clone()
 

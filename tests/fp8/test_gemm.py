@@ -64,6 +64,14 @@ def test_out_is_added_to_in_place_and_returned(dtype: torch.dtype) -> None:
     assert ((out.double() - expected).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_is_written_over_whatever_it_held(dtype: torch.dtype) -> None:
+    a, b = operand(M, TENSOR, E5M2), operand(N, TENSOR)
+    out = torch.full((M, N), torch.nan, dtype=dtype)
+    assert matmul(a, b, out=out, accumulate=False) is out
+    assert torch.equal(out, matmul(a, b, out=torch.zeros(M, N, dtype=dtype)))
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_accumulation_on_the_cpu_is_fp32_either_way(fast: bool) -> None:
     a, b = operand(M, ROW), operand(N, ROW)

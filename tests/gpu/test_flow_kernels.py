@@ -364,6 +364,19 @@ def test_products_that_are_added_to_a_main_gradient(
     close_product(out, a, b, before.double(), fast)
 
 
+@products
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_that_are_written_over_what_is_there(
+    m: int, n: int, k: int, fast: bool, dtype: torch.dtype
+) -> None:
+    a, b = on("cuda", (operand(m, k, TENSOR, E5M2), operand(n, k, TENSOR)))
+    out = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
+    assert matmul(a, b, out=out, accumulate=False, fast=fast) is out
+    added = matmul(a, b, out=torch.zeros_like(out), fast=fast)
+    assert torch.equal(out, added)
+
+
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_tuned_products_are_as_exact_as_the_first_choice(accumulate: bool) -> None:
     m, n, k = 384, 512, 1024

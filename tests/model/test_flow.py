@@ -236,6 +236,34 @@ def test_main_gradients_sum_over_microbatches_in_fp32(megatron: None) -> None:
         torch.testing.assert_close(sums[1][name], 2 * once, rtol=2**-22, atol=0)
 
 
+def test_the_first_gradient_is_written_over_a_stale_one_and_others_are_added(
+    megatron: None,
+) -> None:
+    c = run_config()
+    model = build(c)
+    (layer,) = model.decoder.layers
+    x, dy = inputs(c)
+    sums = []
+    for stale in (False, True):
+        for weight in layer.parameters():
+            weight.main_grad = torch.zeros(weight.shape)
+        for weight in layer.linear_weights():
+            assert weight.main_grad_stale is False
+            if stale:
+                weight.main_grad_stale = True
+                weight.main_grad.fill_(torch.nan)
+        for _ in range(2):
+            y, _ = layer(
+                hidden_states=x.clone().requires_grad_(),
+                attention_mask=None,
+                rotary_pos_emb=model.cos_sin,
+            )
+            y.backward(dy)
+        sums.append([weight.main_grad for weight in layer.parameters()])
+    assert len(layer.linear_weights()) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
 def test_main_gradients_are_the_gradients_before_their_rounding_to_bf16(megatron: None) -> None:
     c = run_config()
     expected, model = run(c), build(c)

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # microbatches a step, th
     ),
     "tp2": (
         2,
-        1,
+        2,
         {"parallel": {"tp": 2, "sequence_parallel": True}, "precision": {"recipe": "coat"}},
     ),
 }

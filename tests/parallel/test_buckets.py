@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from coatlm.parallel.buckets import MOST, SMALLEST, Cut, bucket_elements, make_buckets
+from coatlm.parallel.buckets import MOST, SMALLEST, Bucket, Cut, bucket_elements, make_buckets
 
 
 def cut(bucket_size: int) -> Cut:
@@ -30,3 +31,40 @@ def test_without_a_size_small_models_have_few_buckets_and_large_ones_no_more_tha
     assert SMALLEST < bucket_elements(0, 6_800_000_000) == 6_800_000_000 // MOST
     model = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in (50, 60, 30, 80))
     assert elements(model, 0) == [80 + 30 + 60 + 50]
+
+
+def cleared(zero: int) -> tuple[Bucket, list[nn.Parameter]]:
+    """A bucket of NaN gradients that was cleared; parameters 1 and 2 of 4 are written over."""
+    params = [nn.Parameter(torch.ones(n)) for n in (50, 256, 130, 80)]
+    for param in params[1:3]:
+        param.main_grad_stale = False  # type: ignore[attr-defined]
+    options = Cut(rank=0, ranks=2, zero=zero, grad_dtype=torch.float32, bucket_size=0)
+    (bucket,) = make_buckets(params, options)
+    if zero == 2:
+        bucket.allocate()
+    bucket.grads.fill_(torch.nan)
+    if zero == 2:
+        bucket.release()
+        bucket.allocate()
+    else:
+        bucket.clear()
+    return bucket, params
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_all_is_zeroed_but_gradients_that_are_written_over(zero: int) -> None:
+    bucket, params = cleared(zero)
+    _, *overwritten, _ = params
+    for param in overwritten:
+        assert param.main_grad_stale
+        param.main_grad.fill_(1)
+    assert bucket.grads.sum() == sum(p.numel() for p in overwritten)
+
+
+def test_a_gradient_that_never_came_is_zeroed_in_the_end() -> None:
+    bucket, (_, came, missing, _) = cleared(1)
+    came.main_grad.fill_(1)  # type: ignore[attr-defined]
+    came.main_grad_stale = False  # type: ignore[attr-defined]
+    bucket.settle()
+    assert bucket.grads.sum() == came.numel()
+    assert not missing.main_grad_stale  # type: ignore[attr-defined]
