@@ -33,6 +33,7 @@ BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name
     "reduce": "tools.benchmarks.reduce",
 }
 FLAGS = {  # --profile says the same as the option profile=1; of which benchmarks
+    "first": ("layer",),
     "graph": ("layer",),
     "profile": ("layer",),
     "smoke": ("layer",),

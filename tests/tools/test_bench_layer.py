@@ -168,6 +168,14 @@ def test_a_peer_is_measured_once_a_process() -> None:
     assert "act_b_per_token" not in first[0]  # one sample cannot be halved
 
 
+def test_gradients_written_over_others_are_those_added_to_zeros(records: dict[str, Record]) -> None:
+    options = ["smoke=1", "steps=1", "batch=2", "first=1", "also=coatlm coat"]
+    (found,) = bench.run_benchmark("layer", ["coatlm coat"], options)
+    errors = [key for key in found if key.startswith("err_")]
+    assert len(errors) == 10
+    assert all(found[key] == records["coatlm coat"][key] for key in errors)
+
+
 def test_an_unknown_hidden_size_is_refused() -> None:
     with pytest.raises(ValueError, match="hidden is one of 4096, 2048, 64"):
         layer.shapes({"shapes": "4096:4096,1024:2048"})

@@ -1,8 +1,9 @@
 """One Llama layer: coatlm's recipes and their peers, in time, memory and accuracy.
 
 A record is a row at a shape. `ms` is forward and backward by CUDA events (median), weight gradients
-added to fp32 buffers by coatlm and TransformerEngine; `launch_ms` is the time until a step's last
-kernel is queued on an idle device; `graph_ms` the step replayed from one CUDA graph.
+added to fp32 buffers by coatlm and TransformerEngine (--first: coatlm's as in a step's first
+microbatch, which writes over what is there); `launch_ms` is the time until a step's last kernel is
+queued on an idle device; `graph_ms` the step replayed from one CUDA graph.
 
 What a stack of 4 layers holds between forward and backward is read off the allocator at two batch
 sizes. A layer: `act_b_per_token` is what grows with the tokens, scales and all side data in
@@ -14,7 +15,8 @@ input's gradient (`_branch`: both without the residual stream), and of each weig
 
 Options: shapes=hidden:seq,... batch=4 steps=30 grads=bf16 (TransformerEngine's weight gradients)
 also=ROW,... and dotted options for coatlm's rows, such as precision.group=32. Flags: --graph,
---profile (where the time goes, kernel by kernel, and the roofline), --smoke (tiny, on a CPU too).
+--first, --profile (where the time goes, kernel by kernel, and the roofline), --smoke (tiny, on a
+CPU too).
 """
 
 from __future__ import annotations
@@ -160,7 +162,7 @@ def records(row: str, shape: Shape, options: dict[str, str]) -> Iterator[Record]
         overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
 
         def build(layers: int) -> Stack:
-            return coatlm_stack(row, shape, layers, overrides)
+            return coatlm_stack(row, shape, layers, overrides, first="first" in options)
 
         steps = int(options.get("steps", 3 if "smoke" in options else 30))
         yield from _of_stack(row, build, shape, steps, *extras)

@@ -112,9 +112,12 @@ def groups() -> Any:
     return make_groups(Parallel())
 
 
-def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] = ()) -> Stack:
+def coatlm_stack(
+    row: str, shape: Shape, layers: int, overrides: Sequence[str] = (), *, first: bool = False
+) -> Stack:
     """Layers as the trainer builds them: fp32 gradients in `main_grad`. Raises ConfigError.
 
+    They are added there or, with `first`, written over it, as in a step's first microbatch.
     `overrides` are dotted options of the run, such as `precision.recipe=...`. Delayed scales come
     from a step that is made here; they are not updated again, which a run does once for its model.
     """
@@ -168,6 +171,11 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
     def forward(x_SBH: Tensor) -> Tensor:
         return decoder(hidden_states=x_SBH, attention_mask=None, rotary_pos_emb=cos_sin)
 
+    def start_step() -> None:
+        flat.set_is_first_microbatch()
+        if first:
+            flat.zero_grad_buffer()
+
     def close() -> None:
         for parameter in flat.parameters():  # its node in autograd holds it, its hook the model
             del parameter.accumulation_node  # type: ignore[attr-defined]
@@ -177,7 +185,7 @@ def coatlm_stack(row: str, shape: Shape, layers: int, overrides: Sequence[str] =
         input_shape=lambda batch: (shape.seq, batch, shape.hidden),
         dtype=torch.float32 if recipe == "fp32" else torch.bfloat16,
         parameters=list(decoder.parameters()),
-        new_weights=flat.set_is_first_microbatch,
+        new_weights=start_step,
         close=close,
         weights=lambda: _first_layer(decoder),
     )
