@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from tests.distributed import run_ranks
 from tests.parallel.test_parity import batches
+
+CASES_A_LAUNCH = 2
 
 
 class Step(NamedTuple):
@@ -28,6 +32,20 @@ def train_steps(
         recordings = 0 if trainer.graph is None else len(trainer.graph.recordings)
         steps.append(Step((float(loss), float(norm), evaluated), trainer.comm_bytes, recordings))
     return steps
+
+
+def run_both_ways(ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]]) -> list[Any]:
+    """What `train_both_ways` found on each rank, from as many launches as the cases need.
+
+    Groups that a case has made keep their memory on the GPU as long as the process lives.
+    """
+    found: list[Any] = [{} for _ in range(ranks)]
+    left = iter(cases.items())
+    while some := dict(itertools.islice(left, CASES_A_LAUNCH)):
+        launched = run_ranks(ranks, "tests.recordings:train_both_ways", some)
+        for rank, more in zip(found, launched, strict=True):
+            rank.update(more)
+    return found
 
 
 def train_both_ways(

@@ -55,18 +55,23 @@ def gather(buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | No
 def _agree(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
 ) -> dict[Bucket, Tensor]:
-    """Bits of the largest |w| of each row or tensor of each bucket; on a GPU, behind `stream`."""
+    """Bits of the largest |w| of each row or tensor of each bucket; on a GPU, behind `stream`.
+
+    They are allocated on `stream`, which alone reads them: what computes meanwhile would be given
+    their memory as soon as the last gather is issued, before it has run.
+    """
     counts = [len(b.tensors.mu) if b.rows is None else b.rows.count for b in buckets]
-    amax = torch.zeros(sum(counts), dtype=torch.int32, device=buckets[0].weights.device)
+    found: list[Tensor] = []
 
     def agree() -> Steps:
-        torch.cat([_largest(bucket) for bucket in buckets], out=amax)
+        amax = torch.cat([_largest(bucket) for bucket in buckets])
+        found.extend(amax.split(counts))
         yield comm.all_reduce(amax, dist.ReduceOp.MAX)
 
     agreed = Reduction(agree(), stream)
     if stream is None:
         agreed.wait()
-    return dict(zip(buckets, amax.split(counts), strict=True))
+    return dict(zip(buckets, found, strict=True))
 
 
 def _largest(bucket: Bucket) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import run_ranks
-from tests.recordings import Step
+from tests.recordings import Step, run_both_ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +22,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches a step, section
 
 
 def test_a_recorded_microbatch_trains_like_an_eager_one() -> None:
-    (found,) = run_ranks(1, "tests.recordings:train_both_ways", CASES)
+    (found,) = run_both_ways(1, CASES)
     for name in CASES:
         eager, recorded = ([Step(*step) for step in way] for way in found[name])
         first = name != "coat delayed"  # a step that calibrates is not recorded

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import run_ranks
-from tests.recordings import Step
+from tests.recordings import Step, run_both_ways
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -43,8 +42,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # microbatches a step, th
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    cases = {name: (count, sections) for name, (count, _, sections) in CASES.items()}
-    return run_ranks(2, "tests.recordings:train_both_ways", cases)
+    return run_both_ways(2, {name: (n, sections) for name, (n, _, sections) in CASES.items()})
 
 
 @pytest.mark.parametrize("name", CASES)
