@@ -27,6 +27,7 @@ from coatlm.parallel.wire import Reduction, Sum, Wire
 
 Params = list[nn.Parameter]
 IN_FLIGHT = 2  # buckets that are being reduced and hold memory, at stage 2
+AHEAD = 4  # buckets that are gathered before they are needed, where gathers go with forward
 
 
 class FlatModel(nn.Module):
@@ -65,8 +66,10 @@ class FlatModel(nn.Module):
         self.overlap_param_gather = overlap_param_gather
         self.last_microbatch = True
         self.reduced = False  # this step's sums are there
-        self.gather_in_forward = False  # gathers start with the next forward, not with the update
+        self.gather_in_forward = False  # gathers go with the next forward, not with the update
         self.gather_due = False
+        self.gathering: Iterator[Bucket] = iter(())  # each step starts one, the last one first
+        self.ungathered = 0  # buckets that it has yet to start
         params = [p for p in module.parameters() if p.requires_grad]
         self.reduce_stream = None
         if params[0].is_cuda and group.size() > 1:
@@ -209,9 +212,23 @@ class FlatModel(nn.Module):
             self._start_gather()
 
     def _start_gather(self) -> None:
+        """Start all gathers or, where they go with forward, let it start them.
+
+        So gathers stand between the kernels of a recording and not all in front of them, where the
+        device, which has few queues for the branches of a recording, would come to them first.
+        """
         if self.gather_due:
             self.gather_due = False
-            gather(self.buckets[::-1], self.weight_comm, self.reduce_stream)
+            self.gathering = gather(self.buckets[::-1], self.weight_comm, self.reduce_stream)
+            self.ungathered = len(self.buckets)
+            if not self.gather_in_forward:
+                self._gather_from(0)
+
+    def _gather_from(self, index: int) -> None:
+        """Start the gathers, where they are due, of the buckets from `index` on."""
+        while self.ungathered > max(index, 0):
+            next(self.gathering)
+            self.ungathered -= 1
 
     def replayed(self, *, first: bool, reduced: bool) -> None:
         """A recorded microbatch has done what its hooks did when it was recorded."""
@@ -224,6 +241,7 @@ class FlatModel(nn.Module):
     def finish_param_sync(self) -> None:
         """Wait until all weights are whole."""
         self._start_gather()
+        self._gather_from(0)
         for bucket in self.buckets:
             _finish_gather(bucket)
 
@@ -234,6 +252,8 @@ class FlatModel(nn.Module):
         for unit, params in [(self.module, first), *layers, (end or self.module, last)]:
 
             def wait(*_: Any, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
+                if self.ungathered and buckets:
+                    self._gather_from(min(map(self.buckets.index, buckets)) - AHEAD)
                 for bucket in buckets:
                     _finish_gather(bucket)
 

@@ -21,7 +21,7 @@ codes, as rounding to BF16 moves code * S by 2^-9 of its value at most while cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,10 @@ from coatlm.parallel.wire import Reduction, Steps, largest_magnitudes
 Cast = Callable[[Tensor, int, int], None]  # of codes uint8 [n], elements [begin, end)
 
 
-def gather(buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None) -> None:
-    """Start to gather each bucket's weights in place, in this order.
+def gather(
+    buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
+) -> Iterator[Bucket]:
+    """Every step starts to gather the weights of the next bucket, in place.
 
     One agreement on the scales of all that travel as FP8 goes before the first of them.
     """
@@ -50,6 +52,7 @@ def gather(buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | No
             bucket.gather = Reduction(_steps(bucket, amaxes[bucket], comm), stream)
         else:
             bucket.gather = comm.all_gather(bucket.weights, bucket.sizes)
+        yield bucket
 
 
 def _agree(

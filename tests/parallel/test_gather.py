@@ -7,6 +7,7 @@ GPU, the codes are compared.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,8 +71,13 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
         for step in range(2):
             placed = trainer.place(batches(config, groups, step))
             trainer.train_step(placed, lr=1e-3)
-        pending = gathers_under_way(trainer.chunks[0], placed[0])
-        found[name] = judge(trainer, groups) | {"pending": pending}
+        chunk = trainer.chunks[0]
+        pending = gathers_under_way(chunk, placed[0])
+        chunk.gather_in_forward = chunk.overlap_param_gather  # as where microbatches are recorded
+        with mock.patch("coatlm.parallel.buffers.AHEAD", 1):
+            trainer.train_step(placed, lr=1e-3)
+            ahead = gathers_under_way(chunk, placed[0])
+        found[name] = judge(trainer, groups) | {"pending": pending, "ahead": ahead}
         release_groups()
     return found
 
@@ -164,6 +170,13 @@ def test_a_part_of_the_model_waits_for_no_weights_but_its_own(found: Any) -> Non
         assert rank["pending"] == [2, 0, 0, 0]  # two
     for rank in found["whole-tensor"]:  # gathers are not overlapped
         assert set(rank["pending"]) == {0}
+
+
+def test_gathers_that_go_with_forward_are_so_far_ahead_as_told(found: Any) -> None:
+    for rank in found["zero1"]:
+        assert rank["ahead"] == [1, 1, 0, 0]
+    for rank in found["tp2"]:
+        assert rank["ahead"] == [1, 0, 0, 0]
 
 
 def test_matrices_take_one_byte(found: Any) -> None:
