@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tools.benchmarks.overlap import exposed, idle, length, union
+import gzip
+import json
+from pathlib import Path
+
+import torch
+
+from tools.benchmarks.overlap import exposed, idle, length, trace, union
 
 
 def test_intervals_that_touch_are_one() -> None:
@@ -21,3 +27,14 @@ def test_communication_is_exposed_where_nothing_else_runs() -> None:
 def test_the_device_is_idle_where_nothing_runs_between_the_first_and_the_last() -> None:
     assert idle([(0.0, 4.0), (10.0, 11.0)], [(3.0, 6.0), (12.0, 13.0)]) == 4 + 1
     assert idle([], []) == 0
+
+
+def test_a_trace_is_kept_where_it_is_told(tmp_path: Path) -> None:
+    keep = tmp_path / "traces" / "rank0.json.gz"
+    assert trace(lambda: torch.ones(8).exp(), 2, keep) == (
+        [],
+        [],
+    )  # of a device, which a CPU is not
+    with gzip.open(keep, "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("aten::exp") == 2

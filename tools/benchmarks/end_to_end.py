@@ -11,7 +11,7 @@ With gpus=N a row is N data-parallel processes, zero=1 on both sides, reduction 
 overlapped; tokens a second are those of a GPU, the peak is the largest. trace=1 adds from a trace
 of rank 0, a step: `comm_ms`, in which anything communicates, `exposed_ms`, in which nothing else
 runs meanwhile, and `idle_ms`, in which nothing runs at all. A trace slows the host, and so shows
-more of the last than there is.
+more of the last than there is. trace=DIR keeps those of all ranks there too.
 
 Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
 rows optim=adamw-fp32,coat-lean (each row with each of these in optim.recipe; the first is what the
@@ -26,6 +26,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,8 +117,10 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     peak = torch.tensor(memory, device="cuda") / 2**30
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     parts = {}
-    if options.get("trace") == "1":
-        communication, compute = trace(step, TRACED)
+    if "trace" in options:
+        folder = None if options["trace"] == "1" else Path(options["trace"])
+        keep = folder and folder / f"rank{dist.get_rank()}.json.gz"
+        communication, compute = trace(step, TRACED, keep)
         parts["comm_ms"] = round(length(communication) / TRACED, 1)
         parts["exposed_ms"] = round(exposed(communication, compute) / TRACED, 1)
         parts["idle_ms"] = round(idle(communication, compute) / TRACED, 1)

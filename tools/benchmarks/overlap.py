@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
+
+from tools.benchmarks.clock import synchronize
 
 Interval = tuple[float, float]
 # NCCL's kernels, and those that make and read what FP8 exchanges carry
 COMMUNICATION = ("nccl", "_pack_kernel", "_unpack_kernel")
 
 
-def trace(step: Callable[[], object], steps: int) -> tuple[list[Interval], list[Interval]]:
-    """(begin, end) in milliseconds of the communication and of all other kernels of `steps`."""
+def trace(
+    step: Callable[[], object], steps: int, keep: Path | None = None
+) -> tuple[list[Interval], list[Interval]]:
+    """(begin, end) in milliseconds of the communication and of all other kernels of `steps`.
+
+    `keep`: a file for the trace itself, as chrome://tracing reads it.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
         for _ in range(steps):
             step()
-        torch.cuda.synchronize()
+        synchronize()
+    if keep is not None:
+        keep.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(keep))
     communication: list[Interval] = []
     compute: list[Interval] = []
     for event in profiler.events():
