@@ -34,7 +34,7 @@ def test_a_trace_is_kept_where_it_is_told(tmp_path: Path) -> None:
     assert trace(lambda: torch.ones(8).exp(), 2, keep) == (
         [],
         [],
-    )  # of a device, which a CPU is not
+    )  # a CPU is no device
     with gzip.open(keep, "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("aten::exp") == 2
