@@ -68,7 +68,7 @@ class FlatModel(nn.Module):
         self.reduced = False  # this step's sums are there
         self.gather_in_forward = False  # gathers go with the next forward, not with the update
         self.gather_due = False
-        self.gathering: Iterator[Bucket] = iter(())  # each step starts one, the last one first
+        self.gathering: Iterator[None] = iter(())  # each step starts one, the last one first
         self.ungathered = 0  # buckets that it has yet to start
         params = [p for p in module.parameters() if p.requires_grad]
         self.reduce_stream = None
@@ -250,10 +250,11 @@ class FlatModel(nn.Module):
         first, layers, last = self._units()
         end = getattr(self.module.decoder, "final_layernorm", None)
         for unit, params in [(self.module, first), *layers, (end or self.module, last)]:
+            used = self._buckets_of(params)
+            start = min(map(self.buckets.index, used), default=len(self.buckets))
 
-            def wait(*_: Any, buckets: Sequence[Bucket] = self._buckets_of(params)) -> None:
-                if self.ungathered and buckets:
-                    self._gather_from(min(map(self.buckets.index, buckets)) - AHEAD)
+            def wait(*_: Any, buckets: Sequence[Bucket] = used, start: int = start) -> None:
+                self._gather_from(start - AHEAD)
                 for bucket in buckets:
                     _finish_gather(bucket)
 

@@ -40,7 +40,7 @@ Cast = Callable[[Tensor, int, int], None]  # of codes uint8 [n], elements [begin
 
 def gather(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
-) -> Iterator[Bucket]:
+) -> Iterator[None]:
     """Every step starts to gather the weights of the next bucket, in place.
 
     One agreement on the scales of all that travel as FP8 goes before the first of them.
@@ -52,7 +52,7 @@ def gather(
             bucket.gather = Reduction(_steps(bucket, amaxes[bucket], comm), stream)
         else:
             bucket.gather = comm.all_gather(bucket.weights, bucket.sizes)
-        yield bucket
+        yield
 
 
 def _agree(

@@ -31,7 +31,7 @@ Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1
 class Kind(NamedTuple):
     """What a microbatch does besides adding up gradients."""
 
-    first: bool  # gathers weights, which the last update has left with their owners
+    first: bool  # gathers weights, which the update left with owners; writes over stale gradients
     reduces: bool  # gradients, which it completes
 
 

@@ -164,7 +164,6 @@ def records(row: str, shape: Shape, options: dict[str, str]) -> Iterator[Record]
         def build(layers: int) -> Stack:
             return coatlm_stack(row, shape, layers, overrides, first="first" in options)
 
-        steps = int(options.get("steps", 3 if "smoke" in options else 30))
         yield from _of_stack(row, build, shape, steps, *extras)
     else:
         grads = options.get("grads", "fp32")
