@@ -158,12 +158,20 @@ def run_microbatches(
     """
     enter(None)
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
-    dist.all_reduce(tokens, group=groups.dp_cp)
-    share = 1.0 / tokens.clamp(min=1)
+    counted = dist.all_reduce(tokens, group=groups.dp_cp, async_op=True)
+
+    def share() -> Tensor:
+        """Of a token in the loss. Waits for the count, which stands behind the gathers of weights
+        that this group has under way: nothing before the loss is to wait for those.
+        """
+        counted.wait()
+        return 1.0 / tokens.clamp(min=1)
+
     enter("forward_backward")
     if graph is not None and not forward_only:
         ends = len(batches) - 1
-        losses = [graph.run(b, share, first=i == 0, last=i == ends) for i, b in enumerate(batches)]
+        part = share()  # recorded microbatches start their gathers themselves
+        losses = [graph.run(b, part, first=i == 0, last=i == ends) for i, b in enumerate(batches)]
         loss = torch.stack(losses).sum()
         enter(None)
         dist.all_reduce(loss, group=groups.dp_cp)
@@ -174,7 +182,7 @@ def run_microbatches(
         output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
 
         def loss_function(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss = (loss_BS * batch["loss_mask"]).sum() * share
+            loss = (loss_BS * batch["loss_mask"]).sum() * share()
             return (
                 loss,
                 torch.zeros((), dtype=torch.int, device=loss.device),
@@ -195,6 +203,7 @@ def run_microbatches(
         forward_only=forward_only,
     )
     enter(None)
+    counted.wait()
     loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
     if groups.last_stage and results:
         loss = torch.stack([result["loss"] for result in results]).sum()

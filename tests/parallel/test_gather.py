@@ -6,6 +6,8 @@ GPU, the codes are compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -72,30 +74,69 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
             placed = trainer.place(batches(config, groups, step))
             trainer.train_step(placed, lr=1e-3)
         chunk = trainer.chunks[0]
+        before = parts_before_the_count(trainer, placed)
         pending = gathers_under_way(chunk, placed[0])
         chunk.gather_in_forward = chunk.overlap_param_gather  # as where microbatches are recorded
         with mock.patch("coatlm.parallel.buffers.AHEAD", 1):
             trainer.train_step(placed, lr=1e-3)
             ahead = gathers_under_way(chunk, placed[0])
-        found[name] = judge(trainer, groups) | {"pending": pending, "ahead": ahead}
+        found[name] = judge(trainer, groups)
+        found[name] |= {"pending": pending, "ahead": ahead, "before": before}
         release_groups()
     return found
 
 
 def gathers_under_way(chunk: Any, batch: Any) -> list[int]:
     """How many buckets the embedding, each layer and the last norm did not wait for."""
-    decoder, pending = chunk.module.decoder, []
+    pending: list[int] = []
 
-    def count(*_: Any) -> None:
+    def count() -> None:
         pending.append(sum(bucket.gather is not None for bucket in chunk.buckets))
 
-    units = [chunk.module.embedding, *decoder.layers, decoder.final_layernorm]
-    hooks = [unit.register_forward_hook(count) for unit in units]
-    with torch.no_grad():
+    with torch.no_grad(), after_each_part(chunk, count):
         chunk(batch["tokens"], batch["labels"], None)
+    return pending
+
+
+@contextmanager
+def after_each_part(chunk: Any, call: Callable[[], None]) -> Iterator[None]:
+    """Call it after forward of the embedding, of each layer and of the last norm."""
+    decoder = chunk.module.decoder
+    units = [chunk.module.embedding, *decoder.layers, decoder.final_layernorm]
+    hooks = [unit.register_forward_hook(lambda *_: call()) for unit in units]
+    yield
     for hook in hooks:
         hook.remove()
-    return pending
+
+
+def parts_before_the_count(trainer: Any, placed: list[Any]) -> int:
+    """How many parts of the model a step runs before it waits for the number of its tokens.
+
+    On a GPU that number comes after the weights that the same group gathers.
+    """
+    parts: list[None] = []
+    waits: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def watched(x: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        work = all_reduce(x, *args, async_op=async_op, **kwargs)
+        if not async_op:
+            if kwargs.get("group") is trainer.groups.dp_cp:
+                waits.append(len(parts))
+            return work
+
+        def wait() -> None:
+            waits.append(len(parts))
+            work.wait()
+
+        return mock.Mock(wait=wait)
+
+    with (
+        mock.patch("torch.distributed.all_reduce", watched),
+        after_each_part(trainer.chunks[0], lambda: parts.append(None)),
+    ):
+        trainer.train_step(placed, lr=1e-3)
+    return waits[0]
 
 
 def judge(trainer: Any, groups: Any) -> dict[str, Any]:
@@ -177,6 +218,11 @@ def test_gathers_that_go_with_forward_are_so_far_ahead_as_told(found: Any) -> No
         assert rank["ahead"] == [1, 1, 0, 0]
     for rank in found["tp2"]:
         assert rank["ahead"] == [1, 0, 0, 0]
+
+
+def test_no_part_of_the_model_waits_for_the_number_of_tokens(found: Any) -> None:
+    for ranks in found.values():
+        assert [rank["before"] for rank in ranks] == [4] * len(ranks)
 
 
 def test_matrices_take_one_byte(found: Any) -> None:
