@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +36,10 @@ from coatlm.train.faults import (
     StopSignal,
 )
 from coatlm.train.metrics import MetricsLogger
+from coatlm.train.resume import Progress, restore, resume, state_to_save
 from coatlm.train.run_directory import (
     loss_plot,
+    prepare_directory,
     start_logging,
     write_config,
     write_environment,
@@ -123,21 +123,6 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint)
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
-
-
-@dataclass
-class Progress:
-    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device."""
-
-    guard: NonFiniteGuard
-    step: int = 0  # updates done
-    pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
-
-    @property
-    def batch(self) -> int:
-        """The number of the global batch that the next step reads."""
-        return self.step + sum(stop - first for first, stop in self.left_out)
 
 
 class Loop:
@@ -287,22 +272,9 @@ class Loop:
         with self.metrics.throughput.paused():
             if self.run.pending:
                 self._fetch()
-            optimizer = self.trainer.optimizer
-            state = {
-                "step": self.run.step,
-                "tokens": self.run.step * self.config.train.global_batch * self.config.data.seq_len,
-                "updates": int(optimizer.optimizer.step_count),
-                "skipped": self.run.guard.total,
-                "skipped_in_row": self.run.guard.in_row,
-                "left_out": self.run.left_out,
-                "spikes": None if self.trainer.spikes is None else self.trainer.spikes.state(),
-                "tokenizer": self.fingerprint,
-                "flat_groups": optimizer.flat_groups(),
-                "automatic_scales": optimizer.automatic_scales(),
-                "gradient_amaxes": self.trainer.gradient_amaxes(),
-                "config": self.config.model_dump(mode="json"),
-            }
-            self.checkpoints.save(self.run.step, optimizer.tensors_to_save(), state)
+            state = state_to_save(self.config, self.trainer, self.run, self.fingerprint)
+            tensors = self.trainer.optimizer.tensors_to_save()
+            self.checkpoints.save(self.run.step, tensors, state)
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Go on from the newest checkpoint before the skipped steps, without the batches since.
@@ -361,69 +333,6 @@ class Loop:
             ),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory)),
         )
-
-
-def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) -> None:
-    """Continue from the checkpoint that `checkpoint.resume` asks for, if there is one."""
-    groups = trainer.groups
-    path = checkpoint.find_checkpoint(
-        config.checkpoint.resume, config.run.dir / "checkpoints", logger, groups.checkpoint
-    )
-    if path is None:
-        return
-    check_same_model(path, checkpoint.read_state(path), config, fingerprint)
-    restore(path, trainer, run, weights_only=config.checkpoint.weights_only)
-
-
-def restore(path: Path, trainer: Trainer, run: Progress, *, weights_only: bool = False) -> None:
-    """Take up a checkpoint of the same model: everything, or the weights for a new run."""
-    state = checkpoint.read_state(path)
-    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
-    checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
-    trainer.optimizer.finish_load()
-    if weights_only:
-        trainer.optimizer.optimizer.reload_from_weights()
-        logger.info("weights of %s (step %d)", path, state["step"])
-        return
-    trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
-    if trainer.scales is not None:
-        trainer.scales.restore(state.get("gradient_amaxes", {}))
-    trainer.optimizer.optimizer.step_count.fill_(state["updates"])
-    run.step, run.guard.total = state["step"], state["skipped"]
-    run.guard.in_row = state.get("skipped_in_row", 0)
-    run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]
-    if trainer.spikes is not None:
-        trainer.spikes.restore(state.get("spikes"))
-    logger.info("resumed from %s at step %d", path, run.step)
-
-
-def check_same_model(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -> None:
-    """Raise CheckpointError, naming the field, for a checkpoint of another model or tokenizer."""
-    saved, current = state["config"], config.model_dump(mode="json")
-    compared = [("model", name) for name in current["model"] if name != "spec"]
-    if not config.checkpoint.weights_only:
-        compared.append(("optim", "recipe"))
-    for section, name in compared:
-        if saved[section].get(name) != current[section][name]:
-            raise checkpoint.CheckpointError(
-                f"{path}: {section}.{name}={saved[section].get(name)!r} there, "
-                f"{current[section][name]!r} here: a checkpoint of another {section}"
-            )
-    if state["tokenizer"] != fingerprint:
-        raise checkpoint.CheckpointError(
-            f"{path}: trained with another tokenizer than data.tokenizer={config.data.tokenizer}"
-        )
-
-
-def prepare_directory(path: Path) -> None:
-    """Make the run directory. Raises ValueError where it cannot be written to."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir={path}: cannot be written to: {error.strerror}") from error
 
 
 def finish(config: Config, run: Progress, code: ExitCode) -> None:

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from coatlm.config import Config
+from coatlm.config import Config, ConfigError
 
 METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
@@ -37,6 +37,17 @@ Record = dict[str, Any]
 
 logger = logging.getLogger("coatlm")
 lines = logging.getLogger("coatlm.lines")  # what a progress bar shows instead
+
+
+def prepare_directory(path: Path) -> None:
+    """Make the run directory. Raises ValueError where it cannot be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={path}: cannot be written to: {error.strerror}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
