@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -160,11 +161,14 @@ def run_microbatches(
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
     counted = dist.all_reduce(tokens, group=groups.dp_cp, async_op=True)
 
+    @cache
     def share() -> Tensor:
         """Of a token in the loss. Waits for the count, which stands behind the gathers of weights
         that this group has under way: nothing before the loss is to wait for those.
         """
+        enter(None)
         counted.wait()
+        enter("forward_backward")
         return 1.0 / tokens.clamp(min=1)
 
     enter("forward_backward")
