@@ -10,6 +10,7 @@ memory comes and goes under the tensors: who saved `param.main_grad` in forward 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -78,6 +79,7 @@ class FlatModel(nn.Module):
         self.buckets = make_buckets(params, cut)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.stream = stream
+        self.accumulation_nodes: dict[nn.Parameter, Any] = {}
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for param in params:
                 self._accumulate_into_main_grad(param)
@@ -158,11 +160,16 @@ class FlatModel(nn.Module):
 
         The hook sits on autograd's accumulation node, so it also runs for functions that have added
         to `main_grad` themselves: coatlm's return None for the weight, TransformerEngine's return a
-        placeholder and set `grad_added_to_main_grad`.
+        placeholder and set `grad_added_to_main_grad`. Autograd has but a weak reference to the
+        node, which holds the parameter. Its hook must not hold the model: no garbage collector sees
+        what nodes hold.
         """
         param.grad_added_to_main_grad = False
+        model = weakref.ref(self)
 
         def hook(*_: Any) -> None:
+            self = model()
+            assert self is not None
             if param.grad is not None:
                 if not param.grad_added_to_main_grad:
                     param.main_grad.add_(param.grad)
@@ -176,7 +183,7 @@ class FlatModel(nn.Module):
 
         node = param.expand_as(param).grad_fn.next_functions[0][0]
         node.register_hook(hook)
-        param.accumulation_node = node  # autograd keeps only a weak reference
+        self.accumulation_nodes[param] = node
 
     def _allocate_before_backward(self) -> None:
         """Give buckets their memory when the gradient of a unit's output arrives."""

@@ -151,5 +151,12 @@ def prompt() -> Any:
 
 
 def release_groups() -> None:
-    """Forget the layout; another `make_groups` may follow in the same world."""
+    """Forget the layout; another `make_groups` may follow in the same world.
+
+    Groups of gloo end with those who use them, and their threads. Those of NCCL stay: CUDA graphs
+    may hold their communicators.
+    """
     parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)

@@ -6,8 +6,11 @@ GPU, the codes are compared.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -82,7 +85,12 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
             ahead = gathers_under_way(chunk, placed[0])
         found[name] = judge(trainer, groups)
         found[name] |= {"pending": pending, "ahead": ahead, "before": before}
+        model = weakref.ref(chunk)
+        del chunk, trainer, groups, placed
         release_groups()
+        gc.collect()
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        found[name] |= {"freed": model() is None, "threads": threads}
     return found
 
 
@@ -223,6 +231,14 @@ def test_gathers_that_go_with_forward_are_so_far_ahead_as_told(found: Any) -> No
 def test_no_part_of_the_model_waits_for_the_number_of_tokens(found: Any) -> None:
     for ranks in found.values():
         assert [rank["before"] for rank in ranks] == [4] * len(ranks)
+
+
+def test_what_is_dropped_is_freed_with_the_threads_of_its_groups(found: Any) -> None:
+    for ranks in found.values():
+        assert all(rank["freed"] for rank in ranks)
+    for first, second in zip(found["zero1"], found["whole-tensor"], strict=True):
+        # one process has run both; megatron-core keeps one group, of three threads, for a while
+        assert second["threads"] - first["threads"] <= 3
 
 
 def test_matrices_take_one_byte(found: Any) -> None:

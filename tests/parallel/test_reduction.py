@@ -142,7 +142,7 @@ def skips(trainer: Any, rank: int, size: int, config: Config, groups: Any) -> bo
         if rank == size - 1:
             param.main_grad.view(-1)[0] = torch.nan
 
-    handle = param.accumulation_node.register_prehook(spoil)
+    handle = trainer.chunks[-1].accumulation_nodes[param].register_prehook(spoil)
     _, norm = trainer.train_step(trainer.place(batches(config, groups, 9)), lr=1e-3)
     handle.remove()
     trainer.optimizer.tensors_to_save()

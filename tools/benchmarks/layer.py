@@ -24,7 +24,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -197,18 +196,18 @@ def peer(
 def _of_stack(
     row: str, build: Build, shape: Shape, steps: int, graph: bool, profile: bool
 ) -> Iterator[Record]:
-    with closing(build(1)) as stack:
-        record = timing(stack, shape, steps)
-        if stack.weights is not None:
-            record |= errors(stack, shape)
-        if DEVICE == "cuda":
-            record["peak_mib"] = peak_mib(stack, shape)
-        kernels = layer_profile.profile(row, stack, shape) if profile else []
-        if kernels:
-            record |= layer_profile.split(kernels)
-        record |= held_by_compiled(stack, shape) if stack.compiled else held(build, shape)
-        if graph:
-            record["graph_ms"] = graphed(stack, shape, steps)
+    stack = build(1)
+    record = timing(stack, shape, steps)
+    if stack.weights is not None:
+        record |= errors(stack, shape)
+    if DEVICE == "cuda":
+        record["peak_mib"] = peak_mib(stack, shape)
+    kernels = layer_profile.profile(row, stack, shape) if profile else []
+    if kernels:
+        record |= layer_profile.split(kernels)
+    record |= held_by_compiled(stack, shape) if stack.compiled else held(build, shape)
+    if graph:
+        record["graph_ms"] = graphed(stack, shape, steps)
     yield record
     yield from layer_profile.shown(kernels)
 

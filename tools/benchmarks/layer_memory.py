@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -16,23 +15,23 @@ LAYERS = 4
 
 def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
     """Bytes that a stack holds between forward and backward, a token and layer."""
-    with closing(build(LAYERS)) as stack:
-        x, dy = stack.inputs(shape.batch)
-        release()
-        before = _allocated()
-        stack.step(x, dy)
-        stack.clear(x)
-        release()
-        kept = (_allocated() - before) / LAYERS  # weights in FP8 for the next microbatch too
-        whole = held_bytes(stack, shape.batch) / LAYERS
-        record: dict[str, float] = {"held_b_per_token": round((whole + kept) / shape.tokens)}
-        if shape.batch % 2 == 0:
-            half = held_bytes(stack, shape.batch // 2) / LAYERS
-            a_token = (whole - half) / (shape.tokens / 2)
-            copies = whole - a_token * shape.tokens + kept
-            record["act_b_per_token"] = round(a_token)
-            record["act_u"] = round(a_token / (2 * shape.hidden), 2)
-            record["weight_copies_mib"] = round(copies / 2**20, 1)
+    stack = build(LAYERS)
+    x, dy = stack.inputs(shape.batch)
+    release()
+    before = _allocated()
+    stack.step(x, dy)
+    stack.clear(x)
+    release()
+    kept = (_allocated() - before) / LAYERS  # weights in FP8 for the next microbatch too
+    whole = held_bytes(stack, shape.batch) / LAYERS
+    record: dict[str, float] = {"held_b_per_token": round((whole + kept) / shape.tokens)}
+    if shape.batch % 2 == 0:
+        half = held_bytes(stack, shape.batch // 2) / LAYERS
+        a_token = (whole - half) / (shape.tokens / 2)
+        copies = whole - a_token * shape.tokens + kept
+        record["act_b_per_token"] = round(a_token)
+        record["act_u"] = round(a_token / (2 * shape.hidden), 2)
+        record["weight_copies_mib"] = round(copies / 2**20, 1)
     return record
 
 

@@ -61,7 +61,6 @@ class Stack:
     dtype: torch.dtype
     parameters: Sequence[nn.Parameter]
     new_weights: Callable[[], None] = lambda: None  # a step starts: the optimizer has run
-    close: Callable[[], None] = lambda: None  # lets its memory go
     compiled: bool = False  # for one batch size; calls of one layer stand for several layers
     weights: Callable[[], dict[str, nn.Parameter]] | None = None  # of the first layer
 
@@ -176,17 +175,12 @@ def coatlm_stack(
         if first:
             flat.zero_grad_buffer()
 
-    def close() -> None:
-        for parameter in flat.parameters():  # its node in autograd holds it, its hook the model
-            del parameter.accumulation_node  # type: ignore[attr-defined]
-
     stack = Stack(
         forward=forward,
         input_shape=lambda batch: (shape.seq, batch, shape.hidden),
         dtype=torch.float32 if recipe == "fp32" else torch.bfloat16,
         parameters=list(decoder.parameters()),
         new_weights=start_step,
-        close=close,
         weights=lambda: _first_layer(decoder),
     )
     scales = delayed_scales(config, [chunk], groups())
