@@ -171,7 +171,6 @@ def run_microbatches(
         enter("forward_backward")
         return 1.0 / tokens.clamp(min=1)
 
-    enter("forward_backward")
     if graph is not None and not forward_only:
         ends = len(batches) - 1
         part = share()  # recorded microbatches start their gathers themselves
@@ -195,6 +194,7 @@ def run_microbatches(
 
         return output, loss_function
 
+    enter("forward_backward")
     _synchronise_on_last_microbatch(chunks)
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -207,7 +207,7 @@ def run_microbatches(
         forward_only=forward_only,
     )
     enter(None)
-    counted.wait()
+    counted.wait()  # stages without a loss have not
     loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
     if groups.last_stage and results:
         loss = torch.stack([result["loss"] for result in results]).sum()

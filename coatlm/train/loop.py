@@ -297,7 +297,7 @@ class Loop:
         left_out, run.step = run.left_out, error.step  # steps after it would have been skipped too
         stop = run.batch
         run.pending.clear()
-        restore(path, self.trainer, run)
+        restore(path, checkpoint.read_state(path), self.trainer, run)
         run.left_out = left_out  # the checkpoint does not know of rollbacks to it
         window = (run.batch, stop)
         run.left_out = [*left_out, window]

@@ -61,13 +61,22 @@ def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) ->
     )
     if path is None:
         return
-    check_same_model(path, checkpoint.read_state(path), config, fingerprint)
-    restore(path, trainer, run, weights_only=config.checkpoint.weights_only)
-
-
-def restore(path: Path, trainer: Trainer, run: Progress, *, weights_only: bool = False) -> None:
-    """Take up a checkpoint of the same model: everything, or the weights for a new run."""
     state = checkpoint.read_state(path)
+    check_same_model(path, state, config, fingerprint)
+    restore(path, state, trainer, run, weights_only=config.checkpoint.weights_only)
+
+
+def restore(
+    path: Path,
+    state: dict[str, Any],
+    trainer: Trainer,
+    run: Progress,
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Take up a checkpoint of the same model, whose state is given: everything, or the weights for
+    a new run.
+    """
     tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
     trainer.optimizer.finish_load()

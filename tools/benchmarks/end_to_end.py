@@ -118,8 +118,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     parts = {}
     if "trace" in options:
-        folder = None if options["trace"] == "1" else Path(options["trace"])
-        keep = folder and folder / f"rank{dist.get_rank()}.json.gz"
+        file = Path(options["trace"]) / f"rank{dist.get_rank()}.json.gz"
+        keep = None if options["trace"] == "1" else file
         communication, compute = trace(step, TRACED, keep)
         parts["comm_ms"] = round(length(communication) / TRACED, 1)
         parts["exposed_ms"] = round(exposed(communication, compute) / TRACED, 1)
