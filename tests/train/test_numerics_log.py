@@ -13,6 +13,7 @@ from coatlm.fp8.formats import E4M3, E5M2
 from coatlm.model.numerics import TENSORS
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
+from tools.plot_run import read_run
 
 SIZES = MODEL | {"hidden": 128, "heads": 8, "ffn": 128}
 LAYOUTS = ("tp2", "tp2 sp", "cp2", "pp2", "pp2 vpp2", "dp2")
@@ -198,8 +199,6 @@ def test_numerics_are_for_fp8_layers(tmp_path: Path) -> None:
 
 
 def test_plot_run_draws_a_curve_for_each_tensor(runs: Path) -> None:
-    from tools.plot_run import read_run  # to processes of run_ranks `tools` is another package
-
     curves = read_run(runs / "asked").curves
     for measure in MEASURES:
         for tensor in TENSORS:
