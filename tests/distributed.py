@@ -15,6 +15,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +38,65 @@ def run_ranks(
     """Results (JSON) of `function` on each rank; raises with the output of a rank that failed."""
     port, deadline = free_port(), time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory) / f"{rank}.log" for rank in range(size)]
+        results = [Path(directory) / f"{rank}.json" for rank in range(size)]
+        envs = [environment(rank, size, port) for rank in range(size)]
         ranks = [
-            processes.Process(
-                target=run_rank,
-                args=(function, json.dumps(arguments), environment(rank, size, port), directory),
-            )
-            for rank in range(size)
+            start(call, function, json.dumps(arguments), result, env=env, log=log)
+            for env, log, result in zip(envs, logs, results, strict=True)
         ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in ranks]  # None: still running
-        for process in ranks:
-            process.kill()
-            process.join()
+        try:
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in ranks]  # None: still running
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
         for rank, code in enumerate(codes):
             if code != 0:
-                log = (Path(directory) / f"{rank}.log").read_text(errors="replace")
                 how = f"did not end within {timeout} s" if code is None else f"failed ({code})"
-                raise AssertionError(f"rank {rank} of {size} {how}:\n{log[-6000:]}")
-        return [json.loads((Path(directory) / f"{r}.json").read_text()) for r in range(size)]
+                output = logs[rank].read_text(errors="replace")
+                raise AssertionError(f"rank {rank} of {size} {how}:\n{output[-6000:]}")
+        return [json.loads(result.read_text()) for result in results]
 
 
-def run_rank(function: str, arguments: str, env: dict[str, str], directory: str) -> None:
-    """What a process of `run_ranks` does: its output goes to RANK.log, its result to RANK.json."""
+def call(function: str, arguments: str, result: Path) -> None:
+    """What a rank does."""
+    module, name = function.split(":")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = getattr(importlib.import_module(module), name)(rank, size, json.loads(arguments))
+    result.write_text(json.dumps(found))
+
+
+def start(
+    function: Callable[..., None],
+    *arguments: Any,
+    env: dict[str, str],
+    log: Path,
+    cwd: Path = ROOT,
+) -> Any:
+    """A process that calls `function`, with `env` for its environment and its output in `log`."""
+    log.touch()
+    process = processes.Process(target=_begin, args=(function, arguments, env, log, cwd))
+    process.start()
+    return process
+
+
+def _begin(
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    env: dict[str, str],
+    log: Path,
+    cwd: Path,
+) -> None:
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(ROOT)
-    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    output = os.open(f"{directory}/{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.chdir(cwd)
+    output = os.open(log, os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    module, name = function.split(":")
-    result = getattr(importlib.import_module(module), name)(rank, size, json.loads(arguments))
-    (Path(directory) / f"{rank}.json").write_text(json.dumps(result))
+    function(*arguments)
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -112,10 +112,10 @@ def test_from_text_through_a_crash_and_a_requeue_to_generated_text(tmp_path: Pat
     tool("preprocess_data.py", *corpus, "--tokenizer", tokenizer, "--workers", "1")
     config = tmp_path / "config.yaml"
     write_config(config, tmp_path)
-    with Forks(tmp_path) as forks:
-        train_through_faults(forks, str(config))
-        undisturbed = start(forks, str(config), f"run.dir={tmp_path / 'undisturbed'}")
-        assert [rank.wait() for rank in undisturbed] == [0, 0], undisturbed[0].text()
+    forks = Forks(tmp_path)
+    train_through_faults(forks, str(config))
+    undisturbed = start(forks, str(config), f"run.dir={tmp_path / 'undisturbed'}")
+    assert [rank.wait() for rank in undisturbed] == [0, 0], undisturbed[0].text()
     run = losses(tmp_path / "run")
     assert run == losses(tmp_path / "undisturbed")
     assert run[-1][1] < 0.5 < 5.0 < run[0][1]

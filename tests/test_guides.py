@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forks(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("output"), cwd=checkout) as server:
-        yield server
+def forks(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return Forks(tmp_path_factory.mktemp("output"), cwd=checkout)
 
 
 def script(words: Sequence[str]) -> tuple[str, list[str]]:

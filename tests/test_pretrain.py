@@ -29,9 +29,8 @@ KILLS = 20
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("output")) as server:
-        yield server
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return Forks(tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture

@@ -74,8 +74,8 @@ def restore(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Take up a checkpoint of the same model, whose state is given: everything, or the weights for
-    a new run.
+    """Take up the checkpoint at `path`, of the same model, whose `state` has been read: everything,
+    or the weights for a new run.
     """
     tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)

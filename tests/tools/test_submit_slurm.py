@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,18 +230,18 @@ def until(condition: Any, log: Path, timeout: float = 300.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs a configuration on two ranks without SLURM and gives its lines."""
-    with Forks(tmp_path_factory.mktemp("output")) as server:
+    forks = Forks(tmp_path_factory.mktemp("output"))
 
-        def run(config: str, directory: Path) -> list[Any]:
-            size = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
-            each = [size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-            ranks = [server.start(config, f"run.dir={directory}", env=env) for env in each]
-            assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].text()
-            return losses(directory)
+    def run(config: str, directory: Path) -> list[Any]:
+        size = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+        each = [size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        ranks = [forks.start(config, f"run.dir={directory}", env=env) for env in each]
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].text()
+        return losses(directory)
 
-        yield run
+    return run
 
 
 def losses(directory: Path) -> list[Any]:

@@ -78,16 +78,16 @@ def losses(run: Path) -> list[Any]:
 def undisturbed(config: str, directory: Path, tmp_path: Path) -> list[Any]:
     """The losses of the same run on as many ranks, without a launcher."""
     common = {"WORLD_SIZE": str(RANKS), "MASTER_PORT": str(free_port())}
-    with Forks(tmp_path) as server:
-        ranks = [
-            server.start(
-                config,
-                f"run.dir={directory}",
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(RANKS)
-        ]
-        assert [rank.wait() for rank in ranks] == [0] * RANKS, ranks[0].text()
+    forks = Forks(tmp_path)
+    ranks = [
+        forks.start(
+            config,
+            f"run.dir={directory}",
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(RANKS)
+    ]
+    assert [rank.wait() for rank in ranks] == [0] * RANKS, ranks[0].text()
     return losses(directory)
 
 
