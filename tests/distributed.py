@@ -8,14 +8,18 @@ safe, one server imports both and ranks are forks of it; a group runs many cases
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import importlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,10 @@ else:
 def run_ranks(
     size: int, function: str, arguments: Any = None, *, timeout: float = TIMEOUT
 ) -> list[Any]:
-    """Results (JSON) of `function` on each rank; raises with the output of a rank that failed."""
+    """Results (JSON) of `function` on each rank; raises with the output of ranks that failed.
+
+    The first to fail ends them all: others would wait for it.
+    """
     port, deadline = free_port(), time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as directory:
         logs = [Path(directory) / f"{rank}.log" for rank in range(size)]
@@ -46,19 +53,39 @@ def run_ranks(
             for env, log, result in zip(envs, logs, results, strict=True)
         ]
         try:
-            for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
-            codes = [process.exitcode for process in ranks]  # None: still running
+            codes = wait(ranks, deadline)
+            if not any(codes) and None in codes:
+                abort(ranks)  # which leaves stacks
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-        for rank, code in enumerate(codes):
-            if code != 0:
-                how = f"did not end within {timeout} s" if code is None else f"failed ({code})"
-                output = logs[rank].read_text(errors="replace")
-                raise AssertionError(f"rank {rank} of {size} {how}:\n{output[-6000:]}")
+        failed = [rank for rank, code in enumerate(codes) if code]
+        late = [rank for rank, code in enumerate(codes) if code is None]
+        if failed or late:
+            how = "failed" if failed else f"did not end within {timeout} s"
+            said = [logs[rank].read_text(errors="replace")[-6000:] for rank in failed or late]
+            raise AssertionError(f"ranks {failed or late} of {size} {how}:\n" + "\n".join(said))
         return [json.loads(result.read_text()) for result in results]
+
+
+def wait(ranks: Sequence[Any], deadline: float) -> list[int | None]:
+    """Exit codes when all have ended, one has failed or time is up; None: still running."""
+    while True:
+        codes = [process.exitcode for process in ranks]
+        running = [process.sentinel for process in ranks if process.exitcode is None]
+        left = deadline - time.monotonic()
+        if not running or any(codes) or left <= 0:
+            return codes
+        connection.wait(running, left)
+
+
+def abort(ranks: Sequence[Any]) -> None:
+    for process in ranks:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGABRT)
+    for process in ranks:
+        process.join(10)
 
 
 def call(function: str, arguments: str, result: Path) -> None:
@@ -67,6 +94,8 @@ def call(function: str, arguments: str, result: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = getattr(importlib.import_module(module), name)(rank, size, json.loads(arguments))
     result.write_text(json.dumps(found))
+    # a process that was spawned would take down its groups: half a second for each of a hundred
+    atexit.register(os._exit, 0)
 
 
 def start(
@@ -96,6 +125,7 @@ def _begin(
     output = os.open(log, os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable(2)
     function(*arguments)
 
 
@@ -119,5 +149,5 @@ def python_path() -> str:
 
 def free_port() -> int:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("", 0))  # servers listen on all addresses
         return listener.getsockname()[1]

@@ -75,6 +75,7 @@ def train_both_ways(
             groups = make_groups(config.parallel)
             trainer = Trainer(config, groups, vocab=128)
             both.append(train_steps(trainer, config, groups, 5, evaluate=(1, 4)))
+            trainer.close()
             release_groups()
         found[name] = both
     return found

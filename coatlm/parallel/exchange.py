@@ -25,8 +25,9 @@ from torch import Tensor
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
+from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
-from coatlm.parallel.wire import Steps, Sum, largest_magnitudes
+from coatlm.parallel.wire import Steps, Sum
 
 Scaling = Literal["block", "tensor", "bucket"]
 PIECE = 1 << 27  # elements of a bucket that are packed while those before them travel

@@ -31,9 +31,10 @@ from coatlm.fp8 import weight_rows
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
+from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
-from coatlm.parallel.wire import Reduction, Steps, largest_magnitudes
+from coatlm.parallel.wire import Reduction, Steps
 
 Cast = Callable[[Tensor, int, int], None]  # of codes uint8 [n], elements [begin, end)
 

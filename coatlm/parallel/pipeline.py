@@ -90,6 +90,12 @@ class MicrobatchGraph:
                 model.traffic.sent = sent
             return self._replay(self.recordings[kind], inputs, kind)
 
+    def close(self) -> None:
+        """Forget the recordings: NCCL takes down no communicator while one has sums of it."""
+        for recording in self.recordings.values():
+            recording.graph.reset()
+        self.recordings.clear()
+
     def _replay(self, recording: Recording, inputs: Batch, kind: Kind) -> Tensor:
         for name, value in self.inputs.items():
             if isinstance(value, Tensor):

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, Fp8Format, cast
 from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
-from coatlm.fp8.scaling import group_amax, scale_ref
+from coatlm.fp8.scaling import scale_ref
+from coatlm.fp8.segments import count_saturated, largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
 
 Steps = Generator[Pending, None, None]
@@ -184,25 +185,6 @@ def adjust_mu(tensors: Tensors, saturated: Tensor) -> None:
     adjusted = adjusted.clamp(SMALLEST_MU, 1.0)
     tensors.mu.copy_(torch.where(tensors.finite, adjusted, tensors.mu))
     tensors.saturated.zero_()
-
-
-def count_saturated(codes: Tensor, owner: Tensor, counts: Tensor, fmt: Fp8Format) -> None:
-    """Add to `counts` the codes +-MAX of each tensor; codes uint8 [n], owner int32 [n / 128]."""
-    top = int(torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8))
-    full = ((codes & 0x7F) == top).view(-1, GROUP).sum(1)
-    counts.index_add_(0, owner, full)
-
-
-def largest_magnitudes(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """int32 [count]: the bits of the largest |value| of each tensor; 0 for those not here.
-
-    `values` [n] is fp32 or BF16, n a multiple of 128; `owner` int32 [n / 128].
-    """
-    largest = torch.zeros(count, dtype=torch.int32, device=values.device)
-    if not len(values):
-        return largest
-    bits = group_amax(values, GROUP).view(torch.int32)
-    return largest.scatter_reduce_(0, owner.long(), bits, "amax")
 
 
 def _finish(job: Sum, total: Tensor) -> None:

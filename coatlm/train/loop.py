@@ -96,7 +96,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     if config.train.eval_every and data.validation is None:
         raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
     logger.info("%s", plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size))
-    trainer = Trainer(config, groups, vocab)
+    trainer = stack.enter_context(closing(Trainer(config, groups, vocab)))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     resume(config, trainer, run, tokenizer.fingerprint)
     if launch.rank == 0:

@@ -97,6 +97,11 @@ class Trainer:
             ),
         )
 
+    def close(self) -> None:
+        """Before the groups are destroyed, which would wait for recordings for ever."""
+        if self.graph is not None:
+            self.graph.close()
+
     @property
     def spike(self) -> Tensor:
         """Whether the last step was skipped as a spike: bool on the device."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed import run_ranks
 from tests.recordings import Step, run_both_ways
 
 pytestmark = [
@@ -55,3 +58,45 @@ def test_recorded_microbatches_communicate_like_eager_ones(found: Any, name: str
         torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
         assert [step.sent for step in recorded] == [step.sent for step in eager]
         assert (eager[-1].recordings, recorded[-1].recordings) == (0, kinds)
+
+
+def train_to_the_end(rank: int, size: int, root: str) -> float:
+    """A run of 20 steps; the seconds from its last step until its groups were destroyed."""
+    from coatlm.config import make_config
+    from coatlm.train import loop
+
+    ended = 0.0
+
+    class Trainer(loop.Trainer):
+        def close(self) -> None:
+            nonlocal ended
+            assert self.graph is not None and self.graph.recordings
+            ended = time.monotonic()
+            super().close()
+
+    loop.Trainer = Trainer  # type: ignore[misc]
+    config = make_config(
+        {
+            "run": {"dir": f"{root}/run"},
+            "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
+            "data": {"text": [f"{root}/text.txt"], "seq_len": 256, "cache_dir": f"{root}/cache"},
+            "precision": {"recipe": "coat"},
+            "train": {
+                "steps": 20,
+                "micro_batch": 2,
+                "global_batch": 8,
+                "eval_every": 0,
+                "cuda_graphs": True,
+            },
+            "checkpoint": {"every": 10},
+        }
+    )
+    assert loop.train(config) == 0
+    return time.monotonic() - ended
+
+
+def test_a_run_with_recordings_ends(tmp_path: Path) -> None:
+    """NCCL does not destroy a communicator while a recording has sums of it."""
+    (tmp_path / "text.txt").write_text("one two three four\n" * 20000)
+    seconds = run_ranks(2, f"{__name__}:train_to_the_end", str(tmp_path), timeout=180)
+    assert max(seconds) < 60

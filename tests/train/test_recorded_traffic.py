@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.pipeline import Kind, MicrobatchGraph
 from tests.distributed import run_ranks
 from tests.recordings import train_steps
@@ -24,6 +25,10 @@ STEPS = 3
 
 class Recording(MicrobatchGraph):
     """What is recorded runs once while it is recorded; its first replay is that run."""
+
+    def __init__(self, model: FlatModel) -> None:
+        super().__init__(model)
+        self.let_go: list[Kind] = []
 
     def _eager(self, inputs: Any) -> Any:
         return self._forward_backward(inputs)
@@ -44,7 +49,7 @@ class Recording(MicrobatchGraph):
                 loss.copy_(self._work(kind))
             self.model.traffic.sent = sent
 
-        return SimpleNamespace(replay=replay), loss
+        return SimpleNamespace(replay=replay, reset=lambda: self.let_go.append(kind)), loss
 
 
 def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
@@ -73,6 +78,11 @@ def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
                 trainer.graph = Recording(trainer.chunks[0])
             steps = train_steps(trainer, config, groups, STEPS)
             found[f"{count} {name}"] = [(step.curve, step.sent) for step in steps]
+            kinds = list(trainer.graph.recordings) if trainer.graph else []
+            trainer.close()
+            if isinstance(trainer.graph, Recording):
+                assert trainer.graph.let_go == kinds and not trainer.graph.recordings
+                found[f"{count} kinds"] = len(kinds)
             release_groups()
     return found
 
@@ -87,6 +97,11 @@ def test_recorded_steps_report_the_bytes_of_eager_ones(found: Any, count: int) -
     for rank in found:
         for eager, recorded in zip(rank[f"{count} eager"], rank[f"{count} recorded"], strict=True):
             assert recorded == [pytest.approx(eager[0], rel=1e-6), eager[1]]
+
+
+def test_a_trainer_that_is_closed_has_let_go_of_its_recordings(found: Any) -> None:
+    for rank in found:  # checked there; the kinds are first and last, and what lies between
+        assert [rank[f"{count} kinds"] for count in MICROBATCHES] == [1, 2, 3, 3]
 
 
 def test_tensor_parallel_bytes_grow_with_the_microbatches(found: Any) -> None:

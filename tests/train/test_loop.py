@@ -1,0 +1,65 @@
+"""What a run does when it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_ranks
+
+
+def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
+    """What was taken down, in order, by a run with this learning rate."""
+    import torch.distributed as dist
+
+    from coatlm.config import make_config
+    from coatlm.train import loop
+    from coatlm.train.faults import NonFiniteError
+
+    happened: list[str] = []
+
+    class Trainer(loop.Trainer):
+        def close(self) -> None:
+            happened.append("recordings")
+            super().close()
+
+    loop.Trainer = Trainer  # type: ignore[misc]
+    dist.destroy_process_group = lambda *_: happened.append("groups")  # type: ignore[assignment]
+    root, rate = arguments
+    config = make_config(
+        {
+            "run": {"dir": f"{root}/run"},
+            "model": {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96},
+            "data": {"text": [f"{root}/text.txt"], "seq_len": 32, "cache_dir": f"{root}/cache"},
+            "optim": {"lr": rate, "warmup_steps": 0},
+            "train": {
+                "steps": 8,
+                "micro_batch": 2,
+                "global_batch": 2,
+                "eval_every": 0,
+                "max_skipped": 2,
+            },
+            "checkpoint": {"every": 0},
+            "log": {"every": 1},
+        }
+    )
+    try:
+        loop.train(config)
+    except NonFiniteError:
+        happened.append("error")
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(1e-3, ["recordings", "groups"]), (1e30, ["recordings", "error"])],
+    ids=["ends", "gives up"],
+)
+def test_recordings_go_before_the_groups_whose_sums_they_have(
+    tmp_path: Path, rate: float, expected: list[str]
+) -> None:
+    """NCCL would wait for ever for them."""
+    (tmp_path / "text.txt").write_text("one two three four\n" * 2000)
+    (found,) = run_ranks(1, f"{__name__}:taken_down", (str(tmp_path), rate))
+    assert found == expected
