@@ -194,6 +194,7 @@ class Parallel(Section):
     main_grads: Literal["fp32", "bf16"] = "fp32"  # gradients are accumulated in this
     grad_comm: GradComm = "fp8-a2a"  # and summed over data parallel in this: parallel/wire.py
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"  # fp8-a2a: own 1x128 | shared
+    grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"  # fp8-a2a in blocks: range | half the error
     grad_comm_nodes: StrictInt | None = Field(None, ge=1)  # fp8-a2a, 2 levels; null: the launcher's
     weight_gather: Literal["bf16", "fp8"] = "bf16"  # zero > 0: as stored | as GEMMs cast them
     bucket_size: StrictInt = Field(0, ge=0)  # elements a collective; 0: by the model (buckets.py)
@@ -213,6 +214,12 @@ class Parallel(Section):
                 raise ValueError(f"grad_comm_scale={self.grad_comm_scale} needs grad_comm=fp8-a2a")
             if self.grad_comm_nodes not in (None, 1):
                 raise ValueError(f"grad_comm_nodes={self.grad_comm_nodes} needs grad_comm=fp8-a2a")
+        blocks = self.grad_comm == "fp8-a2a" and self.grad_comm_scale == "block"
+        if self.grad_comm_format != "e4m3" and not blocks:
+            raise ValueError(
+                f"grad_comm_format={self.grad_comm_format} needs grad_comm=fp8-a2a and "
+                "grad_comm_scale=block: its largest number is 1984 times the smallest"
+            )
         if self.partition == "whole-tensor" and self.grad_comm_nodes not in (None, 1):
             raise ValueError(
                 f"grad_comm_nodes={self.grad_comm_nodes}: two levels need parts of one size, "

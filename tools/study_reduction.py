@@ -16,6 +16,7 @@ The gradients g_1 .. g_N of N virtual ranks are summed in each way, N each of --
                      with mu / 2 while more than 1e-5 of a matrix's sums are +-MAX
     fp8-a2a, tensor  codes = cast(s g_i), added in fp32 to what the rank that adds has, unrounded
     fp8-a2a, block   the same with a scale for each rank's 1 x 128 elements
+    fp8-a2a, e3m4    the same in E3M4
     fp8-a2a, e5m2    the same in E5M2
 
 s is MAX over the largest magnitude of the matrix on any rank. Sums in FP8 round after each rank.
@@ -44,7 +45,7 @@ from torch import Tensor
 
 from coatlm.config import Config, load_config
 from coatlm.data.dataset import microbatches
-from coatlm.fp8.formats import E4M3, E5M2, Fp8Format, cast
+from coatlm.fp8.formats import E3M4, E4M3, E5M2, Coding, cast
 from coatlm.fp8.payload import GROUP, Layout, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.parallel.pipeline import run_microbatches
@@ -154,6 +155,7 @@ def study(gradients: Gradients, ranks: Sequence[int]) -> Iterator[Found]:
         yield _judge("auto-scaling", g, total, mu=float(mu.min()))
         yield _judge("fp8-a2a, tensor", g, exchanged(g, E4M3, shared=True))
         yield _judge("fp8-a2a, block", g, exchanged(g, E4M3, shared=False))
+        yield _judge("fp8-a2a, e3m4", g, exchanged(g, E3M4, shared=False))
         yield _judge("fp8-a2a, e5m2", g, exchanged(g, E5M2, shared=False))
 
 
@@ -199,7 +201,7 @@ def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
         mu = torch.where(too_many, mu / 2, mu)
 
 
-def exchanged(g: Gradients, fmt: Fp8Format, *, shared: bool) -> Total:
+def exchanged(g: Gradients, fmt: Coding, *, shared: bool) -> Total:
     """What fp8-a2a finds: each rank rounded once, sums in fp32."""
     total = Total(torch.zeros_like(g.values[0]))
     scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(GROUP)
@@ -208,7 +210,7 @@ def exchanged(g: Gradients, fmt: Fp8Format, *, shared: bool) -> Total:
     part = -(-len(scale) // len(g.values))
     for rank, values in enumerate(g.values):
         if shared:
-            decoded = cast(values / scale, fmt).float() * scale
+            decoded = fmt.decode(fmt.encode(values / scale)) * scale
         else:
             decoded = torch.empty_like(values)
             pack(values[None, None], payload, layout=layout)

@@ -20,6 +20,9 @@ not fit is defined here and not by torch, whose casts differ between versions ab
 NaN is the code 0x7F, -NaN (E4M3) 0xFF, +-Inf (E5M2) 0x7C and 0xFC. Saturation is for finite values:
 an infinity that became MAX, as in OFP8's SAT mode and in the hardware's conversion, would be lost.
 
+E3M4 has b = 15, as fp16, and numbers only: 31 / 4096 = 0x7F is its largest. It is for values with a
+scale beside them, which says NaN.
+
 DE8, the 8-bit dynamic exponent (Dettmers et al. 2022, arXiv 2110.02861, section 1.3), lies in
 [-1, 1]: a sign bit, z zero bits, a one, and f = 6 - z bits j; without the sign bit f = 7 - z. Its
 values are 0, 1 and +-10^-z (0.1 + 0.9 (j + 1/2) / 2^f), z = 0..6; a code is a value's rank in them.
@@ -123,6 +126,40 @@ def cast(x: Tensor, fmt: Fp8Format, *, overflow: Overflow = "saturate") -> Tenso
         return code.masked_fill(special, NAN_CODE).view(fmt.dtype)
     code = code + (x32.abs() >= fmt.overflow).to(torch.uint8)  # the code after MAX
     return code.masked_fill(x32.isnan(), NAN_CODE).view(fmt.dtype)
+
+
+@dataclass(frozen=True)
+class ShortFloat:
+    """E3M4 as a value. Its codes are uint8: devices have no such type, but all have fp16.
+
+    A code's sign, two zeros, its other seven bits and six zeros are the fp16 number that it stands
+    for, subnormal ones too. `encode` rounds to fp16 and then to these bits, to the nearest both
+    times, ties to even; beyond MAX it saturates, NaN as well.
+    """
+
+    name: str = "e3m4"
+    dtype: torch.dtype = torch.uint8
+    exponent_bits: int = 3
+    mantissa_bits: int = 4
+    max: float = 31 / 4096
+    smallest_normal: float = 2.0**-14
+    eps: float = 2.0**-4
+
+    def encode(self, x: Tensor) -> Tensor:
+        """uint8 codes of fp32 values."""
+        half = x.abs().half().view(torch.int16).int()
+        code = ((half + 31 + ((half >> 6) & 1)) >> 6).clamp(max=0x7F)
+        return (code | (x.signbit().int() << 7)).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """fp32, exact."""
+        code = codes.int()
+        half = ((code & 0x7F) << 6) | ((code & 0x80) << 8)
+        return half.to(torch.int16).view(torch.float16).float()
+
+
+E3M4 = ShortFloat()
+Coding = Fp8Format | ShortFloat  # what a code of a payload may be
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ each element once. Shared scales belong to tensors; `Shared` says which group is
 S, r and x r are rounded once each, so a code may differ from cast(x / S) where x / S is within a
 2^-22 of the middle between two codes; with `divide` it is cast(x / S), as `quantize` makes it. r is
 at most the largest fp32 number: where S is smaller than its inverse, codes are smaller than x / S.
-A group with a NaN or an infinity has a scale that is not finite and nothing but NaN codes, so the
-sum is NaN wherever one source was. Sums are fp32, over R in order: every run adds alike.
+With E3M4 a group that has a value beyond 2^121 has no finite scale either.
+A group with a NaN or an infinity has a scale that is not finite, which makes NaN of every code, so
+the sum is NaN wherever one source was. Sums are fp32, over R in order: every run adds alike.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import Fp8Format, cast
+from coatlm.fp8.formats import Coding
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
 
@@ -58,7 +59,7 @@ class Layout:
     """Bytes of a payload of `elements` values, a multiple of 128."""
 
     elements: int
-    fmt: Fp8Format
+    fmt: Coding
     scaled: bool  # scales travel along
 
     @property
@@ -90,9 +91,9 @@ def pack_ref(
     else:
         scale = shared.scale[shared.owner.long()].view(*x.shape[:-1], -1)
     grouped = x.float().unflatten(-1, (-1, GROUP))
-    scale = torch.where(scale.isfinite(), scale, torch.nan)[..., None]
+    scale = _known(scale)[..., None]
     scaled = grouped / scale if divide else grouped * (1.0 / scale).clamp(max=LARGEST)
-    payloads[..., :n] = cast(scaled, layout.fmt).view(torch.uint8).view(x.shape)
+    payloads[..., :n] = layout.fmt.encode(scaled).view(torch.uint8).view(x.shape)
 
 
 def unpack_ref(
@@ -109,19 +110,47 @@ def unpack_ref(
     for number, source in enumerate(payloads):
         if own is not None and number == own.rank:
             continue
-        codes = source[..., :n].contiguous().view(layout.fmt.dtype).float()
-        value = codes.unflatten(-1, (-1, GROUP))
+        codes = source[..., :n].contiguous().view(layout.fmt.dtype)
+        value = layout.fmt.decode(codes).unflatten(-1, (-1, GROUP))
         if shared is None:
             scale = source[..., n : n + 4 * layout.groups].contiguous().view(torch.float32)
-            value = value * scale[..., None]
+            value = value * _known(scale)[..., None]
         total += value
     if shared is not None:
         scale = shared.scale[shared.owner.long()].view(*y.shape[:-1], -1)
-        total = total * scale[..., None]
+        total = total * _known(scale)[..., None]
     total = total.view(y.shape)
     if own is not None:
         total = total + own.values.float()
     y.copy_(total + y.float() if add else total)
+
+
+def _known(scale: Tensor) -> Tensor:
+    return torch.where(scale.isfinite(), scale, torch.nan)
+
+
+@triton.jit
+def _codes(x, CODE: tl.constexpr):
+    """fp32 values in a format: that of FP8 codes, or E3M4 (`formats.ShortFloat`)."""
+    if CODE.is_fp8():
+        code = x.to(CODE)
+    else:
+        half = x.to(tl.float16).to(tl.uint16, bitcast=True)
+        rounded = (half + 31 + ((half >> 6) & 1)) >> 6
+        code = ((rounded & 0x7F) | ((half >> 8) & 0x80)).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def _values(code):
+    """The other way."""
+    if code.dtype.is_fp8():
+        value = code.to(tl.float32)
+    else:
+        wide = code.to(tl.uint16)
+        half = ((wide & 0x7F) << 6) | ((wide & 0x80) << 8)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -167,7 +196,7 @@ def _pack_kernel(
     else:
         r = tl.div_rn(1.0, scale)
         scaled = x * tl.where(r > LARGEST, LARGEST, r)[:, None]
-    code = scaled.to(code_ptr.dtype.element_ty)
+    code = _codes(scaled, code_ptr.dtype.element_ty)
     tl.store(code_ptr + payload * bytes_each + at, code, mask=mask)
 
 
@@ -204,19 +233,21 @@ def _unpack_kernel(
     code_ptr += payload * bytes_each
     total = tl.full([ROWS, 128], -0.0, tl.float32)  # keeps a -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
-        begin = source.to(tl.int64) * source_bytes
+        begin = source * source_bytes.to(tl.int64)
         some = (g < groups) & (source != skip)
-        code = tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0).to(tl.float32)
+        value = _values(tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0))
         if shared_ptr is None:
             scales = scale_ptr + (begin + payload * bytes_each) // 4
-            total += code * tl.load(scales + g, mask=some, other=0.0)[:, None]
+            scale = tl.load(scales + g, mask=some, other=0.0)
+            total += value * tl.where(scale < float("inf"), scale, float("nan"))[:, None]
         else:
-            total += code
+            total += value
     if shared_ptr is not None:
         owners = owner_ptr + payload // inner * owner_outer_stride
         owners += payload % inner * owner_inner_stride
         owner = tl.load(owners + g, mask=g < groups, other=0)
-        total *= tl.load(shared_ptr + owner)[:, None]
+        scale = tl.load(shared_ptr + owner)
+        total *= tl.where(scale < float("inf"), scale, float("nan"))[:, None]
     if own_ptr is not None:
         own = own_ptr + payload // inner * own_outer_stride + payload % inner * own_inner_stride
         total += tl.load(own + at, mask=mask, other=0.0).to(tl.float32)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.formats import Coding, Fp8Format
 from coatlm.fp8.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
@@ -35,7 +35,7 @@ STAGE_TWO = 16384  # most amaxes that one program reduces
 
 
 def scale_ref(
-    amax: Tensor, fmt: Fp8Format, *, margin: int = 0, dtype: torch.dtype = torch.float32
+    amax: Tensor, fmt: Coding, *, margin: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The definition: the scale of every amax, same shape, fp32 or float8_e8m0fnu.
 

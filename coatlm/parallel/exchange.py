@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, Fp8Format
+from coatlm.fp8.formats import E4M3, Coding
 from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import largest_magnitudes
@@ -50,7 +50,7 @@ class Fp8Exchange:
     gradients, beside the stream that computes). Gathered sums always carry their own scales.
     """
 
-    fmt: Fp8Format = E4M3
+    fmt: Coding = E4M3
     scaling: Scaling = "block"
     piece: int = PIECE
     levels: Levels | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
 from coatlm.data import dataset
-from coatlm.fp8.formats import FORMATS
+from coatlm.fp8.formats import E3M4, E4M3, FORMATS
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
@@ -235,7 +235,8 @@ def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
     levels = None
     if groups.node is not None and groups.nodes is not None:
         levels = Levels(Comm(groups.node, traffic, "grad"), Comm(groups.nodes, traffic, "grad"))
-    return Fp8Exchange(scaling=parallel.grad_comm_scale, levels=levels)
+    fmt = E3M4 if parallel.grad_comm_format == "e3m4" else E4M3
+    return Fp8Exchange(fmt, parallel.grad_comm_scale, levels=levels)
 
 
 def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Parameter, int]:

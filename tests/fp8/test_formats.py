@@ -14,7 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coatlm.fp8.formats import E4M3, E5M2, FORMATS, DynamicExponent, Fp8Format, cast, decode_table
+from coatlm.fp8.formats import (
+    E3M4,
+    E4M3,
+    E5M2,
+    FORMATS,
+    DynamicExponent,
+    Fp8Format,
+    cast,
+    decode_table,
+)
 
 MAX_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 ML_DTYPE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -222,3 +231,40 @@ def test_de8_rounds_to_the_nearest_value(signed: bool) -> None:
     # A midpoint is rounded to fp32, 2^-24 of its value: so much may the second nearest be nearer.
     assert (chosen <= distance.amin(1) + 2 * 2.0**-24 * x.abs()).all()
     assert torch.equal(fmt.decode(fmt.encode(fmt.table())), fmt.table())
+
+
+def e3m4_value(code: int) -> Fraction:
+    """1 sign bit, 3 of the exponent with bias 15, 4 of the mantissa; every code is a number."""
+    sign, exponent, mantissa = -1 if code & 0x80 else 1, (code >> 4) & 7, code & 0xF
+    if exponent == 0:
+        return sign * Fraction(mantissa, 16 << 14)
+    return sign * (1 + Fraction(mantissa, 16)) / Fraction(2) ** (15 - exponent)
+
+
+def test_every_e3m4_code_decodes_to_its_value_and_back() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    decoded = E3M4.decode(codes)
+    assert decoded.tolist() == [float(e3m4_value(code)) for code in range(256)]
+    assert torch.equal(E3M4.encode(decoded), codes)  # -0 too
+    assert decoded[0x7F] == E3M4.max and decoded[0x10] == E3M4.smallest_normal
+    numbers = (codes & 0x7F) < 0x70  # in ml_dtypes b = 3, and above are Inf and NaN
+    others = codes.numpy().view(ml_dtypes.float8_e3m4).astype(np.float32)
+    np.testing.assert_array_equal(4096 * decoded[numbers].numpy(), others[numbers.numpy()])
+
+
+def test_e3m4_rounds_to_the_nearest_value_and_saturates() -> None:
+    torch.manual_seed(0)
+    values = E3M4.decode(torch.arange(128, dtype=torch.uint8))
+    ties = (values[1:] + values[:-1]) / 2
+    some = torch.rand(4000) * torch.tensor([E3M4.max, E3M4.smallest_normal]).repeat(2000)
+    x = torch.cat([values, ties, some])
+    x = torch.cat([x, -x])
+    found = E3M4.decode(E3M4.encode(x))
+    nearest = (x.abs()[:, None] - values).abs().amin(1)
+    # rounded to fp16 before, by 2^-11 or 2^-25: by twice that the second nearest may be nearer
+    assert ((x - found).abs() <= nearest + x.abs() * 2.0**-10 + 2.0**-24).all()
+    assert (found.signbit() == x.signbit()).all()
+    assert not (E3M4.encode(ties) & 1).any()
+    beyond = torch.tensor([1.02 * E3M4.max, 1.0, 1e30, torch.inf, torch.nan])
+    assert E3M4.decode(E3M4.encode(beyond)).tolist() == [E3M4.max] * 5
+    assert E3M4.decode(E3M4.encode(-beyond[:4])).tolist() == [-E3M4.max] * 4

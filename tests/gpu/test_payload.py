@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.formats import E3M4, E4M3, E5M2, Coding
 from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
 
 pytestmark = [
@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 A, B, N = 3, 2, 70 * GROUP  # more than two programs a payload, the last one partly empty
-both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+every = pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M4], ids=lambda fmt: fmt.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -28,7 +28,7 @@ def gradients(dtype: torch.dtype) -> Tensor:
     return x.to(dtype).transpose(0, 1)
 
 
-def shared_scales(fmt: Fp8Format, device: str) -> Shared:
+def shared_scales(fmt: Coding, device: str) -> Shared:
     """Owners in an order of memory that is not the one of `gradients`."""
     owner = torch.arange(A * B * (N // GROUP + 3), dtype=torch.int32).remainder(5)
     scale = torch.tensor([1e-3, 2.0**-130, 7.0, torch.nan, torch.inf]) / fmt.max
@@ -42,12 +42,12 @@ def within(x: Tensor, shared: Shared) -> Tensor:
     return torch.where(scale.isfinite() & x.isinf(), 1.0, x)
 
 
-@both
+@every
 @dtypes
 @pytest.mark.parametrize("how", ["own", "shared", "divide"])
 @pytest.mark.parametrize("skip", [-1, 0, 1, A - 1])
 def test_payloads_have_the_bits_of_the_reference(
-    fmt: Fp8Format, dtype: torch.dtype, how: str, skip: int
+    fmt: Coding, dtype: torch.dtype, how: str, skip: int
 ) -> None:
     x = gradients(dtype)
     layout = Layout(N, fmt, scaled=how == "own")
@@ -72,14 +72,14 @@ def test_payloads_have_the_bits_of_the_reference(
     torch.testing.assert_close(scales, wanted, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@both
+@every
 @dtypes
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("sources", [1, 4, 7])
 @pytest.mark.parametrize("own", [False, True])
 def test_sums_are_those_of_the_reference(
-    fmt: Fp8Format, dtype: torch.dtype, add: bool, scaled: bool, sources: int, own: bool
+    fmt: Coding, dtype: torch.dtype, add: bool, scaled: bool, sources: int, own: bool
 ) -> None:
     layout = Layout(N, fmt, scaled=scaled)
     shared = None if scaled else shared_scales(fmt, "cpu")

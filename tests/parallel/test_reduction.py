@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 EXTRAS: dict[str, dict[str, Any]] = {  # grad_comm fp8-a2a and more
     "tensor": {"grad_comm_scale": "tensor"},
     "bucket": {"grad_comm_scale": "bucket"},
+    "e3m4": {"grad_comm_format": "e3m4"},
     "nodes": {"grad_comm_nodes": 2},
     "bf16 grads": {"main_grads": "bf16"},
 }

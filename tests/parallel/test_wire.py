@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.formats import E5M2
+from coatlm.fp8.formats import E3M4, E5M2
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.wire import (
@@ -43,6 +43,7 @@ WIRES: dict[str, Wire] = {
     "fp8-a2a": Fp8Exchange(piece=1 << 11),
     "fp8-a2a whole": Fp8Exchange(),
     "fp8-a2a e5m2": Fp8Exchange(fmt=E5M2),
+    "fp8-a2a e3m4": Fp8Exchange(fmt=E3M4, piece=1 << 11),
     "fp8-a2a tensor": Fp8Exchange(scaling="tensor", piece=1 << 11),
     "fp8-a2a bucket": Fp8Exchange(scaling="bucket"),
 }
@@ -53,9 +54,11 @@ BOUND = {  # of ||sum - exact|| / ||exact|| when sharded; gathering adds a round
     "fp8-a2a": ONCE,
     "fp8-a2a whole": ONCE,
     "fp8-a2a e5m2": 2 * ONCE,
+    "fp8-a2a e3m4": ONCE / 2,
     "fp8-a2a tensor": 1.05 * ONCE,  # values far below the largest are subnormal
     "fp8-a2a bucket": 1.05 * ONCE,
 }
+LEVELS = ("levels", "levels e3m4", "levels tensor")
 ADDED = 1e-3  # what a sum is added to
 KINDS = ("scattered", "added", "whole", "bf16", "uneven")
 
@@ -110,6 +113,7 @@ def sums(rank: int, size: int, _: Any) -> dict[str, Any]:
         inside, across = groups[rank // 2], groups[2 + rank % 2]
         levels = Levels(Comm(inside, traffic, "inside"), Comm(across, traffic, "across"))
         wires["levels"] = Fp8Exchange(levels=levels, piece=1 << 11)
+        wires["levels e3m4"] = Fp8Exchange(fmt=E3M4, levels=levels)
         wires["levels tensor"] = Fp8Exchange(scaling="tensor", levels=levels)
     found: dict[str, Any] = {}
     for name, wire in wires.items():
@@ -162,7 +166,7 @@ def found() -> dict[int, list[dict[str, Any]]]:
 
 
 SIZED = [(n, name, kind) for n in (2, 4) for name in WIRES for kind in KINDS]
-SIZED += [(4, name, kind) for name in ("levels", "levels tensor") for kind in KINDS[:-1]]
+SIZED += [(4, name, kind) for name in LEVELS for kind in KINDS[:-1]]
 
 
 @pytest.mark.parametrize(("size", "name", "kind"), SIZED)
@@ -178,7 +182,7 @@ def test_sums_are_right_and_repeat(found: Any, size: int, name: str, kind: str) 
         bound = (bound**2 + 0.004**2) ** 0.5
     assert result["error"] <= bound
     if name not in ("fp32", "bf16"):
-        assert result["error"] > 0.01, "nothing was rounded to FP8"
+        assert result["error"] > 0.005, "nothing was rounded to FP8"
     assert all(rank[f"{name}/{kind}"]["repeats"] for rank in found[size])
 
 
@@ -189,7 +193,7 @@ def test_nan_and_infinity_on_one_rank_reach_the_norm_of_all(
     assert all(rank[f"{name}/{kind}"]["spoiled"] for rank in found[size])
 
 
-@pytest.mark.parametrize("name", [*WIRES, "levels", "levels tensor"])
+@pytest.mark.parametrize("name", [*WIRES, *LEVELS])
 def test_without_shards_all_ranks_get_the_same_bits(found: Any, name: str) -> None:
     assert all(rank[f"{name}/whole"]["same"] for rank in found[4])
 

@@ -5,7 +5,8 @@ update. The peer is megatron-core's own training stack: GPTModel of TransformerE
 DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
 master weights and moments, fp32 gradients. Nothing waits for the device between steps: the time of
 one is that between the ends of two updates, `host_ms` the least that the host took to issue one.
-`peak_gib` is what tensors held, `reserved_gib` what the allocator has in the end.
+`peak_gib` is what tensors held, `reserved_gib` what the allocator has in the end, `device_gib` what
+is taken of the device then, by NCCL and CUDA too.
 
 With gpus=N a row is N data-parallel processes, zero=1 on both sides, reduction and gathers
 overlapped; tokens a second are those of a GPU, the peak is the largest. trace=1 adds from a trace
@@ -113,7 +114,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     pairs = itertools.pairwise(ends[WARMUP - 1 :])
     times = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
     seconds = statistics.median(times)
-    memory = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    free, total = torch.cuda.mem_get_info()
+    memory = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(), total - free
     peak = torch.tensor(memory, device="cuda") / 2**30
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     parts = {}
@@ -131,6 +133,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
         "peak_gib": round(float(peak[0]), 1),
         "reserved_gib": round(float(peak[1]), 1),
+        "device_gib": round(float(peak[2]), 1),
         "spread": round((max(times) - min(times)) / seconds, 3),
         "loss": round(float(loss), 4),
         **parts,

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.fp8.formats import E3M4
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
 from coatlm.parallel.groups import prompt
@@ -39,6 +40,8 @@ WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gr
     "fp8-nccl from fp32": (Fp8Sum(), FP32),
     "fp8-a2a from bf16": (Fp8Exchange(), BF16),
     "fp8-a2a from fp32": (Fp8Exchange(), FP32),
+    "fp8-a2a e3m4 from bf16": (Fp8Exchange(E3M4), BF16),
+    "fp8-a2a e3m4 from fp32": (Fp8Exchange(E3M4), FP32),
     "fp8-a2a tensor from bf16": (Fp8Exchange(scaling="tensor"), BF16),
     "fp8-a2a bucket from bf16": (Fp8Exchange(scaling="bucket"), BF16),
 }
