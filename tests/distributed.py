@@ -14,11 +14,13 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,9 @@ def python_path() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))  # servers listen on all addresses
-        return listener.getsockname()[1]
+    """One that nobody has, below those that systems give out: nobody gets it until ranks use it."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))  # servers listen on all addresses
+            return port
