@@ -75,10 +75,10 @@ def wait(ranks: Sequence[Any], deadline: float) -> list[int | None]:
     """Exit codes when all have ended, one has failed or time is up; None: still running."""
     while True:
         codes = [process.exitcode for process in ranks]
-        running = [process.sentinel for process in ranks if process.exitcode is None]
         left = deadline - time.monotonic()
-        if not running or any(codes) or left <= 0:
+        if None not in codes or any(codes) or left <= 0:
             return codes
+        running = [p.sentinel for p, code in zip(ranks, codes, strict=True) if code is None]
         connection.wait(running, left)
 
 
