@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import Coding
+from coatlm.fp8.formats import E3M4, Coding
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
 
@@ -61,6 +61,10 @@ class Layout:
     elements: int
     fmt: Coding
     scaled: bool  # scales travel along
+
+    def __post_init__(self) -> None:
+        if self.fmt is E3M4 and not self.scaled:
+            raise ValueError("fmt=e3m4 needs scales that travel along: it has no code for NaN")
 
     @property
     def groups(self) -> int:

@@ -97,13 +97,13 @@ def start_processes(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> 
         timeout=RENDEZVOUS_TIMEOUT,
         wait_for_workers=not launch.store_held,
     )
+    # a device_id would have NCCL connect every group at once, also those that never carry anything
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"coatlm/{launch.attempt}", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=gpu,
     )
 
 

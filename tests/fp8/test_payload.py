@@ -140,7 +140,7 @@ def test_a_value_that_is_not_finite_is_nan_in_the_sum(
     assert y[..., :GROUP].isnan().all() and y[..., GROUP:].eq(1).all()
 
 
-@every
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_a_shared_scale_that_is_not_finite_makes_every_code_nan(fmt: Coding) -> None:
     layout = Layout(GROUP, fmt, scaled=False)
     for bad in (torch.nan, torch.inf):
@@ -175,6 +175,11 @@ def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
     layout = Layout(x.shape[-1], E4M3, scaled=scaled)
     with pytest.raises(ValueError, match=message):
         pack(x, layout.empty(1, 1, device=CPU), layout=layout)
+
+
+def test_e3m4_with_a_scale_that_does_not_travel_is_refused() -> None:
+    with pytest.raises(ValueError, match="fmt=e3m4 needs scales that travel along"):
+        Layout(GROUP, E3M4, scaled=False)
 
 
 def interpreted_e3m4_kernels_equal_the_reference() -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 gpu = torch.device("cuda", rank)
 torch.cuda.set_device(gpu)
 store = dist.FileStore(str(run / "store"), 2)
-dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=gpu)
+dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
 dist.all_reduce(torch.ones(5, device=gpu))
 torch.cuda.synchronize()
 watchdog = HangWatchdog(4.0 + 4 * rank, run_dir=run, rank=rank, flight=recorded_collectives)
