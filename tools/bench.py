@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name, options)`, which
-    # returns a record or several; if there, `prepare(name)` imports what a row needs beforehand,
-    # `summary(records)` makes a table of the whole, and TOGETHER says that one process measures all
-    # rows, their names joined by it
+BENCHMARKS = {  # name -> module with OPTIONS, the names of what it takes, `rows(options) -> names`
+    # and `measure(name, options)`, which returns a record or several; if there, `prepare(name)`
+    # imports what a row needs beforehand, `summary(records)` makes a table of the whole, and
+    # TOGETHER says that one process measures all rows, their names joined by it
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
@@ -32,12 +32,7 @@ BENCHMARKS = {  # name -> module with `rows(options) -> names` and `measure(name
     "quantize": "tools.benchmarks.quantize",
     "reduce": "tools.benchmarks.reduce",
 }
-FLAGS = {  # --profile says the same as the option profile=1; of which benchmarks
-    "first": ("layer",),
-    "graph": ("layer",),
-    "profile": ("layer",),
-    "smoke": ("layer",),
-}
+FLAGS = ("first", "graph", "profile", "smoke")  # --profile says the same as the option profile=1
 RESULT = "RESULT "  # a row's process prints a record behind this
 AHEAD = 2  # rows whose processes import their libraries while another is measured
 
@@ -58,13 +53,16 @@ def main() -> None:
     flags = [word for word in sys.argv[1:] if word.startswith("--") and word[2:] in FLAGS]
     args = parser.parse_intermixed_args([word for word in sys.argv[1:] if word not in flags])
     names = [args.name] if args.name else list(BENCHMARKS)
-    for flag in flags:
-        if any(name not in FLAGS[flag[2:]] for name in names):
-            parser.error(f"{flag} is for {', '.join(FLAGS[flag[2:]])}")
     args.options += [f"{flag[2:]}=1" for flag in flags]
     if args.row:
-        run_in_this_process(args.name, args.row, parse(args.options))
+        run_in_this_process(args.name, args.row, parse(args.name, args.options))
         return
+    try:
+        rows = [choose(name, args.only, args.options) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    if not any(rows):
+        parser.error(f"--only {' '.join(args.only)}: no row of {', '.join(names)} contains that")
     found: dict[str, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + args.budget
     for name in names:
@@ -77,9 +75,23 @@ def main() -> None:
             args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def parse(options: list[str]) -> dict[str, str]:
-    """key=value -> {key: value}."""
-    return dict(option.split("=", 1) for option in options)
+def parse(name: str, options: list[str]) -> dict[str, str]:
+    """key=value -> {key: value}. Raises ValueError for what the benchmark does not take."""
+    allowed = importlib.import_module(BENCHMARKS[name]).OPTIONS
+    found = {}
+    for option in options:
+        key, separator, value = option.partition("=")
+        if not separator or ("SECTION.KEY" if "." in key else key) not in allowed:
+            takes = ", ".join(f"{key}=" for key in allowed)
+            raise ValueError(f"{option}: {name} takes {takes}")
+        found[key] = value
+    return found
+
+
+def choose(name: str, only: list[str], options: list[str]) -> list[str]:
+    """Rows whose name contains one of `only`. Raises ValueError as `parse`."""
+    rows: list[str] = importlib.import_module(BENCHMARKS[name]).rows(parse(name, options))
+    return [row for row in rows if not only or any(word in row for word in only)]
 
 
 def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
@@ -102,8 +114,7 @@ def run_benchmark(
     No row begins after `deadline`, of `time.monotonic`.
     """
     benchmark = importlib.import_module(BENCHMARKS[name])
-    rows = benchmark.rows(parse(options))
-    rows = [row for row in rows if not only or any(word in row for word in only)]
+    rows = choose(name, only, options)
     if hasattr(benchmark, "TOGETHER") and rows:
         rows = [benchmark.TOGETHER.join(rows)]
     waiting: deque[Row] = deque()

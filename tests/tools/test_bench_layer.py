@@ -190,10 +190,23 @@ def test_rows_that_begin_after_the_budget_are_left_out() -> None:
     assert found == [{"row": "torch eager", "missing": "no time left"}]
 
 
-def test_a_flag_of_another_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "quantize", "--profile"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quantize", "--profile"], "profile=1: quantize takes shapes="),
+        (["reduce", "gpus=4"], "gpus=4: reduce takes values=, ranks="),
+        (["reduce", "whole"], "whole: reduce takes"),
+        (["memory", "parallel.tp=2"], "parallel.tp=2: memory takes model="),
+        (["reduce", "--only", "nothing"], "--only nothing: no row of reduce contains that"),
+    ],
+)
+def test_what_a_benchmark_does_not_take_is_refused(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
     with pytest.raises(SystemExit):
         bench.main()
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,18 @@ SHAPES = {  # hidden, layers, heads, ffn
     "3b": (3072, 28, 24, 8192),
     "7b": (4096, 32, 32, 11008),
 }
+OPTIONS = (
+    "model",
+    "mbs",
+    "seq",
+    "steps",
+    "layers",
+    "gpus",
+    "trace",
+    "also",
+    "optim",
+    "SECTION.KEY",
+)
 VOCAB = 32000
 WARMUP = 3  # steps
 TRACED = 3  # steps

@@ -42,6 +42,18 @@ from tools.benchmarks.layer_stacks import (
     reference_gradients,
 )
 
+OPTIONS = (
+    "shapes",
+    "batch",
+    "steps",
+    "grads",
+    "also",
+    "graph",
+    "first",
+    "profile",
+    "smoke",
+    "SECTION.KEY",
+)
 SHAPES = "4096:4096,4096:2048,2048:4096,2048:2048"  # hidden:seq
 FFN = {4096: 11008, 2048: 5504, 64: 176}
 HEAD_DIM, SMOKE_HEAD_DIM = 128, 32

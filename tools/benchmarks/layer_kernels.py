@@ -19,6 +19,7 @@ from coatlm.fp8.rope import rope_frequencies, rope_tables
 BATCH, EPS, SETS = 4, 1e-5, 4
 BF16 = 2  # bytes
 DEFAULTS = {"hidden": "4096", "ffn": "11008", "seq": "4096"}
+OPTIONS = tuple(DEFAULTS)
 Launch = Callable[[], object]
 
 

@@ -20,6 +20,7 @@ from coatlm.model.memory import GIB, peak_bytes
 from coatlm.platform import device
 from tools.benchmarks.ranks import run_ranks, say
 
+OPTIONS = ("model", "mbs", "seq", "vocab", "layers", "main_grads", "gpus")
 SHAPES = {  # hidden, layers, heads, ffn
     "tiny": (64, 2, 4, 96),
     "1b": (2048, 16, 16, 5504),

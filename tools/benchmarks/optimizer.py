@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from coatlm.optim.adamw import RECIPES, AdamW, Shard, bytes_per_parameter
 from coatlm.optim.fused import Tile
 
+OPTIONS = ("params", "reps", "tiles")
 BF16, FP32 = torch.bfloat16, torch.float32
 Step = Callable[[], object]
 GRADS = {"bf16": BF16, "fp32": FP32}
@@ -60,7 +61,7 @@ def rows(options: dict[str, str]) -> list[str]:
     names = [f"{recipe}, bf16 gradients" for recipe in RECIPES]
     names += [f"{recipe}, fp32 gradients" for recipe in ("coat", "coat-lean", "adamw-fp32")]
     names += [f"small {recipe}, bf16 gradients" for recipe in ("coat", "coat-lean", "adamw-fp32")]
-    if options.get("tiles"):
+    if "tiles" in options:
         names += [f"tiles {recipe}, bf16 gradients" for recipe in ("coat", "coat-lean")]
     return names + list(PEERS) + [f"small {peer}" for peer in ("torch fused fp32", "te fp32")]
 

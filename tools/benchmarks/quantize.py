@@ -21,6 +21,7 @@ from coatlm.fp8.scaling import current_scale, group_amax
 from coatlm.fp8.transpose import quantize_rows_transposed
 from tools.benchmarks.layer_kernels import Launch, milliseconds
 
+OPTIONS = ("shapes",)
 SETS = 4  # of tensors, used in turn: together many times the L2 cache
 SHAPES = "8192x8192,32768x4096"
 

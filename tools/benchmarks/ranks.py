@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,11 +19,8 @@ def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
 
     Raises RuntimeError with the first error where none did.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", endpoint]
-    command = [sys.executable, *torchrun, f"--nproc-per-node={ranks}", "-m", module, *words]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *torchrun, "-m", module, *words]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

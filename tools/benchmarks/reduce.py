@@ -30,6 +30,7 @@ from coatlm.parallel.groups import prompt
 from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
 from tools.benchmarks.ranks import run_ranks, say
 
+OPTIONS = ("values", "ranks", "reps", "pieces", "whole")
 VALUES = 1 << 28
 FP32, BF16 = torch.float32, torch.bfloat16
 WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gradients
@@ -101,9 +102,9 @@ def one(row: str, options: dict[str, str], comm: Comm, device: torch.device) -> 
         traffic.sent.clear()
         comm.all_to_all(received, sent).wait()
     else:
-        times, error = sums(row, values, reps, comm, device, whole=options.get("whole") == "1")
+        times, error = sums(row, values, reps, comm, device, whole="whole" in options)
         result["relative_error"] = round(error, 5)
-    legs = 2 if options.get("whole") == "1" else 1
+    legs = 2 if "whole" in options else 1
     each = sum(traffic.sent.values()) / (values * (comm.size - 1) / comm.size) / legs
     return result | times | {"bytes_an_element_and_leg": round(each, 4)}
 
