@@ -57,6 +57,7 @@ BOUND = {  # of ||sum - exact|| / ||exact|| when sharded; gathering adds a round
     "fp8-a2a e3m4": ONCE / 2,
     "fp8-a2a tensor": 1.05 * ONCE,  # values far below the largest are subnormal
     "fp8-a2a bucket": 1.05 * ONCE,
+    "levels e3m4": 1.05 * ONCE / 2,
 }
 LEVELS = ("levels", "levels e3m4", "levels tensor")
 ADDED = 1e-3  # what a sum is added to
@@ -182,7 +183,8 @@ def test_sums_are_right_and_repeat(found: Any, size: int, name: str, kind: str) 
         bound = (bound**2 + 0.004**2) ** 0.5
     assert result["error"] <= bound
     if name not in ("fp32", "bf16"):
-        assert result["error"] > 0.005, "nothing was rounded to FP8"
+        least = 0.005 if "e3m4" in name else 0.01
+        assert result["error"] > least, "nothing was rounded to FP8"
     assert all(rank[f"{name}/{kind}"]["repeats"] for rank in found[size])
 
 
