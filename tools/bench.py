@@ -58,15 +58,15 @@ def main() -> None:
         run_in_this_process(args.name, args.row, parse(args.name, args.options))
         return
     try:
-        rows = [choose(name, args.only, args.options) for name in names]
+        rows = {name: choose(name, args.only, args.options) for name in names}
     except ValueError as error:
         parser.error(str(error))
-    if not any(rows):
+    if not any(rows.values()):
         parser.error(f"--only {' '.join(args.only)}: no row of {', '.join(names)} contains that")
     found: dict[str, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + args.budget
     for name in names:
-        found[name] = run_benchmark(name, args.only, args.options, deadline)
+        found[name] = run_benchmark(name, rows[name], args.options, deadline)
         print_table(found[name])
         summary = getattr(importlib.import_module(BENCHMARKS[name]), "summary", None)
         if summary is not None:
@@ -107,14 +107,10 @@ def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
 
 
 def run_benchmark(
-    name: str, only: list[str], options: list[str], deadline: float = float("inf")
+    name: str, rows: list[str], options: list[str], deadline: float = float("inf")
 ) -> list[dict[str, Any]]:
-    """The records of all rows, or of those whose name contains one of `only`.
-
-    No row begins after `deadline`, of `time.monotonic`.
-    """
+    """The records of `rows`. None begins after `deadline`, of `time.monotonic`."""
     benchmark = importlib.import_module(BENCHMARKS[name])
-    rows = choose(name, only, options)
     if hasattr(benchmark, "TOGETHER") and rows:
         rows = [benchmark.TOGETHER.join(rows)]
     waiting: deque[Row] = deque()

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.payload import GROUP
 from coatlm.fp8.scaling import amax_of, group_amax_ref
 
-GROUP = 128  # elements of one tensor
 ROWS = 32  # groups a program
 WARPS = 4
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from coatlm.fp8 import segments
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.payload import GROUP
 from coatlm.fp8.segments import (
-    GROUP,
     ROWS,
     count_saturated,
     count_saturated_ref,

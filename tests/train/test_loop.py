@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_ranks
+from tests.train.test_resume import run_config
 
 
 def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
     """What was taken down, in order, by a run with this learning rate."""
     import torch.distributed as dist
 
-    from coatlm.config import make_config
     from coatlm.train import loop
     from coatlm.train.faults import NonFiniteError
 
@@ -27,22 +27,12 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
     loop.Trainer = Trainer  # type: ignore[misc]
     dist.destroy_process_group = lambda *_: happened.append("groups")  # type: ignore[assignment]
     root, rate = arguments
-    config = make_config(
-        {
-            "run": {"dir": f"{root}/run"},
-            "model": {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96},
-            "data": {"text": [f"{root}/text.txt"], "seq_len": 32, "cache_dir": f"{root}/cache"},
-            "optim": {"lr": rate, "warmup_steps": 0},
-            "train": {
-                "steps": 8,
-                "micro_batch": 2,
-                "global_batch": 2,
-                "eval_every": 0,
-                "max_skipped": 2,
-            },
-            "checkpoint": {"every": 0},
-            "log": {"every": 1},
-        }
+    config = run_config(
+        Path(root) / "run",
+        "single",
+        optim={"lr": rate, "warmup_steps": 0},
+        train={"steps": 8, "global_batch": 2, "eval_every": 0, "max_skipped": 2},
+        checkpoint={"every": 0},
     )
     try:
         loop.train(config)
