@@ -14,7 +14,7 @@ from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
 from coatlm.fp8.qtensor import TENSOR, group
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale
-from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
+from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
 
 every = pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M4], ids=lambda fmt: fmt.name)
 seeds = st.integers(0, 2**32 - 1)
@@ -180,37 +180,6 @@ def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
 def test_e3m4_with_a_scale_that_does_not_travel_is_refused() -> None:
     with pytest.raises(ValueError, match="fmt=e3m4 needs scales that travel along"):
         Layout(GROUP, E3M4, scaled=False)
-
-
-def interpreted_e3m4_kernels_equal_the_reference() -> None:
-    """Bits of fp16, which NumPy casts to as GPUs do; FP8 it does not know."""
-    n = 40 * GROUP  # two programs a payload
-    layout = Layout(n, E3M4, scaled=True)
-    x = gradients(0, 3, 2, n)
-    x[0, 1, 5], x[1, 0, 300], x[2, 0, :GROUP] = torch.nan, -torch.inf, 0.0
-    expected = layout.empty(3, 2, device=CPU)
-    module.pack_ref(x, expected, layout)
-    packed = torch.zeros_like(expected)
-    integers = (layout.groups, 2, x.stride(0), x.stride(1), 0, 0, layout.nbytes, -1)
-    scales = module._scales(packed, layout)
-    module._pack_kernel[(3 * 2 * 2,)](
-        x, packed, scales, None, None, *integers, E3M4.max, module.LARGEST, False, module.ROWS
-    )
-    whole = x.isfinite().view(3, 2, -1, GROUP).all(-1).repeat_interleave(GROUP, 2)
-    assert torch.equal(packed[..., :n][whole], expected[..., :n][whole])
-    y, wanted = torch.zeros(2, n), torch.zeros(1, 2, n)
-    module.unpack_ref(expected[:, None], wanted, layout)
-    integers = (layout.groups, 2, 0, n, 0, 0, 0, 0, layout.nbytes, -1, 2 * layout.nbytes)
-    scales = module._scales(expected, layout)
-    module._unpack_kernel[(2 * 2,)](
-        expected, scales, None, None, None, y, *integers, 3, False, module.ROWS
-    )
-    torch.testing.assert_close(y, wanted[0], rtol=2**-20, atol=2**-20, equal_nan=True)
-    assert y.isnan().view(2, -1, GROUP).any(2).sum() == 2
-
-
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 INTEGERS = ("groups", "outer_stride", "inner_stride", "bytes_each")
