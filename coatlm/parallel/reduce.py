@@ -100,18 +100,18 @@ def _adjust_automatic_scales(chunks: Sequence[FlatModel], groups: Groups) -> Non
     buckets = [b for chunk in chunks if chunk.wire.automatic for b in chunk.buckets]
     if not buckets or groups.dp_cp.size() == 1:
         return
-    counts = torch.cat([bucket.tensors.saturated for bucket in buckets])
-    finite = torch.cat([bucket.tensors.finite for bucket in buckets]).int()
+    tensors = [bucket.tensors for bucket in buckets]
+    counts = torch.cat([each.saturated for each in tensors])
+    finite = torch.cat([each.finite for each in tensors]).int()
     if chunks[0].sharded:
         dist.all_reduce(counts, group=groups.dp_cp)
     if groups.tp.size() > 1:
         dist.all_reduce(counts, group=groups.tp)
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=groups.tp)
     tied = _tied_embedding(chunks, groups)
-    sizes = [len(bucket.tensors.mu) for bucket in buckets]
-    for bucket, count, ok in zip(buckets, counts.split(sizes), finite.split(sizes), strict=True):
-        if tied is not None and bucket is tied[0]:  # alone in its bucket
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=groups.embedding)
-            dist.all_reduce(ok, dist.ReduceOp.MIN, group=groups.embedding)
-        bucket.tensors.finite.copy_(ok.bool())
-        adjust_mu(bucket.tensors, count.float() / (bucket.tensors.values * groups.tp.size()))
+    if tied is not None:  # alone in its bucket
+        at = sum(len(each.mu) for each in tensors[: buckets.index(tied[0])])
+        dist.all_reduce(counts[at : at + 1], dist.ReduceOp.MAX, group=groups.embedding)
+        dist.all_reduce(finite[at : at + 1], dist.ReduceOp.MIN, group=groups.embedding)
+    values = torch.cat([each.values for each in tensors]) * groups.tp.size()
+    adjust_mu(tensors, counts.float() / values, finite.bool())

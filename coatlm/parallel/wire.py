@@ -176,15 +176,19 @@ class Fp8Sum:
             yield comm.all_gather(codes, job.sizes)
 
 
-def adjust_mu(tensors: Tensors, saturated: Tensor) -> None:
-    """The next step's mu; `saturated` [T] are the shares of sums at +-MAX, the same on all ranks.
+def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, finite: Tensor) -> None:
+    """The next step's mu, of the tensors of all buckets at once.
 
-    A tensor whose sum was not finite keeps its mu: its step is skipped.
+    `saturated`, fp32, are the shares of sums at +-MAX, and `finite`, bool, says whether they were:
+    of each tensor in order, the same on all ranks. One that was not keeps its mu: its step is
+    skipped.
     """
-    adjusted = torch.where(saturated > SATURATED, tensors.mu / 2, tensors.mu * GROWTH)
-    adjusted = adjusted.clamp(SMALLEST_MU, 1.0)
-    tensors.mu.copy_(torch.where(tensors.finite, adjusted, tensors.mu))
-    tensors.saturated.zero_()
+    mu = torch.cat([each.mu for each in tensors])
+    adjusted = torch.where(saturated > SATURATED, mu / 2, mu * GROWTH).clamp(SMALLEST_MU, 1.0)
+    adjusted = torch.where(finite, adjusted, mu)
+    sizes = [len(each.mu) for each in tensors]
+    torch._foreach_copy_([each.mu for each in tensors], adjusted.split(sizes))
+    torch._foreach_zero_([each.saturated for each in tensors])
 
 
 def _finish(job: Sum, total: Tensor) -> None:

@@ -223,14 +223,18 @@ def test_two_levels_send_less_between_nodes(found: Any) -> None:
 
 
 def test_mu_is_halved_by_saturation_and_grows_without() -> None:
-    tensors = Tensors.of((100000, 100000, 100000), 3 * 782, torch.device("cpu"))
-    tensors.mu.copy_(torch.tensor([0.5, 0.5, 0.9999]))
+    cpu = torch.device("cpu")
+    buckets = [Tensors.of((100000,) * n, n * 782, cpu) for n in (1, 2)]
+    for bucket, mu in zip(buckets, ([0.5], [0.5, 0.9999]), strict=True):
+        bucket.mu.copy_(torch.tensor(mu))
+        bucket.saturated.fill_(1)
     for _ in range(2):
-        adjust_mu(tensors, torch.tensor([2e-5, 1e-5, 0.0]))
-    assert tensors.mu.tolist() == pytest.approx([0.125, 0.5 * GROWTH**2, 1.0])
-    tensors.finite.fill_(False)
-    adjust_mu(tensors, torch.zeros(3))
-    assert tensors.mu.tolist() == pytest.approx([0.125, 0.5 * GROWTH**2, 1.0])
+        adjust_mu(buckets, torch.tensor([2e-5, 1e-5, 0.0]), torch.ones(3, dtype=torch.bool))
+    for saturated in ([0.0] * 3, [1.0] * 3):  # of sums that were not finite
+        adjust_mu(buckets, torch.tensor(saturated), torch.zeros(3, dtype=torch.bool))
+    mu = [value for bucket in buckets for value in bucket.mu.tolist()]
+    assert mu == pytest.approx([0.125, 0.5 * GROWTH**2, 1.0])
+    assert not any(bucket.saturated.any() for bucket in buckets)
 
 
 def die(rank: int, size: int, wire: str) -> dict[str, Any]:
