@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.recordings import Step, run_both_ways
+from tests.train.test_resume import run_config
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -62,7 +63,6 @@ def test_recorded_microbatches_communicate_like_eager_ones(found: Any, name: str
 
 def train_to_the_end(rank: int, size: int, root: str) -> float:
     """A run of 20 steps; the seconds from its last step until its groups were destroyed."""
-    from coatlm.config import make_config
     from coatlm.train import loop
 
     ended = 0.0
@@ -75,21 +75,16 @@ def train_to_the_end(rank: int, size: int, root: str) -> float:
             super().close()
 
     loop.Trainer = Trainer  # type: ignore[misc]
-    config = make_config(
-        {
-            "run": {"dir": f"{root}/run"},
-            "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
-            "data": {"text": [f"{root}/text.txt"], "seq_len": 256, "cache_dir": f"{root}/cache"},
-            "precision": {"recipe": "coat"},
-            "train": {
-                "steps": 20,
-                "micro_batch": 2,
-                "global_batch": 8,
-                "eval_every": 0,
-                "cuda_graphs": True,
-            },
-            "checkpoint": {"every": 10},
-        }
+    config = run_config(
+        Path(root) / "run",
+        "dp2 zero1",
+        model={"layers": 2, "hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 704},
+        data={"seq_len": 256},
+        parallel={"grad_comm": "fp8-a2a"},
+        precision={"recipe": "coat"},
+        optim={"recipe": "coat"},
+        train={"steps": 20, "global_batch": 8, "eval_every": 0, "cuda_graphs": True},
+        checkpoint={"every": 10},
     )
     assert loop.train(config) == 0
     return time.monotonic() - ended

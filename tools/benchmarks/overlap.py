@@ -10,8 +10,9 @@ import torch
 from tools.benchmarks.clock import synchronize
 
 Interval = tuple[float, float]
-# NCCL's kernels, and those that make and read what FP8 exchanges carry
-COMMUNICATION = ("nccl", "_pack_kernel", "_unpack_kernel")
+# NCCL's kernels, and those that make and read what FP8 exchanges carry and find their shared scales
+OURS = ("_pack_kernel", "_unpack_kernel", "_largest_kernel", "_saturated_kernel")
+COMMUNICATION = ("nccl", *OURS)
 
 
 def trace(

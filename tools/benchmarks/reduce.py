@@ -81,7 +81,7 @@ def work(names: str, options: dict[str, str]) -> None:
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     comm = Comm(dist.new_group(pg_options=prompt()), Traffic(), "grad")
     found = {row: one(row, options, comm, device) for row in names.split(TOGETHER)}
     if comm.rank == 0:
