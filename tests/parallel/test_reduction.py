@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from coatlm.config import Config, make_config
+from coatlm.parallel.reduce import _adjust_automatic_scales
+from coatlm.parallel.wire import GROWTH
 from coatlm.platform import device
 from tests.distributed import run_ranks
 from tests.parallel.test_parity import MODEL, batches
@@ -107,6 +110,7 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
             curve.append((float(loss), float(norm)))
         results["/".join(case)] = {
             "curve": curve,
+            "factors": factors_of_mu(trainer, groups),
             "skips": skips(trainer, rank, size, config, groups),
             "sent": trainer.comm_bytes,
             "numel": sum(len(b.weights) for chunk in trainer.chunks for b in chunk.buckets),
@@ -116,6 +120,22 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
             "buckets": max(len(chunk.buckets) for chunk in trainer.chunks),
         }
     return results
+
+
+def factors_of_mu(trainer: Any, groups: Any) -> list[list[float]]:
+    """By what mu changes, of the tied weight and of others, if the last stage saw it saturate."""
+    held: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for chunk in trainer.chunks:
+        ends = groups.first_stage or groups.last_stage
+        tied = chunk.module.shared_embedding_or_output_weight() if ends else None
+        for bucket in chunk.buckets:
+            for index, param in enumerate(bucket.params):
+                held[param is not tied].append(bucket.tensors.mu[index])
+                if param is tied and groups.last_stage:
+                    bucket.tensors.saturated[index] = param.numel()
+    before = [torch.stack(mu) for mu in held]
+    _adjust_automatic_scales(trainer.chunks, groups)
+    return [(torch.stack(mu) / old).tolist() for mu, old in zip(held, before, strict=True)]
 
 
 def scales_survive(optimizer: Any) -> tuple[int, bool]:
@@ -198,6 +218,15 @@ def test_automatic_scales_move_and_are_saved_for_every_parameter(found: Any, siz
                 assert all(mu != 0.5 for mu in result["mu"])  # where it started, 1 / ranks
             else:
                 assert result["scales"] == [0, True]
+
+
+@pytest.mark.parametrize(("size", "case"), [each for each in ALL if "fp8-nccl" in each[1]], ids=str)
+def test_a_weight_that_saturates_on_one_stage_is_scaled_down_on_all(
+    found: Any, size: int, case: Case
+) -> None:
+    for rank in found[size]:
+        tied, others = rank["/".join(case)]["factors"]
+        assert tied == [0.5] and others == pytest.approx([GROWTH] * len(others))
 
 
 @pytest.mark.parametrize("case", [c for n, c in ALL if n == 2 and "2" in c[1]])
