@@ -110,11 +110,11 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
             curve.append((float(loss), float(norm)))
         results["/".join(case)] = {
             "curve": curve,
+            "mu": [float(b.tensors.mu.min()) for c in trainer.chunks for b in c.buckets],
             "factors": factors_of_mu(trainer, groups),
             "skips": skips(trainer, rank, size, config, groups),
             "sent": trainer.comm_bytes,
             "numel": sum(len(b.weights) for chunk in trainer.chunks for b in chunk.buckets),
-            "mu": [float(b.tensors.mu.min()) for c in trainer.chunks for b in c.buckets],
             "scales": scales_survive(trainer.optimizer),
             "held": max(sum(b.allocated for b in c.buckets) for c in trainer.chunks),
             "buckets": max(len(chunk.buckets) for chunk in trainer.chunks),
