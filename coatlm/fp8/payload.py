@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coatlm.fp8.codes import decode, encode
 from coatlm.fp8.formats import E3M4, Coding
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
@@ -133,71 +134,6 @@ def _known(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
-# E3M4 (`formats.ShortFloat`), four values at a time as pairs of fp16 numbers. To round is to add 31
-# and the last bit that stays; two bits to the left, the bits that stay are the upper byte of each
-# number, but for the sign, which was there before.
-TO_E3M4 = tl.constexpr("""{
-    .reg .b32 low, high, odd, sign;
-    cvt.rn.f16x2.f32 low, $2, $1;
-    cvt.rn.f16x2.f32 high, $4, $3;
-    prmt.b32 sign, low, high, 0x7531;
-    shr.u32 odd, low, 6;
-    and.b32 odd, odd, 0x00010001;
-    add.u32 low, low, odd;
-    add.u32 low, low, 0x001F001F;
-    shr.u32 odd, high, 6;
-    and.b32 odd, odd, 0x00010001;
-    add.u32 high, high, odd;
-    add.u32 high, high, 0x001F001F;
-    shl.b32 low, low, 2;
-    shl.b32 high, high, 2;
-    prmt.b32 low, low, high, 0x7531;
-    lop3.b32 $0, low, sign, 0x80808080, 0xD8;
-}""")
-FROM_E3M4 = tl.constexpr("""{
-    .reg .b32 low, high, bits;
-    .reg .b16 a, b, c, d;
-    prmt.b32 low, $4, 0, 0x1404;
-    prmt.b32 high, $4, 0, 0x3424;
-    shr.u32 bits, low, 2;
-    and.b32 bits, bits, 0x1FC01FC0;
-    lop3.b32 low, bits, low, 0x80008000, 0xF8;
-    shr.u32 bits, high, 2;
-    and.b32 bits, bits, 0x1FC01FC0;
-    lop3.b32 high, bits, high, 0x80008000, 0xF8;
-    mov.b32 {a, b}, low;
-    mov.b32 {c, d}, high;
-    cvt.f32.f16 $0, a;
-    cvt.f32.f16 $1, b;
-    cvt.f32.f16 $2, c;
-    cvt.f32.f16 $3, d;
-}""")
-
-
-@triton.jit
-def _codes(x, CODE: tl.constexpr):
-    """fp32 values in a format: that of FP8 codes, or E3M4."""
-    if CODE.is_fp8():
-        code = x.to(CODE)
-    else:
-        code = tl.inline_asm_elementwise(
-            TO_E3M4, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    return code
-
-
-@triton.jit
-def _values(code):
-    """The other way."""
-    if code.dtype.is_fp8():
-        value = code.to(tl.float32)
-    else:
-        value = tl.inline_asm_elementwise(
-            FROM_E3M4, "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4
-        )
-    return value
-
-
 @triton.jit
 def _pack_kernel(
     x_ptr,
@@ -241,7 +177,7 @@ def _pack_kernel(
     else:
         r = tl.div_rn(1.0, scale)
         scaled = x * tl.where(r > LARGEST, LARGEST, r)[:, None]
-    code = _codes(scaled, code_ptr.dtype.element_ty)
+    code = encode(scaled, code_ptr.dtype.element_ty)
     tl.store(code_ptr + payload * bytes_each + at, code, mask=mask)
 
 
@@ -280,7 +216,7 @@ def _unpack_kernel(
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source * source_bytes.to(tl.int64)
         some = (g < groups) & (source != skip)
-        value = _values(tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0))
+        value = decode(tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0))
         if shared_ptr is None:
             scales = scale_ptr + (begin + payload * bytes_each) // 4
             scale = tl.load(scales + g, mask=some, other=0.0)

@@ -179,9 +179,9 @@ class Fp8Sum:
 def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, finite: Tensor) -> None:
     """The next step's mu, of the tensors of all buckets at once.
 
-    `saturated`, fp32, are the shares of sums at +-MAX, and `finite`, bool, says whether they were:
-    of each tensor in order, the same on all ranks. One that was not keeps its mu: its step is
-    skipped.
+    `saturated` fp32 [all T] are the shares of sums at +-MAX, `finite` bool [all T] says whose sums
+    have no NaN or Inf; both are the same on all ranks. A tensor whose sum has keeps its mu: its
+    step is skipped.
     """
     mu = torch.cat([each.mu for each in tensors])
     adjusted = torch.where(saturated > SATURATED, mu / 2, mu * GROWTH).clamp(SMALLEST_MU, 1.0)

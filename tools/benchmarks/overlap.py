@@ -11,8 +11,7 @@ from tools.benchmarks.clock import synchronize
 
 Interval = tuple[float, float]
 # NCCL's kernels, and those that make and read what FP8 exchanges carry and find their shared scales
-OURS = ("_pack_kernel", "_unpack_kernel", "_largest_kernel", "_saturated_kernel")
-COMMUNICATION = ("nccl", *OURS)
+COMMUNICATION = ("nccl", "_pack_kernel", "_unpack_kernel", "_largest_kernel", "_saturated_kernel")
 
 
 def trace(
