@@ -45,6 +45,8 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw
     "fp8-plain",
 ]
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
+# a run that continues with another of these is another run: train/changes.py
+RunIdentity = Literal["data.text", "data.paths", "data.split", "data.tokenizer", "run.seed"]
 # recipes whose GEMMs cast a weight by an amax of this step, so that it can be gathered cast: of the
 # tensor, or of its rows
 FP8_WEIGHT_RECIPES = ("te-current", "fp8-linear", "coat", "coat-lean")
@@ -298,12 +300,15 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    """What is kept, and what a start continues from."""
+    """Which checkpoints are saved, and what a start continues from."""
 
     every: StrictInt = Field(50, ge=0)  # steps, and at the end; 0: only when a signal ends the run
     keep: StrictInt = Field(3, ge=1)  # newest checkpoints that stay
-    resume: str = "auto"  # auto | none | a checkpoint or run directory
+    # where a run without checkpoints of its own begins: auto (fresh weights), none (fresh weights
+    # even if it has checkpoints, which are set aside), or the path of a checkpoint or run
+    resume: str = "auto"
     weights_only: StrictBool = False  # a new run from the weights of `resume`: step 0, fresh states
+    allow_changes: tuple[RunIdentity, ...] = ()  # continue a checkpoint although these differ
     async_save: StrictBool = True  # write while training goes on
 
 

@@ -104,7 +104,7 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
         chosen = {p: _spread(p.numel() // GROUP, share) for p in matrices}
         batches = microbatches(
             session.data.train,
-            -(-t.steps * t.global_batch // (ranks * t.micro_batch)),
+            session.run.samples,  # the first one that training has not read
             global_batch=ranks * t.micro_batch,
             micro_batch=t.micro_batch,
             dp_rank=0,

@@ -1,8 +1,8 @@
 """Prepared tokens -> the microbatches of a rank.
 
-Step n of training reads samples n * G .. (n + 1) * G - 1 of the order in `coatlm.data.order`, G
-being the global batch, whatever the number of ranks. A sample of S + 1 tokens becomes S inputs and,
-one position later, S labels.
+Each step of training reads the next G samples of the order in `coatlm.data.order`, G being the
+global batch, whatever the number of ranks. A sample of S + 1 tokens becomes S inputs and, one
+position later, S labels.
 
 Shapes: b samples of a microbatch, s = S = seq_len.
 """
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatlm.config import Data
-from coatlm.data.indexed import open_indexed
+from coatlm.data.identity import SourceIdentity, identify
+from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.order import Blend, Stream, split_bounds
 from coatlm.data.preprocess import prepare_text
 from coatlm.data.tokenizer import Tokenizer
@@ -53,6 +54,12 @@ class Datasets:
     train: Dataset
     validation: Dataset | None
     test: Dataset | None
+    sources: Sequence[Indexed]  # whole, before the split
+    weights: Sequence[float]  # of the sources in the blend
+
+    def identity(self) -> list[SourceIdentity]:
+        """What tells these tokens from others; reads up to 256 MiB of each source."""
+        return identify(self.sources, self.weights)
 
 
 def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
@@ -65,7 +72,8 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
         sources = [open_indexed(prepare_text(data), tokenizer, name=label)]
     else:
         sources = [open_indexed(source.path, tokenizer) for source in data.paths]
-    blend = Blend([source.weight for source in data.paths] or [1.0])
+    weights = [source.weight for source in data.paths] or [1.0]
+    blend = Blend(weights)
     splits = [split_bounds(source.bounds_D1, data.split) for source in sources]
 
     def part(index: int) -> Dataset | None:
@@ -92,7 +100,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
 
     train = part(0)
     assert train is not None  # config: the first ratio is > 0
-    return Datasets(train, part(1), part(2))
+    return Datasets(train, part(1), part(2), sources, weights)
 
 
 class Batch(TypedDict):
@@ -106,7 +114,7 @@ class Batch(TypedDict):
 
 def microbatches(
     dataset: Dataset,
-    step: int,
+    first_sample: int,
     *,
     global_batch: int,
     micro_batch: int,
@@ -114,10 +122,10 @@ def microbatches(
     dp_size: int,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """This rank's microbatches of `step` (0-based), in order.
+    """This rank's microbatches of the global batch that begins at `first_sample`, in order.
 
-    Row j of microbatch k is sample step * G + k * (micro_batch * dp_size) + dp_rank * micro_batch
-    + j, with G = global_batch.
+    Row j of microbatch k is sample first_sample + k * (micro_batch * dp_size)
+    + dp_rank * micro_batch + j.
     """
     at_once = micro_batch * dp_size
     if global_batch % at_once:
@@ -125,7 +133,7 @@ def microbatches(
             f"global_batch={global_batch} is not a multiple of micro_batch*dp_size={at_once}"
         )
     for k in range(global_batch // at_once):
-        first = step * global_batch + k * at_once + dp_rank * micro_batch
+        first = first_sample + k * at_once + dp_rank * micro_batch
         yield _to(_read_batch(dataset, range(first, first + micro_batch)), torch.device(device))
 
 
@@ -157,7 +165,7 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 
 
 class BatchIterator:
-    """The microbatches of steps first_step, first_step + 1, ..., a list a step.
+    """The microbatches of one global batch after the other from `first_sample` on, a list each.
 
     A thread reads the next step while this one is computed on. Close it, or use it in `with`.
     """
@@ -166,7 +174,7 @@ class BatchIterator:
         self,
         dataset: Dataset,
         *,
-        first_step: int = 0,
+        first_sample: int = 0,
         global_batch: int,
         micro_batch: int,
         dp_rank: int,
@@ -181,16 +189,16 @@ class BatchIterator:
             dp_rank=dp_rank,
             dp_size=dp_size,
         )
-        self._step = first_step
+        self._first, self._global_batch = first_sample, global_batch
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next = self._thread.submit(self._prepare, self._step)
+        self._next = self._thread.submit(self._prepare, self._first)
 
-    def _prepare(self, step: int) -> list[Batch]:
-        """The step's batches in host memory, pinned for a GPU. Runs in the thread."""
-        batches = list(self._read(step))
+    def _prepare(self, first_sample: int) -> list[Batch]:
+        """A global batch in host memory, pinned for a GPU. Runs in the thread."""
+        batches = list(self._read(first_sample))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread starts on GPU 0 and would use it
             batches = [_map(batch, Tensor.pin_memory) for batch in batches]
@@ -201,8 +209,8 @@ class BatchIterator:
 
     def __next__(self) -> list[Batch]:
         batches = self._next.result()
-        self._step += 1
-        self._next = self._thread.submit(self._prepare, self._step)
+        self._first += self._global_batch
+        self._next = self._thread.submit(self._prepare, self._first)
         return [_to(batch, self._device) for batch in batches]
 
     def __enter__(self) -> BatchIterator:

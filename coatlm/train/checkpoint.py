@@ -33,6 +33,7 @@ from torch import Tensor
 from coatlm.platform import enable_cpu
 from coatlm.train.agreement import Group, one_line, together
 from coatlm.train.manifest import (
+    LATEST,
     MANIFEST,
     STATE,
     STEP,
@@ -258,7 +259,7 @@ def _candidates(
         recover(directory)
         found = newest_first(directory)
         return found if wanted is None else [path for path in found if _state_is(path, wanted)]
-    path = Path(resume)
+    path = _followed(Path(resume))
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     if STEP.fullmatch(path.name) or (path / MANIFEST).exists() or (path / ".metadata").exists():
@@ -267,6 +268,15 @@ def _candidates(
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint (no {step_name(0)[:-8]}* directory)")
     return found
+
+
+def _followed(path: Path) -> Path:
+    """The checkpoint that a file `latest` names; any other path as it is."""
+    if path.name == LATEST and path.is_file():
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            name = path.read_text(encoding="utf-8").strip()
+            return path.with_name(name) if STEP.fullmatch(name) else path
+    return path
 
 
 def _state_is(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:

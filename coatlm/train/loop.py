@@ -8,7 +8,7 @@ on over gloo between steps, so that all ranks save the same step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
+from coatlm.train.agreement import together
 from coatlm.train.faults import (
     FLIGHT,
     SIGNALS,
@@ -36,7 +37,7 @@ from coatlm.train.faults import (
     StopSignal,
 )
 from coatlm.train.metrics import MetricsLogger
-from coatlm.train.resume import Progress, restore, resume, state_to_save
+from coatlm.train.resume import Progress, restore, resume, set_aside, state_to_save
 from coatlm.train.run_directory import (
     loss_plot,
     prepare_directory,
@@ -69,16 +70,20 @@ def train(config: Config) -> ExitCode:
             loop = set_up(config, launch, stack)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        code = loop.run_steps()
-    if launch.rank == 0:
+        code = ExitCode.OK if loop is None else loop.run_steps()
+    if launch.rank == 0 and loop is not None:
         finish(config, loop.run, code)
     torch.distributed.destroy_process_group()
     # torchrun --max-restarts takes any other code for a failure and would start the run again
     return ExitCode.OK if launch.restarts else code
 
 
-def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
-    """Join the other processes, open the data, build the model, resume. Raises ValueError."""
+def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
+    """Join the other processes, open the data, build the model, resume.
+
+    None where the run has done all its steps already: then nothing has been written. Raises
+    ValueError.
+    """
     config.data_parallel_size(launch.world_size)
     tokenizer = make_tokenizer(config.data.tokenizer)
     vocab = model_vocab(config, tokenizer.vocab_size)
@@ -98,8 +103,20 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     logger.info("%s", plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size))
     trainer = stack.enter_context(closing(Trainer(config, groups, vocab)))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
-    resume(config, trainer, run, tokenizer.fingerprint)
+    identity = together(lambda: data.identity() if launch.rank == 0 else [], groups.control)[0]
+    origin = resume(
+        config,
+        trainer,
+        run,
+        tokenizer=tokenizer.fingerprint,
+        data=identity,
+        restarted=launch.restarted,
+    )
+    if run.step >= config.train.steps:
+        logger.info("%s", nothing_to_do(config, run))
+        return None
     if launch.rank == 0:
+        set_aside(config, origin)
         write_config(config.run.dir, config)
         write_environment(config.run.dir, device_name=device_name())
     signals = stack.enter_context(StopSignal())
@@ -120,7 +137,8 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
         device_name=device_name(),
         synchronize=synchronize,
     )
-    loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint)
+    save_with = {"tokenizer": tokenizer.fingerprint, "data": identity}
+    loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, save_with)
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
 
@@ -137,12 +155,12 @@ class Loop:
         open_metrics: Callable[..., MetricsLogger],
         signals: StopSignal,
         watchdog: HangWatchdog,
-        fingerprint: str,
+        save_with: Mapping[str, Any],
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
-        self.fingerprint = fingerprint
+        self.save_with = save_with  # what tells the run's tokenizer and data, for checkpoints
         self.groups: Groups = trainer.groups
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
@@ -194,6 +212,8 @@ class Loop:
             self._log_numerics(probes)
         run.pending.append((loss, norm, self.trainer.spike))
         run.step += 1
+        run.samples += config.train.global_batch
+        run.tokens += config.train.global_batch * config.data.seq_len
         self.metrics.advance()
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
@@ -202,6 +222,7 @@ class Loop:
                 loss=last_loss,
                 grad_norm=last_norm,
                 lr=rate,
+                tokens=run.tokens,
                 slowest=self._slowest(),
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
@@ -262,7 +283,8 @@ class Loop:
         with self.metrics.throughput.paused():
             losses = []
             for index in range(self.config.train.eval_batches):
-                batches = list(microbatches(self.data.validation, index, **self._share()))
+                first = index * self.config.train.global_batch
+                batches = list(microbatches(self.data.validation, first, **self._share()))
                 losses.append(self.trainer.evaluate(self.trainer.place(batches)))
                 self.watchdog.beat()
             loss = float(torch.stack(losses).mean())
@@ -272,7 +294,7 @@ class Loop:
         with self.metrics.throughput.paused():
             if self.run.pending:
                 self._fetch()
-            state = state_to_save(self.config, self.trainer, self.run, self.fingerprint)
+            state = state_to_save(self.config, self.trainer, self.run, **self.save_with)
             tensors = self.trainer.optimizer.tensors_to_save()
             self.checkpoints.save(self.run.step, tensors, state)
 
@@ -294,13 +316,16 @@ class Loop:
         )
         if path is None:
             raise error
-        left_out, run.step = run.left_out, error.step  # steps after it would have been skipped too
+        # steps after error.step, if any were done, would have been skipped too: they do not count
+        samples = run.samples - (run.step - error.step) * self.config.train.global_batch
+        left_out, run.step = run.left_out, error.step
         stop = run.batch
         run.pending.clear()
         restore(path, checkpoint.read_state(path), self.trainer, run)
         run.left_out = left_out  # the checkpoint does not know of rollbacks to it
         window = (run.batch, stop)
         run.left_out = [*left_out, window]
+        run.samples = samples
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)
@@ -308,7 +333,7 @@ class Loop:
         logger.warning("back to step %d; batches %d to %d are left out", run.step, *window)
 
     def _batches(self) -> BatchIterator:
-        return BatchIterator(self.data.train, first_step=self.run.batch, **self._share())
+        return BatchIterator(self.data.train, first_sample=self.run.samples, **self._share())
 
     def _share(self) -> dict[str, Any]:
         """What part of a global batch this rank reads, and where to."""
@@ -345,7 +370,18 @@ def finish(config: Config, run: Progress, code: ExitCode) -> None:
         more = f"train.steps={2 * config.train.steps}"
         logger.info("done: step %d, see %s; to train on, run again with %s", run.step, where, more)
     else:
-        logger.info("stopped at step %d, see %s; the same command resumes", run.step, where)
+        how = "the same command resumes"
+        if config.checkpoint.resume == "none":
+            how = "checkpoint.resume=auto resumes"
+        logger.info("stopped at step %d, see %s; %s", run.step, where, how)
+
+
+def nothing_to_do(config: Config, run: Progress) -> str:
+    """The only words of a start that finds all steps done."""
+    return (
+        f"done: {config.run.dir} is at step {run.step}, train.steps={config.train.steps}: "
+        "nothing to train, nothing was changed"
+    )
 
 
 def device_name() -> str | None:

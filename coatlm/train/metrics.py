@@ -287,12 +287,16 @@ class MetricsLogger:
         loss: float,
         grad_norm: float,
         lr: float,
+        tokens: int,
         skipped: int = 0,
         peak_mem_gib: float | None = None,
         comm_bytes: Mapping[str, int] | None = None,
         slowest: Record | None = None,
     ) -> None:
-        """Record the state after update `step`: after `advance`, the floats already fetched."""
+        """Record the state after update `step`: after `advance`, the floats already fetched.
+
+        `tokens` is the number of tokens that the run has trained on so far.
+        """
         seconds = self.throughput.lap()
         assert seconds > 0, "advance() comes before log_step()"
         rate = self.tokens_per_step / seconds / self.world_size
@@ -303,7 +307,7 @@ class MetricsLogger:
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": lr,
-                "tokens": step * self.tokens_per_step,
+                "tokens": tokens,
                 "step_ms": 1000 * seconds,
                 "tokens_per_s_per_gpu": rate,
                 "tflops_per_gpu": flops / 1e12,

@@ -7,6 +7,7 @@ metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
 states.jsonl    likewise, where log.states_every asks for it
 numerics.jsonl  likewise, where log.numerics_every does
 loss.png        its curves
+attempts/       what the directory held before a start that did not continue it: `attempts.py`
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from coatlm.config import Config, ConfigError
 METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
 NUMERICS = "numerics.jsonl"
+ATTEMPTS = "attempts"
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
 
@@ -109,6 +111,12 @@ def read_records(path: Path) -> list[Record]:
     return [record for record, _ in _whole_lines(path)]
 
 
+def earlier_attempts(run_dir: Path) -> list[Path]:
+    """The run directories under attempts/, the oldest first."""
+    parent = run_dir / ATTEMPTS
+    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+
+
 def repair_metrics(path: Path, last_step: int) -> int:
     """Drop torn lines and those of steps after `last_step`; return how many went.
 
@@ -137,7 +145,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[Record, str]]:
 
 
 def loss_plot(run_dir: Path) -> Path | None:
-    """Draw loss.png from metrics.jsonl: losses above, learning rate below; None without a loss."""
+    """Draw loss.png from metrics.jsonl: losses above, learning rate below; None without a loss.
+
+    Training losses of earlier attempts are drawn in grey.
+    """
     from matplotlib.figure import Figure  # half a second that only the end of a run pays
 
     records = read_metrics(run_dir)
@@ -147,6 +158,9 @@ def loss_plot(run_dir: Path) -> Path | None:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: no display, no globals
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    for attempt in earlier_attempts(run_dir):
+        earlier = [r for r in read_metrics(attempt) if "loss" in r]
+        upper.plot(*_curve(earlier, "loss"), linewidth=0.8, color="0.8")
     upper.plot(*_curve(train, "loss"), linewidth=1.2, label="train")
     upper.plot(
         *_curve(val, "val_loss"), marker="o", markersize=4, linewidth=1.0, label="validation"

@@ -42,6 +42,7 @@ class Launch:
     attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
     own_gpu: bool = False  # the launcher shows each process only its own GPU
     restarts: int = 0  # how often the launcher starts all processes again when one fails
+    restarted: bool = False  # a launcher or batch system has started the same command before
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -67,6 +68,10 @@ class Launch:
             env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             "SLURM_GPUS_PER_TASK" in env or "SLURM_TRES_PER_TASK" in env,
             int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            any(
+                env.get(name, "0") != "0"
+                for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+            ),
         )
 
 

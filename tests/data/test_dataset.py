@@ -92,7 +92,7 @@ def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list
     ranks = [
         list(
             microbatches(
-                dataset, step, global_batch=8, micro_batch=micro, dp_rank=r, dp_size=dp_size
+                dataset, 8 * step, global_batch=8, micro_batch=micro, dp_rank=r, dp_size=dp_size
             )
         )
         for r in range(dp_size)
@@ -500,9 +500,9 @@ def equal(a: Batch, b: Batch) -> bool:
 
 
 def test_reading_ahead_changes_nothing(train: Dataset) -> None:
-    with BatchIterator(train, first_step=5, **SHAPE) as iterator:
+    with BatchIterator(train, first_sample=40, **SHAPE) as iterator:
         for step, batches in zip(range(5, 30), iterator, strict=False):
-            expected = list(microbatches(train, step, **SHAPE))
+            expected = list(microbatches(train, 8 * step, **SHAPE))
             assert len(batches) == len(expected) == 2
             assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
 

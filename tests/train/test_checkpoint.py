@@ -262,7 +262,7 @@ def test_resume_finds_a_checkpoint_in_a_run_or_checkpoints_directory_or_by_itsel
 ) -> None:
     path = save(tmp_path / "run" / "checkpoints", 1, 2)
     nowhere = tmp_path / "nowhere"
-    for resume in (path, path.parent, path.parent.parent):
+    for resume in (path, path.parent, path.parent.parent, path.parent / "latest"):
         assert find_checkpoint(str(resume), nowhere, LOG) == path
     assert find_checkpoint("none", path.parent, LOG) is None
     assert find_checkpoint("auto", nowhere, LOG) is None

@@ -36,7 +36,9 @@ def test_nothing_set_is_one_process() -> None:
 
 
 def test_torchrun_is_understood() -> None:
-    assert Launch.from_environment(TORCHRUN) == Launch(5, 8, 1, 4, "node0:1234", True, "2")
+    assert Launch.from_environment(TORCHRUN) == Launch(
+        5, 8, 1, 4, "node0:1234", True, "2", restarted=True
+    )
     assert Launch.from_environment(TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}).restarts == 3
 
 

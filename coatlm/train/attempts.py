@@ -1,0 +1,93 @@
+"""Attempts: what a run directory held before a start that does not continue it.
+
+    RUN/metrics.jsonl  config.yaml  env.json  checkpoints/ ...        the run as it is now
+    RUN/attempts/2026-11-22T174122Z/ the same names                   what was there before
+
+A start that begins anew (`checkpoint.resume=none`, or no checkpoint to continue from) or goes back
+to an earlier checkpoint of the run deletes nothing: what it would write over moves into an attempt,
+named after the time at which that attempt had started. An attempt is a run directory of its own, so
+every tool that reads runs reads attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coatlm.train.checkpoint import CHECKPOINTS
+from coatlm.train.manifest import LATEST, newest_first, write_file
+from coatlm.train.run_directory import ATTEMPTS, METRICS, NUMERICS, STATES, read_records
+
+RECORDS = (METRICS, STATES, NUMERICS)
+DESCRIPTION = ("config.yaml", "env.json")
+TRACKED = ("loss.png", "tb", "wandb_id.txt")  # a new attempt is a new run to the trackers
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move the history of a run into a new attempt, and return it; None if there is no history.
+
+    Checkpoints move first: if the process is killed in between, the next start finds records
+    without checkpoints, and sets those aside as well. Raises OSError.
+    """
+    checkpoints = run_dir / CHECKPOINTS
+    if not newest_first(checkpoints) and not any(read_records(run_dir / n) for n in RECORDS):
+        return None
+    attempt = _new_attempt(run_dir)
+    for name in (CHECKPOINTS, *RECORDS, *DESCRIPTION, *TRACKED):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(attempt / name)
+    return attempt
+
+
+def go_back(run_dir: Path, checkpoint: Path) -> Path:
+    """Move what came after `checkpoint`, one of the run's own, into a new attempt, and return it.
+
+    The attempt gets the newer checkpoints and a copy of the records, which the run itself continues
+    after it has dropped the lines of later steps. Raises OSError.
+    """
+    attempt = _new_attempt(run_dir)
+    for name in (*RECORDS, *DESCRIPTION):
+        if (run_dir / name).exists():
+            shutil.copy2(run_dir / name, attempt / name)
+    (attempt / CHECKPOINTS).mkdir()
+    newer = list(_newer_than(checkpoint))
+    for path in newer:
+        path.rename(attempt / CHECKPOINTS / path.name)
+    for directory, newest in ((attempt / CHECKPOINTS, newer), (checkpoint.parent, [checkpoint])):
+        if newest:
+            write_file(directory / LATEST, f"{newest[0].name}\n".encode())
+    return attempt
+
+
+def _newer_than(checkpoint: Path) -> Iterator[Path]:
+    """The checkpoints beside this one that were written after it, the newest first."""
+    for path in newest_first(checkpoint.parent):
+        if path.name == checkpoint.name:
+            return
+        yield path
+
+
+def _new_attempt(run_dir: Path) -> Path:
+    """An empty directory, named after the start of what will be moved there."""
+    started = _started(run_dir)
+    stem = f"{started:%Y-%m-%dT%H%M%SZ}"
+    for number in range(1, 10_000):
+        attempt = run_dir / ATTEMPTS / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            attempt.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return attempt
+    raise FileExistsError(f"{run_dir / ATTEMPTS}: too many attempts of {stem}")
+
+
+def _started(run_dir: Path) -> datetime:
+    """When the process that wrote env.json started; now, where env.json does not tell."""
+    try:
+        text = json.loads((run_dir / "env.json").read_text(encoding="utf-8"))["started"]
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return datetime.now(UTC)

@@ -1,0 +1,123 @@
+"""What may differ between a checkpoint and the run that continues it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatlm.config import Config, ConfigError, make_config
+from coatlm.data.identity import SourceIdentity
+from coatlm.train.changes import changed_keys, check_changes, check_same_model
+from coatlm.train.checkpoint import CheckpointError
+
+PATH = Path("runs/a/checkpoints/step_00000010")
+DATA = [SourceIdentity(documents=3, tokens=1000, weight=1.0, sha256="ab" * 32)]
+
+
+def config(**sections: Any) -> Config:
+    return make_config({"data": {"text": ["a.txt"]}} | sections)
+
+
+def state(saved: Config, **changes: Any) -> dict[str, Any]:
+    return {
+        "config": saved.model_dump(mode="json"),
+        "tokenizer": "f" * 64,
+        "data": DATA,
+        "step": 10,
+    } | changes
+
+
+def check(now: Config, saved: dict[str, Any], **changes: Any) -> list[str]:
+    given: dict[str, Any] = {"tokenizer": "f" * 64, "data": DATA} | changes
+    return check_changes(PATH, saved, now, **given)
+
+
+def test_nothing_is_listed_where_nothing_changed_but_names_and_places() -> None:
+    now = config(run={"dir": "elsewhere", "name": "b"}, log={"every": 3}, checkpoint={"keep": 9})
+    assert check(now, state(config())) == []
+
+
+def test_what_may_change_is_listed_as_old_and_new() -> None:
+    now = config(optim={"lr": 2e-3}, train={"global_batch": 32}, precision={"recipe": "coat"})
+    assert check(now, state(config())) == [
+        "precision.recipe: bf16 -> coat",
+        "optim.lr: 0.001 -> 0.002",
+        "train.global_batch: 16 -> 32",
+    ]
+
+
+OTHER = [SourceIdentity(documents=3, tokens=1000, weight=1.0, sha256="cd" * 32)]
+REFUSED: dict[str, tuple[Config, dict[str, Any], str]] = {
+    "data.split": (
+        config(data={"text": ["a.txt"], "split": [90, 5, 5]}),
+        {},
+        "data.split: [96.0, 2.0, 2.0] -> [90.0, 5.0, 5.0]",
+    ),
+    "run.seed": (config(run={"seed": 1}), {}, "run.seed: 1234 -> 1"),
+    "data.tokenizer": (
+        config(data={"text": ["a.txt"], "tokenizer": "hf:b.json"}),
+        {"tokenizer": "e" * 64},
+        "data.tokenizer: byte (fingerprint ffffffff) -> hf:b.json (fingerprint eeeeeeee)",
+    ),
+    "data.text": (
+        config(),
+        {"data": OTHER},
+        "data.text: 1,000 tokens (abababab) -> 1,000 tokens (cdcdcdcd)",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_another_run_is_refused_until_the_change_is_named(key: str) -> None:
+    now, changes, line = REFUSED[key]
+    with pytest.raises(ConfigError) as refused:
+        check(now, state(config()), **changes)
+    assert str(refused.value).splitlines()[0] == line
+    assert f"checkpoint.allow_changes=[{key}]" in str(refused.value)
+    allowed = make_config(now.model_dump() | {"checkpoint": {"allow_changes": [key]}})
+    assert check(allowed, state(config()), **changes) == [line]
+
+
+def test_a_change_that_was_not_named_is_still_refused() -> None:
+    now = config(
+        data={"text": ["a.txt"], "split": [90, 5, 5]},
+        run={"seed": 1},
+        checkpoint={"allow_changes": ["data.split"]},
+    )
+    with pytest.raises(ConfigError, match=r"run.seed: 1234 -> 1\n.*allow_changes=\[run.seed\]"):
+        check(now, state(config()))
+
+
+def test_a_copy_of_the_data_in_another_place_is_listed_and_not_refused() -> None:
+    moved = config(data={"text": ["/copy/a.txt"]})
+    assert check(moved, state(config())) == ['data.text: ["a.txt"] -> ["/copy/a.txt"]']
+
+
+def test_a_change_of_the_weights_of_a_blend_is_another_run() -> None:
+    heavier = [SourceIdentity(**DATA[0] | {"weight": 2.0})]  # type: ignore[typeddict-item]
+    with pytest.raises(ConfigError, match="allow_changes"):
+        check(config(), state(config()), data=heavier)
+
+
+def test_a_checkpoint_of_a_version_without_data_and_new_keys_is_continued() -> None:
+    saved = state(config())
+    del saved["data"], saved["config"]["checkpoint"]["allow_changes"]
+    del saved["config"]["optim"]["eps"]  # as if it were new: its default was used
+    assert check(config(), saved) == []
+
+
+def test_another_model_or_recipe_of_states_does_not_fit() -> None:
+    for now, said in (
+        (
+            config(model={"ffn": 768}),
+            "model.ffn=704 there, 768 here: a checkpoint of another model",
+        ),
+        (config(optim={"recipe": "coat"}), "optim.recipe='adamw-fp32' there, 'coat' here"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            check(now, state(config()))
+    saved = config().model_dump(mode="json")
+    keys = changed_keys(saved, config(optim={"recipe": "coat"}))
+    check_same_model(PATH, keys, weights_only=True)  # states are not read then
