@@ -142,7 +142,8 @@ def test_a_checkpoint_that_was_asked_for_must_be_whole(
     assert forks.run(config)[0] == 0
     data = next((tmp_path / "run/checkpoints/step_00000002").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
-    code, output = forks.run(config, override.format(run=tmp_path / "run"), "train.steps=8")
+    elsewhere = f"run.dir={tmp_path / 'elsewhere'}"  # a run's own checkpoints would come first
+    code, output = forks.run(config, override.format(run=tmp_path / "run"), elsewhere)
     assert code == 4, output
     assert reason in output and "| loss" not in output
 

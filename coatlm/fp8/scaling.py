@@ -196,7 +196,7 @@ def group_scale(
     """Stage 2: the scale [] of the tensor whose amaxes (fp32, any shape, not empty) these are."""
     if not amax.is_cuda:
         if power_of_two:
-            return power_of_two_ref(amax.amax(), fmt)
+            return power_of_two_ref(amax.amax(), fmt, margin=margin)
         return scale_ref(amax.amax(), fmt, margin=margin)
     amax = amax.contiguous()
     if amax.numel() > STAGE_TWO:

@@ -128,6 +128,7 @@ def ema(M: tl.constexpr, main, low, scale, k, x, BETA: tl.constexpr, PAIR: tl.co
         elif M.kind == "scaled":
             old = scaled_value(M, main, scale)
         else:
+            tl.static_assert(M.kind == "fp32", "a moment format that this kernel does not know")
             old = main
         return BETA * old + REST * x, low
 
@@ -155,6 +156,10 @@ def master(W: tl.constexpr, weight, main, scale):
     elif W.kind == "master" and weight.dtype != tl.float32:
         return main
     else:
+        PLAIN: tl.constexpr = W.kind == "direct" or W.kind == "kahan" or W.kind == "grown"
+        tl.static_assert(
+            PLAIN or W.kind == "master", "a weight format that this kernel does not know"
+        )
         return weight.to(tl.float32)
 
 

@@ -62,6 +62,7 @@ class Bucket:
     zeroed: list[Tensor] = field(default_factory=list)  # the parts of `grads` that need them
     waiting: set[nn.Parameter] = field(default_factory=set)  # gradients still to come
     reduction: Reduction | None = None
+    sums: int = 0  # reductions in this step: one, at ZeRO stage 2 one per microbatch
     gather: Pending | None = None
 
     @property

@@ -107,6 +107,7 @@ class FlatModel(nn.Module):
             else:
                 bucket.clear()
             bucket.waiting = set(bucket.params)
+            bucket.sums = 0
             assert bucket.reduction is None
         self.reduced = False
 
@@ -142,6 +143,7 @@ class FlatModel(nn.Module):
             add=self.every_microbatch,
         )
         bucket.reduction = Reduction(self.wire.steps(job, self.grad_comm), self.reduce_stream)
+        bucket.sums += 1
         if self.every_microbatch:
             bucket.waiting = set(bucket.params)
             self.in_flight.append(bucket)

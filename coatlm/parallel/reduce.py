@@ -102,16 +102,17 @@ def _adjust_automatic_scales(chunks: Sequence[FlatModel], groups: Groups) -> Non
         return
     tensors = [bucket.tensors for bucket in buckets]
     counts = torch.cat([each.saturated for each in tensors])
-    finite = torch.cat([each.finite for each in tensors]).int()
+    nonfinite = torch.cat([each.nonfinite for each in tensors]).int()
     if chunks[0].sharded:
         dist.all_reduce(counts, group=groups.dp_cp)
     if groups.tp.size() > 1:
         dist.all_reduce(counts, group=groups.tp)
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group=groups.tp)
+        dist.all_reduce(nonfinite, dist.ReduceOp.MAX, group=groups.tp)
     tied = _tied_embedding(chunks, groups)
     if tied is not None:  # alone in its bucket
         at = sum(len(each.mu) for each in tensors[: buckets.index(tied[0])])
         dist.all_reduce(counts[at : at + 1], dist.ReduceOp.MAX, group=groups.embedding)
-        dist.all_reduce(finite[at : at + 1], dist.ReduceOp.MIN, group=groups.embedding)
-    values = torch.cat([each.values for each in tensors]) * groups.tp.size()
-    adjust_mu(tensors, counts.float() / values, finite.bool())
+        dist.all_reduce(nonfinite[at : at + 1], dist.ReduceOp.MAX, group=groups.embedding)
+    # ZeRO stage 2 sums a bucket in every microbatch, and all of these sums have been counted
+    sums = [bucket.tensors.values * max(bucket.sums, 1) for bucket in buckets]
+    adjust_mu(tensors, counts.float() / (torch.cat(sums) * groups.tp.size()), nonfinite.bool())

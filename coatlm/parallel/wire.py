@@ -47,7 +47,7 @@ class Tensors:
     mu: Tensor  # fp32 [T]
     values: Tensor  # int64 [T]: elements, without padding
     saturated: Tensor  # int64 [T]: sums at +-MAX since the last adjustment, this rank's part
-    finite: Tensor  # bool [T]: of the last sum
+    nonfinite: Tensor  # bool [T]: a sum since the last adjustment had NaN or Inf
 
     @classmethod
     def of(cls, sizes: Sequence[int], groups: int, device: torch.device) -> Tensors:
@@ -60,7 +60,7 @@ class Tensors:
             torch.ones(len(sizes), device=device),
             torch.tensor(list(sizes)).to(device),
             torch.zeros(len(sizes), dtype=torch.int64, device=device),
-            torch.ones(len(sizes), dtype=torch.bool, device=device),
+            torch.zeros(len(sizes), dtype=torch.bool, device=device),
         )
 
 
@@ -138,7 +138,7 @@ class Fp8Sum:
         amax = largest_magnitudes(job.grads, tensors.owner, len(tensors.mu))
         yield comm.all_reduce(amax, dist.ReduceOp.MAX)
         scale = scale_ref(amax.view(torch.float32), self.fmt) / tensors.mu
-        tensors.finite.copy_(scale.isfinite())
+        tensors.nonfinite.logical_or_(~scale.isfinite())
         layout = Layout(n, self.fmt, scaled=False)
         codes = layout.empty(1, 1, device=job.grads.device)
         shared = Shared(scale, tensors.owner[None, None])
@@ -176,19 +176,20 @@ class Fp8Sum:
             yield comm.all_gather(codes, job.sizes)
 
 
-def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, finite: Tensor) -> None:
-    """The next step's mu, of the tensors of all buckets at once.
+def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, nonfinite: Tensor) -> None:
+    """Set mu of the tensors of all buckets for the next step, and start new counts.
 
-    `saturated` fp32 [all T] are the shares of sums at +-MAX, `finite` bool [all T] says whose sums
-    have no NaN or Inf; both are the same on all ranks. A tensor whose sum has keeps its mu: its
-    step is skipped.
+    `saturated` fp32 [all T] are the shares of sums at +-MAX, `nonfinite` bool [all T] says in whose
+    sums there was NaN or Inf; both are the same on all ranks. Such a step is skipped, so these
+    tensors keep their mu.
     """
     mu = torch.cat([each.mu for each in tensors])
     adjusted = torch.where(saturated > SATURATED, mu / 2, mu * GROWTH).clamp(SMALLEST_MU, 1.0)
-    adjusted = torch.where(finite, adjusted, mu)
+    adjusted = torch.where(nonfinite, mu, adjusted)
     sizes = [len(each.mu) for each in tensors]
     torch._foreach_copy_([each.mu for each in tensors], adjusted.split(sizes))
     torch._foreach_zero_([each.saturated for each in tensors])
+    torch._foreach_zero_([each.nonfinite for each in tensors])
 
 
 def _finish(job: Sum, total: Tensor) -> None:

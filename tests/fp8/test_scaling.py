@@ -51,6 +51,10 @@ def test_scale_of_what_is_not_finite_is_not_finite(fmt: Fp8Format, dtype: torch.
 def test_margin_multiplies_the_scale_by_a_power_of_two() -> None:
     amax = torch.tensor([3.0, 1e-3])
     assert torch.equal(scale_ref(amax, E4M3, margin=2), 4 * scale_ref(amax, E4M3))
+    for power in (False, True):
+        plain = group_scale(amax, E4M3, power_of_two=power)
+        assert group_scale(amax, E4M3, margin=2, power_of_two=power) == 4 * plain
+        assert current_scale(amax, E4M3, margin=2, power_of_two=power) == 4 * plain
 
 
 @given(amax=st.floats(2.0**-110, 2.0**120, width=32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from coatlm.fp8.expand import Expansion
 from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent
-from coatlm.optim import fused
+from coatlm.optim import formats, fused
 from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard
 from coatlm.optim.formats import Expanded, Master
 
@@ -174,3 +175,20 @@ def test_strict_bf16_is_not_contracted(recipe: str, kernels: dict[str, Compiled]
     fmas = re.findall(r"fma\.rn\.bf16(x2)?", compiled.asm["ptx"])
     elements = sum(2 if packed else 1 for packed in fmas)
     assert elements == (PER_THREAD if recipe == "collage-plus" else 0)
+
+
+class UnknownMoment(formats.Fp32):
+    kind = "unheard-of"
+
+
+class UnknownMaster(formats.Master):
+    kind = "unheard-of"
+
+
+@pytest.mark.parametrize("part", [{"m": UnknownMoment()}, {"weight": UnknownMaster()}])
+def test_a_format_that_the_kernel_does_not_know_does_not_compile(
+    kernels: dict[str, Compiled], part: dict[str, Any]
+) -> None:
+    with pytest.raises(triton.CompilationError) as raised:
+        step(replace(RECIPES["adamw-fp32"], **part))
+    assert "format that this kernel does not know" in str(raised.value.__cause__)

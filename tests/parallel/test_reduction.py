@@ -17,7 +17,6 @@ from torch import Tensor
 
 from coatlm.config import Config, make_config
 from coatlm.parallel.reduce import _adjust_automatic_scales
-from coatlm.parallel.wire import GROWTH
 from coatlm.platform import device
 from tests.distributed import run_ranks
 from tests.parallel.test_parity import MODEL, batches
@@ -123,14 +122,23 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
 
 
 def factors_of_mu(trainer: Any, groups: Any) -> list[list[float]]:
-    """By what mu changes, of the tied weight and of others, if the last stage saw it saturate."""
-    held: tuple[list[Tensor], list[Tensor]] = ([], [])
+    """By what mu changes, of the tied weight and of others, if the last stage saw it saturate.
+
+    The third list is of norms that pose as having 1e6 elements, of which 12 saturated on each rank:
+    1.2e-5 or 2.4e-5 of the values of one sum, and 0.6e-5 of those of a step with four.
+    """
+    held: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for chunk in trainer.chunks:
         ends = groups.first_stage or groups.last_stage
         tied = chunk.module.shared_embedding_or_output_weight() if ends else None
         for bucket in chunk.buckets:
             for index, param in enumerate(bucket.params):
-                held[param is not tied].append(bucket.tensors.mu[index])
+                kind = int(param is not tied)
+                if param.numel() == MODEL["hidden"]:
+                    kind = 2
+                    bucket.tensors.values[index] = 1_000_000
+                    bucket.tensors.saturated[index] = 12
+                held[kind].append(bucket.tensors.mu[index])
                 if param is tied and groups.last_stage:
                     bucket.tensors.saturated[index] = param.numel()
     before = [torch.stack(mu) for mu in held]
@@ -225,8 +233,18 @@ def test_a_weight_that_saturates_on_one_stage_is_scaled_down_on_all(
     found: Any, size: int, case: Case
 ) -> None:
     for rank in found[size]:
-        tied, others = rank["/".join(case)]["factors"]
-        assert tied == [0.5] and others == pytest.approx([GROWTH] * len(others))
+        tied, others, _ = rank["/".join(case)]["factors"]
+        assert tied == [0.5] and others == pytest.approx([2 ** (1 / 1000)] * len(others))
+
+
+@pytest.mark.parametrize(("size", "case"), [each for each in ALL if "fp8-nccl" in each[1]], ids=str)
+def test_the_share_that_saturates_is_of_all_sums_of_a_step(
+    found: Any, size: int, case: Case
+) -> None:
+    expected = 2 ** (1 / 1000) if case[1] in ("zero2", "whole2") else 0.5
+    for rank in found[size]:
+        norms = rank["/".join(case)]["factors"][2]
+        assert norms and norms == pytest.approx([expected] * len(norms))
 
 
 @pytest.mark.parametrize("case", [c for n, c in ALL if n == 2 and "2" in c[1]])

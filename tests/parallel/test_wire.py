@@ -21,7 +21,6 @@ from coatlm.fp8.formats import E3M4, E5M2
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.wire import (
-    GROWTH,
     Fp8Sum,
     Plain,
     Reduction,
@@ -122,7 +121,24 @@ def sums(rank: int, size: int, _: Any) -> dict[str, Any]:
             if kind == "uneven" and name.startswith("levels"):
                 continue
             found[f"{name}/{kind}"] = measure(rank, size, wire, kind, exact, traffic)
+    found["remembered"] = remembered(rank, size)
     return found
+
+
+def remembered(rank: int, size: int) -> list[list[bool]]:
+    """Which tensors of a bucket had NaN, after a sum with one and after another one without."""
+    assert dist.group.WORLD is not None
+    comm = Comm(dist.group.WORLD, Traffic(), "grad")
+    grads = gradients(rank)
+    grads[5300] += torch.nan if rank == size - 1 else 0.0  # in the third tensor
+    task = job(rank, size, "scattered", grads)
+    states = []
+    for clean in (False, True):
+        if clean:
+            task.grads.copy_(gradients(rank))
+        Reduction(Fp8Sum().steps(task, comm), None).wait()
+        states.append(task.tensors.nonfinite.tolist())
+    return states
 
 
 def measure(
@@ -222,6 +238,12 @@ def test_two_levels_send_less_between_nodes(found: Any) -> None:
     assert sent["across fp8"] == pytest.approx(N / 2 / 2 * 132 / 128, rel=0.01)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sum_with_nan_is_remembered_until_mu_is_adjusted(found: Any, size: int) -> None:
+    for rank in found[size]:
+        assert rank["remembered"] == [[False, False, True]] * 2
+
+
 def test_mu_is_halved_by_saturation_and_grows_without() -> None:
     cpu = torch.device("cpu")
     buckets = [Tensors.of((100000,) * n, n * 782, cpu) for n in (1, 2)]
@@ -229,11 +251,12 @@ def test_mu_is_halved_by_saturation_and_grows_without() -> None:
         bucket.mu.copy_(torch.tensor(mu))
         bucket.saturated.fill_(1)
     for _ in range(2):
-        adjust_mu(buckets, torch.tensor([2e-5, 1e-5, 0.0]), torch.ones(3, dtype=torch.bool))
+        adjust_mu(buckets, torch.tensor([1.1e-5, 1e-5, 0.0]), torch.zeros(3, dtype=torch.bool))
     for saturated in ([0.0] * 3, [1.0] * 3):  # of sums that were not finite
-        adjust_mu(buckets, torch.tensor(saturated), torch.zeros(3, dtype=torch.bool))
+        adjust_mu(buckets, torch.tensor(saturated), torch.ones(3, dtype=torch.bool))
     mu = [value for bucket in buckets for value in bucket.mu.tolist()]
-    assert mu == pytest.approx([0.125, 0.5 * GROWTH**2, 1.0])
+    growth = 2 ** (1 / 1000)  # per step: mu doubles in a thousand
+    assert mu == pytest.approx([0.125, 0.5 * growth**2, 1.0])
     assert not any(bucket.saturated.any() for bucket in buckets)
 
 

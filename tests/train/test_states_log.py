@@ -64,8 +64,10 @@ def test_a_resumed_run_writes_the_lines_of_a_straight_one(runs: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_report_what_one_does(runs: Path, layout: str) -> None:
-    """Gradients are sums in another order: a few of 3845 groups may have another k, and errors of
-    rounding, of which the groups of the largest moments make most, are others there.
+    """Gradients are sums in another order, which also differs between instruction sets: a few of
+    3845 blocks may have another k, and the errors of rounding, of which the blocks of the largest
+    moments make most, differ there. 1.1 % has been seen; a rank whose share were missing or counted
+    twice would change each of them by tens of percent.
     """
     expected, actual = states_of(runs / "asked"), states_of(runs / layout)
     assert [line["step"] for line in actual] == [line["step"] for line in expected]
@@ -73,7 +75,7 @@ def test_two_ranks_report_what_one_does(runs: Path, layout: str) -> None:
         assert line.keys() == other.keys() and "nonfinite" not in line
         assert other == pytest.approx(line, rel=2e-3, abs=2e-3)
         for key in ("edq", "edq_ratio", "edq_weight", "exp_avg_error", "exp_avg_sq_error"):
-            assert other[key] == pytest.approx(line[key], rel=1e-2), key
+            assert other[key] == pytest.approx(line[key], rel=5e-2), key
 
 
 def test_states_in_fp32_lose_nothing_and_those_in_fp8_little(runs: Path) -> None:
