@@ -60,6 +60,8 @@ def run(config: Config) -> int:
     """Train; errors of the user come before the first step."""
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from coatlm.data.cache import CacheFullError
+    from coatlm.data.checksums import DatasetError
     from coatlm.train.checkpoint import CheckpointError, LostPeerError
     from coatlm.train.faults import ExitCode, NonFiniteError
     from coatlm.train.loop import train
@@ -71,6 +73,10 @@ def run(config: Config) -> int:
     except LostPeerError as error:
         return fail(error, 1)  # launchers try again after 1, and not after 4
     except CheckpointError as error:
+        return fail(error, ExitCode.CHECKPOINT)
+    except DatasetError as error:  # in the middle of the run
+        return fail(error)
+    except CacheFullError as error:
         return fail(error, ExitCode.CHECKPOINT)
     except OSError as error:
         if error.errno not in UNWRITABLE:

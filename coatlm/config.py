@@ -161,6 +161,12 @@ class Data(Section):
     eod_mask_loss: StrictBool = False  # no loss for predicting what follows an end-of-document
     cache_dir: Path = Path(".cache/coatlm")  # datasets made from `text`
     workers: StrictInt = Field(0, ge=0)  # tokenising processes; 0: one a core
+    max_expansion: FiniteFloat = Field(
+        1000.0, ge=1.0
+    )  # bytes of text per byte of .gz, .zst, .parquet
+    max_record: StrictInt = Field(
+        128 << 20, ge=1024
+    )  # bytes: JSON line, parquet value, zstd window
 
     @field_validator("paths", mode="before")
     @classmethod

@@ -3,19 +3,25 @@
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
         --tokenizer hf:tokenizer.json --workers 32
 
-writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset) and data/corpus.json (what
-made them). Train on them with `data.paths=[data/corpus] data.tokenizer=hf:tokenizer.json`.
+writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset), data/corpus.json (what made
+them) and data/corpus.crc32 (checksums of the tokens, which training compares as it reads them).
+Train on them with `data.paths=[data/corpus] data.tokenizer=hf:tokenizer.json`.
+
+    python tools/preprocess_data.py --verify data/corpus data/other
+
+reads datasets whole and compares them with their checksums, for example after a copy.
 
 What a file holds follows from its name:
   *.jsonl *.ndjson *.json    one JSON object a line; --field is the document
   *.parquet                  one document a row, in --column
   everything else            plain text, one document a file (or a --shard-mb piece of a larger one)
 Each but parquet may be compressed: *.gz, *.zst. Text that is not UTF-8 is replaced by U+FFFD and
-counted; documents without text are skipped and counted.
+counted; documents without text are skipped and counted. Files are read in bounded memory; one that
+would exceed --max-expansion or --max-record-mb is an error.
 
 A run that was interrupted leaves OUTPUT_PREFIX.shards behind; the same command goes on from there.
-The result is the same, byte for byte, for any number of workers and of interruptions. Exit code: 0,
-or 2 with one line that says what is wrong.
+The result is the same, byte for byte, for any number of workers and of interruptions. Exit code: 0;
+2 with one line that says what is wrong; 4 where the disk is full.
 
 coatlm must be installed (`pip install -e .` in the checkout, or `make`).
 """
@@ -23,12 +29,18 @@ coatlm must be installed (`pip install -e .` in the checkout, or `make`).
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
+from coatlm.data.indexed import open_checked
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import SHARD_BYTES, Options
+from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.tokenizer import SPECS
 
 
@@ -38,8 +50,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files, globs (** for any depth), python-stdlib")
-    add("--output-prefix", type=Path, required=True, help="PREFIX of the three files to write")
+    add("--input", nargs="+", help="files, globs (** for any depth), python-stdlib")
+    add("--output-prefix", type=Path, help="PREFIX of the four files to write")
+    add("--verify", nargs="+", type=Path, metavar="PREFIX", help="compare datasets with checksums")
     add("--tokenizer", default="byte", help=f"{SPECS} (default: byte)")
     add("--field", default="text", help="of a JSON line (default: text)")
     add("--column", default="text", help="of parquet (default: text)")
@@ -56,16 +69,57 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=SHARD_BYTES >> 20,
         help="MiB of input that one process takes at a time (default: %(default)s)",
     )
-    add("--overwrite", action="store_true", help="replace a dataset made from something else")
+    add(
+        "--max-expansion",
+        type=float,
+        default=DEFAULT_LIMITS.max_expansion,
+        help="bytes of text that a compressed file may hold per byte (default: %(default)g)",
+    )
+    add(
+        "--max-record-mb",
+        type=int,
+        default=DEFAULT_LIMITS.max_record >> 20,
+        help="MiB of a JSON line, parquet value or zstd window (default: %(default)s)",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace a dataset made from something else, or one without checksums",
+    )
     parsed = parser.parse_args(arguments)
-    if parsed.workers < 0 or parsed.shard_mb < 1:
-        parser.error("--workers is >= 0 and --shard-mb is >= 1")
+    if bool(parsed.verify) == bool(parsed.input or parsed.output_prefix) or bool(
+        parsed.input
+    ) != bool(parsed.output_prefix):
+        parser.error("give either --input and --output-prefix, or --verify")
+    if parsed.workers < 0 or parsed.shard_mb < 1 or parsed.max_record_mb < 1:
+        parser.error("--workers is >= 0, --shard-mb and --max-record-mb are >= 1")
+    if not 1 <= parsed.max_expansion < float("inf"):
+        parser.error("--max-expansion is >= 1")
     return parsed
+
+
+def verify(prefixes: list[Path], workers: int) -> int:
+    """Compare datasets with their checksums, one line for each; the exit code."""
+    code = 0
+    for prefix in prefixes:
+        try:
+            file = open_checked(prefix)
+            pieces = file.verify(workers or len(os.sched_getaffinity(0)))
+            with tqdm(total=file.nbytes, unit="B", unit_scale=True, desc="verify") as bar:
+                for nbytes in pieces:
+                    bar.update(nbytes)
+            print(f"{prefix}: whole, {file.nbytes:,} bytes of tokens")
+        except (ValueError, OSError) as error:
+            print(f"preprocess_data: {error}", file=sys.stderr)
+            code = 2
+    return code
 
 
 def main() -> int:
     """Run the command line; the exit code."""
     arguments = parse_arguments()
+    if arguments.verify:
+        return verify(arguments.verify, arguments.workers)
     options = Options(
         tokenizer=arguments.tokenizer,
         field=arguments.field,
@@ -79,12 +133,17 @@ def main() -> int:
             arguments.input,
             arguments.output_prefix,
             options,
+            limits=Limits(arguments.max_expansion, arguments.max_record_mb << 20),
             workers=arguments.workers,
             overwrite=arguments.overwrite,
         )
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"preprocess_data: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # of writing: errors of reading name their file
+        reason = f"{arguments.output_prefix}: {error.strerror or error}"
+        print(f"preprocess_data: {reason}", file=sys.stderr)
+        return 4 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 2
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatlm.config import Data
+from coatlm.data.cache import open_text
 from coatlm.data.identity import SourceIdentity, identify
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.order import Blend, Stream, split_bounds
-from coatlm.data.preprocess import prepare_text
 from coatlm.data.tokenizer import Tokenizer
 
 PARTS = ("train", "validation", "test")
@@ -58,18 +58,18 @@ class Datasets:
     weights: Sequence[float]  # of the sources in the blend
 
     def identity(self) -> list[SourceIdentity]:
-        """What tells these tokens from others; reads up to 256 MiB of each source."""
+        """What tells these tokens from others: see `coatlm.data.identity`."""
         return identify(self.sources, self.weights)
 
 
 def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
     """Open (for `data.text`: first make) the sources of a run and order their samples.
 
-    Raises ValueError, one line that names the file, for what cannot be trained on.
+    Raises ValueError, one line that names the file, for what cannot be trained on, and
+    CacheFullError where the disk of data.cache_dir is full.
     """
     if data.text:
-        label = f"data.text={','.join(data.text)}"
-        sources = [open_indexed(prepare_text(data), tokenizer, name=label)]
+        sources = [open_text(data, tokenizer)]
     else:
         sources = [open_indexed(source.path, tokenizer) for source in data.paths]
     weights = [source.weight for source in data.paths] or [1.0]
@@ -82,7 +82,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
         streams = []
         for number, (source, bounds) in enumerate(zip(sources, splits, strict=True)):
             key = (seed if index == 0 else EVAL_SEED, index, number)
-            streams.append(Stream(source.tokens, bounds[index], seq_len=data.seq_len, key=key))
+            streams.append(Stream(source.read, bounds[index], seq_len=data.seq_len, key=key))
             if streams[-1].windows == 0:
                 raise ValueError(
                     f"{source.name}: the {PARTS[index]} part (data.split) has "

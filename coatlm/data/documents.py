@@ -4,29 +4,37 @@
     document = a JSON line's field | a parquet row's column | the text of one segment
 
 A line belongs to the segment in which it begins, so that segments are read independently and
-together give every line once. Text that is not UTF-8 is decoded with U+FFFD in place of what is
+together give every line once. Compressed plain text is cut into documents where its plain file
+would be. A line of plain text that is longer than a segment is cut as well: text without a line end
+gives documents of a segment each. Text that is not UTF-8 is decoded with U+FFFD in place of what is
 wrong, and counted. Empty documents (no text, or null) are skipped, and counted.
+
+Reading takes bounded memory: see `coatlm.data.streams` and `coatlm.data.parquet`. Only regular
+files are read: a pipe may never end, and cannot be read again.
 """
 
 from __future__ import annotations
 
 import glob
 import gzip
-import io
+import itertools
 import json
 import os
 import re
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Literal
+
+from coatlm.data.parquet import read_column, row_groups
+from coatlm.data.streams import BLOCK_BYTES, DEFAULT_LIMITS, Limits, TextStream, open_text, some
 
 STDLIB = "python-stdlib"  # stands for the sources of the running Python's standard library
 STDLIB_BYTES = 16_000_000  # of which whole files are taken in sorted order, up to this size
-BLOCK_BYTES = 1 << 20  # what is read, and of plain text encoded, at once; ends with a line
-ROWS = 1024  # of parquet, decoded at once
+WHOLE = 1 << 62  # bytes of a segment or document that is never cut
 
 _BOM = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd".encode()
@@ -56,6 +64,7 @@ class Block:
     replaced: int  # U+FFFD put in place of bytes that are not UTF-8
     empty: int  # documents without text
     nbytes: int  # read from disk since the block before
+    ends: bool = False  # of plain text: the document ends with this block
 
 
 def expand_inputs(inputs: Iterable[str]) -> list[Path]:
@@ -74,12 +83,23 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path]:
         if not found:
             raise ValueError(f"{item}: no such file, and no file matches it as a glob")
         for path in found:
-            if path.is_dir():
-                raise ValueError(
-                    f"{path}: is a directory; name its files, for example {path}/*.txt"
-                )
+            require_regular(path)
             paths[path.absolute()] = None
     return list(paths)
+
+
+def require_regular(path: Path) -> None:
+    """Raise ValueError unless `path` is a file that can be read to its end, and again."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if stat.S_ISDIR(mode):
+        raise ValueError(f"{path}: is a directory; name its files, for example {path}/*.txt")
+    if not stat.S_ISREG(mode):
+        names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        what = names.get(stat.S_IFMT(mode), "a device")
+        raise ValueError(f"{path}: is {what}, not a regular file; write its content to a file")
 
 
 def stdlib_sources() -> list[Path]:
@@ -126,7 +146,7 @@ def plan_segments(paths: Sequence[Path], segment_bytes: int) -> list[Segment]:
         size = stat.st_size
         identity = (str(path), size, stat.st_mtime_ns)
         if kind == "parquet":
-            groups = _open_parquet(str(path)).metadata.num_row_groups
+            groups = row_groups(str(path))
             share = size // max(groups, 1)
             segments += [Segment(*identity, g, g + 1, share) for g in range(groups)]
         elif compression:
@@ -140,20 +160,32 @@ def plan_segments(paths: Sequence[Path], segment_bytes: int) -> list[Segment]:
     return segments
 
 
-def read_segment(segment: Segment, field: str, column: str) -> Iterator[Block]:
-    """The blocks of a segment. Raises ValueError naming the file for whatever is wrong with it."""
+def read_segment(
+    segment: Segment,
+    field: str,
+    column: str,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    document_bytes: int = WHOLE,
+) -> Iterator[Block]:
+    """The blocks of a segment. Raises ValueError naming the file for whatever is wrong with it.
+
+    `document_bytes`: what `plan_segments` cut plain text into.
+    """
     path = segment.path
     kind, compression = file_kind(path)
     try:
-        stat = Path(path).stat()
-        if (stat.st_size, stat.st_mtime_ns) != (segment.size, segment.mtime_ns):
+        found = Path(path).stat()
+        if (found.st_size, found.st_mtime_ns) != (segment.size, segment.mtime_ns):
             raise ValueError(f"{path}: was changed while it was being read")
         if kind == "parquet":
-            yield from _parquet_blocks(segment, column)
-        elif kind == "jsonl":
-            yield from _jsonl_blocks(segment, field)
-        else:
-            yield from _text_blocks(segment)
+            yield from _parquet_blocks(segment, column, limits)
+            return
+        with open_text(path, compression, segment.size, limits) as stream:
+            if kind == "jsonl":
+                yield from _jsonl_blocks(segment, stream, field)
+            else:
+                yield from _text_blocks(segment, stream, document_bytes)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: broken {compression or 'file'}: {error}") from None
     except OSError as error:
@@ -169,26 +201,48 @@ def decode(raw: bytes) -> tuple[str, int]:
         return text, text.count("\ufffd") - raw.count(_REPLACEMENT)
 
 
-def _text_blocks(segment: Segment) -> Iterator[Block]:
-    for lines, _, nbytes in _line_blocks(segment):
-        text, replaced = decode(b"".join(lines))
-        step = 2 * BLOCK_BYTES  # binds only where a single line is longer than a block
-        yield Block([text[i : i + step] for i in range(0, len(text), step)], replaced, 0, nbytes)
+def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> Iterator[Block]:
+    """The parts of the segment's document; of a compressed file, of one document after another."""
+    compressed = file_kind(segment.path)[1]
+    stops = itertools.count(document_bytes, document_bytes) if compressed else [segment.stop]
+    if not compressed:
+        stream.seek_line(segment.start, document_bytes)
+    for stop in stops:
+        begin = stream.offset
+        while raw := stream.read_piece(stop, document_bytes):
+            if raw.startswith(_BOM) and stream.offset == len(raw):
+                raw = raw[len(_BOM) :]
+            text, replaced = decode(raw)
+            yield Block([text], replaced, 0, stream.bytes_from_disk())
+        if stream.offset > begin or not compressed:
+            yield Block([], 0, 0, stream.bytes_from_disk(), ends=True)
+        if stream.at_end():
+            return
 
 
-def _jsonl_blocks(segment: Segment, field: str) -> Iterator[Block]:
-    for lines, offset, nbytes in _line_blocks(segment):
-        texts, replaced, empty = [], 0, 0
-        for line in lines:
-            if line and not line.isspace():
-                text, wrong = _json_text(line, field, f"{segment.path}: at byte {offset}")
-                replaced += wrong
-                if text:
-                    texts.append(text)
-                else:
-                    empty += 1
-            offset += len(line)
-        yield Block(texts, replaced, empty, nbytes)
+def _jsonl_blocks(segment: Segment, stream: TextStream, field: str) -> Iterator[Block]:
+    """The documents of lines that begin in the segment, about BLOCK_BYTES of lines at a time."""
+    compressed = file_kind(segment.path)[1]
+    if not compressed:
+        stream.skip_to_line(segment.start)
+    stop = WHOLE if compressed else segment.stop
+    texts: list[str] = []
+    replaced = empty = 0
+    after = BLOCK_BYTES + stream.offset
+    while (begin := stream.offset) < stop and (line := stream.read_line()):
+        if begin == 0 and line.startswith(_BOM):
+            line = line[len(_BOM) :]
+        if line and not line.isspace():
+            text, wrong = _json_text(line, field, f"{segment.path}: at byte {begin}")
+            replaced += wrong
+            if text:
+                texts.append(text)
+            else:
+                empty += 1
+        if stream.offset >= after:
+            yield Block(texts, replaced, empty, stream.bytes_from_disk())
+            texts, replaced, empty, after = [], 0, 0, BLOCK_BYTES + stream.offset
+    yield Block(texts, replaced, empty, stream.bytes_from_disk())
 
 
 def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
@@ -196,12 +250,14 @@ def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
     source, wrong = decode(line)
     try:
         record = json.loads(source)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(f"{where}: not a JSON line: its values are nested too deep") from None
+    except ValueError as error:
         raise ValueError(f"{where}: not a JSON line: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a {type(record).__name__}, not a JSON object")
     if field not in record:
-        raise ValueError(f"{where}: no field {field!r}; there are {', '.join(record) or 'none'}")
+        raise ValueError(f"{where}: no field {field!r}; there are {some(record)}")
     text = record[field]
     if text is None:
         return None, wrong
@@ -211,119 +267,14 @@ def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
     return text, wrong + halves
 
 
-def _line_blocks(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
-    """(lines that begin in the segment, byte offset of the first, bytes read from disk)."""
-    _, compression = file_kind(segment.path)
-    with open(segment.path, "rb") as raw:
-        file: IO[bytes] = raw
-        if compression == ".gz":
-            file = io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK_BYTES)
-        elif compression == ".zst":
-            file = io.BufferedReader(_ZstdReader(raw), BLOCK_BYTES)
-        elif segment.start:
-            raw.seek(segment.start - 1)
-            raw.readline()  # the rest of a line of the segment before, or only its line end
-        offset = file.tell() if not compression else 0
-        at_disk = offset
-        while compression or offset < segment.stop:
-            limit = offset + BLOCK_BYTES
-            lines = _read_lines(file, offset, limit if compression else min(limit, segment.stop))
-            if not lines:
-                return
-            begin, offset = offset, offset + sum(map(len, lines))
-            if begin == 0 and lines[0].startswith(_BOM):
-                lines[0] = lines[0][len(_BOM) :]
-            moved, at_disk = raw.tell() - at_disk, raw.tell()
-            yield lines, begin, moved
-
-
-def _read_lines(file: IO[bytes], offset: int, stop: int) -> list[bytes]:
-    """The lines that begin at `offset` and up to `stop`, exclusive."""
-    lines = []
-    while offset < stop and (line := file.readline()):
-        lines.append(line)
-        offset += len(line)
-    return lines
-
-
-class _ZstdReader(io.RawIOBase):
-    """Frames of zstandard, decompressed; unlike the library's reader it notices a cut-off end."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(".zst needs zstandard: pip install zstandard") from None
-        self._raw = raw
-        self._make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        self._error = zstandard.ZstdError
-        self._frame: Any = None  # of the frame being read
-        self._compressed = b""  # read, not yet decompressed
-        self._ready = memoryview(b"")  # decompressed, not yet asked for
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._compressed = self._compressed or self._raw.read(1 << 17)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a frame")
-                return 0
-            self._frame = self._frame or self._make()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._compressed))
-            except self._error as error:
-                raise OSError(f"broken .zst: {error}") from None
-            self._compressed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-
-def _open_parquet(path: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a parquet file: {' '.join(str(error).split())}") from None
-
-
-def _parquet_blocks(segment: Segment, column: str) -> Iterator[Block]:
-    import pyarrow
-
-    file = _open_parquet(segment.path)
-    names = file.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"{segment.path}: no column {column!r}; there are {', '.join(names)}")
-    kind = file.schema_arrow.field(column).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise ValueError(f"{segment.path}: column {column!r} is {kind}, not string")
-    rows = file.metadata.row_group(segment.start).num_rows
-    try:
-        for batch in file.iter_batches(ROWS, row_groups=[segment.start], columns=[column]):
-            # as bytes, because pyarrow hands out strings only if they are valid UTF-8
-            values = batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
-            decoded = [decode(value) for value in values if value]
-            yield Block(
-                [text for text, _ in decoded],
-                sum(wrong for _, wrong in decoded),
-                len(values) - len(decoded),
-                segment.nbytes * len(values) // rows,
-            )
-    except pyarrow.ArrowException as error:
-        raise ValueError(
-            f"{segment.path}: broken parquet: {' '.join(str(error).split())}"
-        ) from None
-    finally:
-        file.close()
+def _parquet_blocks(segment: Segment, column: str, limits: Limits) -> Iterator[Block]:
+    """A document a row; rows without text are counted."""
+    batches = read_column(segment.path, segment.start, column, segment.size, limits)
+    for values, share in batches:
+        decoded = [decode(value) for value in values if value]
+        yield Block(
+            [text for text, _ in decoded],
+            sum(wrong for _, wrong in decoded),
+            len(values) - len(decoded),
+            int(segment.nbytes * share),
+        )

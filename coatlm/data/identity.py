@@ -3,8 +3,9 @@
     identity = for each source of the blend: documents, tokens, weight, SHA-256 of the content
 
 A copy of a dataset in another place has the same identity; an edited text, another order of the
-sources or another weight has not. Content above `HASHED_BYTES` is sampled: the hash then covers all
-document bounds and evenly spaced blocks of tokens, from end to end.
+sources or another weight has not. The hash covers the document bounds and the checksums that a
+dataset brings of all its tokens (`coatlm.data.checksums`). Of a dataset without checksums it covers
+the tokens themselves or, where they take more than `HASHED_BYTES`, evenly spaced blocks of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from coatlm.data.indexed import Indexed
 
-HASHED_BYTES = 1 << 28  # of tokens per source: some tenths of a second at each start
+HASHED_BYTES = 1 << 28  # per source: some tenths of a second at each start
 BLOCK_BYTES = 1 << 20
 
 
@@ -32,7 +33,7 @@ class SourceIdentity(TypedDict):
 
 
 def identify(sources: Sequence[Indexed], weights: Sequence[float]) -> list[SourceIdentity]:
-    """The identity of the data, source by source. It reads up to HASHED_BYTES of each."""
+    """The identity of the data, source by source, in their order."""
     return [
         SourceIdentity(
             documents=len(source.bounds_D1) - 1,
@@ -45,10 +46,11 @@ def identify(sources: Sequence[Indexed], weights: Sequence[float]) -> list[Sourc
 
 
 def content_hash(source: Indexed) -> str:
-    """SHA-256, in hexadecimal, of type, document bounds and tokens; sampled if they are many."""
+    """SHA-256, in hexadecimal, of type, document bounds, and checksums or tokens."""
     digest = hashlib.sha256(f"{source.tokens.dtype} {len(source.tokens)}\n".encode())
     digest.update(np.ascontiguousarray(source.bounds_D1).data)
-    for block in _blocks(source.tokens):
+    sums = source.file.sums
+    for block in _blocks(source.tokens) if sums is None else [sums]:
         digest.update(np.ascontiguousarray(block).data)
     return digest.hexdigest()
 

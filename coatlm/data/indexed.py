@@ -1,21 +1,29 @@
 """Indexed datasets on disk: PREFIX.bin holds tokens, PREFIX.idx where documents lie, PREFIX.json
-what made them.
+what made them, PREFIX.crc32 the checksums of PREFIX.bin.
 
     .idx = magic (9 B) | version u64 | dtype code u8 | sequences u64 | bounds u64
          | length i32 per sequence | byte offset i64 per sequence | i64 per document bound
 
 The first two are the format of `megatron.core.datasets.indexed_dataset`, written with its builder.
-They are mapped here rather than by its reader, which unmaps the tokens when it is collected even
-while arrays still look into them, and which trusts files that do not fit. Datasets of other tools
-come without PREFIX.json, so without proof of the tokenizer that made them: their ids are compared
-with the vocabulary instead.
+They are read here rather than by its reader, which unmaps the tokens when it is collected even
+while arrays still look into them, and which trusts files that do not fit.
+
+No damaged byte is trained on. .idx and .crc32, a fiftieth of the data, are compared with the
+checksums in PREFIX.json when a dataset is opened, and blocks of tokens with those in .crc32 each
+time that they are read: `coatlm.data.checksums`.
+
+Datasets of other tools come without PREFIX.json, so without proof of the tokenizer that made them
+and without checksums; those of coatlm's version 1 come without checksums. Every id that is read is
+compared with the vocabulary, and of datasets without PREFIX.json some more when they are opened.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import io
+import logging
 import os
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coatlm.data.checksums import CheckedFile, DatasetError
+from coatlm.data.manifest import Manifest, read_manifest, read_sums, suffixed
 from coatlm.data.tokenizer import Tokenizer
 
-FORMAT = "coatlm-tokens"
-VERSION = 1
 HEADER_BYTES = 34
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES: dict[int, type[np.number[Any]]] = {
@@ -40,24 +48,7 @@ DTYPES: dict[int, type[np.number[Any]]] = {
 SCANNED_TOKENS = 1 << 26  # ids compared with the vocabulary; beyond, evenly spaced blocks
 SCANNED_BLOCK = 1 << 16
 
-
-@dataclass(frozen=True)
-class Manifest:
-    """PREFIX.json."""
-
-    tokenizer: str  # spec
-    fingerprint: str  # of the tokenizer
-    vocab_size: int
-    eod: int
-    append_eod: bool  # every document ends with it
-    dtype: str  # of PREFIX.bin
-    documents: int
-    tokens: int
-    replaced_utf8: int  # U+FFFD put in place of bytes that are not UTF-8
-    empty_documents: int  # without text, skipped
-    inputs: str  # sha256 of the files (path, size, mtime) and options
-    format: str = FORMAT
-    version: int = VERSION
+logger = logging.getLogger("coatlm")
 
 
 @dataclass(frozen=True)
@@ -65,93 +56,118 @@ class Indexed:
     """An open dataset: document d is tokens[bounds[d]:bounds[d + 1]]."""
 
     name: str  # for messages
-    tokens: NDArray[Any]  # of the whole .bin, mapped and not read
+    tokens: NDArray[Any]  # of the whole .bin, mapped; not compared with checksums
     bounds_D1: NDArray[np.int64]  # token offsets, one more than documents
+    file: CheckedFile  # .bin
+    tokenizer: Tokenizer
+    on_damage: Callable[[], object]  # called before a read raises DatasetError
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Tokens [begin, end). Raises DatasetError for a damaged byte or an unknown id."""
+        size = self.tokens.itemsize
+        try:
+            ids = np.frombuffer(self.file.read(begin * size, end * size), self.tokens.dtype)
+            self._check_ids(ids, begin)
+        except DatasetError:
+            self.on_damage()
+            raise
+        return ids
+
+    def _check_ids(self, ids: NDArray[Any], begin: int) -> None:
+        """Raise DatasetError for an id that the embedding does not have."""
+        vocab = self.tokenizer.vocab_size
+        if len(ids) and (ids.max() >= vocab or ids.min() < 0):
+            at = int(np.argmax((ids >= vocab) | (ids < 0)))
+            document = int(np.searchsorted(self.bounds_D1, begin + at, side="right")) - 1
+            raise DatasetError(
+                f"{self.file.path}: holds token id {ids[at]}, outside the {vocab} ids of "
+                f"data.tokenizer={self.tokenizer.spec}, as token "
+                f"{begin + at - self.bounds_D1[document]} of document {document}"
+            )
 
 
-def token_dtype(vocab_size: int) -> type[np.number[Any]]:
-    """What ids are stored in: that of megatron's `DType.optimal_dtype`."""
-    return np.uint16 if vocab_size < 65500 else np.int32
-
-
-def suffixed(prefix: Path, suffix: str) -> Path:
-    """PREFIX + suffix; a dot in the prefix stays."""
-    return prefix.with_name(prefix.name + suffix)
-
-
-def read_manifest(prefix: Path) -> Manifest | None:
-    """PREFIX.json, or None where there is none. Raises ValueError if it is not ours or broken."""
-    path = suffixed(prefix, ".json")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path}: does not describe a dataset of coatlm; move it elsewhere")
-    if record.get("version") != VERSION:
-        raise ValueError(
-            f"{path}: version={record.get('version')}: this coatlm reads version {VERSION}"
-        )
-    fields = {field.name for field in dataclasses.fields(Manifest)}
-    if set(record) != fields:
-        raise ValueError(f"{path}: unknown or missing keys: {sorted(set(record) ^ fields)}")
-    return Manifest(**record)
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a file whole or not at all, and on disk when this returns."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def open_indexed(prefix: Path, tokenizer: Tokenizer, *, name: str = "") -> Indexed:
-    """Open PREFIX for reading. Raises ValueError naming the file and what is wrong with it."""
+def open_indexed(
+    prefix: Path,
+    tokenizer: Tokenizer,
+    *,
+    name: str = "",
+    on_damage: Callable[[], object] = lambda: None,
+) -> Indexed:
+    """Open PREFIX for reading. Raises DatasetError naming the file and what is wrong with it."""
     manifest = read_manifest(prefix)
-    dtype, bounds_D1 = _read_index(prefix)
+    dtype, bounds_D1 = _read_index(prefix, manifest)
     if bounds_D1[-1] == 0:
-        raise ValueError(f"{suffixed(prefix, '.bin')}: holds no tokens")
+        raise DatasetError(f"{suffixed(prefix, '.bin')}: holds no tokens")
     if manifest is not None:
         _check_manifest(prefix, manifest, tokenizer, dtype, bounds_D1)
-    tokens = np.asarray(np.memmap(suffixed(prefix, ".bin"), dtype, mode="r"))
+        if manifest.version == 1:
+            logger.info("%s: has no checksums, so that damage to it cannot be seen", prefix)
+    file = _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
+    tokens = np.asarray(np.memmap(file.path, dtype, mode="r"))
+    data = Indexed(name or str(prefix), tokens, bounds_D1, file, tokenizer, on_damage)
     if manifest is None:
-        _check_vocabulary(prefix, tokens, tokenizer)
-    return Indexed(name or str(prefix), tokens, bounds_D1)
+        _scan(data)
+    return data
 
 
-def _read_index(prefix: Path) -> tuple[type[np.number[Any]], NDArray[np.int64]]:
+def open_checked(prefix: Path) -> CheckedFile:
+    """PREFIX.bin to be verified, of a dataset of any tokenizer.
+
+    Raises DatasetError where the other files are damaged or there are no checksums.
+    """
+    manifest = read_manifest(prefix)
+    if manifest is None or manifest.version == 1:
+        raise DatasetError(f"{prefix}: has no checksums; preprocess it again with --overwrite")
+    dtype, bounds_D1 = _read_index(prefix, manifest)
+    return _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
+
+
+def _open_bin(prefix: Path, manifest: Manifest | None, nbytes: int) -> CheckedFile:
+    path = suffixed(prefix, ".bin")
+    has_sums = manifest is not None and manifest.version >= 2
+    sums = read_sums(prefix, manifest, nbytes) if manifest is not None and has_sums else None
+    return CheckedFile(path, io.FileIO(path), nbytes, sums)
+
+
+def _read_index(
+    prefix: Path, manifest: Manifest | None
+) -> tuple[type[np.number[Any]], NDArray[np.int64]]:
     """dtype and document bounds, in tokens, of an .idx file that fits its .bin file."""
     idx, bin_ = suffixed(prefix, ".idx"), suffixed(prefix, ".bin")
     for path in (idx, bin_):
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; a dataset is PREFIX.bin and PREFIX.idx")
+            raise DatasetError(f"{path}: no such file; a dataset is PREFIX.bin and PREFIX.idx")
         if path.stat().st_size == 0:
-            raise ValueError(f"{path}: the file is empty")
+            raise DatasetError(f"{path}: the file is empty")
         if not os.access(path, os.R_OK):
-            raise ValueError(f"{path}: the file is not readable")
+            raise DatasetError(f"{path}: the file is not readable")
     size = idx.stat().st_size
     with open(idx, "rb") as file:
         header = file.read(HEADER_BYTES)
     if not header.startswith(MAGIC):
-        raise ValueError(f"{idx}: not the index of a Megatron dataset (wrong first bytes)")
+        raise DatasetError(f"{idx}: not the index of a Megatron dataset (wrong first bytes)")
     if size < HEADER_BYTES:
-        raise ValueError(f"{idx}: cut off inside its header, at {size} bytes")
+        raise DatasetError(f"{idx}: cut off inside its header, at {size} bytes")
     version, code = int.from_bytes(header[9:17], "little"), header[17]
     if version != 1 or code not in DTYPES:
-        raise ValueError(f"{idx}: version {version}, dtype code {code}: not readable as token ids")
+        raise DatasetError(
+            f"{idx}: version {version}, dtype code {code}: not readable as token ids"
+        )
     sequences, bounds = (int.from_bytes(header[i : i + 8], "little") for i in (18, 26))
     expected = HEADER_BYTES + 12 * sequences + 8 * bounds
     if size != expected or bounds == 0:
-        raise ValueError(
+        raise DatasetError(
             f"{idx}: {size} bytes, but its header ({sequences} sequences, {bounds} document "
             f"bounds) means {expected}: cut off, or not a text dataset"
         )
-    content = np.memmap(idx, mode="r", offset=HEADER_BYTES)
+    whole = np.memmap(idx, mode="r")
+    if (
+        manifest is not None
+        and manifest.version >= 2
+        and zlib.crc32(whole.data) != manifest.index_crc32
+    ):
+        raise DatasetError(f"{idx}: damaged: its checksum differs from that in {prefix.name}.json")
+    content = whole[HEADER_BYTES:]
     lengths = content[: 4 * sequences].view(np.int32)
     offsets = content[4 * sequences : 12 * sequences].view(np.int64)
     ends_S1 = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -163,9 +179,9 @@ def _read_index(prefix: Path) -> tuple[type[np.number[Any]], NDArray[np.int64]]:
         or (sequence_D1[0], sequence_D1[-1]) != (0, sequences)
         or (np.diff(sequence_D1) < 0).any()
     ):
-        raise ValueError(f"{idx}: its lengths, offsets and document bounds contradict each other")
+        raise DatasetError(f"{idx}: its lengths, offsets and document bounds contradict each other")
     if bin_.stat().st_size != ends_S1[-1] * itemsize:
-        raise ValueError(
+        raise DatasetError(
             f"{bin_}: {bin_.stat().st_size} bytes, but {idx.name} means "
             f"{ends_S1[-1]} tokens of {itemsize} bytes: cut off, or from another dataset"
         )
@@ -179,14 +195,14 @@ def _check_manifest(
     dtype: type[np.number[Any]],
     bounds_D1: NDArray[np.int64],
 ) -> None:
-    """Raise ValueError unless PREFIX.json fits the run's tokenizer and the two other files."""
+    """Raise DatasetError unless PREFIX.json fits the run's tokenizer and the two other files."""
     path = suffixed(prefix, ".json")
     if (manifest.fingerprint, manifest.vocab_size, manifest.eod) != (
         tokenizer.fingerprint,
         tokenizer.vocab_size,
         tokenizer.eod,
     ):
-        raise ValueError(
+        raise DatasetError(
             f"{path}: made with tokenizer {manifest.tokenizer} (fingerprint "
             f"{manifest.fingerprint[:12]}, {manifest.vocab_size} ids), but data.tokenizer="
             f"{tokenizer.spec} (fingerprint {tokenizer.fingerprint[:12]}, "
@@ -194,22 +210,17 @@ def _check_manifest(
         )
     found = (np.dtype(dtype).name, len(bounds_D1) - 1, int(bounds_D1[-1]))
     if (manifest.dtype, manifest.documents, manifest.tokens) != found:
-        raise ValueError(
+        raise DatasetError(
             f"{path}: describes {manifest.documents} documents of {manifest.tokens} tokens as "
             f"{manifest.dtype}, but the .idx file {found[1]} of {found[2]} as {found[0]}"
         )
 
 
-def _check_vocabulary(prefix: Path, tokens: NDArray[Any], tokenizer: Tokenizer) -> None:
-    """Raise ValueError if an id is outside the vocabulary; samples what is over SCANNED_TOKENS."""
-    last = max(len(tokens) - SCANNED_BLOCK, 0)
-    blocks = min(-(-len(tokens) // SCANNED_BLOCK), SCANNED_TOKENS // SCANNED_BLOCK)
+def _scan(data: Indexed) -> None:
+    """Raise DatasetError if an id is unknown; samples what is over SCANNED_TOKENS."""
+    total = len(data.tokens)
+    last = max(total - SCANNED_BLOCK, 0)
+    blocks = min(-(-total // SCANNED_BLOCK), SCANNED_TOKENS // SCANNED_BLOCK)
     for number in range(blocks):  # from end to end; together all tokens, if they are few enough
         start = number * last // max(blocks - 1, 1)
-        block = tokens[start : start + SCANNED_BLOCK]
-        for token in (int(block.max()), int(block.min())):
-            if not 0 <= token < tokenizer.vocab_size:
-                raise ValueError(
-                    f"{suffixed(prefix, '.bin')}: holds token id {token}, outside the "
-                    f"{tokenizer.vocab_size} ids of data.tokenizer={tokenizer.spec}"
-                )
+        data.read(start, min(start + SCANNED_BLOCK, total))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,14 +77,14 @@ class Stream:
 
     def __init__(
         self,
-        tokens: NDArray[Any],
+        read: Callable[[int, int], NDArray[Any]],
         bounds_D1: NDArray[np.int64],
         *,
         seq_len: int,
         key: tuple[int, ...],
     ) -> None:
         self.windows = max(int(bounds_D1[-1] - bounds_D1[0]) - 1, 0) // seq_len
-        self._tokens = tokens
+        self._read = read  # tokens [begin, end) of the source
         self._bounds_D1 = bounds_D1
         self._seq_len = seq_len
         self._key = key
@@ -98,9 +98,10 @@ class Stream:
         end = begin + self._seq_len + 1
         first, last = np.searchsorted(epoch.ends_D, (begin, end - 1), side="right")
         ends = epoch.ends_D[first : last + 1].clip(max=end)
-        shifts = np.repeat(epoch.shift_D[first : last + 1], np.diff(ends, prepend=begin))
-        ids: NDArray[np.int64] = self._tokens[np.arange(begin, end) + shifts].astype(np.int64)
-        return ids
+        shifts = epoch.shift_D[first : last + 1]
+        begins = np.concatenate(([begin], ends[:-1]))
+        parts = np.stack((begins + shifts, ends + shifts), axis=1).tolist()  # one per document
+        return np.concatenate([self._read(a, b) for a, b in parts if a < b], dtype=np.int64)
 
     def _open_epoch(self, number: int) -> _Epoch:
         order_D = shuffled(len(self._bounds_D1) - 1, "documents", *self._key, number)

@@ -1,9 +1,11 @@
-"""Documents -> tokens on disk: PREFIX.bin, PREFIX.idx (Megatron's indexed dataset), PREFIX.json.
+"""Documents -> tokens on disk: PREFIX.bin, PREFIX.idx (Megatron's indexed dataset), PREFIX.json and
+PREFIX.crc32 (what they must be).
 
     inputs -> segments -> shards -> PREFIX
 
 Shards are made by any number of processes and joined in the order of the input. Hence the result
-does not depend on the number of processes, nor on interruptions: finished shards are kept.
+does not depend on the number of processes, nor on interruptions: finished shards stay. Checksums
+are taken of what was tokenised, and compared when shards are joined and when datasets are read.
 """
 
 from __future__ import annotations
@@ -13,21 +15,29 @@ import dataclasses
 import fcntl
 import os
 import shutil
-import tempfile
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from coatlm.data.checksums import BlockSums
 from coatlm.data.documents import Segment, expand_inputs, plan_segments
-from coatlm.data.indexed import Manifest, read_manifest, suffixed, token_dtype, write_json
+from coatlm.data.manifest import (
+    SUFFIXES,
+    Manifest,
+    read_manifest,
+    suffixed,
+    token_dtype,
+    write_json,
+)
 from coatlm.data.shards import Options, Shard, fingerprint, plan_shards, tokenise
+from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
-if TYPE_CHECKING:
-    from coatlm.config import Data
+COPIED_BYTES = 1 << 24  # of a shard, at once
 
 
 def preprocess(
@@ -35,10 +45,11 @@ def preprocess(
     prefix: Path,
     options: Options,
     *,
+    limits: Limits = DEFAULT_LIMITS,
     workers: int = 0,
     overwrite: bool = False,
 ) -> Manifest:
-    """Tokenise files, globs or `python-stdlib` into PREFIX.bin, .idx and .json.
+    """Tokenise files, globs or `python-stdlib` into PREFIX.bin, .idx, .json and .crc32.
 
     An interrupted call leaves PREFIX.shards behind, from which the same call goes on. If PREFIX is
     already what is asked for, nothing is done. `workers`: processes, 0 for one a core.
@@ -55,10 +66,10 @@ def preprocess(
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         shards = plan_shards(segments, options, tokenizer, directory)
-        tokenise(shards, options, workers)
-        manifest = _describe(shards, options, tokenizer, key)
+        tokenise(shards, options, limits, workers)
+        crc32 = _join(shards, _joined(prefix), token_dtype(tokenizer.vocab_size))
+        manifest = _describe(shards, options, tokenizer, key, crc32)
         if manifest.documents:
-            _join(shards, _joined(prefix), token_dtype(tokenizer.vocab_size))
             _publish(prefix, manifest)
         shutil.rmtree(directory)
     if not manifest.documents:
@@ -66,52 +77,29 @@ def preprocess(
     return manifest
 
 
-def prepare_text(data: Data) -> Path:
-    """The prefix of `data.text`, tokenised in `data.cache_dir` unless it is there already.
-
-    Each process works in a directory of its own and renames it last, so that several may start at
-    once; of equal results one stays.
-    """
-    options = Options(tokenizer=data.tokenizer)
-    segments = plan_segments(expand_inputs(data.text), options.shard_bytes)
-    key = fingerprint(segments, options, make_tokenizer(data.tokenizer))
-    home = data.cache_dir / key[:32]
-    if not home.is_dir():
-        data.cache_dir.mkdir(parents=True, exist_ok=True)
-        own = Path(tempfile.mkdtemp(prefix=f"{key[:32]}.", dir=data.cache_dir))
-        try:
-            preprocess(data.text, own / "text", options, workers=data.workers)
-            own.chmod(0o755)  # mkdtemp's is for one user
-            try:
-                own.rename(home)
-            except OSError:
-                if not home.is_dir():  # else another process was first
-                    raise
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
-    return home / "text"
-
-
 def _shortened(inputs: Sequence[str]) -> str:
-    return ", ".join(inputs[:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
+    return ", ".join(inputs[:2]) + (f" and {len(inputs) - 2} more" if len(inputs) > 2 else "")
 
 
 def _existing(
     prefix: Path, key: str, segments: Sequence[Segment], overwrite: bool
 ) -> Manifest | None:
     """The manifest if PREFIX is what is asked for. Raises ValueError where it must not be."""
-    targets = [suffixed(prefix, suffix) for suffix in (".bin", ".idx", ".json")]
+    targets = [suffixed(prefix, suffix) for suffix in SUFFIXES]
     inputs = {segment.path for segment in segments}
     for target in targets:
         if str(target.absolute()) in inputs:
             raise ValueError(f"{target}: would overwrite an input; choose another output prefix")
     manifest = read_manifest(prefix)
-    present = [target for target in targets if target.exists()]
-    if manifest is not None and manifest.inputs == key and len(present) == len(targets):
-        return manifest
+    if manifest is not None and manifest.inputs == key:
+        expected = [suffixed(prefix, suffix) for suffix in manifest.suffixes]
+        if all(target.exists() for target in expected) and not (
+            overwrite and manifest.version == 1
+        ):
+            return manifest
     joined = _joined(prefix)
     publishing = suffixed(joined, ".idx").exists() and not suffixed(joined, ".bin").exists()
-    for target in targets[:2]:
+    for target in (suffixed(prefix, ".bin"), suffixed(prefix, ".idx")):
         if target.exists() and not overwrite and not publishing:
             raise ValueError(
                 f"{target}: exists, made from other inputs or options; see --overwrite"
@@ -135,8 +123,11 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _join(shards: Sequence[Shard], base: Path, dtype: type[np.number[Any]]) -> None:
-    """Write the documents of all shards, in order, to BASE.bin and BASE.idx, and onto the disk."""
+def _join(shards: Sequence[Shard], base: Path, dtype: type[np.number[Any]]) -> tuple[int, int]:
+    """Write the documents of all shards, in order, to BASE.bin, .idx and .crc32, onto the disk.
+
+    Returns the CRC-32 of .idx and of .crc32. Raises ValueError where a shard was damaged.
+    """
     from coatlm.platform import enable_cpu  # imports torch, which workers do without
 
     enable_cpu()
@@ -144,19 +135,24 @@ def _join(shards: Sequence[Shard], base: Path, dtype: type[np.number[Any]]) -> N
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    binary, index = suffixed(base, ".bin"), suffixed(base, ".idx")
+    binary, index, checksums = (suffixed(base, suffix) for suffix in (".bin", ".idx", ".crc32"))
     builder = IndexedDatasetBuilder(str(binary), dtype=dtype)
+    sums = BlockSums()
     for shard in shards:
-        lengths = np.load(suffixed(shard.base, ".lengths.npy"))
-        tokens = np.fromfile(suffixed(shard.base, ".bin"), dtype=dtype)
+        tokens, lengths = shard.read(dtype)
+        content = tokens.view(np.uint8).data
+        for start in range(0, len(content), COPIED_BYTES):
+            sums.update(content[start : start + COPIED_BYTES])
         start = 0
         for length in lengths.tolist():
             builder.add_document(tokens[start : start + length], [length])
             start += length
     builder.finalize(str(index))
-    for path in (binary, index):
+    sums.array().tofile(checksums)
+    for path in (binary, index, checksums):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
+    return zlib.crc32(np.memmap(index, mode="r").data), zlib.crc32(sums.array().data)
 
 
 def _publish(prefix: Path, manifest: Manifest) -> None:
@@ -164,14 +160,19 @@ def _publish(prefix: Path, manifest: Manifest) -> None:
     base = _joined(prefix)
     suffixed(prefix, ".idx").unlink(missing_ok=True)
     os.replace(suffixed(base, ".bin"), suffixed(prefix, ".bin"))
+    os.replace(suffixed(base, ".crc32"), suffixed(prefix, ".crc32"))
     write_json(suffixed(prefix, ".json"), dataclasses.asdict(manifest))
     os.replace(suffixed(base, ".idx"), suffixed(prefix, ".idx"))
 
 
 def _describe(
-    shards: Sequence[Shard], options: Options, tokenizer: Tokenizer, key: str
+    shards: Sequence[Shard],
+    options: Options,
+    tokenizer: Tokenizer,
+    key: str,
+    crc32: tuple[int, int],
 ) -> Manifest:
-    """The manifest of finished shards."""
+    """The manifest of finished shards; `crc32` of the files .idx and .crc32."""
     records = [shard.record() for shard in shards]
 
     def total(name: str) -> int:
@@ -189,4 +190,6 @@ def _describe(
         replaced_utf8=total("replaced_utf8"),
         empty_documents=total("empty_documents"),
         inputs=key,
+        index_crc32=crc32[0],
+        sums_crc32=crc32[1],
     )

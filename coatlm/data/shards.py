@@ -4,7 +4,9 @@
 
 NAME is the hash of all that the tokens depend on: files with size and time of change, tokenizer,
 options. The record NAME.json is written last, so a shard that has one is whole, is what is asked
-for, and is taken over by the next run.
+for, and is taken over by the next run. It holds the CRC-32 of the tokens, which is compared when
+the shards are joined. A document is written in parts as it is read, so that its length takes no
+memory; it may have up to 2^31 - 1 tokens, the most that the length in PREFIX.idx can tell.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +33,22 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from coatlm.data.documents import Segment, file_kind, read_segment
-from coatlm.data.indexed import suffixed, token_dtype, write_json
+from coatlm.data.manifest import suffixed, token_dtype, write_json
+from coatlm.data.streams import BLOCK_BYTES, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
 SHARD_BYTES = 64 << 20  # of input
 POLL_SECONDS = 0.2  # between looks at the worker processes
+MAX_CHARACTERS = 2 * BLOCK_BYTES  # encoded at once; a longer document is encoded in parts
+MAX_LENGTH = 2**31 - 1  # tokens of a document
+
+COUNTS = {"bytes", "crc32", "documents", "empty_documents", "replaced_utf8", "tokens"}
 
 Report = Callable[[int, int], None]  # (documents, input bytes) since the last report
+
+
+class LostWorkerError(ValueError):
+    """A tokenising process died; the same call goes on from the finished shards."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +71,34 @@ class Shard:
     nbytes: int  # of input
 
     def record(self) -> dict[str, Any] | None:
-        """Counts of a finished shard: documents, tokens, bytes, replaced_utf8, empty_documents."""
+        """What was written of a finished shard: crc32, bytes, documents and other counts."""
         try:
             record = json.loads(suffixed(self.base, ".json").read_text(encoding="utf-8"))
             whole = record["bytes"] == suffixed(self.base, ".bin").stat().st_size
-        except (OSError, ValueError):
+            whole = whole and record.keys() >= COUNTS
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
             return None
         return record if whole else None
+
+    def read(self, dtype: type[np.number[Any]]) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """Tokens, mapped, and the lengths of documents. Raises ValueError where they are damaged.
+
+        A damaged shard loses its record, so that the next run writes it again.
+        """
+        record = self.record()
+        path = suffixed(self.base, ".bin")
+        if record is not None and record["tokens"] == 0:
+            return np.zeros(0, dtype), np.zeros(0, np.int32)
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            lengths = np.load(suffixed(self.base, ".lengths.npy"))
+            tokens = np.memmap(path, dtype, mode="r")
+            total = int(lengths.sum(dtype=np.int64))
+            found = [zlib.crc32(tokens.data), len(tokens), total, len(lengths)]
+            names = ("crc32", "tokens", "tokens", "documents")
+            if record is not None and found == [record[name] for name in names]:
+                return tokens, lengths
+        suffixed(self.base, ".json").unlink(missing_ok=True)
+        raise ValueError(f"{path}: is not what was written to it; run again to repair it")
 
 
 def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokenizer) -> str:
@@ -93,7 +126,7 @@ def plan_shards(
     return shards
 
 
-def tokenise(shards: Sequence[Shard], options: Options, workers: int) -> None:
+def tokenise(shards: Sequence[Shard], options: Options, limits: Limits, workers: int) -> None:
     """Write the shards that are missing, and show how far it is."""
     missing = [shard for shard in shards if shard.record() is None]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
@@ -119,18 +152,22 @@ def tokenise(shards: Sequence[Shard], options: Options, workers: int) -> None:
         if workers <= 1:
             tokenizer = make_tokenizer(options.tokenizer)
             for shard in missing:
-                _write_shard(shard, options, tokenizer, report)
+                _write_shard(shard, options, limits, tokenizer, report)
         else:
-            _run_workers(missing, options, workers, report)
+            _run_workers(missing, options, limits, workers, report)
 
 
-def _run_workers(shards: Sequence[Shard], options: Options, workers: int, report: Report) -> None:
-    """Spread shards over processes. Raises ValueError with the first worker's complaint."""
+def _run_workers(
+    shards: Sequence[Shard], options: Options, limits: Limits, workers: int, report: Report
+) -> None:
+    """Spread shards over processes. Raises the first worker's ValueError or OSError."""
     context = multiprocessing.get_context("spawn")  # fork would copy a CUDA context and threads
     counters: Any = context.Array("q", 3)  # next shard, documents, bytes
     complaints = context.SimpleQueue()
     processes = [
-        context.Process(target=_work, args=(shards, options, counters, complaints), daemon=True)
+        context.Process(
+            target=_work, args=(shards, options, limits, counters, complaints), daemon=True
+        )
         for _ in range(workers)
     ]
     seen = [0, 0]
@@ -143,11 +180,11 @@ def _run_workers(shards: Sequence[Shard], options: Options, workers: int, report
             report(now[0] - seen[0], now[1] - seen[1])
             seen = now
             if not complaints.empty():
-                raise ValueError(complaints.get())
+                raise complaints.get()
             if died := [p.exitcode for p in processes if p.exitcode]:
-                raise ValueError(
+                raise LostWorkerError(
                     f"a tokenising process ended with exit code {died[0]} (-9: out of memory?); "
-                    "finished shards are kept, run again with fewer workers"
+                    "finished shards stay, run again with fewer workers"
                 )
             if not alive:
                 return
@@ -159,7 +196,9 @@ def _run_workers(shards: Sequence[Shard], options: Options, workers: int, report
                 process.join()
 
 
-def _work(shards: Sequence[Shard], options: Options, counters: Any, complaints: Any) -> None:
+def _work(
+    shards: Sequence[Shard], options: Options, limits: Limits, counters: Any, complaints: Any
+) -> None:
     """A worker process: take the next shard until there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -177,9 +216,11 @@ def _work(shards: Sequence[Shard], options: Options, counters: Any, complaints: 
                 counters[0] += 1
             if at >= len(shards):
                 return
-            _write_shard(shards[at], options, tokenizer, report)
-    except (ValueError, OSError) as error:
-        complaints.put(str(error))
+            _write_shard(shards[at], options, limits, tokenizer, report)
+    except OSError as error:
+        complaints.put(OSError(error.errno, error.strerror or str(error)))
+    except ValueError as error:
+        complaints.put(ValueError(str(error)))  # of a type that can be pickled
 
 
 def _end_with_parent() -> None:
@@ -190,54 +231,78 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _write_shard(shard: Shard, options: Options, tokenizer: Tokenizer, report: Report) -> None:
+class _Documents:
+    """Token ids on their way into a file: document after document, each in parts."""
+
+    def __init__(self, file: IO[bytes], dtype: type[np.number[Any]], end: Sequence[int]) -> None:
+        self.lengths: list[int] = []  # tokens of each document
+        self.crc32 = self.empty = 0
+        self._file, self._dtype, self._end = file, dtype, end
+        self._length = 0  # of the document that is being written
+
+    def write(self, ids: Sequence[int]) -> None:
+        """Add to the document."""
+        raw = np.asarray(ids, dtype=self._dtype).tobytes()
+        self.crc32 = zlib.crc32(raw, self.crc32)
+        self._file.write(raw)
+        self._length += len(ids)
+
+    def end_document(self) -> None:
+        """Count the document, and an empty one as such. Raises ValueError where it is too long."""
+        if not self._length:
+            self.empty += 1
+            return
+        self.write(self._end)
+        if self._length > MAX_LENGTH:
+            raise ValueError(f"a document of {self._length:,} tokens: at most {MAX_LENGTH:,}")
+        self.lengths.append(self._length)
+        self._length = 0
+
+
+def _write_shard(
+    shard: Shard, options: Options, limits: Limits, tokenizer: Tokenizer, report: Report
+) -> None:
     """Tokenise one shard. Files appear under their names when they are whole, the record last."""
     dtype = token_dtype(tokenizer.vocab_size)
-    end = np.asarray([tokenizer.eod] if options.append_eod else [], dtype=dtype)
-    lengths: list[int] = []
-    counts = {"replaced_utf8": 0, "empty_documents": 0}
+    replaced = empty = 0
     with _atomic(suffixed(shard.base, ".bin")) as file:
+        documents = _Documents(file, dtype, [tokenizer.eod] if options.append_eod else [])
         for segment in shard.segments:
-            for ids in _encode_segment(segment, options, tokenizer, counts, report):
-                if len(ids):
-                    document = np.concatenate((ids, end))
-                    file.write(document.tobytes())
-                    lengths.append(len(document))
-                else:
-                    counts["empty_documents"] += 1
+            joined = file_kind(segment.path)[0] == "text"
+            blocks = read_segment(
+                segment,
+                options.field,
+                options.column,
+                limits=limits,
+                document_bytes=options.shard_bytes,
+            )
+            for block in blocks:
+                replaced += block.replaced
+                empty += block.empty
+                for text in block.texts:
+                    for start in range(0, len(text), MAX_CHARACTERS):
+                        documents.write(tokenizer.encode(text[start : start + MAX_CHARACTERS]))
+                    if not joined:
+                        documents.end_document()
+                if block.ends:
+                    documents.end_document()
+                report(block.ends if joined else len(block.texts), block.nbytes)
     with _atomic(suffixed(shard.base, ".lengths.npy")) as file:
-        np.save(file, np.asarray(lengths, dtype=np.int32))
-    tokens = sum(lengths)
-    counts |= {"documents": len(lengths), "tokens": tokens, "bytes": tokens * dtype().itemsize}
-    files = [[s.path, s.size, s.mtime_ns, s.start, s.stop] for s in shard.segments]
-    made_from = {"files": files, "options": dataclasses.asdict(options)}
-    write_json(suffixed(shard.base, ".json"), counts | made_from)
-
-
-def _encode_segment(
-    segment: Segment,
-    options: Options,
-    tokenizer: Tokenizer,
-    counts: dict[str, int],
-    report: Report,
-) -> Iterator[NDArray[Any]]:
-    """The ids of each document of a segment, without end-of-document."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    joined = file_kind(segment.path)[0] == "text"  # one document from all blocks
-    parts = [np.zeros(0, dtype=dtype)]
-    for block in read_segment(segment, options.field, options.column):
-        counts["replaced_utf8"] += block.replaced
-        counts["empty_documents"] += block.empty
-        for text in block.texts:
-            ids = np.asarray(tokenizer.encode(text), dtype=dtype)
-            if joined:
-                parts.append(ids)
-            else:
-                yield ids
-        report(0 if joined else len(block.texts), block.nbytes)
-    if joined:
-        yield np.concatenate(parts)
-        report(1, 0)
+        np.save(file, np.asarray(documents.lengths, dtype=np.int32))
+    tokens = sum(documents.lengths)
+    write_json(
+        suffixed(shard.base, ".json"),
+        {
+            "bytes": tokens * dtype().itemsize,
+            "crc32": documents.crc32,
+            "documents": len(documents.lengths),
+            "empty_documents": empty + documents.empty,
+            "replaced_utf8": replaced,
+            "tokens": tokens,
+            "files": [[s.path, s.size, s.mtime_ns, s.start, s.stop] for s in shard.segments],
+            "options": dataclasses.asdict(options),
+        },
+    )
 
 
 @contextlib.contextmanager

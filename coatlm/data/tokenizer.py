@@ -16,11 +16,15 @@ and the end-of-document id follows the last rank.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from coatlm.data.streams import one_line
 
 if TYPE_CHECKING:
     import tiktoken
@@ -36,6 +40,7 @@ EOD_NAMES = (  # end-of-document tokens by the names that published vocabularies
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 SPECS = "byte, hf:tokenizer.json, sentencepiece:FILE.model, tiktoken:NAME, tiktoken:FILE?pattern=.."
+MAX_IDS = 1 << 31  # ids are stored in 32 bits with a sign
 _OPTIONS = re.compile(r"(?:eod=(?P<eod>[^&]+))?&?(?:pattern=(?P<pattern>.+))?", re.DOTALL)
 
 
@@ -78,10 +83,8 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         content = _read(spec, path)
-        try:
+        with _library_errors(f"{path}: not a tokenizer.json"), _silent():
             self._model = tokenizers.Tokenizer.from_buffer(content)
-        except ValueError as error:
-            raise ValueError(f"{path}: not a tokenizer.json: {_one_line(error)}") from None
         self._model.no_truncation()  # both may be switched on in the file, which is for serving
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -92,7 +95,8 @@ class HuggingFaceTokenizer:
         self.fingerprint = _fingerprint("hf", content, self.eod)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        with _library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
+            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -108,10 +112,8 @@ class SentencePieceTokenizer:
 
         content = _read(spec, path)
         self._model = sentencepiece.SentencePieceProcessor()
-        try:
+        with _library_errors(f"{path}: not a sentencepiece model"), _silent():
             self._model.LoadFromSerializedProto(content)
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{path}: not a sentencepiece model: {_one_line(error)}") from None
         self.spec = spec
         self.vocab_size = int(self._model.vocab_size())
         if eod is None and self._model.eos_id() >= 0:
@@ -150,19 +152,18 @@ class TiktokenTokenizer:
                 )
             content += b"\0" + pattern.encode()
             end = {EOD_NAMES[0]: max(ranks.values()) + 1}
-            try:
+            with _library_errors(f"data.tokenizer={spec!r}"), _silent():
                 self._model = tiktoken.Encoding(
                     spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens=end
                 )
-            except ValueError as error:
-                raise ValueError(f"data.tokenizer={spec!r}: {_one_line(error)}") from None
         self.spec = spec
         self.vocab_size = self._model.n_vocab
         self.eod = self._model.eot_token
         self.fingerprint = _fingerprint("tiktoken", content, self.eod)
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode_ordinary(text)
+        with _library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
+            return self._model.encode_ordinary(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(ids, errors="replace")
@@ -180,25 +181,35 @@ def make_tokenizer(spec: str) -> Tokenizer:
         raise ValueError(
             f"data.tokenizer={spec!r}: eod= goes with hf and sentencepiece, pattern= with tiktoken"
         )
+    tokenizer: Tokenizer
     try:
         if kind == "byte":
-            return ByteTokenizer()
-        if kind == "hf":
-            return HuggingFaceTokenizer(spec, Path(target), eod)
-        if kind == "sentencepiece":
-            return SentencePieceTokenizer(spec, Path(target), eod)
-        if kind == "tiktoken":
-            return TiktokenTokenizer(spec, target, pattern)
+            tokenizer = ByteTokenizer()
+        elif kind == "hf":
+            tokenizer = HuggingFaceTokenizer(spec, Path(target), eod)
+        elif kind == "sentencepiece":
+            tokenizer = SentencePieceTokenizer(spec, Path(target), eod)
+        elif kind == "tiktoken":
+            tokenizer = TiktokenTokenizer(spec, target, pattern)
+        else:
+            raise ValueError(f"data.tokenizer={spec!r}: allowed are {SPECS}")
     except ImportError as error:
         raise ValueError(
             f"data.tokenizer={spec!r}: its package is missing: pip install {error.name}"
         ) from None
-    raise ValueError(f"data.tokenizer={spec!r}: allowed are {SPECS}")
+    if tokenizer.vocab_size > MAX_IDS:
+        raise ValueError(
+            f"data.tokenizer={spec!r}: has ids up to {tokenizer.vocab_size - 1}; "
+            f"they must be below {MAX_IDS}"
+        )
+    return tokenizer
 
 
 def _read(spec: str, path: Path) -> bytes:
     """The bytes of a tokenizer file."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"data.tokenizer={spec!r}: {path}: is not a regular file")
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"data.tokenizer={spec!r}: {path}: {error.strerror}") from None
@@ -229,7 +240,7 @@ def _named_encoding(spec: str, name: str) -> tiktoken.Encoding:
     except (OSError, ValueError) as error:  # errors of the network are OSErrors
         raise ValueError(
             f"data.tokenizer={spec!r}: its rank file is neither in tiktoken's cache "
-            f"(TIKTOKEN_CACHE_DIR) nor could it be fetched: {_one_line(error)}"
+            f"(TIKTOKEN_CACHE_DIR) nor could it be fetched: {one_line(error)}"
         ) from None
 
 
@@ -240,7 +251,10 @@ def _read_ranks(spec: str, path: Path) -> tuple[bytes, dict[bytes, int]]:
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            number_of = int(rank)
+            if not 0 <= number_of < MAX_IDS - 1:  # the last id is that of end-of-document
+                raise ValueError
+            ranks[base64.b64decode(token, validate=True)] = number_of
         except ValueError:
             raise ValueError(
                 f"{path}: line {number} is not `base64 rank` of a .tiktoken file"
@@ -254,5 +268,33 @@ def _fingerprint(kind: str, content: bytes, eod: int) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + content + b"\0" + str(eod).encode()).hexdigest()
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Whatever a tokenizer library raises becomes a ValueError of one line, `what: reason`.
+
+    A panic in Rust arrives as a BaseException of pyo3's, which no module exports.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {one_line(error) or type(error).__name__}") from None
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Discard what native code writes to stderr: of a panic, 50 lines beside its reason."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # stderr is closed: nothing can be written
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

@@ -59,7 +59,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(prefix: Path, tmp_path: Path) -> Path:
     """The dataset where a test may damage it."""
-    for suffix in (".bin", ".idx", ".json"):
+    for suffix in (".bin", ".idx", ".json", ".crc32"):
         (tmp_path / f"copy{suffix}").write_bytes((prefix.parent / f"letters{suffix}").read_bytes())
     return tmp_path / "copy"
 
@@ -84,7 +84,7 @@ def options(prefix: Path, **changes: object) -> Data:
 def stream_of(documents: list[list[int]], seq_len: int, seed: int = 0) -> Stream:
     bounds = np.cumsum([0, *map(len, documents)]).astype(np.int64)
     tokens = np.asarray([t for d in documents for t in d], dtype=np.uint16)
-    return Stream(tokens, bounds, seq_len=seq_len, key=(seed, 0, 0))
+    return Stream(lambda a, b: tokens[a:b], bounds, seq_len=seq_len, key=(seed, 0, 0))
 
 
 def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list[list[int]]:
@@ -203,16 +203,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "lengths": (
         lambda p: _set(p.with_suffix(".idx"), 34, struct.pack("<i", -5)),
         "idx",
-        "contradict",
+        "its checksum differs",
     ),
-    "bounds": (lambda p: _set(p.with_suffix(".idx"), 34 + 60 * 12, b"\x01"), "idx", "contradict"),
+    "bounds": (lambda p: _set(p.with_suffix(".idx"), 34 + 60 * 12, b"\x01"), "idx", "checksum"),
+    "no sums": (lambda p: p.with_suffix(".crc32").unlink(), "crc32", "no such file"),
+    "cut sums": (lambda p: p.with_suffix(".crc32").write_bytes(b""), "crc32", "checksum differs"),
+    "sums": (lambda p: _set(p.with_suffix(".crc32"), 0, bytes(4)), "crc32", "checksum differs"),
     "bad json": (lambda p: p.with_suffix(".json").write_text("{"), "json", "not readable"),
+    "deep json": (lambda p: p.with_suffix(".json").write_text("[" * 10**5), "json", "not readable"),
+    "type json": (lambda p: _edit(p.with_suffix(".json"), tokens="5"), "json", "another type"),
     "foreign json": (
         lambda p: p.with_suffix(".json").write_text("[]"),
         "json",
         "does not describe",
     ),
-    "newer json": (lambda p: _edit(p.with_suffix(".json"), version=2), "json", "version=2"),
+    "newer json": (lambda p: _edit(p.with_suffix(".json"), version=3), "json", "version=3"),
     "odd json": (lambda p: _edit(p.with_suffix(".json"), colour=1), "json", "colour"),
     "counts json": (
         lambda p: _edit(p.with_suffix(".json"), tokens=5),

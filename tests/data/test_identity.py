@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from coatlm.data import identity
+from coatlm.data.checksums import CheckedFile
 from coatlm.data.identity import content_hash, describe, identify
 from coatlm.data.indexed import Indexed
+from coatlm.data.tokenizer import make_tokenizer
+
+BYTE = make_tokenizer("byte")
 
 
-def indexed(tokens: Sequence[int], bounds: Sequence[int], name: str = "a") -> Indexed:
-    return Indexed(name, np.array(tokens, np.uint16), np.array(bounds, np.int64))
+def indexed(
+    tokens: Sequence[int] | NDArray[np.uint16],
+    bounds: Sequence[int],
+    name: str = "a",
+    sums: Sequence[int] | None = None,
+) -> Indexed:
+    """A dataset whose .bin nobody reads: the null device stands for it."""
+    ids = np.array(tokens, np.uint16)
+    checksums = None if sums is None else np.array(sums, np.uint32)
+    null = Path(os.devnull)
+    file = CheckedFile(null, io.FileIO(null), ids.nbytes, checksums)
+    return Indexed(name, ids, np.array(bounds, np.int64), file, BYTE, lambda: None)
 
 
 def test_the_name_does_not_matter_and_every_token_and_bound_does() -> None:
@@ -24,15 +42,21 @@ def test_the_name_does_not_matter_and_every_token_and_bound_does() -> None:
     assert content_hash(indexed([1, 2, 3, 4, 0], [0, 2, 5])) != reference
 
 
+def test_checksums_stand_for_all_tokens() -> None:
+    reference = content_hash(indexed([1, 2, 3, 4], [0, 4], sums=[7, 8]))
+    assert content_hash(indexed([1, 2, 3, 4], [0, 4], sums=[7, 9])) != reference
+    assert content_hash(indexed([1, 2, 3, 4], [0, 1, 4], sums=[7, 8])) != reference
+
+
 def test_large_data_is_sampled_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "HASHED_BYTES", 1 << 12)
     monkeypatch.setattr(identity, "BLOCK_BYTES", 1 << 8)
     tokens = np.arange(40_000, dtype=np.uint16)
-    reference = content_hash(Indexed("a", tokens, np.array([0, 40_000])))
+    reference = content_hash(indexed(tokens, [0, 40_000]))
     for place, seen in ((0, True), (39_999, True), (200, False)):  # 16 blocks of 128 tokens
         changed = tokens.copy()
         changed[place] += 1
-        differs = content_hash(Indexed("a", changed, np.array([0, 40_000]))) != reference
+        differs = content_hash(indexed(changed, [0, 40_000])) != reference
         assert differs is seen
 
 

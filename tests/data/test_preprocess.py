@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from coatlm.config import Data
 from coatlm.data import shards as shards_module
+from coatlm.data.cache import prepare_text
 from coatlm.data.documents import (
     STDLIB_BYTES,
     decode,
@@ -32,8 +33,9 @@ from coatlm.data.documents import (
     read_segment,
     stdlib_sources,
 )
-from coatlm.data.indexed import Indexed, open_indexed, token_dtype
-from coatlm.data.preprocess import prepare_text, preprocess
+from coatlm.data.indexed import Indexed, open_indexed
+from coatlm.data.manifest import token_dtype
+from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import Options
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.platform import enable_cpu

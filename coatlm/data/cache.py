@@ -1,0 +1,226 @@
+"""The cache of `data.text`: tokenised once, and shared by all runs that read the same.
+
+    cache_dir/KEY/text.{bin,idx,json,crc32}   a dataset; KEY is the hash of all that it depends on
+    cache_dir/KEY/damaged                     a read found it damaged: the next start replaces it
+    cache_dir/KEY.XXXXXXXX/                   a dataset being made
+    cache_dir/KEY.XXXXXXXX/owner              locked by the process that makes it
+
+Each process works in a folder of its own and renames it last, so that several may start at once; of
+equal results one stays. A start takes over the folder of a killed process that was making the same
+dataset, with the shards that it had finished, and removes what killed processes left of others.
+
+The kernel releases an owner's lock when it dies, but a lock tells nothing about processes of
+another machine where a file system does not share locks. So the owner also writes which machine
+(its boot id) it runs on, and renews the time of the file. A folder of another machine is abandoned
+when that time is older than ABANDONED_SECONDS.
+
+A dataset of at most VERIFIED_BYTES is compared with its checksums whole at every start, which takes
+less than a second; of a larger one each block is compared when it is read. A damaged dataset is
+made anew in either case: a cache can always be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from coatlm.data.checksums import DatasetError
+from coatlm.data.documents import expand_inputs, plan_segments
+from coatlm.data.indexed import Indexed, open_indexed
+from coatlm.data.preprocess import preprocess
+from coatlm.data.shards import LostWorkerError, Options, fingerprint
+from coatlm.data.streams import Limits
+from coatlm.data.tokenizer import Tokenizer, make_tokenizer
+
+if TYPE_CHECKING:
+    from coatlm.config import Data
+
+VERIFIED_BYTES = 1 << 30  # of tokens, at 4 GB/s from the page cache
+ABANDONED_SECONDS = 3600.0
+RENEWED_SECONDS = 60.0
+DAMAGED = "damaged"
+OWNER = "owner"
+FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]{8}")  # of a dataset being made
+
+logger = logging.getLogger("coatlm")
+
+
+class CacheFullError(OSError):
+    """The disk of data.cache_dir is full."""
+
+
+def open_text(data: Data, tokenizer: Tokenizer) -> Indexed:
+    """The tokens of `data.text`. Raises ValueError, or CacheFullError where the disk is full."""
+    prefix = prepare_text(data, tokenizer)
+    label = f"data.text={','.join(data.text)}"
+    return open_indexed(prefix, tokenizer, name=label, on_damage=lambda: _mark(prefix.parent))
+
+
+def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
+    """The prefix of `data.text`, tokenised in `data.cache_dir` unless it is there already."""
+    tokenizer = tokenizer or make_tokenizer(data.tokenizer)
+    options = Options(tokenizer=data.tokenizer)
+    segments = plan_segments(expand_inputs(data.text), options.shard_bytes)
+    key = fingerprint(segments, options, tokenizer)[:32]
+    home = data.cache_dir / key
+    limits = Limits(data.max_expansion, data.max_record)
+    with _errors_of(data.cache_dir):
+        damage = _damage(home, tokenizer) if home.exists() else ""
+        if damage is not None:
+            if damage:
+                logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+            data.cache_dir.mkdir(parents=True, exist_ok=True)
+            with _own_folder(data.cache_dir, key) as own:
+                preprocess(data.text, own / "text", options, limits=limits, workers=data.workers)
+                _publish(own, home, replace=bool(damage))
+    return home / "text"
+
+
+def _damage(home: Path, tokenizer: Tokenizer) -> str | None:
+    """What is wrong with a dataset of the cache; None if nothing is."""
+    try:
+        if (home / DAMAGED).exists():
+            return f"{home}: was found damaged by a run"
+        opened = open_indexed(home / "text", tokenizer)
+        if opened.file.sums is None:
+            return f"{home}: has no checksums"
+        if opened.tokens.nbytes <= VERIFIED_BYTES:
+            for _ in opened.file.verify():
+                pass
+    except DatasetError as error:
+        return str(error)
+    return None
+
+
+def _mark(home: Path) -> None:
+    """Have the next start replace a dataset. A cache that is read-only stays as it is."""
+    with contextlib.suppress(OSError):
+        (home / DAMAGED).touch()
+
+
+def _publish(own: Path, home: Path, *, replace: bool) -> None:
+    """Give a finished folder its name, in place of a damaged one; an equal one of others stays."""
+    own.chmod(0o755)  # mkdtemp's is for one user
+    if replace:
+        doomed = Path(tempfile.mkdtemp(prefix=f"{home.name}.", dir=home.parent))
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            home.rename(doomed / "damaged")
+        shutil.rmtree(doomed, ignore_errors=True)
+    (own / OWNER).unlink()
+    try:
+        own.rename(home)
+    except OSError:
+        if not home.is_dir():  # else another process was first
+            raise
+        shutil.rmtree(own)
+
+
+@contextlib.contextmanager
+def _errors_of(cache_dir: Path) -> Iterator[None]:
+    """Errors of the file system become one line that names the option."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"data.cache_dir={cache_dir}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = CacheFullError(f"{reason}; finished shards stay, the same command goes on")
+            full.errno = error.errno
+            raise full from None
+        raise ValueError(f"{reason}; it must be a directory that can be written to") from None
+
+
+@contextlib.contextmanager
+def _own_folder(cache_dir: Path, key: str) -> Iterator[Path]:
+    """A folder to make a dataset in: that of a killed process, or a new one.
+
+    It stays behind where the process is interrupted or the disk is full, for the next start.
+    """
+    own = _take_over(cache_dir, key)
+    if own is None:
+        folder = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache_dir))
+        own = folder, (folder / OWNER).open("w", encoding="utf-8")
+        fcntl.flock(own[1], fcntl.LOCK_EX)
+    folder, owner = own
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(RENEWED_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(owner.fileno())
+
+    with owner:
+        owner.truncate(0)
+        owner.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}))
+        owner.flush()
+        thread = threading.Thread(target=renew, daemon=True, name="cache owner")
+        thread.start()
+        try:
+            yield folder
+        except LostWorkerError:
+            raise
+        except ValueError:  # of the input: to go on would fail again
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            done.set()
+            thread.join()
+
+
+def _take_over(cache_dir: Path, key: str) -> tuple[Path, IO[str]] | None:
+    """An abandoned folder of `key`, now locked; those of other keys are removed."""
+    found: tuple[Path, IO[str]] | None = None
+    for folder in sorted(cache_dir.iterdir()):
+        if not FOLDER.fullmatch(folder.name):
+            continue
+        with contextlib.suppress(OSError):  # another process has removed or finished it meanwhile
+            owner = _lock_abandoned(folder)
+            if owner is None:
+                continue
+            if found is None and folder.name.startswith(key):
+                logger.info("data.cache_dir: going on with %s, whose process is gone", folder)
+                found = folder, owner
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                owner.close()
+    return found
+
+
+def _lock_abandoned(folder: Path) -> IO[str] | None:
+    """The owner file of a folder whose process is gone, locked; None if it may be alive."""
+    path = folder / OWNER
+    age = time.time() - (path if path.exists() else folder).stat().st_mtime
+    if not path.exists() and age < ABANDONED_SECONDS:
+        return None  # its process is about to lock it
+    owner = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner.seek(0)
+        here = f'"boot": "{_boot()}"' in owner.read()
+        same = os.path.samestat(os.fstat(owner.fileno()), path.stat())  # not replaced meanwhile
+        if same and (here or age >= ABANDONED_SECONDS):
+            return owner
+    except OSError:
+        pass
+    owner.close()
+    return None
+
+
+def _boot() -> str:
+    """What tells this machine, since it was started, from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # of a sandbox without it
+        return socket.gethostname()
