@@ -27,6 +27,7 @@ import sys
 import time
 from pathlib import Path
 
+from coatlm.console import Parser, fail
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import SHARD_BYTES, Options
 from coatlm.data.tokenizer import SPECS
@@ -34,9 +35,7 @@ from coatlm.data.tokenizer import SPECS
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; --help shows the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files, globs (** for any depth), python-stdlib")
     add("--output-prefix", type=Path, required=True, help="PREFIX of the three files to write")
@@ -83,8 +82,7 @@ def main() -> int:
             overwrite=arguments.overwrite,
         )
     except (ValueError, OSError) as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -8,6 +8,7 @@ on over gloo between steps, so that all ranks save the same step.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -26,6 +27,7 @@ from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
+from coatlm.train.ending import finish
 from coatlm.train.faults import (
     FLIGHT,
     SIGNALS,
@@ -38,7 +40,6 @@ from coatlm.train.faults import (
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.resume import Progress, restore, resume, state_to_save
 from coatlm.train.run_directory import (
-    loss_plot,
     prepare_directory,
     start_logging,
     write_config,
@@ -197,9 +198,11 @@ class Loop:
         self.metrics.advance()
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
+            window, run.window = run.window, []
             self.metrics.log_step(
                 run.step,
                 loss=last_loss,
+                loss_mean=math.fsum(window) / len(window) if window else math.nan,
                 grad_norm=last_norm,
                 lr=rate,
                 slowest=self._slowest(),
@@ -244,10 +247,13 @@ class Loop:
         self.metrics.log_numerics(self.run.step + 1, records)
 
     def _fetch(self) -> tuple[float, float]:
-        """Wait for the device; count skipped steps; the last step's loss and gradient norm."""
+        """Wait for the device; count skipped steps, add losses to the window; the last step's loss
+        and gradient norm.
+        """
         run = self.run
         values = torch.stack([torch.stack(triple) for triple in run.pending]).tolist()
         run.pending.clear()
+        run.window += [v[0] for v in values if math.isfinite(v[0])]
         run.guard.observe(run.step, [v[1] for v in values], [bool(v[2]) for v in values])
         return values[-1][0], values[-1][1]
 
@@ -333,19 +339,6 @@ class Loop:
             ),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory)),
         )
-
-
-def finish(config: Config, run: Progress, code: ExitCode) -> None:
-    """The last words of a run."""
-    plot = loss_plot(config.run.dir)
-    latest = ["checkpoints/latest"] if (config.run.dir / "checkpoints/latest").exists() else []
-    parts = ["metrics.jsonl", *latest, *([plot.name] if plot else [])]
-    where = f"{config.run.dir}/{{{','.join(parts)}}}"
-    if code == ExitCode.OK:
-        more = f"train.steps={2 * config.train.steps}"
-        logger.info("done: step %d, see %s; to train on, run again with %s", run.step, where, more)
-    else:
-        logger.info("stopped at step %d, see %s; the same command resumes", run.step, where)
 
 
 def device_name() -> str | None:

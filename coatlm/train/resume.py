@@ -19,11 +19,14 @@ logger = logging.getLogger("coatlm")
 
 @dataclass
 class Progress:
-    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device."""
+    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device;
+    `window`: the finite losses fetched since the last line of metrics.jsonl.
+    """
 
     guard: NonFiniteGuard
     step: int = 0  # updates done
     pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    window: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
 
     @property
@@ -44,6 +47,7 @@ def state_to_save(
         "skipped": run.guard.total,
         "skipped_in_row": run.guard.in_row,
         "left_out": run.left_out,
+        "window": run.window,
         "spikes": None if trainer.spikes is None else trainer.spikes.state(),
         "tokenizer": fingerprint,
         "flat_groups": optimizer.flat_groups(),
@@ -91,6 +95,7 @@ def restore(
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)
     run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]
+    run.window = [float(loss) for loss in state.get("window", ())]
     if trainer.spikes is not None:
         trainer.spikes.restore(state.get("spikes"))
     logger.info("resumed from %s at step %d", path, run.step)
