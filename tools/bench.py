@@ -19,9 +19,15 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from coatlm.console import Parser, fail
+from coatlm.files import check_output, whole_file
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module with OPTIONS, the names of what it takes, `rows(options) -> names`
-    # and `measure(name, options)`, which returns a record or several; if there, `prepare(name)`
+    # `gpus(options)`, how many it needs, and `measure(name, options)`, which returns a record or
+    # several; if there, `prepare(name)`
     # imports what a row needs beforehand, `summary(records)` makes a table of the whole, and
     # TOGETHER says that one process measures all rows, their names joined by it
     "end-to-end": "tools.benchmarks.end_to_end",
@@ -39,7 +45,7 @@ AHEAD = 2  # rows whose processes import their libraries while another is measur
 
 def main() -> None:
     """Run one benchmark, or (--row) one row of it in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("name", nargs="?", choices=BENCHMARKS, help="all of them unless given")
     parser.add_argument(
         "--only", nargs="*", default=[], help="rows whose name contains one of these"
@@ -59,10 +65,14 @@ def main() -> None:
         return
     try:
         rows = {name: choose(name, args.only, args.options) for name in names}
+        if not any(rows.values()):
+            only = " ".join(args.only)
+            raise ValueError(f"--only {only}: no row of {', '.join(names)} contains that")
+        check_gpus(names, args.options)
+        if args.out:
+            check_output(args.out)
     except ValueError as error:
-        parser.error(str(error))
-    if not any(rows.values()):
-        parser.error(f"--only {' '.join(args.only)}: no row of {', '.join(names)} contains that")
+        sys.exit(fail(error))
     found: dict[str, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + args.budget
     for name in names:
@@ -72,7 +82,7 @@ def main() -> None:
         if summary is not None:
             print_table(summary(found[name]))
         if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+            save(found, args.out)
 
 
 def parse(name: str, options: list[str]) -> dict[str, str]:
@@ -86,6 +96,29 @@ def parse(name: str, options: list[str]) -> dict[str, str]:
             raise ValueError(f"{option}: {name} takes {takes}")
         found[key] = value
     return found
+
+
+def check_gpus(names: list[str], options: list[str]) -> None:
+    """Raise ValueError where a benchmark needs more GPUs than there are: a CPU would compute, and
+    take memory, for hours.
+    """
+    here = torch.cuda.device_count()
+    for name in names:
+        needed = importlib.import_module(BENCHMARKS[name]).gpus(parse(name, options))
+        if needed > here:
+            raise ValueError(
+                f"{name}: needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {here}; "
+                "`layer --smoke` runs on a CPU"
+            )
+
+
+def save(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Write the records so far. Exits with one line where the disk is full."""
+    try:
+        with whole_file(path) as file:
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except ValueError as error:
+        sys.exit(fail(error))
 
 
 def choose(name: str, only: list[str], options: list[str]) -> list[str]:

@@ -15,7 +15,6 @@ and by how much. Exit code: 0 identical, 1 different, 2 with a line that says wh
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -27,11 +26,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from coatlm.console import Parser, fail
 from coatlm.train.run_directory import METRICS, Record, read_records
 
 # keys that no two runs share
 TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
 PLACES = {"run.name", "run.dir", "data.cache_dir"}  # where a run lies is not what it does
+ADDED = {"loss_mean"}  # keys that earlier versions did not log: compared where both runs have them
 NOTHING = "(nothing)"
 
 
@@ -60,6 +61,8 @@ def compare_records(
 ) -> Iterator[Difference]:
     """Differences of two files in the order of steps; the last record of an identity counts."""
     ours, theirs = ({identity(record): record for record in records} for records in (a, b))
+    logged = [{key for record in records for key in record} for records in (a, b)]
+    later = ADDED - (logged[0] & logged[1])
     for name in sorted(ours.keys() | theirs.keys()):
         where = f"{file} step {name[0]}" + "".join(f", {part}" for part in name[1:] if part)
         if name not in ours or name not in theirs:
@@ -70,7 +73,12 @@ def compare_records(
         for key in dict.fromkeys([*left, *right]):
             x, y = left.get(key, NOTHING), right.get(key, NOTHING)
             found = Difference(where, key, x, y)
-            if not TIMING.search(key) and x != y and not found.relative <= rtol:
+            if (
+                key not in later
+                and not TIMING.search(key)
+                and x != y
+                and not found.relative <= rtol
+            ):
                 yield found
 
 
@@ -146,9 +154,7 @@ def _show(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="a run directory")
     parser.add_argument("b", type=Path, metavar="B", help="another one")
     parser.add_argument("--rtol", type=float, default=0.0, help="allowed share (default: 0)")
@@ -162,8 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count, logged = compare_logs(options.a, options.b, rtol=options.rtol)
         configured = compare_configs(options.a, options.b)
     except (ValueError, OSError) as error:
-        print(f"compare_runs: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     for difference in configured:
         print(difference)
     if logged:

@@ -8,8 +8,8 @@ and 3. coatlm is a checkpoint of any layout, or a run, of which the newest check
 a config.json says and coatlm does not compute is refused by its name. docs/guides/huggingface.md
 has the details.
 
-Exit code: 0, 2 with one line that says what does not fit, or 4 where a checkpoint is not whole or
-could not be written.
+Exit code: 0, 2 with one line that says what does not fit or why DESTINATION cannot be written (a
+full disk; nothing of it is left then), or 4 where a checkpoint that is read is not whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from coatlm.console import Parser, fail
+
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 IMPORT_ONLY = ("tokenizer", "vocab_multiple", "seq_len")
 EXPORT_ONLY = ("like", "vocab_size", "max_shard_size", "format", "fp8_scales", "fp8_activations")
@@ -26,9 +28,7 @@ EXPORT_ONLY = ("like", "vocab_size", "max_shard_size", "format", "fp8_scales", "
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; --help shows the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--from", dest="source_kind", choices=["hf", "coatlm"], required=True)
     add("--to", dest="target_kind", choices=["hf", "coatlm"], required=True)
@@ -95,11 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = convert()
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 4
+        return fail(error, 4)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     for note in report.notes:
         print(f"note: {note}")
     print(f"{args.destination}: {report.tensors} tensors, {report.bytes / 1e6:,.1f} MB")

@@ -19,7 +19,6 @@ Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with a 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
@@ -32,6 +31,7 @@ from coatlm.config import (
     load_config,
     make_config,
 )
+from coatlm.console import Parser, fail
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import model_vocab
 from coatlm.model.memory import (
@@ -227,9 +227,7 @@ def case_config(case: Case, recipes: Recipes, tp: int) -> Config:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--ranks", type=int, help="processes (default: the fewest that hold it)")
@@ -259,10 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if memory is not None:
             line, fits = proposal(config, vocab, dp, memory)
             lines += ["", line]
-    except ValueError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return fail(error)
     print("\n".join(lines))
     return 0 if fits else 1
 

@@ -31,6 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coatlm.console import Parser, fail
+from coatlm.files import check_output, whole_file
+
 if TYPE_CHECKING:
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import Document
@@ -40,9 +43,7 @@ WINDOW = 2048  # tokens, unless the model was trained with shorter samples
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; --help shows the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("--data", nargs="+", required=True, help="files and globs")
@@ -72,16 +73,16 @@ def main(arguments: list[str] | None = None) -> int:
     from coatlm.train.checkpoint import CheckpointError
 
     try:
+        if args.out is not None:
+            check_output(args.out)
         result = evaluate(args)
         if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            with whole_file(args.out) as file:
+                file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 4
+        return fail(error, 4)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     return 0
 
 
@@ -90,20 +91,23 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
-    from coatlm.train.checkpoint import find_checkpoint, read_state
+    from coatlm.train.checkpoint import find_checkpoint, read_state, saved_config
     from coatlm.train.setup import quiet_megatron
 
     quiet_megatron()
     casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
+    if not args.checkpoint.is_dir():
+        raise ValueError(f"{args.checkpoint}: no such directory")
     named = os.path.join(".", args.checkpoint)  # not one of the words auto and none
     path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
     assert path is not None  # a path was given
     state = read_state(path)
-    data = state["config"]["data"]
-    tokenizer = make_tokenizer(args.tokenizer or data["tokenizer"])
-    if tokenizer.fingerprint != state["tokenizer"]:
+    saved = saved_config(path, state)
+    data = saved.data
+    tokenizer = make_tokenizer(args.tokenizer or data.tokenizer)
+    if tokenizer.fingerprint != state.get("tokenizer"):
         raise ValueError(f"tokenizer {tokenizer.spec}: {path} was trained with another one")
-    window = min(data["seq_len"], WINDOW) if args.window is None else args.window
+    window = min(data.seq_len, WINDOW) if args.window is None else args.window
     stride = max(window // 2, 1) if args.stride is None else args.stride
     check_windows(window, stride, args.batch)
     precision = args.precision or ("bf16" if torch.cuda.is_available() else "fp32")
@@ -111,15 +115,17 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
     documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
     settings = {"window": window, "stride": stride, "batch": args.batch, "precision": precision}
-    print(f"{path}, step {state['step']}: " + ", ".join(f"{k} {v}" for k, v in settings.items()))
+    print(
+        f"{path}, step {state.get('step')}: " + ", ".join(f"{k} {v}" for k, v in settings.items())
+    )
     return {
         "checkpoint": str(path),
-        "step": state["step"],
+        "step": state.get("step"),
         "data": args.data,
         "prefix": args.prefix,
         **settings,
         "documents": len(documents),
-        **measure(path, state["config"], documents, casts, settings),
+        **measure(path, saved.model_dump(mode="json"), documents, casts, settings),
     }
 
 
@@ -143,7 +149,7 @@ def measure(
             else:
                 load_weights(model, path)
                 with casting(model, how):
-                    found = score(model, documents, **sizes, device=device())
+                    found = score(model, documents, **sizes, device=device(), what=how.name)
             rows.append(
                 {
                     "cast": how.name if how else "as trained",

@@ -20,7 +20,6 @@ Exit code: 0 whole, equal; 1 damaged, different; 2 with a line that says what is
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import warnings
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coatlm.console import Parser, fail, in_bytes
 from coatlm.train.manifest import (
     MANIFEST,
     STEP,
@@ -125,17 +125,20 @@ def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
         ("precision", config.get("precision", {}).get("recipe", "unknown")),
         ("optimizer", config.get("optim", {}).get("recipe", "unknown")),
         ("tokenizer", f"{config.get('data', {}).get('tokenizer', '')} {state.get('tokenizer')}"),
-        ("files", f"{len(manifest.files)}, {_size(sum(f.bytes for f in manifest.files.values()))}"),
+        (
+            "files",
+            f"{len(manifest.files)}, {in_bytes(sum(f.bytes for f in manifest.files.values()))}",
+        ),
     ]
     yield from (f"{name:<12}{text}" for name, text in rows)
     yield from ("", f"{'kind':<24}{'format':<16}{'tensors':>8}{'elements':>18}{'bytes':>14}")
     for kind in found:
         name = str(kind.dtype).removeprefix("torch.")
         yield (
-            f"{kind.name:<24}{name:<16}{kind.tensors:>8}{kind.elements:>18,}{_size(kind.bytes):>14}"
+            f"{kind.name:<24}{name:<16}{kind.tensors:>8}{kind.elements:>18,}{in_bytes(kind.bytes):>14}"
         )
     total = sum(kind.bytes for kind in found)
-    yield f"{'all':<24}{'':<16}{len(described):>8}{'':>18}{_size(total):>14}"
+    yield f"{'all':<24}{'':<16}{len(described):>8}{'':>18}{in_bytes(total):>14}"
     if tensors:
         yield ""
         for key, (dtype, shape) in described.items():
@@ -216,19 +219,9 @@ def _ordinal(number: int) -> str:
     return f"{number}{last or 'th'}"
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH")
     parser.add_argument("--verify", action="store_true", help="read every byte, check every sum")
     parser.add_argument("--diff", action="store_true", help="compare two, tensor by tensor")
@@ -239,8 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{len(options.paths)} paths: one, or two with --diff")
         paths = [find(path) for path in options.paths]
     except (ValueError, OSError) as error:
-        print(f"inspect_checkpoint: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     try:
         problems = [line for path in paths for line in verify(path)] if options.verify else []
         if problems:
@@ -254,9 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(describe(paths[0], tensors=options.tensors)))
         return 0
     except (RuntimeError, OSError) as error:  # a CheckpointError, or what torch says of a torn file
-        for line in str(error).splitlines():
-            print(f"damaged: {line}", file=sys.stderr)
-        return 1
+        return fail(error, 1, label="damaged")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 Drawn is whatever the runs have logged, in panels that --only names by group:
 
-    loss         training loss; with several runs also its difference to the baseline (the first
-                 run, unless --baseline names another) in % of the baseline's loss, at the steps
-                 that both have logged, as the mean over the last --smooth of these
+    loss         training loss, the mean of the steps since the line before; with several runs also
+                 its difference to the baseline (the first run, unless --baseline names another) in
+                 % of the baseline's loss, at the steps that both have logged, as the mean over the
+                 last --smooth of these, of fewer where the runs have less than twice as many
     norm         of the gradients
     throughput   tokens a second and GPU
     states       of states.jsonl: EDQ over the update, errors of the moments m and v, the exponent k
@@ -26,19 +27,22 @@ Exit code: 0, or 2 with one line that says what is wrong.
 
 from __future__ import annotations
 
-import argparse
 import html
 import io
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from coatlm.console import Parser, fail
+from coatlm.files import whole_file
 from coatlm.train.run_directory import METRICS, Record, read_metrics, read_records
 
 FINAL = 0.05  # the share of the steps that the final loss is the mean of
@@ -121,13 +125,14 @@ GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
 def read_run(directory: Path) -> Run:
     """Raises ValueError if the directory is not that of a run that has logged a loss."""
     records = read_metrics(directory)
-    steps = [record for record in records if "loss" in record]
+    steps = [record for record in records if is_value(record.get("loss", ""))]
     if not steps:
         raise ValueError(f"{directory}: no loss in {METRICS}, or no such run directory")
-    evaluations = [record["val_loss"] for record in records if "val_loss" in record]
+    evaluations = [r["val_loss"] for r in records if is_value(r.get("val_loss", ""))]
     curves = by_key("metrics", steps) | by_key("states", read_records(directory / STATES))
     curves |= worst_layers(read_records(directory / NUMERICS))
-    loss = curves.pop("metrics.loss")
+    last_loss = curves.pop("metrics.loss")
+    loss = last_loss | curves.pop("metrics.loss_mean", {})  # which earlier versions did not log
     last = evaluations[-1] if evaluations else None
     return Run(loss, steps[-1].get("skipped", 0), last, curves)
 
@@ -137,10 +142,15 @@ def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for record in records:
         for key, value in record.items():
-            if key != "step" and (value is None or isinstance(value, int | float)):
+            if key != "step" and is_value(value):
                 at = curves.setdefault(f"{file}.{key}", {})
                 at[record["step"]] = math.nan if value is None else value
     return curves
+
+
+def is_value(value: Any) -> bool:
+    """Whether it can be drawn: a number, or null for one that was not finite."""
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:
@@ -148,7 +158,7 @@ def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for record in records:
         for key in ACTIVATIONS:
-            if key not in record:
+            if not is_value(record.get(key, "")):
                 continue
             value = math.nan if record[key] is None else float(record[key])
             curve = curves.setdefault(f"numerics.{key}.{record.get('tensor', 'all')}", {})
@@ -161,26 +171,41 @@ def read_runs(directories: Sequence[Path]) -> dict[str, Run]:
     """Runs by the names of their directories. Raises ValueError, also for equal names."""
     runs: dict[str, Run] = {}
     for directory in directories:
-        name = directory.resolve().name
+        name = shown(directory.resolve().name)
         if name in runs:
             raise ValueError(f"{directory}: a second run named {name}")
         runs[name] = read_run(directory)
     return runs
 
 
-def difference(run: Run, baseline: Run, *, smooth: int) -> Curve:
-    """In % of the baseline's loss, by step: the mean over the last `smooth` common steps.
+def shown(name: str) -> str:
+    """A directory's name on one line."""
+    return "".join(c if c.isprintable() else "?" for c in name)
 
-    The first `smooth` - 1 steps have too few before them and are left out. Raises ValueError
-    unless 1 <= smooth.
+
+def smoothing(runs: Mapping[str, Run], baseline: str, smooth: int) -> int:
+    """Steps in a mean of `difference`: `smooth`, but at most half of what the runs have in common,
+    so that a short run has a curve too. Raises ValueError unless 1 <= smooth.
     """
     if smooth < 1:
         raise ValueError(f"smooth={smooth}: at least 1 step")
-    steps = sorted(run.loss.keys() & baseline.loss.keys())
+    common = [len(run.loss.keys() & runs[baseline].loss.keys()) for run in runs.values()]
+    return min([smooth, *(max(count // 2, 1) for count in common)])
+
+
+def difference(run: Run, baseline: Run, *, smooth: int) -> Curve:
+    """In % of the baseline's loss, by step: the mean over the last `smooth` common steps.
+
+    The first `smooth` - 1 steps have too few before them and are left out, and so are losses that
+    are not finite.
+    """
+    both = run.loss.keys() & baseline.loss.keys()
+    steps = sorted(s for s in both if math.isfinite(run.loss[s] - baseline.loss[s]))
     if len(steps) < smooth:
         return {}
     ours, theirs = (np.array([curve.loss[step] for step in steps]) for curve in (run, baseline))
-    percent = 100 * (ours - theirs) / theirs
+    with np.errstate(divide="ignore", invalid="ignore"):
+        percent = 100 * (ours - theirs) / theirs
     means = np.lib.stride_tricks.sliding_window_view(percent, smooth).mean(axis=1)
     return dict(zip(steps[smooth - 1 :], means.tolist(), strict=True))
 
@@ -210,7 +235,8 @@ def curves_of(run: Run, panel: Panel, *, merged: bool) -> dict[str, tuple[str, C
 def draw(
     runs: Mapping[str, Run], baseline: str, *, smooth: int, only: Sequence[str] = GROUPS
 ) -> Figure:
-    """Every panel of the groups `only` that a run has something for."""
+    """Every panel of the groups `only` that a run has something for. Raises ValueError."""
+    smooth = smoothing(runs, baseline, smooth)
     compared = {name: difference(run, runs[baseline], smooth=smooth) for name, run in runs.items()}
     merged = len(runs) > 1
     panels = [
@@ -238,7 +264,10 @@ def draw(
                 color = number if merged else style
                 _line(ax, color, ": ".join(filter(None, (name, label))), found[1], style)
                 _band(ax, color, run, found[0], panel.band)
-    labels = ["loss (nats a token)", f"difference to {baseline} (%)\nmean of {smooth} logged steps"]
+    labels = [
+        "loss (nats a token)",
+        f"difference to {literal(baseline)} (%)\nmean of {smooth} logged steps",
+    ]
     for ax, label in zip(axes, [*labels[:losses], *(p.label for p in panels)], strict=False):
         ax.set_ylabel(label)
         ax.set_xlabel("step")
@@ -260,9 +289,15 @@ def _line(ax: Axes, color: int, label: str, curve: Curve, style: int = 0) -> Non
         color=f"C{color % COLORS}",
         linewidth=1.0,
         linestyle=STYLES[style % len(STYLES)],
-        marker="." if color >= COLORS else None,
-        label=label,
+        marker="." if color >= COLORS or len(curve) == 1 else None,
+        label=literal(label),
     )
+
+
+def literal(text: str) -> str:
+    """`text` for matplotlib, where `$` begins a formula and a first `_` hides a label."""
+    escaped = text.replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def _band(ax: Axes, color: int, run: Run, name: str, ends: tuple[str, str] | None) -> None:
@@ -277,19 +312,24 @@ def _band(ax: Axes, color: int, run: Run, name: str, ends: tuple[str, str] | Non
 
 def save(figure: Figure, path: Path, table: Sequence[str]) -> None:
     """Write a page for *.html, else a picture whose type is that of the path's suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix.lower() not in (".html", ".htm"):
-        figure.savefig(path, dpi=130)
-        return
-    vectors = io.StringIO()
-    figure.savefig(vectors, format="svg")
-    svg = vectors.getvalue()
-    path.write_text(_page(svg[svg.index("<svg") :], table), encoding="utf-8")
+    kind = path.suffix.lower().removeprefix(".") or "png"
+    with whole_file(path) as file, warnings.catch_warnings():
+        # a name may have characters that the font lacks; they are drawn as boxes
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
+        if kind not in ("html", "htm"):
+            figure.savefig(file, format=kind, dpi=130)
+            return
+        vectors = io.StringIO()
+        figure.savefig(vectors, format="svg")
+        svg = vectors.getvalue()
+        file.write_text(_page(svg[svg.index("<svg") :], table), encoding="utf-8")
 
 
 def _page(svg: str, table: Sequence[str]) -> str:
     """One file that needs no other."""
-    head, _, *rows = ([cell.strip() for cell in row.strip("| ").split(" |")] for row in table)
+    head, _, *rows = (
+        [part.strip().replace("\\|", "|") for part in row.strip("| ").split(" |")] for row in table
+    )
     lines = [
         "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
         for tag, cells in [("th", head), *(("td", row) for row in rows)]
@@ -305,19 +345,22 @@ def _page(svg: str, table: Sequence[str]) -> str:
 
 def markdown(runs: Mapping[str, Run], baseline: str) -> Iterator[str]:
     """The table's lines."""
-    yield f"| run | final loss | difference to {baseline} | skipped steps | last val loss |"
+    yield f"| run | final loss | difference to {cell(baseline)} | skipped steps | last val loss |"
     yield "|---|---:|---:|---:|---:|"
     for name, run in runs.items():
-        percent = 100 * (run.final / runs[baseline].final - 1)
+        percent = 100 * (run.final / (runs[baseline].final or math.nan) - 1)
         val_loss = "" if run.val_loss is None else f"{run.val_loss:.4f}"
-        yield f"| {name} | {run.final:.4f} | {percent:+.3f} % | {run.skipped} | {val_loss} |"
+        yield f"| {cell(name)} | {run.final:.4f} | {percent:+.3f} % | {run.skipped} | {val_loss} |"
+
+
+def cell(name: str) -> str:
+    """A name in a row of a Markdown table."""
+    return name.replace("|", "\\|")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="*.png, *.svg, *.pdf or *.html")
     parser.add_argument("--smooth", type=int, default=20, help="logged steps (default: 20)")
@@ -333,8 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = list(markdown(runs, baseline))
         save(figure, options.out, table)
     except (ValueError, OSError) as error:
-        print(f"plot_run: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     print("\n".join(table))
     return 0
 

@@ -35,8 +35,7 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
+from coatlm.console import Parser, explain, fail, progress
 from coatlm.data.indexed import open_checked
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import SHARD_BYTES, Options
@@ -46,9 +45,7 @@ from coatlm.data.tokenizer import SPECS
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; --help shows the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", help="files, globs (** for any depth), python-stdlib")
     add("--output-prefix", type=Path, help="PREFIX of the four files to write")
@@ -105,13 +102,12 @@ def verify(prefixes: list[Path], workers: int) -> int:
         try:
             file = open_checked(prefix)
             pieces = file.verify(workers or len(os.sched_getaffinity(0)))
-            with tqdm(total=file.nbytes, unit="B", unit_scale=True, desc="verify") as bar:
+            with progress(f"verify {prefix}", file.nbytes) as advance:
                 for nbytes in pieces:
-                    bar.update(nbytes)
+                    advance(nbytes)
             print(f"{prefix}: whole, {file.nbytes:,} bytes of tokens")
         except (ValueError, OSError) as error:
-            print(f"preprocess_data: {error}", file=sys.stderr)
-            code = 2
+            code = fail(error)
     return code
 
 
@@ -137,13 +133,11 @@ def main() -> int:
             workers=arguments.workers,
             overwrite=arguments.overwrite,
         )
-    except ValueError as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
-        return 2
     except OSError as error:  # of writing: errors of reading name their file
-        reason = f"{arguments.output_prefix}: {error.strerror or error}"
-        print(f"preprocess_data: {reason}", file=sys.stderr)
-        return 4 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 2
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return fail(ValueError(f"{arguments.output_prefix}: {explain(error)}"), 4 if full else 2)
+    except ValueError as error:
+        return fail(error)
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -30,7 +30,6 @@ with one line that says what is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from coatlm.config import Config, load_config
+from coatlm.console import Parser, fail
 from coatlm.data.dataset import microbatches
+from coatlm.files import check_output, whole_file
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, Coding, cast
 from coatlm.fp8.payload import GROUP, Layout, pack, unpack
 from coatlm.fp8.scaling import scale_ref
@@ -52,6 +53,8 @@ from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.wire import SATURATED, SMALLEST_MU
 from coatlm.platform import device
 from coatlm.train import loop
+from coatlm.train.checkpoint import CheckpointError
+from coatlm.train.faults import NonFiniteError
 from coatlm.train.setup import Launch
 
 RANKS = (8, 32, 128)
@@ -68,15 +71,28 @@ class Gradients:
     names: list[str]
 
     def save(self, path: Path) -> None:
-        torch.save({**vars(self)}, path)
+        with whole_file(path) as temporary, temporary.open("wb") as file:
+            try:
+                torch.save({**vars(self)}, file)
+            except RuntimeError as error:  # torch's zip writer hides what the disk has said
+                raise error.__context__ or error from error
 
     @classmethod
     def load(cls, path: Path) -> Gradients:
         """Raises ValueError if the file is not one of these."""
         try:
-            return cls(**torch.load(path, weights_only=True, map_location=device()))
-        except (TypeError, RuntimeError, EOFError) as error:
+            found = cls(**torch.load(path, weights_only=True, map_location=device()))
+            ranks, elements = found.values.shape
+            whole = found.amax.shape == (ranks, len(found.names))
+            whole &= found.owner.shape == (elements // GROUP,) and elements % GROUP == 0
+            whole &= bool(((found.owner >= 0) & (found.owner < len(found.names))).all())
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}") from error
+        except Exception as error:  # torch raises anything; its message advises to trust the file
             raise ValueError(f"{path}: not gradients.pt of this tool") from error
+        if not whole:
+            raise ValueError(f"{path}: gradients.pt with shapes that do not fit each other")
+        return found
 
 
 @dataclass(frozen=True)
@@ -265,14 +281,12 @@ def draw(found: Sequence[Found], path: Path) -> None:
         axis.set_xticks(sorted({f.ranks for f in found}))
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, format="png", dpi=130)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("config", nargs="?", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--gradients", type=Path, help="of an earlier call, instead of CONFIG")
@@ -281,15 +295,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="(default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        check_output(options.out / "reduction.json")
         gradients = read_or_capture(options)
         found = list(study(gradients, options.ranks))
         text = json.dumps([vars(f) for f in found], indent=1) + "\n"
-        (options.out / "reduction.json").write_text(text, encoding="utf-8")
-        draw(found, options.out / "reduction.png")
-    except (ValueError, OSError) as error:
-        print(f"study_reduction: {error}", file=sys.stderr)
-        return 2
+        with whole_file(options.out / "reduction.json") as file:
+            file.write_text(text, encoding="utf-8")
+        with whole_file(options.out / "reduction.png") as file:
+            draw(found, file)
+    except (ValueError, OSError, CheckpointError, NonFiniteError) as error:
+        return fail(error)
     print("\n".join(markdown(found)))
     return 0
 
@@ -300,6 +315,10 @@ def read_or_capture(options: Any) -> Gradients:
         raise ValueError("give either CONFIG or --gradients")
     if options.gradients is not None:
         return Gradients.load(options.gradients)
+    if min(options.ranks) < 2 or options.elements < GROUP:
+        raise ValueError(
+            f"--ranks {min(options.ranks)} --elements {options.elements}: at least 2 and {GROUP}"
+        )
     config = load_config(options.config, options.overrides)
     gradients = capture(config, ranks=max(options.ranks), elements=options.elements)
     gradients.save(options.out / "gradients.pt")

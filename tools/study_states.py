@@ -31,10 +31,10 @@ one line that says what is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +46,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from coatlm.console import Parser, fail
+from coatlm.files import check_output, whole_file
 from coatlm.fp8.expand import (
     GROUP,
     K_STEPS,
@@ -58,7 +60,13 @@ from coatlm.fp8.expand import (
     expand_quantize,
 )
 from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
-from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_state, read_tensors
+from coatlm.train.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    read_state,
+    read_tensors,
+    saved_config,
+)
 
 RECIPE = "adamw-fp32"
 M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
@@ -149,26 +157,27 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
     """
     if elements is not None and elements < GROUP:
         raise ValueError(f"elements={elements}: at least {GROUP}, a group")
-    path = find_checkpoint(str(checkpoint), checkpoint, logging.getLogger("study_states"))
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint}: no such directory")
+    named = os.path.join(".", checkpoint)  # not one of the words auto and none
+    path = find_checkpoint(named, checkpoint, logging.getLogger("study_states"))
     assert path is not None
     state = read_state(path)
-    optim = state["config"]["optim"]
-    if optim["recipe"] != RECIPE:
-        raise ValueError(
-            f"{path}: optim.recipe={optim['recipe']}; only {RECIPE} keeps exact states"
-        )
-    if state["updates"] < 1:
-        raise ValueError(f"{path}: updates={state['updates']}; at least 1, before it all is zero")
+    optim, updates = saved_config(path, state).optim, state.get("updates")
+    if optim.recipe != RECIPE:
+        raise ValueError(f"{path}: optim.recipe={optim.recipe}; only {RECIPE} keeps exact states")
+    if type(updates) is not int or updates < 1:
+        raise ValueError(f"{path}: updates={updates!r}; at least 1, before it all is zero")
     m, v = (_matrices(path, prefix) for prefix in (M_KEY, V_KEY))
-    if not m:
-        raise ValueError(f"{path} holds no matrix of at least {GROUP} elements")
+    if not m or [x.shape for x in m] != [x.shape for x in v]:
+        raise ValueError(f"{path} holds no m and v of a matrix of at least {GROUP} elements")
     share = 1.0 if elements is None else elements / sum(x.numel() for x in m)
     m_flat, v_flat = (torch.cat([_spread(x, share) for x in moment]) for moment in (m, v))
     if not all(bool(x.isfinite().all()) for x in (m_flat, v_flat)):
         raise ValueError(f"{path}: a moment is NaN or infinite")
     if not all(bool(x.any()) for x in (m_flat, v_flat)):
         raise ValueError(f"{path}: a moment is zero throughout")
-    return Moments(m_flat, v_flat, state["updates"], tuple(optim["betas"]), optim["eps"])
+    return Moments(m_flat, v_flat, updates, optim.betas, optim.eps)
 
 
 def _matrices(checkpoint: Path, prefix: str) -> list[Tensor]:
@@ -283,7 +292,7 @@ def draw(moments: Moments, path: Path) -> None:
         k = k[x.view(-1, GROUP).any(1)]  # of a group of zeros, k says nothing
         row[2].hist(k.tolist(), bins=[i / 4 for i in range(65)], color="tab:green")
         row[2].set(title=f"k of {name}: median {k.median():.3g}", xlabel="k", ylabel="groups")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, format="png", dpi=130)
 
 
 def _draw_range(axes: Axes, x: Tensor, how: Expansion, title: str) -> None:
@@ -320,23 +329,22 @@ def as_json(moments: Moments, result: Study) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
     parser.add_argument("--elements", type=int, help="at most so many (default: all)")
     options = parser.parse_args(arguments)
     try:
+        check_output(options.out / "states.json")
         moments = read_moments(options.checkpoint, elements=options.elements)
         result = study(moments, device="cuda" if torch.cuda.is_available() else "cpu")
-        options.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(as_json(moments, result), indent=1) + "\n"
-        (options.out / "states.json").write_text(text, encoding="utf-8")
-        draw(moments, options.out / "states.png")
+        with whole_file(options.out / "states.json") as file:
+            file.write_text(text, encoding="utf-8")
+        with whole_file(options.out / "states.png") as file:
+            draw(moments, file)
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"study_states: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     print("\n".join(markdown(result)))
     return 0
 

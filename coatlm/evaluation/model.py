@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.config import Config, make_config
+from coatlm.config import Config, Model, make_config
+from coatlm.model.accounting import parameters
 from coatlm.model.builder import Llama, build_model
 from coatlm.parallel.groups import make_groups, release_groups
 from coatlm.parallel.regions import sharded_tensors
@@ -18,6 +20,7 @@ from coatlm.train.setup import Launch, start_processes
 from coatlm.train.shards import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
+STATES = "optimizer.state."  # what the names of tensors begin with that are no weights
 PRECISIONS = ("fp32", "bf16")  # what a model without TransformerEngine computes in
 
 
@@ -35,6 +38,7 @@ def open_model(
     if EMBEDDING not in stored.described:
         raise ValueError(f"{checkpoint}: {EMBEDDING} is missing")
     vocab = stored.described[EMBEDDING][1][0]
+    _check_parameters(checkpoint, config.model, stored, vocab)
     start_processes(Launch())
     try:
         groups = make_groups(config.parallel)
@@ -65,6 +69,18 @@ def load_weights(model: Llama, checkpoint: Path) -> None:
                 f"{list(item.global_shape)}"
             )
         item.data.copy_(_part(whole, item.global_offset, item.local_shape))
+
+
+def _check_parameters(checkpoint: Path, model: Model, stored: StoredTensors, vocab: int) -> None:
+    """Raise ValueError for a configuration of another size, before such a model is built."""
+    described, wanted = 0, parameters(model, vocab)
+    for key, (_, shape) in stored.described.items():
+        if not key.startswith(STATES):
+            described += math.prod(shape)
+    if described != wanted:
+        raise ValueError(
+            f"{checkpoint}: its weights have {described:,} parameters, its configuration {wanted:,}"
+        )
 
 
 def _part(whole: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coatlm.console import progress
 from coatlm.data.documents import expand_inputs, file_kind, plan_segments, read_segment
 from coatlm.data.tokenizer import Tokenizer
 
@@ -106,18 +107,23 @@ def score(
     stride: int,
     batch: int,
     device: torch.device,
+    what: str = "evaluating",
 ) -> Score:
-    """`model(tokens, labels)` gives losses [B, W]; short windows are filled up on the right."""
+    """`model(tokens, labels)` gives losses [B, W]; short windows are filled up on the right. `what`
+    names the work where its progress is shown.
+    """
     documents = list(documents)
     pieces = [p for d in documents for p in windows(d.ids, window=window, stride=stride)]
     losses, counts = [], 0
-    for start in range(0, len(pieces), batch):
-        group = pieces[start : start + batch]
-        tokens = _filled([p.tokens for p in group], window, 0, device)
-        labels = _filled([p.labels for p in group], window, IGNORE, device)
-        loss = model(tokens, labels).masked_fill(labels == IGNORE, 0.0)
-        losses.append(loss.double().sum())
-        counts += sum(label != IGNORE for p in group for label in p.labels)
+    with progress(what, len(pieces), unit="windows") as advance:
+        for start in range(0, len(pieces), batch):
+            group = pieces[start : start + batch]
+            tokens = _filled([p.tokens for p in group], window, 0, device)
+            labels = _filled([p.labels for p in group], window, IGNORE, device)
+            loss = model(tokens, labels).masked_fill(labels == IGNORE, 0.0)
+            losses.append(loss.double().sum())
+            counts += sum(label != IGNORE for p in group for label in p.labels)
+            advance(len(group))
     total = float(torch.stack(losses).sum())
     return Score(total / counts, counts, sum(d.nbytes for d in documents))
 

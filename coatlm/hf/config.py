@@ -15,6 +15,7 @@ part in the logits (`HARMLESS`) and is carried along. Any other is refused by it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,18 @@ FIXED = (
     "use_mrope",
     "rope_interleaved",
 )
+COUNTS = (  # whole numbers; the other fields have the types that `Model` checks
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "sliding_window",
+    "max_window_layers",
+)
 LLAMA3 = (
     "factor",
     "low_freq_factor",
@@ -106,10 +119,13 @@ def read_model(raw: Mapping[str, Any]) -> Json:
     Fields that are not there have the values that transformers gives them.
     """
     family = raw.get("model_type")
+    if not isinstance(family, str):
+        raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
     if family in WRONG_LAYER:
         raise ValueError(f"config.json: model_type={family!r} does not fit: {WRONG_LAYER[family]}")
     if family not in ARCHITECTURES:
         raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
+    _check_types(raw)
     known = {*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED}
     if unknown := sorted(raw.keys() - known):
         raise ValueError(
@@ -218,6 +234,37 @@ def _family(model: Model, wanted: str | None) -> str:
     return next(name for name, fit in fits.items() if fit)
 
 
+def _check_types(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field that is computed with here is not of its type."""
+    wanted: list[
+        tuple[str, Any, bool, str]
+    ] = []  # name, value, whether it is right, what it must be
+    for name in COUNTS:
+        value = raw.get(name)
+        right = value is None or (type(value) is int and value >= 0)
+        wanted.append((name, value, right, "a whole number"))
+    for name in ("rope_scaling", "rope_parameters"):
+        section = raw.get(name)
+        wanted.append((name, section, isinstance(section, dict | None), "an object"))
+        for key, value in section.items() if isinstance(section, dict) else ():
+            right = isinstance(value, str) if key in ("rope_type", "type") else _is_number(value)
+            wanted.append((f"{name}.{key}", value, right, "a number, or the name of a type"))
+    theta, layers = raw.get("rope_theta"), raw.get("layer_types")
+    wanted.append(("rope_theta", theta, theta is None or _is_number(theta), "a number"))
+    names = layers is None or (isinstance(layers, list) and all(type(n) is str for n in layers))
+    wanted.append(("layer_types", layers, names, "a list of names"))
+    for name, value, right, what in wanted:
+        if not right:
+            raise ValueError(f"config.json: {name}={value!r}: must be {what}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
+
+
 def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
     """Raise ValueError where a field has a value that coatlm does not compute with."""
     allowed: list[tuple[str, tuple[Any, ...]]] = [
@@ -255,6 +302,23 @@ def _check_window(family: str, raw: Mapping[str, Any]) -> None:
     others = set(raw.get("layer_types") or ()) - {"full_attention"}
     if others:
         raise ValueError(f"config.json: layer_types has {sorted(others)[0]!r}: only full_attention")
+
+
+def check_token_ids(file: str, raw: Mapping[str, Any], rows: int) -> None:
+    """Raise ValueError where a config.json or generation_config.json has a token that is no id.
+
+    `rows`: of the embedding. Only the end of a text is looked up there: files of early models say
+    -1 for a padding token that they do not have.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = raw.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        lowest, highest = (0, rows - 1) if name == "eos_token_id" else (-1, 2**31 - 1)
+        for token in ids:
+            if type(token) is not int or not lowest <= token <= highest:
+                raise ValueError(
+                    f"{file}: {name}={value!r}: a token id from 0 to {rows - 1}, or a list of them"
+                )
 
 
 def _rotary(raw: Mapping[str, Any]) -> Json:

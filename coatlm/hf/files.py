@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -22,6 +20,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from coatlm.files import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = {  # of the types in a header
@@ -127,41 +127,9 @@ def write_weights(
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file. Raises ValueError, naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, not an object")
-    return content
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Indented, as Hugging Face writes it."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def whole_directory(final: Path) -> Iterator[Path]:
-    """A new directory that gets the name `final` once it is filled, and is removed if it fails.
-
-    Raises ValueError, before anything else, if `final` exists and is not an empty directory.
-    """
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise ValueError(f"{final}: exists already; give a new directory")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
-    temporary.mkdir()
-    try:
-        yield temporary
-        temporary.replace(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _write_file(

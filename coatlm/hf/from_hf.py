@@ -19,13 +19,16 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from coatlm.config import Config
+from coatlm.console import progress
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.hf.config import output_bias, read_model, run_config
-from coatlm.hf.files import Described, Report, Weights, read_json, whole_directory
-from coatlm.hf.layout import EMBEDDING, HEAD, Entry, entries, zero_biases
+from coatlm.files import read_json, whole_directory
+from coatlm.hf.config import check_token_ids, output_bias, read_model, run_config
+from coatlm.hf.files import Described, Report, Weights
+from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries, zero_biases
 from coatlm.hf.tokenizer import (
     GENERATION,
     TOKENIZER_FILES,
+    check_files,
     check_rows,
     copy_files,
     first_eos,
@@ -37,6 +40,7 @@ from coatlm.train.shards import write_layout, write_one_by_one
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # what coatlm trains in
 COMPUTED = ".rotary_emb.inv_freq"  # kept by early checkpoints; follows from config.json
+LARGEST_MULTIPLE = 1 << 16  # rows that --vocab-multiple may add to an embedding
 SEQ_LEN = 2048  # where config.json does not say
 
 
@@ -59,11 +63,14 @@ def from_huggingface(
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: coatlm trains in {' or '.join(DTYPES)}")
-    if vocab_multiple < 1:
-        raise ValueError(f"vocab_multiple={vocab_multiple}: at least 1")
+    if not 1 <= vocab_multiple <= LARGEST_MULTIPLE:
+        raise ValueError(f"vocab_multiple={vocab_multiple}: from 1 to {LARGEST_MULTIPLE}")
     raw = read_json(source / "config.json")
     model = read_model(raw)
     rows = model["vocab"] + -model["vocab"] % vocab_multiple
+    copied = ("config.json", GENERATION, *(() if tokenizer else TOKENIZER_FILES))
+    check_token_ids(str(source / "config.json"), raw, model["vocab"])
+    check_files(source, copied, model["vocab"])
     spec, fingerprint = _tokenizer(source, raw, tokenizer, rows)
     weights = Weights.open(source)
     stored = weights.describe()
@@ -76,26 +83,36 @@ def from_huggingface(
         seq_len=seq_len,
         precision="fp32" if kind == torch.float32 else "bf16",
     )
+    check_layers(config.model, stored, str(source / "config.json"))
     plan = {entry.key: entry for entry in entries(config.model, model["vocab"])}
     _check_stored(weights, stored, plan, biases=output_bias(raw), config=config)
     described = {key: (kind, _shape(entry, rows)) for key, entry in plan.items()}
 
+    written = [Described(*d) for d in described.values()]
+    report = Report.of(written, _notes(rows - model["vocab"]))
+
     def make(key: str) -> Tensor:
         parts = [weights.read(name).to(kind) for name in plan[key].parts]
-        return _with_rows(plan[key].join(parts), described[key][1][0])
+        whole = _with_rows(plan[key].join(parts), described[key][1][0])
+        advance(whole.nbytes)
+        return whole
 
-    with whole_directory(destination) as directory:
+    with (
+        whole_directory(destination) as directory,
+        progress(f"converting {source.name}", report.bytes) as advance,
+    ):
         write_layout(directory)
         write_one_by_one(directory, described, make)
-        own = () if tokenizer else TOKENIZER_FILES
-        copy_files(source, directory, ("config.json", GENERATION, *own))
+        copy_files(source, directory, copied)
         write_file(directory / STATE, _state(config, fingerprint))
         write_file(directory / "config.yaml", _start_yaml(config, destination))
         files = {p.name: File(p.stat().st_size, sha256(p)) for p in directory.iterdir()}
         write_manifest(directory, destination.parent, files)
-    added = f"{rows - model['vocab']} rows of zeros were added to the vocabulary"
-    notes = (added,) if rows > model["vocab"] else ()
-    return Report.of([Described(*d) for d in described.values()], notes)
+    return report
+
+
+def _notes(added: int) -> tuple[str, ...]:
+    return (f"{added} rows of zeros were added to the vocabulary",) if added else ()
 
 
 def _tokenizer(

@@ -11,7 +11,7 @@ same pairs on both sides, so rows are moved and values never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +63,17 @@ def entries(model: Model, vocab: int) -> Iterator[Entry]:
     yield _same("decoder.final_layernorm.weight", "model.norm.weight", (H,))
     if not model.tie_embeddings:
         yield _same("output_layer.weight", HEAD, (vocab, H))
+
+
+def check_layers(model: Model, stored: Collection[str], where: str) -> None:
+    """Raise ValueError where a model has more layers than there are tensors.
+
+    `entries` takes memory per layer, and a configuration may come from a stranger.
+    """
+    if model.layers > len(stored):
+        raise ValueError(
+            f"{where} has {model.layers} layers, its weights only {len(stored)} tensors"
+        )
 
 
 def zero_biases(model: Model) -> dict[str, Shape]:

@@ -17,22 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.config import Config, make_config
-from coatlm.hf.config import output_bias, write_config
+from coatlm.config import Config
+from coatlm.console import progress
+from coatlm.files import read_json, whole_directory
+from coatlm.hf.config import check_token_ids, output_bias, write_config
 from coatlm.hf.files import (
     Described,
     Report,
-    read_json,
-    whole_directory,
     write_json,
     write_weights,
 )
 from coatlm.hf.fp8 import Fp8Export
-from coatlm.hf.layout import EMBEDDING, Entry, entries, is_linear, zero_biases
-from coatlm.hf.tokenizer import GENERATION, TOKENIZER_FILES, copy_files, export_tokenizer
+from coatlm.hf.layout import EMBEDDING, Entry, check_layers, entries, is_linear, zero_biases
+from coatlm.hf.tokenizer import (
+    GENERATION,
+    TOKENIZER_FILES,
+    check_files,
+    copy_files,
+    export_tokenizer,
+)
 from coatlm.optim.adamw import MASTER, find_recipe
 from coatlm.optim.formats import GROUP
-from coatlm.train.checkpoint import find_checkpoint, read_state
+from coatlm.train.checkpoint import find_checkpoint, read_state, saved_config
 from coatlm.train.shards import StoredTensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -66,21 +72,30 @@ def to_huggingface(
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: at least 1")
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such directory")
     named = os.path.join(".", source)  # not one of the words auto and none
     checkpoint = find_checkpoint(named, source, logger)
     assert checkpoint is not None  # a path was given
     state = read_state(checkpoint)
-    config = make_config(state["config"])
+    config, fingerprint = saved_config(checkpoint, state), str(state.get("tokenizer"))
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}
     weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)
     rows = _rows(raw.get("vocab_size") if vocab_size is None else vocab_size, weights.rows)
+    if relative is not None:
+        check_token_ids(str(relative / "config.json"), raw, weights.rows)
+        check_files(relative, (GENERATION, *TOKENIZER_FILES), weights.rows)
     result = write_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
     plan = list(entries(config.model, rows))
     zeros = zero_biases(config.model) if output_bias(result) else {}
     described = _describe(plan, zeros, weights.dtype, fp8)
-    with whole_directory(destination) as directory:
-        notes = _write_tokenizer(directory, relative, config, state["tokenizer"], result)
+    size = Report.of(list(described.values()), ()).bytes
+    with (
+        whole_directory(destination) as directory,
+        progress(f"converting {checkpoint.name}", size) as advance,
+    ):
+        notes = _write_tokenizer(directory, relative, config, fingerprint, result)
         if fp8 is not None:
             result["quantization_config"] = fp8.config()
         write_json(directory / "config.json", result)
@@ -92,6 +107,7 @@ def to_huggingface(
         def make(name: str) -> Tensor:
             made, tensor = next(tensors)
             assert made == name, f"{made} is made where {name} is to be written"
+            advance(tensor.nbytes)
             return tensor
 
         write_weights(directory, described, make, shard_bytes=shard_bytes)
@@ -114,6 +130,7 @@ class CheckpointWeights:
         self._recipe = find_recipe(config.optim.recipe).weight
         exact = dtype == torch.float32 and own == torch.bfloat16
         names = [key.removeprefix(STATES) for key in described if key.startswith(STATES)]
+        check_layers(config.model, described, str(checkpoint))
         masters = [name for name in names if exact and name.startswith(MASTER)]
         plan = {entry.key: entry.shape for entry in entries(config.model, self.rows)}
         self._suffixes = {  # of what is kept beside each weight

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.data.tokenizer import EOD_NAMES, ByteTokenizer, Tokenizer, make_tokenizer
+from coatlm.files import read_json
+from coatlm.hf.config import check_token_ids
 from coatlm.hf.files import write_json
 
 TOKENIZER_FILES = (
@@ -29,6 +31,18 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
+
+
+def check_files(source: Path, names: tuple[str, ...], rows: int) -> None:
+    """Raise ValueError, naming the file, where one of `names` would not be read after a copy.
+
+    `rows`: of the embedding, in which a generation_config.json has its tokens.
+    """
+    for path in (source / name for name in names if name.endswith(".json")):
+        if path.is_file():
+            content = read_json(path)
+            if path.name == GENERATION:
+                check_token_ids(str(path), content, rows)
 
 
 def copy_files(source: Path, destination: Path, names: tuple[str, ...]) -> list[str]:
@@ -112,7 +126,11 @@ def check_rows(tokenizer: Tokenizer, rows: int) -> None:
 def _token(path: Path, index: int) -> str | None:
     import tokenizers
 
-    token: str | None = tokenizers.Tokenizer.from_file(str(path)).id_to_token(index)
+    try:
+        model = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path}: not a tokenizer.json: {error}") from None
+    token: str | None = model.id_to_token(index)
     return token
 
 
@@ -127,7 +145,8 @@ def _write_byte_tokenizer(destination: Path) -> None:
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens([EOD_NAMES[0]])
     assert model.token_to_id(EOD_NAMES[0]) == ByteTokenizer.eod
-    model.save(str(destination / "tokenizer.json"))
+    # `save` of the library raises a bare Exception on a full disk
+    (destination / "tokenizer.json").write_text(model.to_str(pretty=True), encoding="utf-8")
     _write_fast_config(destination, EOD_NAMES[0])
 
 

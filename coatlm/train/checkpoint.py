@@ -20,16 +20,19 @@ import logging
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.config import Config, ConfigError, make_config
+from coatlm.console import in_bytes
 from coatlm.platform import enable_cpu
 from coatlm.train.agreement import Group, one_line, together
 from coatlm.train.manifest import (
@@ -74,12 +77,23 @@ __all__ = [
     "load",
     "read_state",
     "read_tensors",
+    "saved_config",
     "tensor_checksum",
     "tensor_checksums",
     "verify",
 ]
 
 CHECKPOINTS = "checkpoints"  # in a run's directory
+
+logger = logging.getLogger("coatlm")
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was published."""
+
+    name: str
+    bytes: int  # of all ranks' files
+    seconds: float  # since `Checkpointer.save` was called
 
 
 class Checkpointer:
@@ -99,6 +113,7 @@ class Checkpointer:
         self._rank = 0 if group is None else group.rank()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._saved: Saved | None = None
         self._token = together(self._prepare, group)[0]
 
     def save(self, step: int, tensors: Sequence[ShardedTensor], state: dict[str, Any]) -> None:
@@ -109,25 +124,30 @@ class Checkpointer:
         Raises CheckpointError.
         """
         self.wait()
+        begin = time.monotonic()
         text = json.dumps(state, indent=1)
         pieces = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         if not self._async:
-            self._run(step, pieces, None, text)
+            self._run(step, pieces, None, text, begin)
             self.poll()
             return
         copies = [replace(piece, data=_host_copy(piece.data)) for piece in pieces]
-        arguments = (step, copies, _copies_queued(pieces), text)
+        arguments = (step, copies, _copies_queued(pieces), text, begin)
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         self._thread.start()
 
     def poll(self) -> None:
-        """Raise the CheckpointError of a save that failed meanwhile, once. Never waits.
+        """Log a save that was published meanwhile, or raise its CheckpointError; each once. Never
+        waits.
 
         Ranks learn of a failure at the same time to within a message, maybe a step apart.
         """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        saved, self._saved = self._saved, None
+        if saved is not None and self._rank == 0:
+            logger.info("saved %s: %s in %.1f s", saved.name, in_bytes(saved.bytes), saved.seconds)
 
     def wait(self) -> None:
         """Until nothing is being written; raises like `poll`."""
@@ -148,9 +168,14 @@ class Checkpointer:
         return token
 
     def _run(
-        self, step: int, pieces: list[ShardedTensor], copied: torch.cuda.Event | None, state: str
+        self,
+        step: int,
+        pieces: list[ShardedTensor],
+        copied: torch.cuda.Event | None,
+        state: str,
+        begin: float,
     ) -> None:
-        """Write; what fails is kept for `poll`."""
+        """Write; `poll` reports how it ended. `begin`: when `save` was called."""
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
         try:
             together(lambda: self._begin(temporary, copied, state), self._group)
@@ -158,6 +183,8 @@ class Checkpointer:
             parts = together(lambda: self._fingerprints(temporary), self._group)
             files = {name: file for part in parts for name, file in part.items()}
             together(lambda: self._commit(temporary, step, files), self._group)
+            written = sum(file.bytes for file in files.values())
+            self._saved = Saved(step_name(step), written, time.monotonic() - begin)
         except Exception as error:  # of any kind: nobody looks at what a thread raises
             if self._rank == 0:  # another rank could delete what rank 0 is about to publish
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -244,11 +271,27 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is damaged (nested too deeply)") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged (a {type(state).__name__}, not an object)")
     return state
+
+
+def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
+    """The configuration in a checkpoint's `state`. Raises CheckpointError, naming its file."""
+    path = checkpoint / STATE
+    if not isinstance(state.get("config"), dict):
+        raise CheckpointError(f"{path} is damaged (it has no configuration)")
+    try:
+        return make_config(state["config"])
+    except ConfigError as error:
+        problem = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} has a configuration that cannot be used: {problem}"
+        ) from None
 
 
 def _candidates(

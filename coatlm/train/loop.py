@@ -8,6 +8,7 @@ on over gloo between steps, so that all ranks save the same step.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -27,6 +28,7 @@ from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
 from coatlm.train.agreement import together
+from coatlm.train.ending import finish, nothing_to_do
 from coatlm.train.faults import (
     FLIGHT,
     SIGNALS,
@@ -39,7 +41,6 @@ from coatlm.train.faults import (
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.resume import Progress, restore, resume, set_aside, state_to_save
 from coatlm.train.run_directory import (
-    loss_plot,
     prepare_directory,
     start_logging,
     write_config,
@@ -113,7 +114,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         restarted=launch.restarted,
     )
     if run.step >= config.train.steps:
-        logger.info("%s", nothing_to_do(config, run))
+        logger.info("%s", nothing_to_do(config, run.step))
         return None
     if launch.rank == 0:
         set_aside(config, origin)
@@ -217,9 +218,11 @@ class Loop:
         self.metrics.advance()
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
+            window, run.window = run.window, []
             self.metrics.log_step(
                 run.step,
                 loss=last_loss,
+                loss_mean=math.fsum(window) / len(window) if window else math.nan,
                 grad_norm=last_norm,
                 lr=rate,
                 tokens=run.tokens,
@@ -265,10 +268,13 @@ class Loop:
         self.metrics.log_numerics(self.run.step + 1, records)
 
     def _fetch(self) -> tuple[float, float]:
-        """Wait for the device; count skipped steps; the last step's loss and gradient norm."""
+        """Wait for the device; count skipped steps, add losses to the window; the last step's loss
+        and gradient norm.
+        """
         run = self.run
         values = torch.stack([torch.stack(triple) for triple in run.pending]).tolist()
         run.pending.clear()
+        run.window += [v[0] for v in values if math.isfinite(v[0])]
         run.guard.observe(run.step, [v[1] for v in values], [bool(v[2]) for v in values])
         return values[-1][0], values[-1][1]
 
@@ -358,30 +364,6 @@ class Loop:
             ),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory)),
         )
-
-
-def finish(config: Config, run: Progress, code: ExitCode) -> None:
-    """The last words of a run."""
-    plot = loss_plot(config.run.dir)
-    latest = ["checkpoints/latest"] if (config.run.dir / "checkpoints/latest").exists() else []
-    parts = ["metrics.jsonl", *latest, *([plot.name] if plot else [])]
-    where = f"{config.run.dir}/{{{','.join(parts)}}}"
-    if code == ExitCode.OK:
-        more = f"train.steps={2 * config.train.steps}"
-        logger.info("done: step %d, see %s; to train on, run again with %s", run.step, where, more)
-    else:
-        how = "the same command resumes"
-        if config.checkpoint.resume == "none":
-            how = "checkpoint.resume=auto resumes"
-        logger.info("stopped at step %d, see %s; %s", run.step, where, how)
-
-
-def nothing_to_do(config: Config, run: Progress) -> str:
-    """The only words of a start that finds all steps done."""
-    return (
-        f"done: {config.run.dir} is at step {run.step}, train.steps={config.train.steps}: "
-        "nothing to train, nothing was changed"
-    )
 
 
 def device_name() -> str | None:

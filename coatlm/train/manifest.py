@@ -25,12 +25,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from coatlm.console import Advance, progress
+
 FORMAT = 1  # of the manifest; a reader refuses any other
 MANIFEST = "manifest.json"
 STATE = "state.json"
 LATEST = "latest"
 REQUIRED = frozenset({".metadata", "metadata.json", "common.pt", STATE})
 TEMPORARY = ".tmp-"
+BUFFER = 1 << 20  # bytes read at a time for a checksum
 REPLACED = ".replaced-"  # an older checkpoint of a step that is being written again
 STEP = re.compile(r"step_(\d{8,})")
 
@@ -81,8 +84,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = Manifest(int(content["serial"]), files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is damaged (nested too deeply)") from error
     if foreign := sorted(name for name in files if Path(name).name != name):
         raise CheckpointError(f"{path} lists {foreign[0]!r}, which is not a file's name")
     if missing := sorted(REQUIRED - files.keys()):
@@ -94,25 +99,29 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
     """What is wrong with a checkpoint, one line a problem; empty if it is whole.
 
     The presence and size of every file are checked, and the checksum of every `world`-th file from
-    the `rank`-th on: together, `world` ranks read each byte once.
+    the `rank`-th on: together, `world` ranks read each byte once. Rank 0 shows its progress.
     """
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    for index, (name, expected) in enumerate(sorted(manifest.files.items())):
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-            if size != expected.bytes:
-                problems.append(f"{path} has {size} bytes, {expected.bytes} were written")
-            elif checksums and index % world == rank and sha256(path) != expected.sha256:
-                problems.append(f"{path} is not what was written: its checksum differs")
-        except FileNotFoundError:
-            problems.append(f"{path} is missing")
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
+    files = sorted(manifest.files.items())
+    share = files[rank::world] if checksums else []
+    total = sum(expected.bytes for _, expected in share)
+    with progress(f"verifying {checkpoint.name}", total, show=rank == 0) as advance:
+        for name, expected in files:
+            path = checkpoint / name
+            try:
+                size = path.stat().st_size
+                if size != expected.bytes:
+                    problems.append(f"{path} has {size} bytes, {expected.bytes} were written")
+                elif (name, expected) in share and sha256(path, advance) != expected.sha256:
+                    problems.append(f"{path} is not what was written: its checksum differs")
+            except FileNotFoundError:
+                problems.append(f"{path} is missing")
+            except OSError as error:
+                problems.append(f"{path}: {error.strerror}")
     return problems
 
 
@@ -125,10 +134,16 @@ def newest_first(directory: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
-def sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path, advance: Advance | None = None) -> str:
+    """The hexadecimal SHA-256 of a file's content; `advance` is told the bytes read."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(BUFFER))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if advance is not None:
+                advance(count)
+    return digest.hexdigest()
 
 
 def write_file(path: Path, content: bytes) -> None:

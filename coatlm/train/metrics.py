@@ -1,9 +1,9 @@
 """What a run reports of its steps: numbers to a file, trackers and the console.
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
-                    step loss grad_norm lr tokens step_ms tokens_per_s_per_gpu tflops_per_gpu mfu
-                    peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT]; after an evaluation
-                    step val_loss val_ppl;
+                    step loss loss_mean grad_norm lr tokens step_ms tokens_per_s_per_gpu
+                    tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT];
+                    after an evaluation step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
                     optim.edq.report says
@@ -15,6 +15,8 @@ Steps count from 1 here: `step` is the number of updates done. null means not kn
 on a CPU). A value that is NaN or Inf is null too, as JSON has neither, and its name stands in the
 list `nonfinite`, a key that only such lines have.
 
+    loss                 = of the last step
+    loss_mean            = mean of the finite losses of all steps since the line before
     tokens_per_s_per_gpu = tokens a step / seconds a step / processes
     tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs a token / 1e12      (model.accounting)
     mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
@@ -150,7 +152,8 @@ class Console:
         evaluated = "val_loss" in record
         (logger if evaluated else lines).info(step_line(record, self.steps))
         if not evaluated:
-            self.bar.set_postfix_str(", ".join([f"loss {record['loss']:.4f}", *speed(record)]))
+            loss = f"loss {record['loss_mean']:.4f}"
+            self.bar.set_postfix_str(", ".join([loss, *speed(record)]))
 
     def close(self) -> None:
         self.bar.close()
@@ -285,6 +288,7 @@ class MetricsLogger:
         step: int,
         *,
         loss: float,
+        loss_mean: float,
         grad_norm: float,
         lr: float,
         tokens: int,
@@ -295,7 +299,8 @@ class MetricsLogger:
     ) -> None:
         """Record the state after update `step`: after `advance`, the floats already fetched.
 
-        `tokens` is the number of tokens that the run has trained on so far.
+        `loss` is that of update `step`, `loss_mean` the mean over the updates since the last call,
+        `tokens` the number of tokens that the run has trained on so far.
         """
         seconds = self.throughput.lap()
         assert seconds > 0, "advance() comes before log_step()"
@@ -305,6 +310,7 @@ class MetricsLogger:
             {
                 "step": step,
                 "loss": loss,
+                "loss_mean": loss_mean,
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "tokens": tokens,

@@ -32,13 +32,16 @@ logger = logging.getLogger("coatlm")
 
 @dataclass
 class Progress:
-    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device."""
+    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device;
+    `window`: the finite losses fetched since the last line of metrics.jsonl.
+    """
 
     guard: NonFiniteGuard
     step: int = 0  # updates done
     tokens: int = 0  # in the global batches of these updates
     samples: int = 0  # where the next step begins in the order of samples
     pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    window: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
 
     @property
@@ -74,6 +77,7 @@ def state_to_save(
         "skipped": run.guard.total,
         "skipped_in_row": run.guard.in_row,
         "left_out": run.left_out,
+        "window": run.window,
         "spikes": None if trainer.spikes is None else trainer.spikes.state(),
         "tokenizer": tokenizer,
         "data": data,
@@ -189,6 +193,7 @@ def restore(
     run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]
     run.tokens = state["tokens"]
     run.samples = _next_sample(state, trainer.config.data.seq_len)
+    run.window = [float(loss) for loss in state.get("window", ())]
     if trainer.spikes is not None:
         trainer.spikes.restore(state.get("spikes"))
     logger.info("resumed from %s at step %d", path, run.step)

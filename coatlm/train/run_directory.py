@@ -29,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 from coatlm.config import Config, ConfigError
+from coatlm.files import whole_file
 
 METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
@@ -138,7 +139,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[Record, str]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # a number too long is no JSONDecodeError
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield record, line
@@ -152,7 +153,7 @@ def loss_plot(run_dir: Path) -> Path | None:
     from matplotlib.figure import Figure  # half a second that only the end of a run pays
 
     records = read_metrics(run_dir)
-    train = [r for r in records if "loss" in r]
+    train = [{"loss_mean": r["loss"], **r} for r in records if "loss" in r]
     val = [r for r in records if "val_loss" in r]
     if not train and not val:
         return None
@@ -161,7 +162,7 @@ def loss_plot(run_dir: Path) -> Path | None:
     for attempt in earlier_attempts(run_dir):
         earlier = [r for r in read_metrics(attempt) if "loss" in r]
         upper.plot(*_curve(earlier, "loss"), linewidth=0.8, color="0.8")
-    upper.plot(*_curve(train, "loss"), linewidth=1.2, label="train")
+    upper.plot(*_curve(train, "loss_mean"), linewidth=1.2, label="train")
     upper.plot(
         *_curve(val, "val_loss"), marker="o", markersize=4, linewidth=1.0, label="validation"
     )
@@ -173,7 +174,8 @@ def loss_plot(run_dir: Path) -> Path | None:
     for axis in (upper, lower):
         axis.grid(alpha=0.3)
     path = run_dir / "loss.png"
-    figure.savefig(path, dpi=130)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
     return path
 
 
@@ -235,7 +237,7 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     if "val_loss" in record:
         return f"{parts[0]} | val_loss {record['val_loss']:.4f} | val_ppl {record['val_ppl']:.2f}"
     parts += [
-        f"loss {record['loss']:.4f}",
+        f"loss {record['loss_mean']:.4f}",
         f"grad_norm {record['grad_norm']:.2f}",
         f"lr {record['lr']:.1e}",
         *speed(record),

@@ -6,8 +6,8 @@ be read back: each rectangle wanted is assembled from its intersections with tho
 are copied bit by bit, so stored and wanted types must agree.
 
 torch.distributed.checkpoint does the planning and the input/output. Its two uses of pickle are
-fenced: `.metadata` is read with an allow-list of the types it consists of, and tensors are read
-with torch's `weights_only` unpickler. `common.pt` is for megatron alone and never read here.
+fenced: `.metadata` is read with an allow-list of types (see `metadata`), and tensors are read with
+torch's `weights_only` unpickler. `common.pt` is for megatron alone and never read here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -37,7 +37,8 @@ from torch.futures import Future
 
 from coatlm.platform import enable_cpu
 from coatlm.train.agreement import Group, one_line, summary, together
-from coatlm.train.manifest import CheckpointError, read_manifest, write_file
+from coatlm.train.manifest import CheckpointError, write_file
+from coatlm.train.metadata import read_metadata
 
 enable_cpu()
 
@@ -134,7 +135,8 @@ def write_one_by_one(
 ) -> None:
     """Write whole tensors from one process; `make(key)` gives each when its turn has come.
 
-    What it gives is freed after it was written. Raises CheckpointError.
+    What it gives is freed after it was written. Raises CheckpointError, OSError of the disk and the
+    ValueError of `make`.
     """
     empty = {
         key: torch.empty(shape, dtype=t, device="meta") for key, (t, shape) in described.items()
@@ -143,8 +145,10 @@ def write_one_by_one(
     try:
         save(empty, storage_writer=_Writer(directory), planner=planner, no_dist=True)
     except CheckpointException as error:
-        reasons = {rank: one_line(failure[0]) for rank, failure in error.failures.items()}
-        raise CheckpointError(summary(reasons, 1)) from error
+        cause = error.failures[0][0]
+        if isinstance(cause, ValueError | OSError):  # of `make`, or of the disk
+            raise cause from error
+        raise CheckpointError(one_line(cause)) from error
 
 
 def tensor_checksums(checkpoint: Path) -> dict[str, str]:
@@ -198,13 +202,22 @@ def _unused(reader: _Reader, tensors: Sequence[ShardedTensor], group: Group | No
 def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
     """Copy what is stored into `targets`. Each rank plans for itself: nothing is to be agreed."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), reader.read_metadata(), is_coordinator=True)
-    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    found = sum(math.prod(item.lengths) for item in plan.items)
-    if found != sum(map(_elements, targets.values())):
-        raise CheckpointError(f"{reader.path}: parts of some tensors are not stored")
-    reader.read_data(plan, planner).wait()
+    metadata = reader.read_metadata()
+    try:
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        found = sum(math.prod(item.lengths) for item in plan.items)
+        if found != sum(map(_elements, targets.values())):
+            raise CheckpointError(f"{reader.path}: parts of some tensors are not stored")
+        reader.read_data(plan, planner).wait()
+    except (OSError, MemoryError, CheckpointError):
+        raise
+    except pickle.UnpicklingError as error:  # torch's message advises to read the file all the same
+        problem = "a .distcp file holds something other than tensors, refused"
+        raise CheckpointError(f"{reader.path}: {problem}") from error
+    except Exception as error:  # a damaged file raises nearly anything
+        raise CheckpointError(f"{reader.path} is damaged ({one_line(error)})") from error
 
 
 def _elements(target: Tensor) -> int:
@@ -301,63 +314,10 @@ class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, from the allowed types only. Raises CheckpointError for any other."""
         if self._metadata is None:
-            self._metadata = self._read_metadata()
+            self._metadata = read_metadata(Path(self.path))
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """What is stored, by key."""
         stored = self.read_metadata().state_dict_metadata
         return {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
-
-    def _read_metadata(self) -> Metadata:
-        directory = Path(self.path)
-        names = read_manifest(directory).files.keys()
-        path = directory / ".metadata"
-        try:
-            with path.open("rb") as file:
-                content = _MetadataUnpickler(file).load()
-            if not isinstance(content, Metadata):
-                raise CheckpointError(f"a {type(content).__name__}, not metadata")
-            places = [
-                (v.relative_path, v.transform_descriptors) for v in content.storage_data.values()
-            ]
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        except Exception as error:  # a damaged pickle raises nearly anything
-            raise CheckpointError(f"{path} is damaged ({one_line(error)})") from error
-        if any(name not in names or transforms for name, transforms in places):
-            raise CheckpointError(f"{path} refers to data outside the checkpoint")
-        return content
-
-
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise CheckpointError(f"tensors of layout {name!r} are not supported")
-    return torch.strided
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what DCP's metadata consists of, none of which runs code of the file's choosing."""
-
-    ALLOWED: ClassVar[Mapping[tuple[str, str], Any]] = {
-        (metadata.__name__, "Metadata"): metadata.Metadata,
-        (metadata.__name__, "MetadataIndex"): metadata.MetadataIndex,
-        (metadata.__name__, "StorageMeta"): metadata.StorageMeta,
-        (metadata.__name__, "TensorStorageMetadata"): metadata.TensorStorageMetadata,
-        (metadata.__name__, "ChunkStorageMetadata"): metadata.ChunkStorageMetadata,
-        (metadata.__name__, "TensorProperties"): metadata.TensorProperties,
-        (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
-        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): _layout,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.ALLOWED:
-            return self.ALLOWED[module, name]
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise CheckpointError(f"{module}.{name} is not a part of metadata, refused")

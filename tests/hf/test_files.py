@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coatlm.hf.files import Described, Weights, whole_directory, write_weights
+from coatlm.hf.files import Described, Weights, write_weights
 
 TENSORS = {
     "a": torch.randn(3, 5),
@@ -70,16 +70,3 @@ def test_damage_is_reported_with_the_file(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(ValueError, match="is not a file's name"):
         Weights.open(tmp_path)
-
-
-def test_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), whole_directory(tmp_path / "a") as directory:
-        (directory / "part").touch()
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-    with whole_directory(tmp_path / "a") as directory:
-        (directory / "part").touch()
-        assert not (tmp_path / "a").exists()
-    assert [path.name for path in tmp_path.rglob("*")] == ["a", "part"]
-    with pytest.raises(ValueError, match="exists already"), whole_directory(tmp_path / "a"):
-        pass

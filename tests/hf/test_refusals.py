@@ -13,11 +13,24 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coatlm.console import LONGEST
+from coatlm.hf.config import (
+    FIXED,
+    HARMLESS,
+    MODEL_FIELDS,
+    ROTARY,
+    WINDOW,
+    check_token_ids,
+    read_model,
+    run_config,
+)
 from coatlm.hf.files import Weights, write_json
 from coatlm.hf.from_hf import from_huggingface
 from coatlm.hf.to_hf import to_huggingface
 from coatlm.train.shards import StoredTensors
 from tests.hf.models import make_model
+from tests.test_files import small_disk
+from tests.train.test_shards import seal
 from tools.convert_checkpoint import main
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -64,6 +77,21 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         "the weights are float16, float32: say which type",
     ),
     "field": (lambda c, t: c.update({"clip_qkv": 8.0}), "clip_qkv=8.0 is not known"),
+    "layers": (
+        lambda c, t: c.update({"num_hidden_layers": 10**6}),
+        "config.json has 1000000 layers, its weights only",
+    ),
+    "hidden": (
+        lambda c, t: c.update({"hidden_size": 2**40, "head_dim": 16}),
+        "model.embed_tokens.weight is [263, 64], config.json says [263, 1099511627776]",
+    ),
+    "vocab": (
+        lambda c, t: c.update({"vocab_size": 10**12}),
+        "model.embed_tokens.weight is [263, 64], config.json says [1000000000000, 64]",
+    ),
+    "eos": (lambda c, t: c.update({"eos_token_id": 10**30}), "eos_token_id=1000"),
+    "family": (lambda c, t: c.update({"model_type": ["llama"]}), "model_type=['llama']"),
+    "long": (lambda c, t: c.update({"x" * 5000: 1}), "config.json: xxx"),
 }
 
 
@@ -78,7 +106,127 @@ def test_directory_that_does_not_fit_is_refused_by_name(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert complaint in error and len(error.splitlines()) == 1
+    assert len(error) <= len("error: \n") + LONGEST
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+HOSTILE = [None, True, -1, 0, 1.5, 10**400, 1e308, "x", "", [], [[]], {}, {"a": {}}, ["x" * 1000]]
+FIELDS = sorted({*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED})
+
+
+@pytest.mark.parametrize("family", [None, "qwen2"])
+def test_every_field_of_config_json_is_read_or_refused_by_its_name(family: str | None) -> None:
+    base = json.loads(json.dumps(make_model("llama bias").config.to_dict()))
+    base = {name: value for name, value in base.items() if name in FIELDS}
+    changes = {} if family is None else {"model_type": family, "attention_bias": None}
+    changes |= {} if family is None else {"architectures": None}
+    read_model(base | changes)
+    refused = 0
+    for name in FIELDS:
+        for value in HOSTILE:
+            try:
+                model = read_model(base | changes | {name: value})
+                check_token_ids("config.json", base | changes | {name: value}, 263)
+                run_config(model, tokenizer="byte", seq_len=32, precision="fp32")
+            except ValueError as error:
+                refused += 1
+                assert name in str(error) or MODEL_FIELDS.get(name, "?") in str(error)
+    assert refused > 3 * len(HOSTILE)
+
+
+NESTED = '{"a": ' + "[" * 100_000
+BROKEN = {
+    "not JSON": "{",
+    "nested too deeply": NESTED,
+    "holds a list": "[1, 2]",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    ],
+)
+@pytest.mark.parametrize("complaint", list(BROKEN))
+def test_a_file_that_is_no_object_of_json_is_refused_on_the_way_in(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, complaint: str
+) -> None:
+    source = shutil.copytree(original, tmp_path / "hf")
+    (source / name).write_text(BROKEN[complaint])
+    arguments = ["--from", "hf", "--to", "coatlm", str(source), str(tmp_path / "coatlm")]
+    own = [] if "token" in name else ["--tokenizer", "byte"]
+    assert main([*arguments, *own]) == 2
+    error = capsys.readouterr().err
+    assert f"hf/{name}: " in error and complaint in error and len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+GENERATION = {
+    "eos_token_id='</s>': a token id": {"eos_token_id": "</s>"},
+    "eos_token_id=[2, 9999]: a token id from 0 to 262": {"eos_token_id": [2, 9999]},
+    "bos_token_id=1.0: a token id": {"bos_token_id": 1.0},
+    "eos_token_id=-1: a token id": {"eos_token_id": -1},
+    "pad_token_id={}: a token id": {"pad_token_id": {}},
+}
+
+
+@pytest.mark.parametrize("complaint", list(GENERATION))
+def test_a_generation_config_without_token_ids_is_refused_in_both_directions(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], complaint: str
+) -> None:
+    from_huggingface(original, tmp_path / "coatlm", tokenizer="byte")
+    source = shutil.copytree(original, tmp_path / "hf")
+    write_json(source / "generation_config.json", GENERATION[complaint])
+    there = ["--from", "hf", "--to", "coatlm", str(source), str(tmp_path / "new")]
+    back = ["--from", "coatlm", "--to", "hf", str(tmp_path / "coatlm"), str(tmp_path / "new")]
+    for arguments in ([*there, "--tokenizer", "byte"], [*back, "--like", str(source)]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert f"generation_config.json: {complaint}" in error and len(error.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["coatlm", "hf"]
+
+
+def test_a_small_disk_is_one_line_and_nothing_is_left_of_a_conversion(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from_huggingface(original, tmp_path / "coatlm", tokenizer="byte")
+    there = ["--from", "hf", "--to", "coatlm", str(original), str(tmp_path / "in" / "new")]
+    back = [
+        "--from",
+        "coatlm",
+        "--to",
+        "hf",
+        str(tmp_path / "coatlm"),
+        str(tmp_path / "in" / "new"),
+    ]
+    for arguments in ([*there, "--tokenizer", "byte"], back):
+        for limit in (10, 50_000):  # within the first small file, and within the weights
+            with small_disk(limit):
+                assert main(arguments) == 2
+            error = capsys.readouterr().err
+            assert error == f"error: {tmp_path}/in/new: cannot be written: File too large\n"
+            assert [path.name for path in tmp_path.iterdir()] == ["coatlm"]
+
+
+def test_a_state_with_more_layers_than_weights_is_refused_before_a_plan_is_made(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from_huggingface(original, tmp_path / "coatlm", tokenizer="byte")
+    path = tmp_path / "coatlm" / "state.json"
+    state = json.loads(path.read_text())
+    state["config"]["model"]["layers"] = 10**6
+    path.write_text(json.dumps(state))
+    seal(tmp_path / "coatlm")
+    arguments = ["--from", "coatlm", "--to", "hf", str(tmp_path / "coatlm"), str(tmp_path / "new")]
+    assert main(arguments) == 2
+    assert "has 1000000 layers, its weights only" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_tied_head_that_is_stored_too_and_inverse_frequencies_are_left_out(

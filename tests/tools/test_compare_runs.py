@@ -153,3 +153,15 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+
+
+def test_a_key_that_an_earlier_version_did_not_log_is_no_difference(
+    tmp_path: Path, a: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [json.loads(line) for line in (a / "metrics.jsonl").open()]
+    later = [r | {"loss_mean": 4.0} if "loss" in r else r for r in records]
+    b = run_in(tmp_path / "b", later)
+    assert compare(capsys, a, b) == (0, ["identical: 4 records"])
+    c = run_in(tmp_path / "c", [r | {"loss_mean": 3.0} if "loss" in r else r for r in records])
+    code, lines = compare(capsys, b, c)
+    assert code == 1 and "loss_mean is 4.0 in A, 3.0 in B" in lines[0]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.plot_run import GROUPS, Run, difference, draw, main, read_run, read_runs
+from tests.test_files import small_disk
+from tools.plot_run import GROUPS, Run, difference, draw, main, read_run, read_runs, smoothing
 
 
 def run_in(directory: Path, losses: Sequence[float | None], *, val: float | None = None) -> Path:
@@ -35,6 +37,68 @@ def test_difference_is_smoothed_over_the_common_steps() -> None:
     baseline = Run({step: 2.0 for step in range(1, 7)}, 0, None)
     assert difference(run, baseline, smooth=2) == pytest.approx({2: 5.0, 3: 15.0, 4: 10.0})
     assert difference(run, baseline, smooth=5) == {}
+
+
+def test_the_difference_of_short_runs_is_smoothed_over_fewer_steps(tmp_path: Path) -> None:
+    read = read_runs([run_in(tmp_path / name, [2.0] * 13) for name in "ab"])
+    assert smoothing(read, "a", 20) == 6 and smoothing(read, "a", 4) == 4
+    panel = draw(read, "a", smooth=20).axes[1]
+    assert "mean of 6 logged steps" in panel.get_ylabel()
+    assert [len(line.get_xdata()) for line in panel.get_lines()] == [8, 8]
+    one = read_runs([run_in(tmp_path / name, [2.0]) for name in "cd"])
+    (_, point) = draw(one, "c", smooth=20).axes[1].get_lines()
+    assert list(point.get_ydata()) == [0.0] and point.get_marker() == "."  # a line would be unseen
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_difference() -> None:
+    run = Run({1: 2.2, 2: math.nan, 3: 2.2, 4: 2.2}, 0, None)
+    baseline = Run({step: 2.0 for step in range(1, 5)}, 0, None)
+    assert difference(run, baseline, smooth=2) == pytest.approx({3: 10.0, 4: 10.0})
+
+
+def test_the_loss_is_the_mean_of_its_window_where_that_was_logged(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a", [9.0, 9.0])
+    later = {"step": 3, "loss": 9.0, "loss_mean": 4.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(later) + "\n" + json.dumps(later | {"loss_mean": "x", "step": 4}))
+    assert read_run(run).loss == {1: 9.0, 2: 9.0, 3: 4.0, 4: 9.0}
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "html"])
+def test_names_with_markup_and_without_glyphs_are_drawn_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    names = [
+        "$x^{2",
+        "lr=$5 or $6$",
+        "_hidden",
+        "r\u00e9sum\u00e9 \u8a13\u7df4 \U0001f525",
+        "a|b",
+        "a\nb",
+        "%s {} \\frac",
+    ]
+    runs = [str(run_in(tmp_path / name, [2.0] * 9)) for name in names]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([*runs, "--out", str(tmp_path / f"out.{kind}")]) == 0
+    output = capsys.readouterr()
+    assert output.err == "" and "| a\\|b | 2.0000 |" in output.out and "| a?b |" in output.out
+    assert len(output.out.splitlines()) == 2 + len(names)
+    read = read_runs(list(map(Path, runs)))
+    legend = draw(read, next(iter(read)), smooth=1).axes[0].get_legend()
+    assert legend is not None and len(legend.get_texts()) == len(names)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_in(tmp_path / "a", [2.0] * 30)
+    for name in ("new/out.png", "out.html"):
+        with small_disk(1000):
+            assert main([str(run), "--out", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert error == f"error: {tmp_path / name}: cannot be written: File too large\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_table_and_picture_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,3 +88,35 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "ranks=[8]: from 2 to the 4" in capsys.readouterr().err
     assert main(["--out", str(tmp_path)]) == 2
     assert "either CONFIG or --gradients" in capsys.readouterr().err
+    assert main(["x.yaml", "--ranks", "1", "--out", str(tmp_path)]) == 2
+    assert "--ranks 1 --elements 4194304: at least 2 and 128" in capsys.readouterr().err
+
+
+class Code:
+    """Unpickled without care, it runs a command."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("code ran",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Code(),
+        {"values": Code(), "amax": 1, "owner": 1, "names": []},
+        {"values": torch.ones(2, 130), "amax": torch.ones(2, 1), "owner": torch.zeros(1).int()},
+        {"names": ["w"], "values": "x", "amax": torch.ones(2, 1), "owner": torch.zeros(1).int()},
+        b"",
+    ],
+)
+def test_a_file_that_is_no_gradients_is_refused_without_advice_to_trust_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object
+) -> None:
+    path = tmp_path / "g.pt"
+    torch.save(content, path)
+    if content == b"":
+        path.write_bytes(b"")
+    assert main(["--gradients", str(path), "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {path}: not gradients.pt of this tool\n"
+    assert captured.out == "" and not (tmp_path / "out").exists()

@@ -132,7 +132,7 @@ def test_tables_json_and_picture_are_written(
     ("recipe", "options", "complaint"),
     [
         ("coat", [], "optim.recipe=coat; only adamw-fp32"),
-        (None, [], "is not a directory"),
+        (None, [], "no such directory"),
         ("adamw-fp32", ["--elements", "5"], "elements=5: at least 128"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from coatlm.console import in_bytes
 from coatlm.train import checkpoint, manifest, shards
 from coatlm.train.checkpoint import (
     Checkpointer,
@@ -21,7 +23,9 @@ from coatlm.train.checkpoint import (
     find_checkpoint,
     load,
     read_state,
+    saved_config,
 )
+from coatlm.train.manifest import read_manifest
 from tests.train.layouts import (
     bits,
     differing,
@@ -158,6 +162,49 @@ def test_directory_that_disappears_is_an_error_of_the_save(tmp_path: Path) -> No
     (tmp_path / "checkpoints").rmdir()
     error = message(lambda: saver.save(1, pieces_of(tensors_of(1), "copies"), {}))
     assert "step_00000001 was not written: FileNotFoundError" in error
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_published_checkpoint_is_logged_with_size_and_seconds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, async_save: bool
+) -> None:
+    caplog.set_level("INFO", logger="coatlm")
+    saver = saver_in(tmp_path, async_save=async_save)
+    saver.save(1, pieces_of(tensors_of(1), "copies"), {})
+    saver.wait()
+    saver.poll()
+    lines = [record for record in caplog.records if record.name == "coatlm"]
+    written = sum(file.bytes for file in read_manifest(tmp_path / "step_00000001").files.values())
+    assert len(lines) == 1
+    assert re.fullmatch(
+        rf"saved step_00000001: {re.escape(in_bytes(written))} in \d+\.\d s", lines[0].getMessage()
+    )
+    assert lines[0].threadName == "MainThread"  # between steps, not across a line of the loop
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_file_of_nested_json_is_damage_of_that_file(tmp_path: Path, name: str) -> None:
+    saver_in(tmp_path).save(1, pieces_of(tensors_of(1), "copies"), {})
+    path = tmp_path / "step_00000001"
+    (path / name).write_text('{"config": ' + "[" * 100_000)
+    read = read_manifest if name == "manifest.json" else read_state
+    assert message(lambda: read(path)) == f"{path / name} is damaged (nested too deeply)"
+
+
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        ({"step": 1}, "state.json is damaged (it has no configuration)"),
+        ({"config": []}, "state.json is damaged (it has no configuration)"),
+        ({"config": {"model": {"layers": 0}}}, "cannot be used: model.layers=0"),
+        ({"config": {"model": {"depth": 3}}}, "cannot be used: model.depth: unknown key"),
+    ],
+)
+def test_a_state_without_a_usable_configuration_is_refused_by_its_file(
+    tmp_path: Path, state: dict[str, Any], complaint: str
+) -> None:
+    error = message(lambda: saved_config(tmp_path, state))
+    assert complaint in error and str(tmp_path / "state.json") in error
 
 
 def test_the_newest_are_kept_and_latest_names_the_newest(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from coatlm.train import run_directory
 from coatlm.train.metrics import MetricsLogger, Throughput
 
 H200 = "NVIDIA H200"
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_s_per_gpu"]
+KEYS = ["step", "loss", "loss_mean", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_s_per_gpu"]
 KEYS += ["tflops_per_gpu", "mfu", "peak_mem_gib", "skipped"]
 
 
@@ -52,9 +52,8 @@ def open_logger(run_dir: Path, resume_step: int = 0, **options: Any) -> MetricsL
 
 def log(logger: MetricsLogger, step: int, loss: float = 3.4021) -> None:
     logger.advance()
-    logger.log_step(
-        step, loss=loss, grad_norm=1.919, lr=5e-4, tokens=4096 * step, skipped=2, peak_mem_gib=31.2
-    )
+    given = {"grad_norm": 1.919, "lr": 5e-4, "skipped": 2, "peak_mem_gib": 31.2}
+    logger.log_step(step, loss=loss, loss_mean=loss, tokens=4096 * step, **given)
 
 
 def on_disk(run_dir: Path) -> list[dict[str, Any]]:
@@ -76,8 +75,15 @@ def test_a_step_line_holds_the_keys_and_the_rates(tmp_path: Path) -> None:
     for seconds in (30.0, *[0.5] * 9):  # the first step compiles
         now[0] += seconds
         logger.advance()
-    given = {"loss": 2.0, "grad_norm": 1.5, "lr": 1e-3, "skipped": 0, "peak_mem_gib": 8.0}
-    given |= {"tokens": 123_456}  # counted by the run, whose batch may have changed
+    given = {
+        "loss": 2.0,
+        "loss_mean": 2.5,
+        "grad_norm": 1.5,
+        "lr": 1e-3,
+        "tokens": 123_456,  # counted by the run, whose batch may have changed
+        "skipped": 0,
+        "peak_mem_gib": 8.0,
+    }
     logger.log_step(10, **given)
     (record,) = on_disk(tmp_path)
     assert list(record) == KEYS
@@ -100,7 +106,7 @@ def test_every_line_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
 def test_nan_and_inf_become_null_and_are_named(tmp_path: Path) -> None:
     logger = open_logger(tmp_path)
     logger.advance()
-    logger.log_step(1, loss=math.nan, grad_norm=math.inf, lr=1e-3, tokens=4096)
+    logger.log_step(1, loss=math.nan, loss_mean=2.0, grad_norm=math.inf, lr=1e-3, tokens=4096)
     logger.log_eval(1, 1000.0)
     train, val = on_disk(tmp_path)
     assert train["loss"] is None and train["grad_norm"] is None
@@ -167,7 +173,14 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_the_console_line_has_the_documented_shape() -> None:
     record = {
-        **{"step": 10, "loss": 3.40213, "grad_norm": 1.9199, "lr": 5e-4, "mfu": 0.5211},
+        **{
+            "step": 10,
+            "loss": 9.9,
+            "loss_mean": 3.40213,
+            "grad_norm": 1.9199,
+            "lr": 5e-4,
+            "mfu": 0.5211,
+        },
         **{"tokens_per_s_per_gpu": 12345.6, "tflops_per_gpu": 512.3, "peak_mem_gib": 31.24},
     }
     assert run_directory.step_line(record, 150) == (
@@ -175,7 +188,7 @@ def test_the_console_line_has_the_documented_shape() -> None:
         "512 TFLOP/s/gpu | mfu 52.1% | mem 31.2 GiB"
     )
     cpu = {**record, "tokens_per_s_per_gpu": 950.4, "tflops_per_gpu": 0.03127}
-    cpu |= {"mfu": None, "peak_mem_gib": None, "loss": math.nan}
+    cpu |= {"mfu": None, "peak_mem_gib": None, "loss_mean": math.nan}
     assert run_directory.step_line(cpu, 150) == (
         "step 10/150 | loss nan | grad_norm 1.92 | lr 5.0e-04 | 950 tok/s/gpu | 0.0313 TFLOP/s/gpu"
     )

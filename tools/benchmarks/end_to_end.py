@@ -90,6 +90,14 @@ def rows(options: dict[str, str]) -> list[str]:
     ]
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs. Raises ValueError."""
+    given = options.get("gpus", "1")
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"gpus={given}: a whole number, at least 1")
+    return int(given)
+
+
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     """Median step time, tokens a second and peak memory of one row, over `gpus` processes."""
     if int(options.get("gpus", 1)) == 1:

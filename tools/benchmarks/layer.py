@@ -90,6 +90,11 @@ def rows(options: dict[str, str]) -> list[str]:
     return [*(SMOKE_ROWS if "smoke" in options else ROWS), *also]
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs: the smoke run is for a CPU too."""
+    return 0 if "smoke" in options else 1
+
+
 def prepare(row: str) -> None:
     """Import what the row needs, and start on the device, while it waits for its turn."""
     torch.zeros((), device=DEVICE)

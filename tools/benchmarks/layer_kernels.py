@@ -28,6 +28,11 @@ def rows(options: dict[str, str]) -> list[str]:
     return ["layer kernels"]
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs."""
+    return 1
+
+
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """A record a kernel: milliseconds, GB/s, share of the copy."""
     hidden, ffn, seq = (int(options.get(k, v)) for k, v in DEFAULTS.items())

@@ -51,6 +51,11 @@ def rows(options: dict[str, str]) -> list[str]:
     return [*one, *zero, *cut]
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs."""
+    return 1
+
+
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     """Estimate, peak and their ratio. Raises ValueError for a row that the options do not allow."""
     config, ranks = configuration(row, options)

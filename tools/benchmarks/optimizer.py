@@ -66,6 +66,11 @@ def rows(options: dict[str, str]) -> list[str]:
     return names + list(PEERS) + [f"small {peer}" for peer in ("torch fused fp32", "te fp32")]
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs."""
+    return 1
+
+
 def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str, Any]]:
     """One row, or a record a tile. Raises ImportError for a peer that is not installed."""
     reps = int(options.get("reps", "20"))

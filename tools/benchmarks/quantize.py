@@ -31,6 +31,11 @@ def rows(options: dict[str, str]) -> list[str]:
     return options.get("shapes", SHAPES).split(",")
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs."""
+    return 1
+
+
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """A record a kernel: milliseconds, GB/s, share of the copy."""
     shape = tuple(int(size) for size in row.split("x"))

@@ -65,6 +65,11 @@ def sizes(options: dict[str, str]) -> list[int]:
     return [2 ** int(t[2:]) if t.startswith("2^") else int(t) for t in texts]
 
 
+def gpus(options: dict[str, str]) -> int:
+    """How many GPUs it needs; a CPU can check the sums of a few values over gloo."""
+    return 0 if {"ranks", "values"} <= options.keys() else 2
+
+
 def measure(names: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """Rows, over as many processes as there are GPUs (or `ranks`)."""
     ranks = int(options.get("ranks", torch.cuda.device_count() or 2))

@@ -1,0 +1,136 @@
+"""JSON that strangers may have written, and results that are whole or not there.
+
+A result is written under a temporary name beside its own and renamed when it is complete. Where
+that fails (the disk is full or read-only, a directory cannot be written to), the temporary one is
+removed and a ValueError names the path and the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file. Raises ValueError, naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not JSON that can be read: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+def check_output(path: Path) -> None:
+    """Raise ValueError where a file cannot be written at `path`: before the work, not after it."""
+    made = _make_directories(path.parent, path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not _in_place(path):
+            _beside(path).touch()
+            _beside(path).unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        _remove_directories(made)
+
+
+@contextmanager
+def whole_file(final: Path) -> Iterator[Path]:
+    """A path to write to; its file gets the name `final` at the end, or is removed.
+
+    Directories on the way are made. A device or a pipe is written to in place. Raises ValueError
+    where `final` cannot be written.
+    """
+    made = _make_directories(final.parent, final)
+    temporary = final if _in_place(final) else _beside(final)
+    try:
+        yield temporary
+        if temporary != final:
+            temporary.replace(final)
+    except BaseException as error:
+        if temporary != final:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        _remove_directories(made)
+        if _is_about(temporary, error):
+            raise _unwritable(final, error) from error
+        raise
+
+
+@contextmanager
+def whole_directory(final: Path) -> Iterator[Path]:
+    """A new directory that gets the name `final` once it is filled, and is removed if it fails.
+
+    Raises ValueError, before anything else, if `final` exists and is not an empty directory, and
+    where it cannot be written.
+    """
+    made = _make_directories(final.parent, final)
+    temporary = _beside(final)
+    try:
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise ValueError(f"{final}: exists already; give a new directory")
+        temporary.mkdir()
+        yield temporary
+        temporary.replace(final)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_directories(made)
+        if _is_about(temporary, error):
+            raise _unwritable(final, error) from error
+        raise
+
+
+def _is_about(temporary: Path, error: BaseException) -> bool:
+    """Whether an error comes from writing there. `write` names no file, a copy names two."""
+    if not isinstance(error, OSError):
+        return False
+    named = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return not named or any(name.startswith(str(temporary)) for name in named)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
+
+
+def _in_place(path: Path) -> bool:
+    """Whether `path` is something that must not be replaced: a device, a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _make_directories(path: Path, final: Path) -> list[Path]:
+    """Make `path` and what it lies in; returns those that were missing, innermost first."""
+    missing: list[Path] = []
+    try:
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _remove_directories(missing)
+        if isinstance(error, FileExistsError):  # as mkdir calls a file in the place of a directory
+            error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        raise _unwritable(final, error) from error
+    return missing
+
+
+def _remove_directories(made: list[Path]) -> None:
+    for directory in made:
+        with contextlib.suppress(OSError):  # it is not there, or something else lies in it
+            directory.rmdir()
+
+
+def _unwritable(path: Path, error: BaseException) -> ValueError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return ValueError(f"{path}: cannot be written: {reason or error}")

@@ -1,0 +1,93 @@
+"""What tools print besides results: errors of one line, and progress that a log file survives."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+
+import pytest
+
+from coatlm import console
+from coatlm.console import LONGEST, Parser, fail, in_bytes, progress, shortened
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_error_of_the_system_names_the_path_and_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out.json")
+    assert fail(full) == 2
+    assert fail(ValueError("lr=0: above 0\nseed=-1: at least 0"), 4, label="damaged") == 4
+    assert capsys.readouterr().err.splitlines() == [
+        "error: /data/out.json: No space left on device",
+        "damaged: lr=0: above 0",
+        "damaged: seed=-1: at least 0",
+    ]
+
+
+def test_what_a_strangers_file_holds_is_printed_shortened_and_escaped() -> None:
+    assert shortened("a\x1b[31mb\udc80\n c") == "a\\x1b[31mb\\udc80 c"
+    line = shortened("x" * 10**6)
+    assert len(line) == LONGEST and line.endswith("x ...")
+
+
+def test_an_unknown_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("What it does.")
+    parser.add_argument("--steps", type=int, choices=[1, 2], help="a long list of choices")
+    for words in (["--nope"], ["--steps", "x"], ["more"]):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(words)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert error.startswith("error: ") and error.count("\n") == 1 and words[-1] in error
+
+
+def test_sizes_have_four_digits_and_a_binary_unit() -> None:
+    assert [in_bytes(n) for n in (0, 1023, 1024, 1.2345 * 2**30, 2**50)] == [
+        *("0 B", "1023 B", "1 KiB", "1.234 GiB", "1024 TiB"),
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_that_is_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "DELAY", 0.0)
+    stream = Terminal()
+    with progress("verifying", 4 << 20, stream=stream) as advance:
+        for _ in range(4):
+            advance(1 << 20)
+    assert "verifying: " in stream.getvalue() and "4.00M" in stream.getvalue()
+    assert stream.getvalue().split("\r")[-1].strip() == ""
+
+
+def test_short_work_shows_no_bar() -> None:
+    stream = Terminal()
+    with progress("verifying", 10, stream=stream) as advance:
+        advance(10)
+    assert "verifying" not in stream.getvalue()
+
+
+def test_progress_without_a_terminal_is_a_rare_line() -> None:
+    now, stream = [0.0], io.StringIO()
+    with progress(
+        "evaluating", 200, unit="windows", stream=stream, clock=lambda: now[0]
+    ) as advance:
+        for _ in range(200):
+            now[0] += 1.0
+            advance(1)
+    assert stream.getvalue().splitlines() == [
+        "evaluating: 30%",
+        "evaluating: 60%",
+        "evaluating: 90%",
+    ]
+
+
+def test_a_process_that_does_not_report_prints_nothing() -> None:
+    now, stream = [0.0], Terminal()
+    with progress("x", 9, show=False, stream=stream, clock=lambda: now[0]) as advance:
+        now[0] += 1000.0
+        advance(9)
+    assert stream.getvalue() == ""
