@@ -24,9 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from coatlm.config import read_mapping
 from coatlm.train.run_directory import METRICS, Record, read_records
 
 # keys that no two runs share
@@ -120,11 +118,7 @@ def summary(differences: Sequence[Difference]) -> Iterator[str]:
 
 
 def _config(run: Path) -> Any:
-    path = run / "config.yaml"
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    return read_mapping(run / "config.yaml")
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
