@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import StrictBool, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from coatlm.config.fields import FOREVER, Real, Section, number
 
@@ -29,7 +29,8 @@ FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32
 # recipes whose GEMMs cast a weight by an amax of this step, so that it can be gathered cast: of the
 # tensor, or of its rows
 FP8_WEIGHT_RECIPES = ("te-current", "fp8-linear", "coat", "coat-lean")
-MOST_LAYERS = 10_000
+MOST_LAYERS, MOST_HIDDEN = 10_000, 2**20
+Layers = Annotated[StrictInt, Field(le=MOST_LAYERS)]
 
 
 class RopeScaling(Section):
@@ -66,7 +67,7 @@ class Model(Section):
     layers: StrictInt = number(4, "layers", ge=1, le=MOST_LAYERS)
     """Transformer layers of the whole model."""
 
-    hidden: StrictInt = number(256, "elements", ge=1, le=2**20)
+    hidden: StrictInt = number(256, "elements", ge=1, le=MOST_HIDDEN)
     """The width of the residual stream."""
 
     heads: StrictInt = number(8, "heads", ge=1, le=2**16)
@@ -116,7 +117,8 @@ class Model(Section):
         heads, hidden = data.get("heads", 8), data.get("hidden", 256)
         if data.get("kv_heads") is None:
             data["kv_heads"] = heads
-        if data.get("head_dim") is None and all(type(n) is int and n > 0 for n in (heads, hidden)):
+        known = all(type(n) is int and 0 < n <= MOST_HIDDEN for n in (heads, hidden))
+        if data.get("head_dim") is None and known:
             if hidden % heads:
                 raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}")
             data["head_dim"] = hidden // heads
@@ -182,7 +184,7 @@ class Precision(Section):
     tune_gemms: StrictBool = True
     """Time cuBLASLt's algorithms at the start and use the fastest; false uses its first choice."""
 
-    bf16_layers: tuple[StrictInt, StrictInt] = (0, 0)
+    bf16_layers: tuple[Layers, Layers] = (0, 0)
     """How many of the first and of the last layers compute in BF16, as [first, last]; together at
     most model.layers."""
 
