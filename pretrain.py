@@ -1,5 +1,7 @@
 """Train a Llama: `python pretrain.py CONFIG.yaml [key=value ...] [--dry-run]`.
 
+`--keys [SECTION]` prints every key with its type, default, range and meaning.
+
 One process needs no launcher; several are started by torchrun or srun:
 
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
@@ -15,29 +17,53 @@ import errno
 import os
 import sys
 import warnings
+from typing import NoReturn
 
-from coatlm.config import Config, ConfigError, load_config
+from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table, load_config
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, run, and turn errors of the user into one line and an exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", help="a YAML file; every key is in coatlm/config.py")
+    try:
+        args = parse(arguments)
+        if args.keys is not None:
+            print(keys_table(args.keys))
+            return 0
+        config = load_config(args.config, args.overrides)
+        return dry_run(config, args.ranks) if args.dry_run else run(config)
+    except ConfigError as error:
+        return fail(error)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line, as every other mistake of the user."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see pretrain.py --help")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line. Raises ConfigError where it asks for what cannot be done."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4"
     )
     parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, stop")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for so many processes")
+    parser.add_argument(
+        "--keys", nargs="?", const="", metavar="SECTION", help="print all keys, or a section's"
+    )
     args = parser.parse_intermixed_args(arguments)
-    try:
-        config = load_config(args.config, args.overrides)
-        return dry_run(config, args.ranks) if args.dry_run else run(config)
-    except ConfigError as error:
-        return fail(error)
+    if args.keys is None and args.config is None:
+        parser.error("CONFIG.yaml is missing")
+    if args.ranks is not None and not args.dry_run:
+        parser.error(f"--ranks {args.ranks} goes with --dry-run; torchrun or srun start processes")
+    if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+        parser.error(f"--ranks {args.ranks}: 1 to {MOST_RANKS:,} processes")
+    return args
 
 
 def dry_run(config: Config, ranks: int | None) -> int:

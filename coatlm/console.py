@@ -11,7 +11,8 @@ from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
-LONGEST = 400  # characters of an error message
+from coatlm.config.errors import shortened
+
 DELAY = 2.0  # seconds before a progress bar appears: short work needs none
 RARE = 60.0  # seconds between lines of progress where there is no terminal
 
@@ -28,13 +29,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2; argparse itself would print its usage before the message."""
-        self.exit(2, f"error: {shortened(message)} (--help lists the options)\n")
+        self.exit(2, f"error: {one_line(message)} (--help lists the options)\n")
 
 
 def fail(error: Exception, code: int = 2, *, label: str = "error") -> int:
     """Print `error` on stderr, one line per mistake, and return the exit code."""
-    for line in explain(error).splitlines():
-        print(f"{label}: {shortened(line)}", file=sys.stderr)
+    for line in shortened(explain(error)).splitlines():
+        print(f"{label}: {line}", file=sys.stderr)
     return code
 
 
@@ -45,13 +46,9 @@ def explain(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
-    """One printable line of at most `longest` characters: files of strangers end up in messages."""
-    line = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in " ".join(text.split())
-    )
-    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
+def one_line(text: str) -> str:
+    """One printable line of bounded length: what files of strangers hold ends up in messages."""
+    return shortened(" ".join(text.split()))
 
 
 def in_bytes(count: float) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import psutil
 import torch
 
 PACKAGE = "megatron.core"
@@ -67,6 +68,18 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def device_memory(gpu: torch.device | None, processes: int) -> tuple[int, str]:
+    """Bytes that this process may fill, and what has them.
+
+    All of a GPU, or of the host memory that is available now the share of each of `processes`.
+    """
+    if gpu is not None:
+        properties = torch.cuda.get_device_properties(gpu)
+        return properties.total_memory, f"GPU {gpu.index} ({properties.name})"
+    share = psutil.virtual_memory().available // processes
+    return share, f"this host, shared by {processes} ranks," if processes > 1 else "this host"
 
 
 def has_apex() -> bool:

@@ -9,7 +9,8 @@ import os
 import pytest
 
 from coatlm import console
-from coatlm.console import LONGEST, Parser, fail, in_bytes, progress, shortened
+from coatlm.config.errors import LONGEST
+from coatlm.console import Parser, fail, in_bytes, one_line, progress
 
 
 class Terminal(io.StringIO):
@@ -31,9 +32,8 @@ def test_an_error_of_the_system_names_the_path_and_the_reason(
 
 
 def test_what_a_strangers_file_holds_is_printed_shortened_and_escaped() -> None:
-    assert shortened("a\x1b[31mb\udc80\n c") == "a\\x1b[31mb\\udc80 c"
-    line = shortened("x" * 10**6)
-    assert len(line) == LONGEST and line.endswith("x ...")
+    assert one_line("a\x1b[31mb\udc80\n c") == "a\\x1b[31mb\\udc80 c"
+    assert len(one_line("x" * 10**6)) == LONGEST
 
 
 def test_an_unknown_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

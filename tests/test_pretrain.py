@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain
 from tests.distributed import free_port
 from tests.forks import Forks
 
@@ -106,7 +107,7 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("optim.learning_rate=1", "optim.learning_rate: unknown key"),
+        ("optim.learning_rate=1", "optim.learning_rate: unknown key; do you mean optim.lr?"),
         ("train.steps=many", "train.steps='many'"),
         ("parallel.tp=3", "model.heads=4 is not a multiple of parallel.tp=3"),
         ("train.global_batch=6", "train.global_batch=6 is not a multiple"),
@@ -114,7 +115,7 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(
         ("data.text=[/nonexistent.txt]", "/nonexistent.txt"),
         ("data.tokenizer=hf:/nonexistent.json", "/nonexistent.json"),
         ("model.vocab=128", "model.vocab=128"),
-        ("data.seq_len=2000000", "data.seq_len + 1"),
+        ("data.seq_len=100000", "data.seq_len + 1"),
         ("run.dir=/proc/run", "run.dir=/proc/run"),
         ("data.split=[1,0,0]", "train.eval_every"),
     ],
@@ -127,6 +128,54 @@ def test_bad_input_is_one_line_and_exit_code_2(
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and reason in errors[0]
     assert "Traceback" not in output and "| loss" not in output
+
+
+def test_a_model_beyond_the_memory_is_refused_before_anything_is_built(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    code, output = forks.run(config, "model={layers: 10000, hidden: 65536, ffn: 262144}")
+    assert code == 2, output
+    (line,) = output.splitlines()
+    assert line.startswith("error: model.layers=10000, model.hidden=65536: weights, gradients and")
+    assert "GiB per rank, and this host has " in line and len(line) <= 400
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dry-run", "--ranks", "0"], "--ranks 0: 1 to 1,048,576 processes"),
+        (["--dry-run", "--ranks", "-8"], "--ranks -8: 1 to 1,048,576 processes"),
+        (["--dry-run", "--ranks", str(10**30)], "1 to 1,048,576 processes"),
+        (["--dry-run", "--ranks", "many"], "argument --ranks: invalid int value: 'many'"),
+        (["--ranks", "8"], "--ranks 8 goes with --dry-run"),
+        (["--dry-run", "--rank-count", "8"], "unrecognized arguments: --rank-count"),
+        (["--dry-run", "model.layers=1000000"], "model.layers=1000000: "),
+        (["--dry-run", f"run.seed={2**64}"], f"run.seed={2**64}: "),
+        (["--dry-run", "log.hang_timeout=1e300"], "log.hang_timeout=1e+300: "),
+        (["--keys", "trian"], "--keys trian: no such section or key; the sections are run, model"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert pretrain.main([config, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 1
+    assert output.err.startswith("error: ") and told in output.err
+
+
+def test_a_missing_configuration_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main([]) == 2
+    assert capsys.readouterr().err == "error: CONFIG.yaml is missing; see pretrain.py --help\n"
+
+
+def test_keys_need_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(["--keys"]) == 0
+    everything = capsys.readouterr().out
+    assert pretrain.main(["--keys", "optim"]) == 0
+    assert capsys.readouterr().out.strip() in everything
+    assert "\noptim.lr " in everything and "\nlog.hang_timeout " in everything
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from coatlm.config import read_mapping
 from coatlm.console import Parser, fail
 from coatlm.train.run_directory import METRICS, Record, read_records
 
@@ -128,11 +126,7 @@ def summary(differences: Sequence[Difference]) -> Iterator[str]:
 
 
 def _config(run: Path) -> Any:
-    path = run / "config.yaml"
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    return read_mapping(run / "config.yaml")
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from coatlm.config import Config
+from coatlm.config import Config, dump_yaml
 from coatlm.console import progress
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import read_json, whole_directory
@@ -211,4 +210,4 @@ def _start_yaml(config: Config, destination: Path) -> bytes:
         "precision": resolved["precision"],
         "checkpoint": {"resume": str(destination), "weights_only": True},
     }
-    return OmegaConf.to_yaml(OmegaConf.create(keys)).encode()
+    return dump_yaml(keys).encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from coatlm.config import Config
-from coatlm.console import explain, shortened
+from coatlm.console import explain, one_line
 from coatlm.optim.schedule import learning_rate
 from coatlm.train.faults import ExitCode
 from coatlm.train.resume import Progress
@@ -20,7 +20,7 @@ def finish(config: Config, run: Progress, code: ExitCode) -> None:
     try:
         plot = loss_plot(config.run.dir)
     except Exception as error:  # drawing fails in as many ways as matplotlib and disks do
-        logger.warning("loss.png could not be drawn: %s", shortened(explain(error)))
+        logger.warning("loss.png could not be drawn: %s", one_line(explain(error)))
     latest = ["checkpoints/latest"] if (config.run.dir / "checkpoints/latest").exists() else []
     parts = ["metrics.jsonl", *latest, *([plot.name] if plot else [])]
     where = f"{config.run.dir}/{{{','.join(parts)}}}"

@@ -21,11 +21,12 @@ from coatlm.config import Config, ConfigError
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.model.capacity import check_memory
 from coatlm.model.numerics import Probe
 from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
-from coatlm.platform import device, has_foreign_apex
+from coatlm.platform import device, device_memory, has_foreign_apex
 from coatlm.train import checkpoint
 from coatlm.train.agreement import together
 from coatlm.train.ending import finish, nothing_to_do
@@ -48,6 +49,7 @@ from coatlm.train.run_directory import (
 )
 from coatlm.train.setup import (
     Launch,
+    choose_gpu,
     quiet_megatron,
     rank_zero_first,
     record_collectives,
@@ -85,9 +87,11 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     None where the run has done all its steps already: then nothing has been written. Raises
     ValueError.
     """
-    config.data_parallel_size(launch.world_size)
+    dp = config.data_parallel_size(launch.world_size)
     tokenizer = make_tokenizer(config.data.tokenizer)
     vocab = model_vocab(config, tokenizer.vocab_size)
+    memory, owner = device_memory(choose_gpu(launch), launch.local_size)
+    check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
     prepare_directory(config.run.dir)
     start_logging(config.run.dir, launch.rank)
     quiet_megatron()

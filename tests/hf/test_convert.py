@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coatlm.config import Config, make_config
+from coatlm.config import Config, make_config, read_mapping
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.hf.files import Weights
 from coatlm.hf.from_hf import from_huggingface
@@ -111,7 +110,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         base |= {"checkpoint": {"every": 1}}
         return run_config(root / name, layout, **(base | sections))
 
-    keys = OmegaConf.to_container(OmegaConf.load(root / "converted/config.yaml"))
+    keys = read_mapping(root / "converted/config.yaml")
     keys["data"] |= {"text": [str(root / "text.txt")], "cache_dir": str(root / "cache")}
     keys["model"] |= {"layers": 3}
     trained = {"steps": 3, "eval_every": 0}

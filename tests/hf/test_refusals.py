@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coatlm.console import LONGEST
+from coatlm.config.errors import LONGEST
 from coatlm.hf.config import (
     FIXED,
     HARMLESS,

@@ -187,24 +187,19 @@ def coatlm_config(
     row: str, shape: tuple[int, ...], mbs: int, seq: int, overrides: Sequence[str] = ()
 ) -> Any:
     """The run behind a row of coatlm. Raises ConfigError for what a run does not know."""
-    from omegaconf import OmegaConf
-
-    from coatlm.config import make_config
+    from coatlm.config import make_config, override
 
     hidden, layers, heads, ffn = shape
     name, _, optim = row.partition(OPTIM)
     spec, recipe = COATLM[name]
-    merged = OmegaConf.merge(
-        {
-            "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
-            "data": {"text": ["-"], "seq_len": seq},
-            "precision": {"recipe": recipe},
-            "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
-            "train": {"micro_batch": mbs, "global_batch": mbs},
-        },
-        OmegaConf.from_dotlist(list(overrides)),
-    )
-    return make_config(OmegaConf.to_container(merged))
+    sections = {
+        "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
+        "data": {"text": ["-"], "seq_len": seq},
+        "precision": {"recipe": recipe},
+        "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
+        "train": {"micro_batch": mbs, "global_batch": mbs},
+    }
+    return make_config(override(sections, overrides))
 
 
 def coatlm_step(

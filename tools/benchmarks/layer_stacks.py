@@ -120,9 +120,7 @@ def coatlm_stack(
     `overrides` are dotted options of the run, such as `precision.recipe=...`. Delayed scales come
     from a step that is made here; they are not updated again, which a run does once for its model.
     """
-    from omegaconf import OmegaConf
-
-    from coatlm.config import make_config
+    from coatlm.config import make_config, override
     from coatlm.model.builder import build_model
     from coatlm.model.coat_layer import tune_layers
     from coatlm.parallel.buckets import Cut
@@ -134,17 +132,14 @@ def coatlm_stack(
     spec, recipe, scaling = COATLM[row]
     model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
     rope_and_norm = {"rope_theta": ROPE_THETA, "norm_eps": NORM_EPS, "init_std": INIT_STD}
-    merged = OmegaConf.merge(
-        {
-            "run": {"seed": SEED},
-            "model": {"spec": spec, **model, **rope_and_norm},
-            "data": {"text": ["-"], "seq_len": shape.seq},
-            "precision": {"recipe": recipe, "scaling": scaling},
-            "train": {"micro_batch": shape.batch, "global_batch": shape.batch},
-        },
-        OmegaConf.from_dotlist(list(overrides)),
-    )
-    config = make_config(OmegaConf.to_container(merged))
+    sections = {
+        "run": {"seed": SEED},
+        "model": {"spec": spec, **model, **rope_and_norm},
+        "data": {"text": ["-"], "seq_len": shape.seq},
+        "precision": {"recipe": recipe, "scaling": scaling},
+        "train": {"micro_batch": shape.batch, "global_batch": shape.batch},
+    }
+    config = make_config(override(sections, overrides))
     (chunk,) = build_model(config, groups(), VOCAB)
     decoder, cos_sin = chunk.decoder, chunk.cos_sin
     decoder.final_layernorm = None  # layers alone

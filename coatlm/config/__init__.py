@@ -1,0 +1,60 @@
+"""Every option of a run: frozen, strict, checked before anything is allocated.
+
+A run is described by one YAML file and dotted overrides (`optim.lr=3e-4`). They are merged as
+defaults < file < command line, then validated. Whatever is wrong is reported as
+`path=value: reason`, one line per mistake, through `ConfigError`.
+
+    run, model, parallel   the sections: each field with its range, and the sentence of --keys
+    combined               the whole Config, and checks across sections
+    load, yaml_text        file and overrides -> Config
+    keys, hints            the table of --keys; what an unknown key may have meant
+
+What depends on the number of processes is checked by `Config.data_parallel_size`.
+"""
+
+from coatlm.config.combined import Config
+from coatlm.config.errors import ConfigError
+from coatlm.config.fields import MOST_RANKS
+from coatlm.config.keys import keys_table
+from coatlm.config.load import load_config, make_config, override, read_mapping
+from coatlm.config.model import (
+    FP8_WEIGHT_RECIPES,
+    FP32_RECIPES,
+    Model,
+    Optim,
+    OptimRecipe,
+    Precision,
+    PrecisionRecipe,
+    RopeScaling,
+)
+from coatlm.config.parallel import GradComm, Parallel
+from coatlm.config.run import Checkpoint, Data, Log, Run, Source, Train
+from coatlm.config.yaml_text import dump_yaml
+
+__all__ = [
+    "FP8_WEIGHT_RECIPES",
+    "FP32_RECIPES",
+    "MOST_RANKS",
+    "Checkpoint",
+    "Config",
+    "ConfigError",
+    "Data",
+    "GradComm",
+    "Log",
+    "Model",
+    "Optim",
+    "OptimRecipe",
+    "Parallel",
+    "Precision",
+    "PrecisionRecipe",
+    "RopeScaling",
+    "Run",
+    "Source",
+    "Train",
+    "dump_yaml",
+    "keys_table",
+    "load_config",
+    "make_config",
+    "override",
+    "read_mapping",
+]

@@ -1,0 +1,160 @@
+"""A whole run: the sections together, and what they may not say at the same time."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from coatlm.config.errors import ConfigError
+from coatlm.config.fields import Section
+from coatlm.config.model import FP8_WEIGHT_RECIPES, FP32_RECIPES, Model, Optim, Precision
+from coatlm.config.parallel import Parallel
+from coatlm.config.run import Checkpoint, Data, Log, Run, Train
+from coatlm.config.yaml_text import dump_yaml
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: Run = Run()
+    model: Model = Field(default_factory=lambda: Model.model_validate({}))
+    data: Data = Field(default_factory=lambda: Data(text=("python-stdlib",)))
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    optim: Optim = Optim()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        m, p, d = self.model, self.parallel, self.data
+        divides("model.heads", m.heads, "parallel.tp", p.tp)
+        divides("model.kv_heads", m.queries_groups, "parallel.tp", p.tp)
+        divides("model.ffn", m.ffn, "parallel.tp", p.tp)
+        if m.vocab is not None:
+            divides("model.vocab", m.vocab, "parallel.tp", p.tp)
+        divides("model.layers", m.layers, "parallel.pp*vpp", p.pp * p.vpp)
+        divides(
+            "train.global_batch",
+            self.train.global_batch,
+            "train.micro_batch",
+            self.train.micro_batch,
+        )
+        if p.cp > 1:
+            divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
+        if p.sequence_parallel and p.tp == 1:
+            raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
+        if p.sequence_parallel:
+            divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
+        if p.vpp > 1 and p.pp == 1:
+            raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
+        if self.train.rollbacks and not self.checkpoint.every:
+            raise ValueError(f"train.rollbacks={self.train.rollbacks} needs checkpoint.every > 0")
+        if self.checkpoint.weights_only and self.checkpoint.resume in ("auto", "none"):
+            raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
+        if self.precision.recipe.startswith("te-") and m.spec != "te":
+            raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
+        if p.weight_gather == "fp8" and self.precision.recipe not in FP8_WEIGHT_RECIPES:
+            raise ValueError(
+                f"parallel.weight_gather=fp8: precision.recipe={self.precision.recipe} would see "
+                f"other weights; it goes with {', '.join(FP8_WEIGHT_RECIPES)}"
+            )
+        self._check_flow()
+        self._check_graphs()
+        if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
+            raise ValueError(
+                f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
+                f"goes with {', '.join(FP32_RECIPES)}"
+            )
+        return self
+
+    def _check_flow(self) -> None:
+        """FP8 layers: what their kernels can hold. Raises ValueError."""
+        m, p, recipe = self.model, self.precision, self.precision.recipe
+        if not p.flow:
+            for name in set(Precision.model_fields) - {"recipe"}:
+                if getattr(p, name) != Precision.model_fields[name].default:
+                    raise ValueError(
+                        f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
+                    )
+            if self.log.numerics_every:
+                raise ValueError(
+                    f"log.numerics_every={self.log.numerics_every} is for precision.recipe="
+                    f"fp8-linear, coat and coat-lean, not {recipe}: 0"
+                )
+            return
+        if m.spec != "local":
+            raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
+        size = p.group_size or 16  # also what the tensor cores need of every matrix
+        tp = self.parallel.tp
+        divides("model.hidden", m.hidden, "precision.group_size", size)
+        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
+        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
+            width = heads * m.size_per_head // tp
+            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
+        if recipe == "coat-lean":
+            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
+            if self.data.seq_len == m.size_per_head:
+                raise ValueError(
+                    f"precision.recipe=coat-lean: data.seq_len={self.data.seq_len} must differ "
+                    "from model.head_dim, by which tensors saved for backward are told from masks"
+                )
+        if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
+            raise ValueError(
+                f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
+                f"together at most model.layers={m.layers}"
+            )
+
+    def _check_graphs(self) -> None:
+        """What a CUDA graph of a microbatch cannot capture. Raises ValueError."""
+        if not self.train.cuda_graphs:
+            return
+        for name, value, allowed in (
+            ("parallel.pp", self.parallel.pp, 1),
+            ("model.spec", self.model.spec, "local"),
+            ("train.recompute", self.train.recompute, "none"),
+            ("precision.keep_weights", self.precision.keep_weights, False),
+            ("log.numerics_every", self.log.numerics_every, 0),
+        ):
+            if value != allowed:
+                raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
+        if self.parallel.zero == 2:  # the memory of gradients comes and goes
+            raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""
+        p, t = self.parallel, self.train
+        ranks = p.tp * p.pp * p.cp
+        if world_size % ranks:
+            raise ConfigError(
+                f"{world_size} processes cannot hold parallel.tp*pp*cp={p.tp}*{p.pp}*{p.cp}: "
+                f"start a multiple of {ranks}"
+            )
+        dp = world_size // ranks
+        if p.grad_comm_nodes is not None and dp * p.cp % p.grad_comm_nodes:
+            raise ConfigError(
+                f"parallel.grad_comm_nodes={p.grad_comm_nodes} does not divide the {dp * p.cp} "
+                "ranks that gradients are summed over"
+            )
+        if t.global_batch % (t.micro_batch * dp):
+            raise ConfigError(
+                f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch * "
+                f"data-parallel size = {t.micro_batch}*{dp}"
+            )
+        microbatches = t.global_batch // (t.micro_batch * dp)
+        if p.vpp > 1 and microbatches % p.pp:
+            raise ConfigError(
+                f"parallel.vpp={p.vpp}: {microbatches} microbatches a step are not a multiple of "
+                f"parallel.pp={p.pp}"
+            )
+        return dp
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; loading it gives the same Config."""
+        return dump_yaml(self.model_dump(mode="json"))
+
+
+def divides(name: str, value: int, by_name: str, by: int) -> None:
+    """Raise ValueError unless `by` divides `value`."""
+    if value % by:
+        raise ValueError(f"{name}={value} is not a multiple of {by_name}={by}")

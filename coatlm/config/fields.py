@@ -1,0 +1,69 @@
+"""What the fields of a configuration are made of: strict types, paths, and numbers with units.
+
+A field is declared with its default, its unit and its range, and below it stands the sentence that
+`pretrain.py --keys` prints:
+
+    steps: StrictInt = number(150, "steps", ge=1, le=FOREVER)
+    \"\"\"The length of the run in optimizer steps.\"\"\"
+
+Every integer has an upper bound that no run reaches, so that no product of them overflows.
+"""
+
+from __future__ import annotations
+
+import os.path
+import unicodedata
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+FOREVER = 2**40  # steps
+MOST_RANKS = 2**20  # processes
+YEAR = 366 * 24 * 3600  # seconds; threads cannot wait longer than 292 years
+
+
+class Section(BaseModel):
+    """A YAML mapping: no unknown keys, no silent conversions, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def number(default: float | None, unit: str = "", **bounds: Any) -> Any:
+    """A field that holds a number. `bounds`: ge, gt, le and lt, as pydantic calls them."""
+    return Field(default, json_schema_extra={"unit": unit}, **bounds)
+
+
+def _text(value: str) -> str:
+    """Refuse what would break a line of a log, or cannot be written as UTF-8."""
+    for character in value:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            raise ValueError(f"has the character {character!a}; only printable ones are allowed")
+    return value
+
+
+def expand_user(path: str) -> str:
+    """`~/x` and `~name/x` with the home directory in front. Raises ValueError for unknown users."""
+    if not _text(path):
+        raise ValueError("a path has at least 1 character")
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = path.split("/")[0]
+        raise ValueError(f"{user} is no user's home directory; a folder of this name is ./{user}")
+    return expanded
+
+
+def _path(value: Any) -> Any:
+    return Path(expand_user(str(value))) if isinstance(value, str | Path) else value
+
+
+def _tokenizer(spec: str) -> str:
+    kind, colon, rest = spec.partition(":")
+    return f"{kind}:{expand_user(rest)}" if colon and rest else _text(spec)
+
+
+Real = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Text = Annotated[str, Strict(), AfterValidator(_text)]
+PathText = Annotated[str, Strict(), AfterValidator(expand_user)]  # a path, a glob or a keyword
+UserPath = Annotated[Path, BeforeValidator(_path)]
+TokenizerSpec = Annotated[str, Strict(), AfterValidator(_tokenizer)]

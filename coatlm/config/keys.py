@@ -1,0 +1,179 @@
+"""Every key of a configuration as data, and as the table that `pretrain.py --keys` prints."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from coatlm.config.combined import Config
+from coatlm.config.errors import ConfigError
+from coatlm.config.fields import Section
+
+WIDTH = 100  # columns of the table
+UNIONS = (Union, types.UnionType)
+NAMES = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field by its dotted name; `[]` stands for any item of a list: `data.paths[].weight`."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def section(self) -> type[Section] | None:
+        """What the key holds, or a list of: None unless it is a mapping of other keys."""
+        found = [t for t in scalars(self.field.annotation) if issubclass(t, Section)]
+        return found[0] if found else None
+
+    @property
+    def textual(self) -> bool:
+        """The key holds text or a path, or a list of them, and nothing else but null."""
+        return set(scalars(self.field.annotation)) <= {str, Path, type(None)}
+
+
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
+    """Every key, a section before the keys inside it."""
+    for name, field in section.model_fields.items():
+        key = Key(f"{prefix}{name}", field)
+        yield key
+        if key.section is not None:
+            inner = "[]" if tuple in _origins(field.annotation) else ""
+            yield from keys(key.section, f"{key.name}{inner}.")
+
+
+def scalars(annotation: Any) -> Iterator[type]:
+    """The classes that a value of this type is made of; of a choice, those of its values."""
+    if get_origin(annotation) is Literal:
+        yield from {type(value) for value in get_args(annotation)}
+    elif get_origin(annotation) is Annotated:
+        yield from scalars(get_args(annotation)[0])
+    elif get_args(annotation):
+        for argument in get_args(annotation):
+            if argument is not ...:
+                yield from scalars(argument)
+    else:
+        yield annotation
+
+
+def _origins(annotation: Any) -> set[Any]:
+    inner = get_args(annotation) if get_origin(annotation) in UNIONS else ()
+    return {get_origin(annotation), *map(get_origin, inner)}
+
+
+def keys_table(wanted: str = "") -> str:
+    """All keys, those of a section, or a single one, without a final newline.
+
+    A line per key with its name, type, default, and what is allowed; below it what it means.
+    Raises ConfigError where there is no such section or key.
+    """
+    inside = (f"{wanted}.", f"{wanted}[]")
+    chosen = [k for k in keys() if not wanted or k.name == wanted or k.name.startswith(inside)]
+    if not chosen:
+        raise ConfigError(
+            f"--keys {wanted}: no such section or key; "
+            f"the sections are {', '.join(Config.model_fields)}"
+        )
+    lines: list[str] = []
+    for place, group in itertools.groupby(chosen, key=lambda k: k.name.rpartition(".")[0]):
+        block = list(group)
+        if not place:  # sections themselves
+            lines += _title(block[0])
+            continue
+        rows = [(k.name, type_name(k.field.annotation), default(k.field)) for k in block]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for key, row in zip(block, rows, strict=True):
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            start = "  ".join([*cells, ""])
+            limits = textwrap.wrap(allowed(key.field), WIDTH - len(start), break_on_hyphens=False)
+            lines += [(start + "".join(limits[:1])).rstrip()]
+            lines += [" " * len(start) + more for more in limits[1:]]
+            text = textwrap.fill(sentence(key.field), WIDTH - 4)
+            lines += [textwrap.indent(text, "    ")]
+    return "\n".join(lines).strip("\n")
+
+
+def _title(key: Key) -> list[str]:
+    """A section's name and what it is about, between empty lines."""
+    assert key.section is not None
+    text = " ".join((key.section.__doc__ or "").split())
+    return ["", *textwrap.wrap(f"{key.name}: {text}", WIDTH), ""]
+
+
+def sentence(field: FieldInfo) -> str:
+    """What the field means: the docstring below it."""
+    return " ".join((field.description or "").split())
+
+
+def type_name(annotation: Any) -> str:
+    """`integer`, `choice or null`, `[number, number]`, `list of text`."""
+    arguments = get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return "choice"
+    if get_origin(annotation) is Annotated:
+        return type_name(arguments[0])
+    if get_origin(annotation) in UNIONS:
+        return " or ".join(map(type_name, arguments))
+    if get_origin(annotation) is tuple:
+        if arguments[-1] is ...:
+            return f"list of {type_name(arguments[0])}"
+        return f"[{', '.join(map(type_name, arguments))}]"
+    return "section" if issubclass(annotation, Section) else NAMES[annotation]
+
+
+def default(field: FieldInfo) -> str:
+    """The default as an override would give it; empty where a value must be given."""
+    value = field.get_default()
+    if value is PydanticUndefined:
+        return ""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def allowed(field: FieldInfo) -> str:
+    """The choices, or the range with its unit."""
+    choices = list(_choices(field.annotation))
+    if choices:
+        return " | ".join(map(str, choices))
+    bounds = [
+        f"{sign} {_short(getattr(bound, name))}"
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="))
+        for bound in field.metadata
+        if hasattr(bound, name)
+    ]
+    extra = field.json_schema_extra
+    unit = str(extra["unit"]) if isinstance(extra, dict) and extra["unit"] else ""
+    return " ".join([", ".join(bounds), unit]).strip()
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if annotation is bool:
+        yield from ("true", "false")
+    elif get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for argument in get_args(annotation):
+            yield from _choices(argument)
+
+
+def _short(bound: Any) -> str:
+    """A bound; large powers of two as such."""
+    exponent = int(bound + 1).bit_length() - 1
+    for number, text in ((2**exponent, f"2^{exponent}"), (2**exponent - 1, f"2^{exponent} - 1")):
+        if exponent > 13 and bound == number:
+            return text
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"

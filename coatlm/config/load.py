@@ -1,0 +1,120 @@
+"""A YAML file and overrides -> Config, and the words for every mistake in them.
+
+An override is `section.key=value`. Where the key holds text or a path, the value is taken as it
+stands, ` #` and `: ` included; only `null`, a list `[...]`, and a value in quotes from one end to
+the other are read as YAML. All other values are YAML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from coatlm.config.combined import Config
+from coatlm.config.errors import ConfigError, one_line, printable, shown
+from coatlm.config.hints import hint
+from coatlm.config.keys import keys
+from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
+
+KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+QUOTED = re.compile(r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'""")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read YAML, apply `a.b=c` overrides, validate. Raises ConfigError, one line per mistake."""
+    return make_config(override(read_mapping(path), overrides))
+
+
+def make_config(data: Any) -> Config:
+    """Validate a nested mapping. Raises ConfigError, one line per mistake."""
+    try:
+        return Config.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`data` with overrides `a.b=c` applied. Raises ConfigError for the first that is wrong."""
+    merged = dict(data)
+    for item in overrides:
+        merged = _merged(merged, _nested(item), item)
+    return merged
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The content of a YAML file that is a mapping. Raises ConfigError in one line."""
+    name = printable(str(path))
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(4 * MOST_CHARACTERS + 1)  # UTF-8 takes up to 4 bytes
+        data = parse_yaml(content.decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not valid UTF-8 at byte {error.start}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {one_line(error)}") from None
+    if data is None:
+        raise ConfigError(f"{name}: the file is empty; a configuration without a choice is {{}}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: a configuration is a mapping of sections, not {shown(data)}")
+    return data
+
+
+def _nested(item: str) -> dict[str, Any]:
+    """`a.b=c` -> {a: {b: c}}."""
+    key, equals, text = item.partition("=")
+    if not equals or not KEY.fullmatch(key):
+        raise ConfigError(f"{item!r}: overrides read key=value, for example optim.lr=3e-4")
+    try:
+        value = _value(key, text)
+    except ValueError as error:
+        raise ConfigError(f"{item}: {one_line(error)}") from None
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _value(key: str, text: str) -> Any:
+    """The value of an override. Raises ValueError where it is not valid YAML."""
+    textual = any(known.name == key and known.textual for known in keys())
+    yaml = not text.strip() or text == "null" or text.startswith("[") or QUOTED.fullmatch(text)
+    if textual and not yaml:
+        return text
+    value = parse_yaml(text)
+    if has_comment(text):
+        raise ValueError("` #` starts a comment in YAML; put a text that has it in quotes")
+    return value
+
+
+def _merged(base: Mapping[str, Any], change: Mapping[str, Any], item: str) -> dict[str, Any]:
+    """`base` with the values of `change`; mappings in both are merged, all else is replaced."""
+    result = dict(base)
+    for key, value in change.items():
+        old = base.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            result[key] = _merged(old, value, item)
+        elif isinstance(value, Mapping) and old is not None:
+            raise ConfigError(f"{item}: {key}={shown(old)} in the file is no mapping")
+        else:
+            result[key] = value
+    return result
+
+
+def _explain(error: Any) -> str:
+    """One line for one pydantic error: dotted path, value, what is allowed."""
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{path}: unknown key; {hint(error['loc'])}"
+    if error["type"] == "invalid_key":
+        return f"{path}: a key is text"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # of a section
+        return f"{path}: {message}" if path else message
+    return f"{path}={shown(error['input'])}: {message}"

@@ -1,0 +1,242 @@
+"""The model and its arithmetic: sizes, what GEMMs compute in, how states are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, model_validator
+
+from coatlm.config.fields import FOREVER, Real, Section, number
+
+PrecisionRecipe = Literal[
+    "fp32", "bf16", "te-delayed", "te-current", "te-blockwise", "fp8-linear", "coat", "coat-lean"
+]
+OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
+    "adamw-fp32",
+    "adamw-bf16",
+    "adamw-bf16-fp32state",
+    "kahan",
+    "collage-light",
+    "collage-plus",
+    "fp8lm",
+    "coat",
+    "coat-lean",
+    "coat-24",
+    "fp8-plain",
+]
+FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
+# recipes whose GEMMs cast a weight by an amax of this step, so that it can be gathered cast: of the
+# tensor, or of its rows
+FP8_WEIGHT_RECIPES = ("te-current", "fp8-linear", "coat", "coat-lean")
+MOST_LAYERS, MOST_HIDDEN = 10_000, 2**20
+Layers = Annotated[StrictInt, Field(le=MOST_LAYERS)]
+
+
+class RopeScaling(Section):
+    """Llama 3's scaling of the rotary frequencies, under Hugging Face's names."""
+
+    factor: Real = number(8.0, ge=1.0)
+    """The context length divided by the original one."""
+
+    low_freq_factor: Real = number(1.0, gt=0.0)
+    """Frequencies with fewer rotations than this in the original context are divided by factor."""
+
+    high_freq_factor: Real = number(4.0, gt=0.0)
+    """Frequencies with more rotations than this in the original context stay as they are."""
+
+    original_max_position_embeddings: StrictInt = number(8192, "tokens", ge=1, le=2**30)
+    """The context length that the frequencies were made for."""
+
+    @model_validator(mode="after")
+    def _band(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+        return self
+
+
+class Model(Section):
+    """A Llama-family transformer: RMSNorm, SwiGLU, rotary embeddings, grouped-query attention."""
+
+    spec: Literal["local", "te"] = "local"
+    """The layers' implementation: coatlm's own, or TransformerEngine's."""
+
+    layers: StrictInt = number(4, "layers", ge=1, le=MOST_LAYERS)
+    """Transformer layers of the whole model."""
+
+    hidden: StrictInt = number(256, "elements", ge=1, le=MOST_HIDDEN)
+    """The width of the residual stream."""
+
+    heads: StrictInt = number(8, "heads", ge=1, le=2**16)
+    """Query heads per layer."""
+
+    kv_heads: StrictInt | None = number(None, "heads", ge=1, le=2**16)
+    """Key and value heads per layer, each shared by heads / kv_heads queries; null means heads."""
+
+    head_dim: StrictInt | None = number(None, "elements", ge=2, le=2**16)
+    """The width of a head, an even number; null means hidden / heads."""
+
+    ffn: StrictInt = number(704, "elements", ge=1, le=2**22)
+    """The width of the MLP between its gate and up projections and its down projection."""
+
+    vocab: StrictInt | None = number(None, "tokens", ge=1, le=2**24)
+    """Tokens in the vocabulary, the rows of the embedding; null means the tokenizer's vocabulary,
+    padded to a multiple of 128."""
+
+    rope_theta: Real = number(10000.0, gt=0.0)
+    """The base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling | None = None
+    """Llama 3's scaling of the rotary frequencies for long contexts; null means none."""
+
+    norm_eps: Real = number(1e-5, gt=0.0)
+    """The small number that RMSNorm adds to the mean square before its root."""
+
+    tie_embeddings: StrictBool = False
+    """Use the embedding as the output layer's weight."""
+
+    qkv_bias: StrictBool = False
+    """Add a bias to the query, key and value projections, as Qwen2 does."""
+
+    qk_norm: StrictBool = False
+    """Normalize queries and keys per head, as Qwen3 does."""
+
+    init_std: Real = number(0.02, gt=0.0)
+    """Standard deviation of initial weights; projections into the residual stream are divided by
+    sqrt(2 * layers)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        data = dict(data)
+        heads, hidden = data.get("heads", 8), data.get("hidden", 256)
+        if data.get("kv_heads") is None:
+            data["kv_heads"] = heads
+        known = all(type(n) is int and 0 < n <= MOST_HIDDEN for n in (heads, hidden))
+        if data.get("head_dim") is None and known:
+            if hidden % heads:
+                raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}")
+            data["head_dim"] = hidden // heads
+        return data
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Model:
+        if self.heads % self.queries_groups:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.size_per_head % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
+        return self
+
+    @property
+    def queries_groups(self) -> int:
+        assert self.kv_heads is not None  # filled in by _derive
+        return self.kv_heads
+
+    @property
+    def size_per_head(self) -> int:
+        assert self.head_dim is not None  # filled in by _derive
+        return self.head_dim
+
+
+class Precision(Section):
+    """What GEMMs compute in and what is saved for backward.
+
+    All keys but recipe are for the FP8 flow: the recipes fp8-linear, coat and coat-lean.
+    """
+
+    recipe: PrecisionRecipe = "bf16"
+    """The number formats that layers compute in and save for backward. te-* are TransformerEngine's
+    FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs and gate and up in
+    FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and the attention output
+    in FP8 too."""
+
+    group_size: Literal[16, 32, 64, 128] | None = None
+    """Elements per scale of what is saved for backward in FP8; null means the recipe's, 16."""
+
+    grad_format: Literal["e5m2", "e4m3"] = "e5m2"
+    """The FP8 format of gradients that enter a GEMM: more range, or more precision."""
+
+    scaling: Literal["current", "delayed"] = "current"
+    """How gradients that enter a GEMM are scaled: by their own amax, or by the largest amax of the
+    last 16 steps, which takes no pass over them."""
+
+    fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
+        "forward",
+        "dgrad",
+        "wgrad",
+    )
+    """The GEMMs that accumulate with about 14 bits in the tensor cores; the others add up in fp32
+    every 128 products, which is slower and more precise."""
+
+    keep_linear_inputs: StrictBool | None = None
+    """Save the FP8 inputs of linear layers for backward instead of recomputing them; null means
+    the recipe's choice."""
+
+    keep_weights: StrictBool = False
+    """Hold the FP8 weights from the first microbatch of a step to its last one: 2 more bytes per
+    weight, and one cast per step instead of one per use."""
+
+    tune_gemms: StrictBool = True
+    """Time cuBLASLt's algorithms at the start and use the fastest; false uses its first choice."""
+
+    bf16_layers: tuple[Layers, Layers] = (0, 0)
+    """How many of the first and of the last layers compute in BF16, as [first, last]; together at
+    most model.layers."""
+
+    @property
+    def flow(self) -> bool:
+        """The layers are coatlm's FP8 flow."""
+        return self.recipe in ("fp8-linear", "coat", "coat-lean")
+
+
+class Optim(Section):
+    """AdamW, the formats of its states, and its learning-rate schedule."""
+
+    recipe: OptimRecipe = "adamw-fp32"
+    """How weights and moments are stored, in bytes per parameter with BF16 weights: adamw-fp32 14,
+    adamw-bf16 6, adamw-bf16-fp32state 10, kahan 8, collage-light 8, collage-plus 10, fp8lm 7.1,
+    coat 8.1, coat-lean 6.1, coat-24 5.1, fp8-plain 8.1."""
+
+    lr: Real = number(1e-3, gt=0.0)
+    """The peak learning rate, reached at the end of the warmup."""
+
+    min_lr: Real = number(1e-4, ge=0.0)
+    """The learning rate at the end of the schedule, at most lr."""
+
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """How the learning rate falls from lr to min_lr between the warmup and the end of the run; wsd
+    stays at lr until its last decay_steps, constant stays at lr."""
+
+    warmup_steps: StrictInt = number(20, "steps", ge=0, le=FOREVER)
+    """Steps over which the learning rate rises linearly from 0 to lr."""
+
+    decay_steps: StrictInt | None = number(None, "steps", ge=1, le=FOREVER)
+    """Steps of the final decay with schedule=wsd, the only one to have it; null means a tenth of
+    train.steps."""
+
+    weight_decay: Real = number(0.1, ge=0.0)
+    """The coefficient of decoupled weight decay of matrices; norms and biases have none."""
+
+    betas: tuple[Real, Real] = (0.9, 0.95)
+    """Decay rates of the first and second moment, as [beta1, beta2]; each is in [0, 1)."""
+
+    eps: Real = number(1e-8, gt=0.0)
+    """The small number that AdamW adds to the denominator of its update."""
+
+    clip_grad: Real = number(1.0, ge=0.0)
+    """The largest global L2 norm of gradients; larger ones are scaled down to it. 0 means off."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Optim:
+        if not all(0.0 <= b < 1.0 for b in self.betas):
+            raise ValueError(f"betas={list(self.betas)}: each is in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(f"decay_steps={self.decay_steps} is for schedule=wsd alone")
+        return self

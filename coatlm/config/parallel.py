@@ -1,0 +1,102 @@
+"""How the model and the batch are spread over ranks, and what travels between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import StrictBool, StrictInt, model_validator
+
+from coatlm.config.fields import MOST_RANKS, Section, number
+
+GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
+
+
+class Parallel(Section):
+    """The layout of the ranks: data-parallel size = processes / (tp * pp * cp)."""
+
+    tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
+    """Tensor-parallel size; these ranks belong inside one node."""
+
+    sequence_parallel: StrictBool = False
+    """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
+
+    pp: StrictInt = number(1, "ranks", ge=1, le=10_000)
+    """Pipeline-parallel size: the number of pipeline stages."""
+
+    vpp: StrictInt = number(1, "chunks", ge=1, le=10_000)
+    """Model chunks per pipeline stage; above 1 the schedule is interleaved."""
+
+    cp: StrictInt = number(1, "ranks", ge=1, le=2**16)
+    """Context-parallel size: ranks that share the tokens of a sample."""
+
+    zero: Literal[0, 1, 2] = 1
+    """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too."""
+
+    partition: Literal["flat", "whole-tensor"] = "flat"
+    """How zero=1 and zero=2 shard: equal flat shards, or whole tensors per rank as in FP8-LM."""
+
+    main_grads: Literal["fp32", "bf16"] = "fp32"
+    """The format in which gradients are accumulated over microbatches."""
+
+    grad_comm: GradComm = "fp8-a2a"
+    """The format in which gradients are reduced over data-parallel ranks: fp8-nccl sums in FP8,
+    fp8-a2a exchanges FP8 codes by all-to-all and sums in fp32."""
+
+    grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"
+    """The scale granularity of fp8-a2a: 128 elements with a scale of their own, or a tensor or a
+    bucket with a scale that the ranks agree on."""
+
+    grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"
+    """The FP8 format of fp8-a2a with block scales: more range, or half the rounding error."""
+
+    grad_comm_nodes: StrictInt | None = number(None, "nodes", ge=1, le=MOST_RANKS)
+    """Nodes between which fp8-a2a exchanges what it has summed inside each; 1 means a single
+    exchange over all ranks, null takes the nodes from the launcher."""
+
+    weight_gather: Literal["bf16", "fp8"] = "bf16"
+    """The format in which zero=1 and zero=2 all-gather weights: as stored, or cast to FP8 as the
+    GEMMs would cast them."""
+
+    bucket_size: StrictInt = number(0, "elements", ge=0, le=2**48)
+    """The size of a gradient bucket; 0 means a 48th of a rank's parameters, at least 40 million."""
+
+    overlap_grad_reduce: StrictBool = True
+    """Reduce each bucket while backward still computes the next ones."""
+
+    tp_comm: Literal["fp8", "bf16"] = "fp8"
+    """The format of all-gathers between tensor-parallel ranks in the FP8 flow under
+    sequence_parallel; both give the same bits."""
+
+    overlap_param_gather: StrictBool = True
+    """With zero=1 and zero=2, all-gather weights while forward already computes."""
+
+    @model_validator(mode="after")
+    def _size(self) -> Parallel:
+        if self.tp * self.pp * self.cp > MOST_RANKS:
+            raise ValueError(f"tp*pp*cp={self.tp}*{self.pp}*{self.cp} is above {MOST_RANKS}")
+        return self
+
+    @model_validator(mode="after")
+    def _reduction(self) -> Parallel:
+        if self.zero == 2 and not self.overlap_grad_reduce:
+            raise ValueError("zero=2 frees gradients while backward runs: overlap_grad_reduce=true")
+        for name in ("partition", "weight_gather"):
+            if not self.zero and getattr(self, name) not in ("flat", "bf16"):
+                raise ValueError(f"{name}={getattr(self, name)} needs zero=1 or 2")
+        if self.grad_comm != "fp8-a2a":
+            if self.grad_comm_scale != "block":
+                raise ValueError(f"grad_comm_scale={self.grad_comm_scale} needs grad_comm=fp8-a2a")
+            if self.grad_comm_nodes not in (None, 1):
+                raise ValueError(f"grad_comm_nodes={self.grad_comm_nodes} needs grad_comm=fp8-a2a")
+        blocks = self.grad_comm == "fp8-a2a" and self.grad_comm_scale == "block"
+        if self.grad_comm_format != "e4m3" and not blocks:
+            raise ValueError(
+                f"grad_comm_format={self.grad_comm_format} needs grad_comm=fp8-a2a and "
+                "grad_comm_scale=block: its largest number is 1984 times the smallest"
+            )
+        if self.partition == "whole-tensor" and self.grad_comm_nodes not in (None, 1):
+            raise ValueError(
+                f"grad_comm_nodes={self.grad_comm_nodes}: two levels need parts of one size, "
+                "partition=flat"
+            )
+        return self

@@ -1,0 +1,214 @@
+"""The run around the model: where it lives, its data, its loop, its checkpoints and its logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
+
+from coatlm.config.fields import (
+    FOREVER,
+    YEAR,
+    PathText,
+    Real,
+    Section,
+    Text,
+    TokenizerSpec,
+    UserPath,
+    number,
+)
+
+RunIdentity = Literal["data.text", "data.paths", "data.split", "data.tokenizer", "run.seed"]
+Share = Annotated[Real, Field(le=1e12)]
+StepNumber = Annotated[StrictInt, Field(ge=1, le=FOREVER)]
+
+
+class Run(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: Text = Field("run", min_length=1)
+    """The name of the run on the console and in Weights & Biases."""
+
+    dir: UserPath = Path("runs/run")
+    """The run directory, which holds everything that the run writes but data.cache_dir."""
+
+    seed: StrictInt = number(1234, ge=0, le=2**63 - 1)  # torch adds a few thousand for its streams
+    """The seed of the initial weights and of the order of training samples."""
+
+
+class Source(Section):
+    """One indexed dataset of a blend."""
+
+    path: UserPath
+    """The prefix of an indexed dataset: PREFIX stands for PREFIX.bin and PREFIX.idx."""
+
+    weight: Real = number(1.0, gt=0.0, le=1e12)
+    """The share of samples from this dataset, relative to the weights of the others."""
+
+
+class Data(Section):
+    """What is trained on, either text or paths, and how it becomes samples."""
+
+    text: tuple[PathText, ...] = ()
+    """Text files and globs, tokenized once into cache_dir; python-stdlib is the source of Python's
+    standard library."""
+
+    paths: tuple[Source, ...] = ()
+    """Prefixes of indexed datasets, each as PREFIX or as {path: PREFIX, weight: W}."""
+
+    tokenizer: TokenizerSpec = "byte"
+    """The tokenizer: byte, hf:tokenizer.json, sentencepiece:FILE.model, tiktoken:NAME, or
+    tiktoken:FILE?pattern=REGEX; hf and sentencepiece take ?eod=TOKEN behind the file."""
+
+    seq_len: StrictInt = number(256, "tokens", ge=2, le=2**27)
+    """Tokens per sample, which is the context length of training."""
+
+    split: tuple[Share, Share, Share] = (96, 2, 2)
+    """Relative sizes of the training, validation and test parts, as [train, validation, test]; each
+    is >= 0 and the first is > 0."""
+
+    reset_attention_mask: StrictBool = False
+    """Keep tokens from attending to tokens of other documents in the same sample."""
+
+    eod_mask_loss: StrictBool = False
+    """Leave out of the loss the predictions that follow an end-of-document token."""
+
+    cache_dir: UserPath = Path(".cache/coatlm")
+    """The directory of the datasets that are made from text; runs share it."""
+
+    workers: StrictInt = number(0, "processes", ge=0, le=4096)
+    """Processes that tokenize text; 0 means one per CPU core."""
+
+    max_expansion: Real = number(1000.0, ge=1.0)
+    """How many bytes of text a compressed file (.gz, .zst, .parquet) may hold per byte on disk; a
+    larger ratio is refused as a decompression bomb."""
+
+    max_record: StrictInt = number(128 << 20, "bytes", ge=1024, le=2**40)
+    """The largest JSON line, parquet value or zstd window that is read into memory."""
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _bare_paths(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [{"path": v} if isinstance(v, str | Path) else v for v in value]
+        return value
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _sources(self) -> Data:
+        if bool(self.text) == bool(self.paths):
+            raise ValueError("give either text (raw files) or paths (prepared datasets)")
+        if min(self.split) < 0 or self.split[0] <= 0:
+            raise ValueError(f"split={list(self.split)}: parts are >= 0 and the first is > 0")
+        return self
+
+
+class Train(Section):
+    """The training loop. A sample has data.seq_len tokens."""
+
+    steps: StrictInt = number(150, "steps", ge=1, le=FOREVER)
+    """Optimizer steps of the whole run; the learning-rate schedule ends with the last one."""
+
+    micro_batch: StrictInt = number(4, "samples", ge=1, le=2**24)
+    """Samples per forward pass on each data-parallel rank."""
+
+    global_batch: StrictInt = number(16, "samples", ge=1, le=2**30)
+    """Samples per step over all ranks, a multiple of micro_batch times the data-parallel size."""
+
+    eval_every: StrictInt = number(50, "steps", ge=0, le=FOREVER)
+    """Steps between evaluations on the validation part; 0 means never."""
+
+    eval_batches: StrictInt = number(8, "global batches", ge=1, le=2**30)
+    """Global batches per evaluation, the same ones each time."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward recomputes instead of saving it: nothing, attention alone, or whole layers."""
+
+    cuda_graphs: StrictBool = False
+    """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
+    by kernel launches."""
+
+    max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
+    """Skipped steps in a row after which the run ends with exit code 3."""
+
+    rollbacks: StrictInt = number(0, "times", ge=0, le=2**20)
+    """How often the run may return to a checkpoint and leave out the batches since then, where
+    max_skipped would otherwise end it."""
+
+    spike_sigma: Real = number(0.0, "standard deviations", ge=0.0)
+    """How many standard deviations above their mean of the last spike_window steps a loss or a
+    gradient norm may be; the update of a step beyond that is skipped. 0 means off."""
+
+    spike_window: StrictInt = number(128, "steps", ge=2, le=2**20)
+    """The last steps over which spike_sigma takes mean and standard deviation."""
+
+
+class Checkpoint(Section):
+    """When checkpoints are saved, and what a start resumes from."""
+
+    every: StrictInt = number(50, "steps", ge=0, le=FOREVER)
+    """Steps between checkpoints, with one more at the end; 0 saves only when a signal stops the
+    run."""
+
+    keep: StrictInt = number(3, "checkpoints", ge=1, le=2**20)
+    """How many of the newest checkpoints stay on disk."""
+
+    resume: PathText = "auto"
+    """Where a run without checkpoints of its own begins: auto means fresh weights, a path means
+    that checkpoint or run. Its own checkpoints come first, but for none, which begins anew, and
+    for the path of an earlier one of them, to which the run goes back."""
+
+    weights_only: StrictBool = False
+    """Take only the weights from the path in resume: the run starts at step 0 with fresh optimizer
+    states."""
+
+    allow_changes: tuple[RunIdentity, ...] = ()
+    """Keys that may differ from those of the checkpoint although that makes it another run; the
+    data counts as changed when its tokens differ."""
+
+    async_save: StrictBool = True
+    """Write checkpoints in the background while training goes on."""
+
+
+class Log(Section):
+    """What is logged, and how often."""
+
+    every: StrictInt = number(10, "steps", ge=1, le=FOREVER)
+    """Steps between lines on the console and in metrics.jsonl."""
+
+    states_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
+    """Steps between records in states.jsonl of what the formats of weights and moments lose; 0
+    means never."""
+
+    numerics_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
+    """Steps between records in numerics.jsonl of what FP8 loses in each layer of the FP8 flow; 0
+    means never."""
+
+    tensorboard: StrictBool = False
+    """Write TensorBoard events to tb/ in run.dir."""
+
+    wandb_project: Text | None = None
+    """The project in Weights & Biases to log to; null means none."""
+
+    profile: tuple[StepNumber, StepNumber] | None = None
+    """First and last step that torch's profiler traces on rank 0, as [first, last]; null means
+    none."""
+
+    hang_timeout: Real = number(0.0, "seconds", ge=0.0, le=YEAR)
+    """Seconds without a step after which the run writes the stacks of all threads and ends with
+    exit code 5; 0 means off."""
+
+    straggler_factor: Real = number(2.0, ge=0.0)
+    """Warn of the slowest rank when its own work per step takes more than this times the median;
+    0 means no comparison."""
+
+    @model_validator(mode="after")
+    def _window(self) -> Log:
+        if self.profile and self.profile[0] > self.profile[1]:
+            raise ValueError(f"profile={list(self.profile)}: [first, last] with 1 <= first <= last")
+        return self

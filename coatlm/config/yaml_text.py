@@ -1,0 +1,108 @@
+"""YAML as configurations use it: a small file, no surprises.
+
+YAML 1.1 as PyYAML's safe loader reads it, but
+
+    3e-4                 is a number; PyYAML asks for a point before the exponent
+    010, 1:30, 2026-1-1  are strings, which no number takes; YAML 1.1 reads 8, 90 and a date
+    duplicate keys       are refused; PyYAML lets the last one win
+    aliases              may expand to no more than 2^20 characters
+
+`${...}` is text like any other: neither the environment nor other keys are ever put in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+MOST_CHARACTERS = 2**18  # of a file, and of an override
+MOST_EXPANDED = 2**20  # the same with every alias written out
+
+_STANDARD = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01][01_]*|0x[0-9a-fA-F][0-9a-fA-F_]*)\Z")
+_FLOAT = re.compile(
+    r"""(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
+         |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+         |[-+]?\.(?:inf|Inf|INF)
+         |\.(?:nan|NaN|NAN))\Z""",
+    re.VERBOSE,
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads; the table of how plain scalars get their types is its own."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's interface)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _STANDARD]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes; strings are quoted that `_Loader` or a reader of YAML 1.1 would take for another."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of one YAML document. Raises ValueError in one line."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"longer than {MOST_CHARACTERS} characters")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded(node, {}) > MOST_EXPANDED:
+            raise ValueError(f"its aliases expand to more than {MOST_EXPANDED} characters")
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"not valid YAML: {where}{error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError("not valid YAML: nested too deeply") from None
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Characters of a node with its aliases written out; infinite where it contains itself.
+
+    Raises MarkedYAMLError for a mapping with a key given twice.
+    """
+    if id(node) in sizes:
+        return sizes[id(node)]
+    sizes[id(node)] = float("inf")  # until its end is reached
+    size = 1.0 + len(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        size += sum(_expanded(child, sizes) for child in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        size += sum(_expanded(child, sizes) for pair in node.value for child in pair)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                raise yaml.MarkedYAMLError(None, None, f"duplicate key {key.value}", key.start_mark)
+            names.add(str(key.value))
+    sizes[id(node)] = size
+    return size
+
+
+def has_comment(text: str) -> bool:
+    """Whether a part of a valid YAML text is a comment, as ` #` starts one outside of quotes."""
+    end = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if "#" in text[end : token.start_mark.index]:
+            return True
+        end = token.end_mark.index
+    return False
+
+
+def dump_yaml(data: Any) -> str:
+    """A document that `parse_yaml` reads as `data`."""
+    return yaml.dump(data, Dumper=_Dumper, allow_unicode=True, sort_keys=False)

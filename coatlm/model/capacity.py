@@ -1,0 +1,71 @@
+"""Whether a run fits the memory of its device, from its configuration alone.
+
+    needed = weights + FP8 weights + gradients + optimizer states       of the largest stage
+    refused  <=>  needed > memory   or   peak > 2 * memory
+
+`needed` is exact but for padding: these tensors are allocated whatever the implementation does. The
+activations and temporaries that the peak adds are an estimate, within some percent on GPUs but not
+on a CPU, so the peak must be twice what there is: a run that might fit is never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from coatlm.config import Config, ConfigError, make_config
+from coatlm.model.memory import GIB, stage_bytes
+
+MARGIN = 2  # the factor by which an estimated peak must exceed the memory
+SUGGESTIONS = 3
+WHAT = ("weights, gradients and optimizer states need", "a step needs an estimated")
+MORE_RANKS = "or more ranks with a larger parallel.tp or parallel.pp"
+
+CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the cheapest first
+    ("parallel", "zero", 1),
+    ("train", "micro_batch", 1),
+    ("parallel", "main_grads", "bf16"),
+    ("optim", "recipe", "coat-lean"),
+    ("optim", "recipe", "coat"),
+    ("train", "recompute", "full"),
+    ("precision", "recipe", "coat-lean"),
+    ("precision", "recipe", "bf16"),
+)
+
+
+def check_memory(
+    config: Config, vocab: int, *, data_parallel: int, memory: int, device: str
+) -> None:
+    """Raise ConfigError where a rank cannot fit the `memory` bytes of `device`; name remedies."""
+    limits, sizes = (memory, MARGIN * memory), largest(config, vocab, data_parallel)
+    beyond = [kind for kind in range(len(WHAT)) if sizes[kind] > limits[kind]]
+    if not beyond:
+        return
+    kind, *_ = beyond
+    less = {key: largest(c, vocab, data_parallel)[kind] for key, c in remedies(config)}
+    enough = [key for key in less if less[key] <= limits[kind]]
+    helpful = sorted((key for key in less if less[key] < sizes[kind]), key=less.__getitem__)
+    named = [f"{key} ({less[key] / GIB:,.1f} GiB)" for key in (enough or helpful)[:SUGGESTIONS]]
+    raise ConfigError(
+        f"model.layers={config.model.layers}, model.hidden={config.model.hidden}: {WHAT[kind]} "
+        f"{sizes[kind] / GIB:,.1f} GiB per rank, and {device} has {memory / GIB:,.1f} GiB; "
+        f"try {', '.join([*named, MORE_RANKS])}"
+    )
+
+
+def largest(config: Config, vocab: int, data_parallel: int) -> tuple[int, int]:
+    """(needed, peak) in bytes, each on the stage where it is largest."""
+    stages = stage_bytes(config, vocab, data_parallel)
+    needed = (s.weights + s.fp8_weights + s.main_grads + s.optim_states for s in stages)
+    return max(needed), max(s.total for s in stages)
+
+
+def remedies(config: Config) -> Iterator[tuple[str, Config]]:
+    """Single changes that the rest of the configuration allows: as an override, and made."""
+    for section, key, value in CHANGES:
+        data = config.model_dump(mode="json")
+        if data[section][key] == value:
+            continue
+        data[section][key] = value
+        with suppress(ConfigError):
+            yield f"{section}.{key}={value}", make_config(data)

@@ -1,0 +1,95 @@
+"""A run that cannot fit is refused from its configuration; one that might fit never is."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from coatlm.config import Config, ConfigError
+from coatlm.model.capacity import MARGIN, check_memory, largest, remedies
+from coatlm.model.plan import plan
+from tests.model.shapes import LLAMA2_7B, config
+
+VOCAB = 32000
+
+
+def refusal(c: Config, memory: int, data_parallel: int = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_memory(c, VOCAB, data_parallel=data_parallel, memory=memory, device="GPU 0")
+    assert len(str(error.value)) <= 400 and len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+def test_weights_and_states_beyond_the_memory_are_refused_with_both_sizes() -> None:
+    c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
+    # 2 bytes of a weight, 4 of its gradient, 12 of states
+    needed = 18 * 6_738_415_616 / 2**30
+    told = refusal(c, 80 * 2**30)
+    assert f"need {needed:,.1f} GiB per rank, and GPU 0 has 80.0 GiB" in told
+    assert told.startswith("model.layers=32, model.hidden=4096: ")
+
+
+def test_the_keys_that_suffice_are_named_the_cheapest_first() -> None:
+    c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
+    told = refusal(c, 110 * 2**30)
+    named = re.findall(r"([\w.]+=[\w-]+) \(([\d.]+) GiB\)", told.partition("; try ")[2])
+    assert [key for key, _ in named] == [
+        "parallel.main_grads=bf16",
+        "optim.recipe=coat-lean",
+        "optim.recipe=coat",
+    ]
+    assert all(float(size) <= 110 for _, size in named)
+    assert told.endswith("or more ranks with a larger parallel.tp or parallel.pp")
+
+
+def test_a_remedy_is_a_configuration_that_needs_less_or_the_same() -> None:
+    c = config({**LLAMA2_7B}, seq_len=2048, parallel={"zero": 0}, train={"micro_batch": 4})
+    found = dict(remedies(c))
+    assert {"parallel.zero=1", "train.micro_batch=1", "optim.recipe=coat-lean"} <= found.keys()
+    assert largest(found["parallel.zero=1"], VOCAB, 2)[0] < largest(c, VOCAB, 2)[0]
+
+
+def test_what_is_needed_just_fits() -> None:
+    c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
+    needed, peak = largest(c, VOCAB, 1)
+    assert needed < peak < MARGIN * needed
+    check_memory(c, VOCAB, data_parallel=1, memory=needed, device="GPU 0")
+    refusal(c, needed - 1)
+
+
+def test_an_estimated_peak_must_be_twice_the_memory() -> None:
+    c = config(
+        {**LLAMA2_7B, "layers": 1}, seq_len=2048, train={"micro_batch": 64, "global_batch": 64}
+    )
+    needed, peak = largest(c, VOCAB, 1)
+    assert needed < peak // MARGIN
+    check_memory(c, VOCAB, data_parallel=1, memory=peak // MARGIN, device="GPU 0")
+    told = refusal(c, peak // MARGIN - 1)
+    assert "a step needs an estimated" in told and "train.micro_batch=1" in told
+
+
+def test_sharding_counts() -> None:
+    c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
+    refusal(c, 60 * 2**30)
+    check_memory(c, VOCAB, data_parallel=8, memory=60 * 2**30, device="GPU 0")
+
+
+def test_the_largest_model_that_a_configuration_allows_is_planned_at_once() -> None:
+    c = config(
+        {
+            "layers": 10_000,
+            "hidden": 2**20,
+            "heads": 2**16,
+            "kv_heads": 2**16,
+            "ffn": 2**22,
+            "vocab": 2**24,
+        },
+        seq_len=2**27,
+        train={"micro_batch": 2**24, "global_batch": 2**30, "steps": 2**40},
+    )
+    start = time.process_time()
+    assert "10000 layers" in plan(c, 1)
+    refusal(c, 80 * 2**30)
+    assert time.process_time() - start < 10
