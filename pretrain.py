@@ -11,14 +11,18 @@ Exit codes: 0 done, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from coatlm.config import Config, ConfigError, load_config
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
+if TYPE_CHECKING:
+    from coatlm.train.setup import Launch
+
+REFUSAL_S = 30.0  # seconds for a rank without a configuration to find the others
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,9 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(args.config, args.overrides)
-        return dry_run(config, args.ranks) if args.dry_run else run(config)
     except ConfigError as error:
-        return fail(error)
+        launched = not args.dry_run and bool({"RANK", "SLURM_PROCID"} & os.environ.keys())
+        return run(error) if launched else fail(error)
+    return dry_run(config, args.ranks) if args.dry_run else run(config)
 
 
 def dry_run(config: Config, ranks: int | None) -> int:
@@ -56,35 +61,55 @@ def dry_run(config: Config, ranks: int | None) -> int:
     return 0
 
 
-def run(config: Config) -> int:
-    """Train; errors of the user come before the first step."""
+def run(config: Config | ConfigError) -> int:
+    """Train; errors of the user come before the first step.
+
+    A ConfigError in the place of a configuration is told together with those of the other ranks.
+    """
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from coatlm.train.checkpoint import CheckpointError, LostPeerError
-    from coatlm.train.faults import ExitCode, NonFiniteError
+    from coatlm.train.reports import report
+    from coatlm.train.setup import Launch
+
+    launch = Launch()
+    try:
+        launch = Launch.from_environment()
+        return refuse(config, launch) if isinstance(config, ConfigError) else start(config, launch)
+    except Exception as error:
+        return report(error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file)
+
+
+def start(config: Config, launch: Launch) -> int:
+    """Train; a disk that is full or read-only is named."""
     from coatlm.train.loop import train
+    from coatlm.train.manifest import CheckpointError
+    from coatlm.train.reports import UNWRITABLE
 
     try:
-        return train(config)
-    except NonFiniteError as error:
-        return fail(error, ExitCode.NONFINITE)
-    except LostPeerError as error:
-        return fail(error, 1)  # launchers try again after 1, and not after 4
-    except CheckpointError as error:
-        return fail(error, ExitCode.CHECKPOINT)
+        return train(config, launch)
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        problem = OSError(f"run.dir={config.run.dir}: {error.strerror}; the same command resumes")
-        return fail(problem, ExitCode.CHECKPOINT)
+        raise CheckpointError(
+            f"run.dir={config.run.dir}: {error.strerror}; the same command resumes"
+        ) from error
 
 
-def fail(error: Exception, code: int = 2) -> int:
-    """One line a mistake, from one process."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-    return code
+def refuse(error: ConfigError, launch: Launch) -> int:
+    """Tell the other ranks that this one has no configuration. Raises AgreedError or `error`."""
+    from coatlm.train.manifest import LostPeerError
+    from coatlm.train.setup import start_processes
+
+    with suppress(LostPeerError):  # then it speaks for itself
+        start_processes(launch, start_timeout=REFUSAL_S, refusal=error)
+    raise error
+
+
+def fail(error: Exception) -> int:
+    """One line a mistake."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

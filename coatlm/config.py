@@ -201,6 +201,7 @@ class Parallel(Section):
     overlap_grad_reduce: StrictBool = True  # reduce a bucket as soon as backward has filled it
     tp_comm: Literal["fp8", "bf16"] = "fp8"  # gathers of an FP8 flow under sequence_parallel
     overlap_param_gather: StrictBool = True  # with zero > 0: gather weights while forward runs
+    start_timeout: FiniteFloat = Field(600.0, gt=0.0, le=86400.0)  # seconds for all ranks to come
 
     @model_validator(mode="after")
     def _reduction(self) -> Parallel:

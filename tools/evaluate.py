@@ -90,15 +90,16 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
-    from coatlm.train.checkpoint import find_checkpoint, read_state
+    from coatlm.train.checkpoint import find_checkpoint
     from coatlm.train.setup import quiet_megatron
+    from coatlm.train.state import read_run_state
 
     quiet_megatron()
     casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
     named = os.path.join(".", args.checkpoint)  # not one of the words auto and none
     path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
     assert path is not None  # a path was given
-    state = read_state(path)
+    state = read_run_state(path)
     data = state["config"]["data"]
     tokenizer = make_tokenizer(args.tokenizer or data["tokenizer"])
     if tokenizer.fingerprint != state["tokenizer"]:

@@ -58,7 +58,8 @@ from coatlm.fp8.expand import (
     expand_quantize,
 )
 from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
-from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_state, read_tensors
+from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_tensors
+from coatlm.train.state import read_run_state
 
 RECIPE = "adamw-fp32"
 M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
@@ -151,7 +152,7 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
         raise ValueError(f"elements={elements}: at least {GROUP}, a group")
     path = find_checkpoint(str(checkpoint), checkpoint, logging.getLogger("study_states"))
     assert path is not None
-    state = read_state(path)
+    state = read_run_state(path)
     optim = state["config"]["optim"]
     if optim["recipe"] != RECIPE:
         raise ValueError(

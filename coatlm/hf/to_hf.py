@@ -32,8 +32,9 @@ from coatlm.hf.layout import EMBEDDING, Entry, entries, is_linear, zero_biases
 from coatlm.hf.tokenizer import GENERATION, TOKENIZER_FILES, copy_files, export_tokenizer
 from coatlm.optim.adamw import MASTER, find_recipe
 from coatlm.optim.formats import GROUP
-from coatlm.train.checkpoint import find_checkpoint, read_state
+from coatlm.train.checkpoint import find_checkpoint
 from coatlm.train.shards import StoredTensors
+from coatlm.train.state import read_run_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -69,7 +70,7 @@ def to_huggingface(
     named = os.path.join(".", source)  # not one of the words auto and none
     checkpoint = find_checkpoint(named, source, logger)
     assert checkpoint is not None  # a path was given
-    state = read_state(checkpoint)
+    state = read_run_state(checkpoint)
     config = make_config(state["config"])
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}

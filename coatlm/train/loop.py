@@ -26,6 +26,7 @@ from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
+from coatlm.train.agreement import Peers
 from coatlm.train.faults import (
     FLIGHT,
     SIGNALS,
@@ -45,30 +46,29 @@ from coatlm.train.run_directory import (
     write_environment,
 )
 from coatlm.train.setup import (
+    COLLECTIVE_TIMEOUT,
     Launch,
     quiet_megatron,
-    rank_zero_first,
     record_collectives,
     recorded_collectives,
     start_processes,
 )
+from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 from coatlm.train.stragglers import compare
+from coatlm.train.trackers import check_trackers
 
 logger = logging.getLogger("coatlm")
 
 
-def train(config: Config) -> ExitCode:
+def train(config: Config, launch: Launch) -> ExitCode:
     """Run `config` to its end, or until a signal.
 
-    Raises ConfigError before the first step for bad input, CheckpointError and NonFiniteError.
+    Raises ConfigError before the first step for bad input, AgreedError on all ranks instead where
+    there are several, CheckpointError and NonFiniteError.
     """
-    launch = Launch.from_environment()
     with ExitStack() as stack:
-        try:
-            loop = set_up(config, launch, stack)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        loop = set_up(config, launch, stack)
         code = loop.run_steps()
     if launch.rank == 0:
         finish(config, loop.run, code)
@@ -78,30 +78,31 @@ def train(config: Config) -> ExitCode:
 
 
 def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
-    """Join the other processes, open the data, build the model, resume. Raises ValueError."""
-    config.data_parallel_size(launch.world_size)
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    vocab = model_vocab(config, tokenizer.vocab_size)
-    prepare_directory(config.run.dir)
-    start_logging(config.run.dir, launch.rank)
+    """Join the other processes, open the data, build the model, resume.
+
+    A list of phases: each is finished by all ranks, or ends all of them with one message. Raises
+    ConfigError in a process that is alone, else AgreedError.
+    """
+    peers = join(config, launch)
+    tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
+    vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
+    peers.agree(lambda: prepare_directory(config.run.dir))
+    peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
+    peers.agree(lambda: start_logging(config.run.dir, launch.rank))
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
-    record_collectives(config.run.dir / FLIGHT)
-    start_processes(launch)
-    groups = make_groups(config.parallel, first_on_node=launch.rank - launch.local_rank)
-    data = rank_zero_first(
-        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed), groups.control
+    groups = peers.agree(lambda: split(config, launch, peers))
+    data = peers.rank_zero_first(
+        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
-    if config.train.eval_every and data.validation is None:
-        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+    peers.agree(lambda: check_parts(config, data))
     logger.info("%s", plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size))
-    trainer = stack.enter_context(closing(Trainer(config, groups, vocab)))
+    trainer = peers.agree(lambda: Trainer(config, groups, vocab))
+    stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
-    resume(config, trainer, run, tokenizer.fingerprint)
-    if launch.rank == 0:
-        write_config(config.run.dir, config)
-        write_environment(config.run.dir, device_name=device_name())
+    peers.agree(lambda: resume(config, trainer, run, tokenizer.fingerprint))
+    peers.agree(lambda: describe(config) if launch.rank == 0 else None)
     signals = stack.enter_context(StopSignal())
     watchdog = HangWatchdog(
         config.log.hang_timeout,
@@ -120,9 +121,50 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
         device_name=device_name(),
         synchronize=synchronize,
     )
-    loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint)
+    loop = peers.agree(
+        lambda: Loop(
+            config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint
+        )
+    )
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
+
+
+def join(config: Config, launch: Launch) -> Peers:
+    """The other processes, once all of them have come with a configuration that fits so many."""
+    refusal = None
+    try:
+        config.data_parallel_size(launch.world_size)
+    except ConfigError as error:
+        refusal = error
+    record_collectives(config.run.dir / FLIGHT)
+    hosts = start_processes(launch, start_timeout=config.parallel.start_timeout, refusal=refusal)
+    control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return Peers(launch.rank, hosts, control)
+
+
+def check_inputs(config: Config) -> None:
+    """Raise ConfigError for what only rank 0 uses and nothing needs to be built for."""
+    check_trackers(config.log)
+    checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
+
+
+def split(config: Config, launch: Launch, peers: Peers) -> Groups:
+    """The process groups of `config.parallel`."""
+    first_on_node = launch.rank - launch.local_rank
+    return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
+
+
+def check_parts(config: Config, data: Datasets) -> None:
+    """Raise ConfigError where an evaluation has nothing to read."""
+    if config.train.eval_every and data.validation is None:
+        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+
+
+def describe(config: Config) -> None:
+    """config.yaml and env.json."""
+    write_config(config.run.dir, config)
+    write_environment(config.run.dir, device_name=device_name())
 
 
 class Loop:
@@ -297,7 +339,7 @@ class Loop:
         left_out, run.step = run.left_out, error.step  # steps after it would have been skipped too
         stop = run.batch
         run.pending.clear()
-        restore(path, checkpoint.read_state(path), self.trainer, run)
+        restore(path, read_run_state(path), self.trainer, run)
         run.left_out = left_out  # the checkpoint does not know of rollbacks to it
         window = (run.batch, stop)
         run.left_out = [*left_out, window]

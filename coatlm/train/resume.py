@@ -12,6 +12,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.train import checkpoint
 from coatlm.train.faults import NonFiniteGuard
+from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
@@ -61,7 +62,7 @@ def resume(config: Config, trainer: Trainer, run: Progress, fingerprint: str) ->
     )
     if path is None:
         return
-    state = checkpoint.read_state(path)
+    state = read_run_state(path)
     check_same_model(path, state, config, fingerprint)
     restore(path, state, trainer, run, weights_only=config.checkpoint.weights_only)
 
