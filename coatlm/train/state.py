@@ -43,7 +43,7 @@ class State(BaseModel):
     config: SavedConfig
     skipped_in_row: NonNegativeInt = 0
     left_out: list[Annotated[list[NonNegativeInt], Len(2, 2)]] = []
-    flat_groups: dict[str, list[list[NonNegativeInt]]] | None = None
+    flat_groups: dict[str, list[list[dict[str, Any]]]] | None = None
     automatic_scales: dict[str, float] = {}
     gradient_amaxes: dict[str, dict[str, list[float]]] = {}
     spikes: SavedSpikes | None = None
