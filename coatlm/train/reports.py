@@ -144,7 +144,7 @@ def report(
         return code
     if code == UNEXPECTED and not lost_peer(error):
         _print_traceback(error, f"[rank {rank}, {platform.node()}] " if world_size > 1 else "")
-    elif _first_to_say(line):
+    elif _first_to_say("lost" if lost_peer(error) else line):
         say(line)
     return code
 
@@ -159,7 +159,7 @@ def _line(error: Exception, prefix: str) -> str:
     if isinstance(error, LostPeerError) or not lost_peer(error):
         text = str(error) if isinstance(error, ConfigError) else one_line(error)
     else:
-        text = f"another rank has gone: {one_line(error)}"
+        text = "a connection to another rank was closed; that rank's own output says why it ended"
     common = isinstance(error, AgreedError | NonFiniteError) or type(error) is CheckpointError
     return text if common else "\n".join(prefix + line for line in text.splitlines())
 
@@ -183,10 +183,10 @@ def _print_traceback(error: Exception, prefix: str) -> None:
     sys.stderr.flush()
 
 
-def _first_to_say(line: str) -> bool:
+def _first_to_say(what: str) -> bool:
     """Whether no other rank has said this; True where they cannot be asked."""
     if dist.is_initialized():
-        key = f"said/{hashlib.sha256(line.encode()).hexdigest()}"
+        key = f"said/{hashlib.sha256(what.encode()).hexdigest()}"
         with suppress(RuntimeError):  # the store ends with the process that serves it
             return dist.distributed_c10d._get_default_store().add(key, 1) == 1
     return True

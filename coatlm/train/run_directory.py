@@ -51,9 +51,7 @@ def prepare_directory(path: Path) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
-        reason = f"{error.filename} is not a directory" if path.exists() else error.strerror
-        if path.is_dir():
-            reason = error.strerror
+        reason = "it is a file" if path.is_file() else error.strerror
         raise ConfigError(f"run.dir={path}: cannot be written to: {reason}") from error
     for file in map(path.joinpath, FILES):
         try:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,7 @@ def test_the_launcher_listens_to_no_network_and_ends_with_the_reason(
         )
         while process.poll() is None:
             listening |= addresses(process.pid)
+            time.sleep(0.05)
     output = (tmp_path / "log.txt").read_text()
     assert process.returncode == 2, output
     assert output.splitlines()[-1].startswith("error: data.tokenizer='hf:/nonexistent.json'")
