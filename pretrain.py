@@ -13,15 +13,18 @@ Exit codes: 0 done, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 import warnings
-from typing import NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
 
 from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table, load_config
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
+if TYPE_CHECKING:
+    from coatlm.train.setup import Launch
+
+REFUSAL_S = 30.0  # seconds for a rank without a configuration to find the others
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,10 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
         if args.keys is not None:
             print(keys_table(args.keys))
             return 0
-        config = load_config(args.config, args.overrides)
-        return dry_run(config, args.ranks) if args.dry_run else run(config)
+        if args.dry_run:
+            return dry_run(load_config(args.config, args.overrides), args.ranks)
     except ConfigError as error:
         return fail(error)
+    try:
+        config = load_config(args.config, args.overrides)
+    except ConfigError as error:
+        launched = bool({"RANK", "SLURM_PROCID"} & os.environ.keys())
+        return run(error) if launched else fail(error)
+    return run(config)
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,41 +91,58 @@ def dry_run(config: Config, ranks: int | None) -> int:
     return 0
 
 
-def run(config: Config) -> int:
-    """Train; errors of the user come before the first step."""
+def run(config: Config | ConfigError) -> int:
+    """Train; errors of the user come before the first step.
+
+    A ConfigError in the place of a configuration is told together with those of the other ranks.
+    """
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from coatlm.train.reports import report
+    from coatlm.train.setup import Launch
+
+    launch = Launch()
+    try:
+        launch = Launch.from_environment()
+        return refuse(config, launch) if isinstance(config, ConfigError) else start(config, launch)
+    except Exception as error:
+        return report(error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file)
+
+
+def start(config: Config, launch: Launch) -> int:
+    """Train; a disk that is full or read-only is named."""
     from coatlm.data.cache import CacheFullError
-    from coatlm.data.checksums import DatasetError
-    from coatlm.train.checkpoint import CheckpointError, LostPeerError
-    from coatlm.train.faults import ExitCode, NonFiniteError
     from coatlm.train.loop import train
+    from coatlm.train.manifest import CheckpointError
+    from coatlm.train.reports import UNWRITABLE
 
     try:
-        return train(config)
-    except NonFiniteError as error:
-        return fail(error, ExitCode.NONFINITE)
-    except LostPeerError as error:
-        return fail(error, 1)  # launchers try again after 1, and not after 4
-    except CheckpointError as error:
-        return fail(error, ExitCode.CHECKPOINT)
-    except DatasetError as error:  # in the middle of the run
-        return fail(error)
-    except CacheFullError as error:
-        return fail(error, ExitCode.CHECKPOINT)
+        return train(config, launch)
+    except CacheFullError:  # which names data.cache_dir
+        raise
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        problem = OSError(f"run.dir={config.run.dir}: {error.strerror}; the same command resumes")
-        return fail(problem, ExitCode.CHECKPOINT)
+        raise CheckpointError(
+            f"run.dir={config.run.dir}: {error.strerror}; the same command resumes"
+        ) from error
 
 
-def fail(error: Exception, code: int = 2) -> int:
-    """One line a mistake, from one process."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-    return code
+def refuse(error: ConfigError, launch: Launch) -> int:
+    """Tell the other ranks that this one has no configuration. Raises AgreedError or `error`."""
+    from coatlm.train.manifest import LostPeerError
+    from coatlm.train.setup import start_processes
+
+    with suppress(LostPeerError):  # then it speaks for itself
+        start_processes(launch, start_timeout=REFUSAL_S, refusal=error)
+    raise error
+
+
+def fail(error: Exception) -> int:
+    """One line a mistake."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

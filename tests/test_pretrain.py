@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import pretrain
+from coatlm.config import ConfigError
+from coatlm.train.run_directory import prepare_directory
 from tests.distributed import free_port
 from tests.forks import Forks
 
@@ -176,6 +178,55 @@ def test_keys_need_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain.main(["--keys", "optim"]) == 0
     assert capsys.readouterr().out.strip() in everything
     assert "\noptim.lr " in everything and "\nlog.hang_timeout " in everything
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("train.log", "train.log cannot be written to: Is a directory"),
+        ("metrics.jsonl", "metrics.jsonl cannot be written to: Is a directory"),
+        ("states.jsonl", "states.jsonl cannot be written to: Is a directory"),
+        ("numerics.jsonl", "numerics.jsonl cannot be written to: Is a directory"),
+        ("config.yaml", "config.yaml cannot be written to: Is a directory"),
+        ("env.json", "env.json cannot be written to: Is a directory"),
+        (".", "cannot be written to: it is a file"),
+        ("checkpoints", "checkpoints is not a directory"),
+    ],
+)
+def test_a_file_of_the_run_that_cannot_be_written_is_named(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    run = tmp_path / "run"
+    if name in (".", "checkpoints"):
+        run.joinpath(name).parent.mkdir(exist_ok=True)
+        run.joinpath(name).touch()
+    else:
+        (run / name).mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        prepare_directory(run)
+    assert str(caught.value) == f"run.dir={run}: {reason}"
+
+
+def test_wandb_without_a_login_is_one_line_before_anything_starts(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb")
+    home = {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": "", "WANDB_API_KEY": ""}
+    code, output = forks.run(config, "log.wandb_project=p", env=home)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1, output
+    assert "log.wandb_project=p" in errors[0] and "WANDB_MODE=offline" in errors[0]
+    assert "Traceback" not in output and "parameters" not in output
+
+
+@pytest.mark.parametrize("path", ["{tmp}/nonexistent", "{tmp}"])
+def test_a_path_to_resume_that_has_no_checkpoint_is_bad_input(
+    forks: Forks, config: str, tmp_path: Path, path: str
+) -> None:
+    asked = path.format(tmp=tmp_path)
+    code, output = forks.run(config, f"checkpoint.resume={asked}")
+    assert code == 2, output
+    assert f"error: checkpoint.resume={asked}: {asked}" in output and "parameters" not in output
 
 
 @pytest.mark.parametrize(

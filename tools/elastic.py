@@ -2,6 +2,9 @@
 
     python tools/elastic.py [torchrun's options] pretrain.py CONFIG.yaml [key=value ...]
 
+With --standalone nothing listens on the network: torchrun's own stores, which ask nobody for a
+password, would listen on all interfaces. The ranks meet at rank 0's store on the loopback address.
+
 torchrun dies of SIGUSR1, gives its ranks 30 seconds after SIGTERM, and exits with 1 whatever they
 exit with. Here both signals are passed on to the ranks of this node, which save and leave in their
 own time, and the exit code is that of the signal, else of the first rank that failed.
@@ -12,11 +15,15 @@ is repeated until all have left; those that have heard it take no notice.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -28,6 +35,7 @@ from coatlm.train.faults import SIGNALS
 PASSED_ON = (signal.SIGUSR1, signal.SIGTERM)
 LEFT_TO_TORCHRUN = "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"
 REPEAT_S = 5.0  # seconds between signals to the ranks
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun serves no store for the ranks
 
 
 def main(arguments: list[str]) -> int:
@@ -49,12 +57,28 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=repeat, name="signals", daemon=True).start()
     code = 0
     try:
-        torchrun([LEFT_TO_TORCHRUN, *arguments])
+        torchrun([LEFT_TO_TORCHRUN, *on_loopback(arguments)])
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
+        first = error.get_first_failure()[1]
+        code = first.exitcode
+        if isinstance(first.message, dict):  # from the rank's own error file
+            print(first.message["extraInfo"]["py_callstack"], file=sys.stderr, flush=True)
     if received:
         return max(SIGNALS[number] for number in received)
     return 128 - code if code < 0 else code
+
+
+def on_loopback(arguments: list[str]) -> list[str]:
+    """The arguments with --standalone replaced by a rendezvous that listens to no network."""
+    if "--standalone" not in arguments:
+        return arguments
+    os.environ[UNSHARED] = "1"
+    file, path = tempfile.mkstemp(prefix="coatlm-rendezvous-")  # for this user alone
+    os.close(file)
+    atexit.register(lambda: Path(path).unlink(missing_ok=True))
+    options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={path}"]
+    at = arguments.index("--standalone")
+    return [*arguments[:at], *options, "--local-addr=127.0.0.1", *arguments[at + 1 :]]
 
 
 def send(number: signal.Signals) -> None:

@@ -91,8 +91,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
-    from coatlm.train.checkpoint import find_checkpoint, read_state, saved_config
+    from coatlm.train.checkpoint import find_checkpoint, saved_config
     from coatlm.train.setup import quiet_megatron
+    from coatlm.train.state import read_run_state
 
     quiet_megatron()
     casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
@@ -101,11 +102,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     named = os.path.join(".", args.checkpoint)  # not one of the words auto and none
     path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
     assert path is not None  # a path was given
-    state = read_state(path)
+    state = read_run_state(path)
     saved = saved_config(path, state)
     data = saved.data
     tokenizer = make_tokenizer(args.tokenizer or data.tokenizer)
-    if tokenizer.fingerprint != state.get("tokenizer"):
+    if tokenizer.fingerprint != state["tokenizer"]:
         raise ValueError(f"tokenizer {tokenizer.spec}: {path} was trained with another one")
     window = min(data.seq_len, WINDOW) if args.window is None else args.window
     stride = max(window // 2, 1) if args.stride is None else args.stride

@@ -20,7 +20,8 @@ import torch
 
 from coatlm.config import ConfigError, load_config
 
-PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain.py"
+ELASTIC = Path(__file__).resolve().parent / "elastic.py"  # torchrun, which listens to no network
+PRETRAIN = ELASTIC.parent.parent / "pretrain.py"
 
 
 def command(arguments: Sequence[str], gpus: int) -> list[str]:
@@ -32,7 +33,7 @@ def command(arguments: Sequence[str], gpus: int) -> list[str]:
     options = [word for word in arguments if word.startswith("-")]
     words = [word for word in arguments if word not in options]
     count, overrides = (1, []) if gpus < 2 or options or not words else fit(words, gpus)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    torchrun = [str(ELASTIC), "--standalone", f"--nproc-per-node={count}"]
     start = [sys.executable, *(torchrun if count > 1 else []), str(PRETRAIN)]
     return [*start, *arguments, *overrides]
 

@@ -60,13 +60,8 @@ from coatlm.fp8.expand import (
     expand_quantize,
 )
 from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
-from coatlm.train.checkpoint import (
-    CheckpointError,
-    find_checkpoint,
-    read_state,
-    read_tensors,
-    saved_config,
-)
+from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_tensors, saved_config
+from coatlm.train.state import read_run_state
 
 RECIPE = "adamw-fp32"
 M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
@@ -162,12 +157,12 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
     named = os.path.join(".", checkpoint)  # not one of the words auto and none
     path = find_checkpoint(named, checkpoint, logging.getLogger("study_states"))
     assert path is not None
-    state = read_state(path)
-    optim, updates = saved_config(path, state).optim, state.get("updates")
+    state = read_run_state(path)
+    optim, updates = saved_config(path, state).optim, state["updates"]
     if optim.recipe != RECIPE:
         raise ValueError(f"{path}: optim.recipe={optim.recipe}; only {RECIPE} keeps exact states")
-    if type(updates) is not int or updates < 1:
-        raise ValueError(f"{path}: updates={updates!r}; at least 1, before it all is zero")
+    if updates < 1:
+        raise ValueError(f"{path}: updates={updates}; at least 1, before it all is zero")
     m, v = (_matrices(path, prefix) for prefix in (M_KEY, V_KEY))
     if not m or [x.shape for x in m] != [x.shape for x in v]:
         raise ValueError(f"{path} holds no m and v of a matrix of at least {GROUP} elements")

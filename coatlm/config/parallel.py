@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import StrictBool, StrictInt, model_validator
 
-from coatlm.config.fields import MOST_RANKS, Section, number
+from coatlm.config.fields import MOST_RANKS, Real, Section, number
 
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 
@@ -69,6 +69,9 @@ class Parallel(Section):
 
     overlap_param_gather: StrictBool = True
     """With zero=1 and zero=2, all-gather weights while forward already computes."""
+
+    start_timeout: Real = number(600.0, "seconds", gt=0.0, le=86400.0)
+    """How long a start waits for all ranks to come before it ends and names those missing."""
 
     @model_validator(mode="after")
     def _size(self) -> Parallel:

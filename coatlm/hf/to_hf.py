@@ -38,8 +38,9 @@ from coatlm.hf.tokenizer import (
 )
 from coatlm.optim.adamw import MASTER, find_recipe
 from coatlm.optim.formats import GROUP
-from coatlm.train.checkpoint import find_checkpoint, read_state, saved_config
+from coatlm.train.checkpoint import find_checkpoint, saved_config
 from coatlm.train.shards import StoredTensors
+from coatlm.train.state import read_run_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -77,8 +78,8 @@ def to_huggingface(
     named = os.path.join(".", source)  # not one of the words auto and none
     checkpoint = find_checkpoint(named, source, logger)
     assert checkpoint is not None  # a path was given
-    state = read_state(checkpoint)
-    config, fingerprint = saved_config(checkpoint, state), str(state.get("tokenizer"))
+    state = read_run_state(checkpoint)
+    config, fingerprint = saved_config(checkpoint, state), str(state["tokenizer"])
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}
     weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)

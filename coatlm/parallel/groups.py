@@ -54,11 +54,16 @@ class Groups:
 
 
 def make_groups(
-    parallel: Parallel, *, timeout: timedelta = timedelta(minutes=30), first_on_node: int = 0
+    parallel: Parallel,
+    *,
+    timeout: timedelta = timedelta(minutes=30),
+    first_on_node: int = 0,
+    control: Group | None = None,
 ) -> Groups:
     """Split the initialised world into groups. The world size is a multiple of tp * pp * cp.
 
-    `first_on_node` is the lowest rank on this rank's node.
+    `first_on_node` is the lowest rank on this rank's node. `control` is a gloo group over all
+    ranks, made here unless it is given.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -74,7 +79,7 @@ def make_groups(
     world = dist.group.WORLD
     assert world is not None
     dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    control = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    control = control or dist.new_group(ranks, backend="gloo", timeout=timeout)
     node, nodes = _levels(parallel, dp_cp, first_on_node, control, timeout)
     return Groups(
         world=world,

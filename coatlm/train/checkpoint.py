@@ -34,7 +34,7 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.console import in_bytes
 from coatlm.platform import enable_cpu
-from coatlm.train.agreement import Group, one_line, together
+from coatlm.train.agreement import Group, together
 from coatlm.train.manifest import (
     LATEST,
     MANIFEST,
@@ -55,6 +55,7 @@ from coatlm.train.manifest import (
     write_file,
     write_manifest,
 )
+from coatlm.train.reports import one_line
 from coatlm.train.shards import (
     load,
     read_tensors,
@@ -73,6 +74,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "LostPeerError",
+    "check_resume",
     "find_checkpoint",
     "load",
     "read_state",
@@ -262,6 +264,19 @@ def find_checkpoint(
     if broken:
         raise CheckpointError(f"no whole checkpoint: {'; '.join(broken)}")
     return None
+
+
+def check_resume(resume: str, directory: Path) -> None:
+    """Raise ConfigError where `resume` is a path that has no checkpoint of any kind to offer.
+
+    A run that has checkpoints in `directory` need not have that path any more.
+    """
+    if resume in ("auto", "none") or newest_first(directory):
+        return
+    try:
+        _candidates(resume, directory, None)
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"checkpoint.resume={resume}: {one_line(error)}") from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device, device_memory, has_foreign_apex
 from coatlm.train import checkpoint
-from coatlm.train.agreement import together
+from coatlm.train.agreement import Peers, together
 from coatlm.train.ending import finish, nothing_to_do
 from coatlm.train.faults import (
     FLIGHT,
@@ -40,7 +40,7 @@ from coatlm.train.faults import (
     StopSignal,
 )
 from coatlm.train.metrics import MetricsLogger
-from coatlm.train.resume import Progress, restore, resume, set_aside, state_to_save
+from coatlm.train.resume import Known, Origin, Progress, restore, resume, set_aside, state_to_save
 from coatlm.train.run_directory import (
     prepare_directory,
     start_logging,
@@ -48,31 +48,30 @@ from coatlm.train.run_directory import (
     write_environment,
 )
 from coatlm.train.setup import (
+    COLLECTIVE_TIMEOUT,
     Launch,
     choose_gpu,
     quiet_megatron,
-    rank_zero_first,
     record_collectives,
     recorded_collectives,
     start_processes,
 )
+from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 from coatlm.train.stragglers import compare
+from coatlm.train.trackers import check_trackers
 
 logger = logging.getLogger("coatlm")
 
 
-def train(config: Config) -> ExitCode:
+def train(config: Config, launch: Launch) -> ExitCode:
     """Run `config` to its end, or until a signal.
 
-    Raises ConfigError before the first step for bad input, CheckpointError and NonFiniteError.
+    Raises ConfigError before the first step for bad input, AgreedError on all ranks instead where
+    there are several, CheckpointError and NonFiniteError.
     """
-    launch = Launch.from_environment()
     with ExitStack() as stack:
-        try:
-            loop = set_up(config, launch, stack)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        loop = set_up(config, launch, stack)
         code = ExitCode.OK if loop is None else loop.run_steps()
     if launch.rank == 0 and loop is not None:
         finish(config, loop.run, code)
@@ -84,46 +83,36 @@ def train(config: Config) -> ExitCode:
 def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     """Join the other processes, open the data, build the model, resume.
 
-    None where the run has done all its steps already: then nothing has been written. Raises
-    ValueError.
+    A list of phases: each is finished by all ranks, or ends all of them with one message. None
+    where the run has done all its steps already: then nothing has been written. Raises ConfigError
+    in a process that is alone, else AgreedError.
     """
-    dp = config.data_parallel_size(launch.world_size)
-    tokenizer = make_tokenizer(config.data.tokenizer)
-    vocab = model_vocab(config, tokenizer.vocab_size)
-    memory, owner = device_memory(choose_gpu(launch), launch.local_size)
-    check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
-    prepare_directory(config.run.dir)
-    start_logging(config.run.dir, launch.rank)
+    peers = join(config, launch)
+    tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
+    vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
+    peers.agree(lambda: check_size(config, launch, vocab))
+    peers.agree(lambda: prepare_directory(config.run.dir))
+    peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
+    peers.agree(lambda: start_logging(config.run.dir, launch.rank))
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
-    record_collectives(config.run.dir / FLIGHT)
-    start_processes(launch)
-    groups = make_groups(config.parallel, first_on_node=launch.rank - launch.local_rank)
-    data = rank_zero_first(
-        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed), groups.control
+    groups = peers.agree(lambda: split(config, launch, peers))
+    data = peers.rank_zero_first(
+        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
-    if config.train.eval_every and data.validation is None:
-        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+    peers.agree(lambda: check_parts(config, data))
     logger.info("%s", plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size))
-    trainer = stack.enter_context(closing(Trainer(config, groups, vocab)))
+    trainer = peers.agree(lambda: Trainer(config, groups, vocab))
+    stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
-    identity = together(lambda: data.identity() if launch.rank == 0 else [], groups.control)[0]
-    origin = resume(
-        config,
-        trainer,
-        run,
-        tokenizer=tokenizer.fingerprint,
-        data=identity,
-        restarted=launch.restarted,
-    )
+    identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
+    known = Known(tokenizer=tokenizer.fingerprint, data=identity)
+    origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=launch.restarted))
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
-    if launch.rank == 0:
-        set_aside(config, origin)
-        write_config(config.run.dir, config)
-        write_environment(config.run.dir, device_name=device_name())
+    peers.agree(lambda: describe(config, origin) if launch.rank == 0 else None)
     signals = stack.enter_context(StopSignal())
     watchdog = HangWatchdog(
         config.log.hang_timeout,
@@ -142,10 +131,56 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         device_name=device_name(),
         synchronize=synchronize,
     )
-    save_with = {"tokenizer": tokenizer.fingerprint, "data": identity}
-    loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, save_with)
+    loop = peers.agree(
+        lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known)
+    )
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
+
+
+def join(config: Config, launch: Launch) -> Peers:
+    """The other processes, once all of them have come with a configuration that fits so many."""
+    refusal = None
+    try:
+        config.data_parallel_size(launch.world_size)
+    except ConfigError as error:
+        refusal = error
+    record_collectives(config.run.dir / FLIGHT)
+    hosts = start_processes(launch, start_timeout=config.parallel.start_timeout, refusal=refusal)
+    control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return Peers(launch.rank, hosts, control)
+
+
+def check_inputs(config: Config) -> None:
+    """Raise ConfigError for what only rank 0 uses and nothing needs to be built for."""
+    check_trackers(config.log)
+    checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
+
+
+def split(config: Config, launch: Launch, peers: Peers) -> Groups:
+    """The process groups of `config.parallel`."""
+    first_on_node = launch.rank - launch.local_rank
+    return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
+
+
+def check_parts(config: Config, data: Datasets) -> None:
+    """Raise ConfigError where an evaluation has nothing to read."""
+    if config.train.eval_every and data.validation is None:
+        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+
+
+def check_size(config: Config, launch: Launch, vocab: int) -> None:
+    """Raise ConfigError for a model that this process's device cannot hold."""
+    memory, owner = device_memory(choose_gpu(launch), launch.local_size)
+    dp = config.data_parallel_size(launch.world_size)
+    check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
+
+
+def describe(config: Config, origin: Origin) -> None:
+    """Set aside what the run does not continue, then write config.yaml and env.json."""
+    set_aside(config, origin)
+    write_config(config.run.dir, config)
+    write_environment(config.run.dir, device_name=device_name())
 
 
 class Loop:
@@ -160,12 +195,12 @@ class Loop:
         open_metrics: Callable[..., MetricsLogger],
         signals: StopSignal,
         watchdog: HangWatchdog,
-        save_with: Mapping[str, Any],
+        known: Known,
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
-        self.save_with = save_with  # what tells the run's tokenizer and data, for checkpoints
+        self.known = known  # what tells the run's tokenizer and data, for checkpoints
         self.groups: Groups = trainer.groups
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
@@ -304,7 +339,7 @@ class Loop:
         with self.metrics.throughput.paused():
             if self.run.pending:
                 self._fetch()
-            state = state_to_save(self.config, self.trainer, self.run, **self.save_with)
+            state = state_to_save(self.config, self.trainer, self.run, **self.known)
             tensors = self.trainer.optimizer.tensors_to_save()
             self.checkpoints.save(self.run.step, tensors, state)
 
@@ -331,7 +366,7 @@ class Loop:
         left_out, run.step = run.left_out, error.step
         stop = run.batch
         run.pending.clear()
-        restore(path, checkpoint.read_state(path), self.trainer, run)
+        restore(path, read_run_state(path), self.trainer, run)
         run.left_out = left_out  # the checkpoint does not know of rollbacks to it
         window = (run.batch, stop)
         run.left_out = [*left_out, window]

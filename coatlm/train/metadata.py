@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from coatlm.console import in_bytes
-from coatlm.train.agreement import one_line
 from coatlm.train.manifest import CheckpointError, read_manifest
+from coatlm.train.reports import one_line
 
 
 def read_metadata(checkpoint: Path) -> Metadata:

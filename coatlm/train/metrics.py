@@ -89,7 +89,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise _missing("log.tensorboard=true", "tensorboard") from None
+            raise missing_package("log.tensorboard=true", "tensorboard") from None
         # what was written after the checkpoint is hidden, as it is dropped from metrics.jsonl
         self.writer = SummaryWriter(str(run_dir / "tb"), purge_step=resume_step + 1)
 
@@ -108,7 +108,8 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise _missing(f"log.wandb_project={config.log.wandb_project}", "wandb") from None
+            option = f"log.wandb_project={config.log.wandb_project}"
+            raise missing_package(option, "wandb") from None
         path = run_dir / "wandb_id.txt"
         if not path.exists():
             write_atomically(path, uuid.uuid4().hex[:8] + "\n")
@@ -159,7 +160,8 @@ class Console:
         self.bar.close()
 
 
-def _missing(option: str, package: str) -> ValueError:
+def missing_package(option: str, package: str) -> ValueError:
+    """The error for an option whose package is not installed."""
     return ValueError(f"{option} needs the package {package}: pip install 'coatlm[tracking]'")
 
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from coatlm.train import attempts, checkpoint
 from coatlm.train.agreement import Group
 from coatlm.train.changes import changed_keys, check_changes, check_same_model
 from coatlm.train.faults import NonFiniteGuard
+from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
@@ -48,6 +49,13 @@ class Progress:
     def batch(self) -> int:
         """The number of the global batch that the next step reads."""
         return self.step + sum(stop - first for first, stop in self.left_out)
+
+
+class Known(TypedDict):
+    """What tells a run from others, and is saved with its checkpoints."""
+
+    tokenizer: str  # its fingerprint
+    data: list[SourceIdentity]
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Orig
         return Origin(own, own=True)
     target = Path(request)
     earlier = _same(target.parent, directory) and not _same(target, own) and target.is_dir()
-    if earlier and not _went_back_to(target, checkpoint.read_state(own)):
+    if earlier and not _went_back_to(target, read_run_state(own)):
         found = checkpoint.find_checkpoint(request, directory, logger, group)
         return Origin(found, own=True, back=True)
     if not _same(target, own):
@@ -137,7 +145,7 @@ def resume(
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
     if origin.path is None:
         return origin
-    state = checkpoint.read_state(origin.path)
+    state = read_run_state(origin.path)
     if config.checkpoint.weights_only and not origin.own:
         check_same_model(origin.path, changed_keys(state["config"], config), weights_only=True)
         _check_tokenizer(origin.path, state, config, tokenizer)

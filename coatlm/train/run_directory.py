@@ -35,6 +35,7 @@ METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
 NUMERICS = "numerics.jsonl"
 ATTEMPTS = "attempts"
+FILES = ("config.yaml", "env.json", "train.log", METRICS, STATES, NUMERICS)
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
 
@@ -43,14 +44,28 @@ lines = logging.getLogger("coatlm.lines")  # what a progress bar shows instead
 
 
 def prepare_directory(path: Path) -> None:
-    """Make the run directory. Raises ValueError where it cannot be written to."""
+    """Make the run directory. Raises ValueError where it, or a file of the run, cannot be written.
+
+    Several ranks may call it at the same time.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
+        probe = path / f".writable-{platform.node()}-{os.getpid()}"
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir={path}: cannot be written to: {error.strerror}") from error
+        reason = "it is a file" if path.is_file() else error.strerror
+        raise ConfigError(f"run.dir={path}: cannot be written to: {reason}") from error
+    for file in map(path.joinpath, FILES):
+        try:
+            if os.path.lexists(file):
+                file.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={path}: {file.name} cannot be written to: {error.strerror}"
+            ) from error
+    if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"run.dir={path}: checkpoints is not a directory")
 
 
 def write_atomically(path: Path, text: str) -> None:

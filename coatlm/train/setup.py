@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from coatlm.config import ConfigError
+from coatlm.train.rendezvous import meet, open_store
+from coatlm.train.reports import Failure
 
 DEFAULT_PORT = 29500
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+START_TIMEOUT = 600.0  # seconds for all ranks to come: the default of parallel.start_timeout
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 FLIGHT_ENTRIES = 2000  # collectives: some hundred steps of a small model, some steps of a deep one
-
-
-T = TypeVar("T")
+MAX_RANKS = 2**20  # beyond any cluster
+LOOPBACK = "127.0.0.1"
+TASKS_PER_NODE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 
 @dataclass(frozen=True)
@@ -42,34 +46,44 @@ class Launch:
     attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
     own_gpu: bool = False  # the launcher shows each process only its own GPU
     restarts: int = 0  # how often the launcher starts all processes again when one fails
+    one_host: bool = True  # the launcher says that all ranks are on this host
+    error_file: Path | None = None  # where torchrun expects the reason of a rank that failed
     restarted: bool = False  # a launcher or batch system has started the same command before
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
-        """Read torchrun's variables, else srun's. Raises ConfigError where some are missing."""
-        if "RANK" in env and "WORLD_SIZE" in env:
-            rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-            local = _integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
-            host = env.get("MASTER_ADDR", "127.0.0.1")
+        """Read torchrun's variables, else srun's. Raises ConfigError where one cannot be used."""
+        if "RANK" in env or "WORLD_SIZE" in env:
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            if "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
+                env = {"LOCAL_RANK": env.get("RANK", ""), **env}
         elif "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
-            rank, size = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_NTASKS")
-            local = _integer(env, "SLURM_LOCALID")
-            env = {"LOCAL_WORLD_SIZE": str(_tasks_a_node(env, local)), **env}
-            host = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         else:
             return cls()
+        size = _integer(env, names[1], 1, MAX_RANKS)
+        rank = _integer(env, names[0], 0, size - 1, f"below {names[1]}={size}")
+        known = _processes_on_node(env, names[2])
+        local_size = _integer(env, names[2], 0, MAX_RANKS) + 1 if known is None else known
+        allowed = f"below {local_size}, the processes on this node"
+        local = _integer(env, names[2], 0, local_size - 1, allowed)
+        host = _master(env, known == size)
+        one_host = known == size or host in (LOOPBACK, "localhost", "::1")
+        port = _integer(env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else _job_port(env)
         return cls(
             rank,
             size,
             local,
-            int(env.get("LOCAL_WORLD_SIZE", local + 1)),
-            f"{host}:{env.get('MASTER_PORT') or _slurm_port(env)}",
-            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            local_size,
+            f"{host}:{port}",
+            _flag(env, "TORCHELASTIC_USE_AGENT_STORE"),
+            str(_integer(env, "TORCHELASTIC_RESTART_COUNT", default="0")),
             "SLURM_GPUS_PER_TASK" in env or "SLURM_TRES_PER_TASK" in env,
-            int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            _integer(env, "TORCHELASTIC_MAX_RESTARTS", default="0"),
+            one_host,
+            Path(env["TORCHELASTIC_ERROR_FILE"]) if env.get("TORCHELASTIC_ERROR_FILE") else None,
             any(
-                env.get(name, "0") != "0"
+                _integer(env, name, default="0")
                 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
             ),
         )
@@ -77,39 +91,76 @@ class Launch:
 
 def first_host(nodelist: str) -> str:
     """The first name of a SLURM node list: `gpu[03-07,12],login1` -> `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    match = re.match(r"([^,\[\]\s]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?(?:,|$)", nodelist)
     if not match:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no host")
     prefix, number, suffix = match.groups(default="")
     return prefix + number + suffix
 
 
-def start_processes(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
-    """Choose the device and join the other processes (NCCL with a GPU, gloo without)."""
-    gpu = choose_gpu(launch)
+def start_processes(
+    launch: Launch,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+    *,
+    start_timeout: float = START_TIMEOUT,
+    refusal: ConfigError | None = None,
+    env: MutableMapping[str, str] = os.environ,
+) -> tuple[str, ...]:
+    """Choose the device and join the other processes (NCCL with a GPU, gloo without).
+
+    Returns the host of each rank. Waits `start_timeout` seconds for all of them. `refusal` is why
+    this process cannot take part: it is announced, and AgreedError raised on all ranks. Raises
+    LostPeerError where rank 0 does not answer, and ConfigError in a process that is alone.
+    """
+    gpu = None
+    try:
+        if refusal is None:
+            gpu = choose_gpu(launch)
+    except ConfigError as error:
+        refusal = error
+    if launch.world_size == 1 and refusal is not None:
+        raise refusal
     backend = "gloo" if gpu is None else "nccl"
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    if launch.address is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    host, port = launch.address.rsplit(":", 1)
-    store = dist.TCPStore(
-        host,
-        int(port),
-        launch.world_size,
-        is_master=launch.rank == 0 and not launch.store_held,
-        timeout=RENDEZVOUS_TIMEOUT,
-        wait_for_workers=not launch.store_held,
-    )
+    store: dist.Store = dist.HashStore()
+    hosts: tuple[str, ...] = (platform.node(),)
+    if launch.one_host:
+        stay_on_loopback(env)
+    if launch.world_size > 1:
+        assert launch.address is not None
+        store = open_store(
+            launch.address,
+            serve=launch.rank == 0 and not launch.store_held,
+            one_host=launch.one_host,
+            seconds=start_timeout,
+            rank=launch.rank,
+        )
+        store = dist.PrefixStore(f"coatlm/{launch.attempt}", store)
+        hosts = meet(
+            store,
+            launch.rank,
+            launch.world_size,
+            address=launch.address,
+            seconds=start_timeout,
+            failure=None if refusal is None else Failure.of(refusal),
+        )
     # a device_id would have NCCL connect every group at once, also those that never carry anything
     dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"coatlm/{launch.attempt}", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
+    return hosts
+
+
+def stay_on_loopback(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let gloo and NCCL listen on the loopback interface alone, as all ranks are on this host.
+
+    Both would take the interface of the host's name. What the environment says already stays.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == LOOPBACK for address in addresses):
+            env.setdefault("GLOO_SOCKET_IFNAME", name)
+            env.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def record_collectives(prefix: Path, env: MutableMapping[str, str] = os.environ) -> None:
@@ -146,24 +197,6 @@ def choose_gpu(launch: Launch) -> torch.device | None:
     return torch.device("cuda", launch.local_rank)
 
 
-def rank_zero_first(function: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Call `function` on rank 0, then on the others, which find what it made.
-
-    An error of rank 0 is raised everywhere as ValueError, so that nobody waits for it.
-    """
-    problem: list[str | None] = [None]
-    result = None
-    if group.rank() == 0:
-        try:
-            result = function()
-        except ValueError as error:
-            problem[0] = str(error)
-    dist.broadcast_object_list(problem, src=0, group=group)
-    if problem[0] is not None:
-        raise ValueError(problem[0])
-    return function() if result is None else result
-
-
 def quiet_megatron() -> None:
     """Drop two warnings of megatron-core that say nothing about a run of coatlm."""
     expected = ("Unknown MLP type", "Rewrapping ModuleSpec", "GPTModel IS DEPRECATED")
@@ -175,19 +208,54 @@ def quiet_megatron() -> None:
         logging.getLogger(f"megatron.core.{module}").addFilter(unexpected)
 
 
-def _tasks_a_node(env: Mapping[str, str], local_rank: int) -> int:
-    """The most tasks of this step on a node: SLURM writes `4(x2),3`."""
-    counts = re.findall(r"(?:^|,)(\d+)", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return max([local_rank + 1, *map(int, counts)])
+def _processes_on_node(env: Mapping[str, str], local_name: str) -> int | None:
+    """How many processes the launcher has on this node; None where it does not say.
+
+    SLURM writes `4(x2),3` for the nodes of a step: the largest number stands for all of them.
+    """
+    if "LOCAL_WORLD_SIZE" in env:
+        return _integer(env, "LOCAL_WORLD_SIZE", 1, MAX_RANKS)
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if tasks is None or not local_name.startswith("SLURM"):
+        return None
+    if not TASKS_PER_NODE.fullmatch(tasks):
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks[:80]!r}: must read like 4(x2),3")
+    return max(int(count) for count in re.findall(r"(?:^|,)(\d+)", tasks))
 
 
-def _slurm_port(env: Mapping[str, str]) -> int:
+def _master(env: Mapping[str, str], one_host: bool) -> str:
+    """The name or address of rank 0's host."""
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    return LOOPBACK if one_host or "RANK" in env else first_host(env["SLURM_STEP_NODELIST"])
+
+
+def _job_port(env: Mapping[str, str]) -> int:
     """One port a job, so that two jobs may share a node."""
-    return DEFAULT_PORT + int(env.get("SLURM_JOB_ID", "0")) % 1000
+    return DEFAULT_PORT + _integer(env, "SLURM_JOB_ID", default="0") % 1000
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
-    value = env.get(name)
-    if value is None or not value.isdigit():
-        raise ConfigError(f"{name}={value!r}: the launcher must set it to a whole number")
-    return int(value)
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "False")
+    if value not in ("True", "False"):
+        raise ConfigError(f"{name}={value[:80]!r}: the launcher must set it to True or False")
+    return value == "True"
+
+
+def _integer(
+    env: Mapping[str, str],
+    name: str,
+    low: int = 0,
+    high: int = 2**63,
+    allowed: str | None = None,
+    *,
+    default: str | None = None,
+) -> int:
+    """The whole number in a variable. Raises ConfigError, naming it, unless low <= it <= high."""
+    value = env.get(name, default)
+    number = int(value) if value is not None and re.fullmatch(r"[0-9]{1,18}", value) else None
+    if number is None or not low <= number <= high:
+        bound = allowed or (f"from {low} on" if high == 2**63 else f"from {low} to {high}")
+        shown = "not set" if value is None else repr(value[:80])
+        raise ConfigError(f"{name}={shown}: the launcher must set it to a whole number {bound}")
+    return number

@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from coatlm.platform import enable_cpu
-from coatlm.train.agreement import Group, one_line, summary, together
+from coatlm.train.agreement import Group, summary, together
 from coatlm.train.manifest import CheckpointError, write_file
 from coatlm.train.metadata import read_metadata
+from coatlm.train.reports import one_line
 
 enable_cpu()
 

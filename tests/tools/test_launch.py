@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coatlm.config import load_config
-from tools.launch import PRETRAIN, command, fit
+from tools.launch import ELASTIC, PRETRAIN, command, fit
 
 CONFIG = "train: {micro_batch: 8, global_batch: 16}\n"
 SHIPPED = sorted((PRETRAIN.parent / "configs").glob("*.yaml"))
@@ -70,5 +70,5 @@ def test_one_gpu_or_none_needs_no_torchrun(config: str) -> None:
 
 def test_several_gpus_are_started_by_torchrun(config: str) -> None:
     line = command([config, "optim.lr=1e-3"], 8)
-    assert line[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
-    assert line[5:] == [str(PRETRAIN), config, "optim.lr=1e-3", "train.micro_batch=2"]
+    assert line[1:4] == [str(ELASTIC), "--standalone", "--nproc-per-node=8"]
+    assert line[4:] == [str(PRETRAIN), config, "optim.lr=1e-3", "train.micro_batch=2"]

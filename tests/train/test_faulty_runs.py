@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from contextlib import ExitStack
@@ -121,9 +122,7 @@ def train_all(rank: int, size: int, root: str) -> dict[str, str]:
     from coatlm.train.faults import NonFiniteError
     from coatlm.train.setup import Launch
 
-    started: list[Any] = []
-    start = loop.start_processes
-    loop.start_processes = lambda launch: started or started.append(start(launch))  # type: ignore
+    loop.start_processes = functools.cache(loop.start_processes)  # joined once for all
     ends = {}
     for name, case in CASES.items():
         with ExitStack() as stack:

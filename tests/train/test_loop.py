@@ -16,6 +16,7 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
 
     from coatlm.train import loop
     from coatlm.train.faults import NonFiniteError
+    from coatlm.train.setup import Launch
 
     happened: list[str] = []
 
@@ -35,7 +36,7 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
         checkpoint={"every": 0},
     )
     try:
-        loop.train(config)
+        loop.train(config, Launch())
     except NonFiniteError:
         happened.append("error")
     return happened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,7 @@ def train_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
     from coatlm.train import loop
     from coatlm.train.setup import Launch
 
-    started: list[Any] = []
-    start = loop.start_processes
-    loop.start_processes = lambda launch: started or started.append(start(launch))
+    loop.start_processes = functools.cache(loop.start_processes)  # joined once for all
     for job in jobs:
         with ExitStack() as stack:
             session = loop.set_up(make_config(job), Launch.from_environment(), stack)

@@ -36,9 +36,8 @@ def test_nothing_set_is_one_process() -> None:
 
 
 def test_torchrun_is_understood() -> None:
-    assert Launch.from_environment(TORCHRUN) == Launch(
-        5, 8, 1, 4, "node0:1234", True, "2", restarted=True
-    )
+    expected = Launch(5, 8, 1, 4, "node0:1234", True, "2", one_host=False, restarted=True)
+    assert Launch.from_environment(TORCHRUN) == expected
     assert Launch.from_environment(TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}).restarts == 3
 
 
@@ -56,6 +55,70 @@ def test_srun_with_a_gpu_for_each_task_is_understood() -> None:
 def test_a_batch_script_without_srun_is_one_process() -> None:
     alone = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_NODELIST"}
     assert Launch.from_environment(alone).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_host", "address"),
+    [
+        ({}, False, "node0:1234"),
+        ({"LOCAL_WORLD_SIZE": "8"}, True, "node0:1234"),  # as torchrun says
+        ({"MASTER_ADDR": "127.0.0.1"}, True, "127.0.0.1:1234"),  # no other host gets there
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, True, "127.0.0.1:29500"),
+    ],
+)
+def test_whether_all_ranks_are_on_one_host_is_the_launchers_word(
+    changes: dict[str, str], one_host: bool, address: str
+) -> None:
+    launch = Launch.from_environment(TORCHRUN | changes)
+    assert (launch.one_host, launch.address) == (one_host, address)
+
+
+def test_srun_on_one_node_stays_on_the_loopback_address() -> None:
+    launch = Launch.from_environment(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"})
+    assert launch.one_host and launch.address == "127.0.0.1:29517"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("RANK", "a", "a whole number below WORLD_SIZE=8"),
+        ("RANK", "8", "below WORLD_SIZE=8"),
+        ("RANK", "-1", "below WORLD_SIZE=8"),
+        ("RANK", "\u0663", "below WORLD_SIZE=8"),  # a digit of another script
+        ("RANK", "9" * 5000, "below WORLD_SIZE=8"),
+        ("WORLD_SIZE", "0", "from 1 to"),
+        ("WORLD_SIZE", "", "from 1 to"),
+        ("LOCAL_RANK", "4", "below 4, the processes on this node"),
+        ("LOCAL_WORLD_SIZE", "x", "from 1 to"),
+        ("LOCAL_WORLD_SIZE", "0", "from 1 to"),
+        ("MASTER_PORT", "70000", "from 1 to 65535"),
+        ("MASTER_PORT", "http", "from 1 to 65535"),
+        ("TORCHELASTIC_RESTART_COUNT", "once", "from 0 on"),
+        ("TORCHELASTIC_MAX_RESTARTS", "1.5", "from 0 on"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "yes", "True or False"),
+        ("SLURM_PROCID", "4", "below SLURM_NTASKS=4"),
+        ("SLURM_NTASKS", "four", "from 1 to"),
+        ("SLURM_LOCALID", "7", "below 2"),
+        ("SLURM_JOB_ID", "job", "from 0 on"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(y2)", "4(x2),3"),
+        ("SLURM_STEP_NODELIST", "[3-4]", "names no host"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named_with_its_value_and_what_is_allowed(
+    name: str, value: str, allowed: str
+) -> None:
+    launcher = SRUN if name.startswith("SLURM") else TORCHRUN
+    with pytest.raises(ConfigError) as caught:
+        Launch.from_environment(launcher | {name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={value[:80]!r}") and allowed in message
+    assert len(message) < 400 and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_half_of_torchruns_variables_is_not_one_process(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=not set"):
+        Launch.from_environment({key: value for key, value in TORCHRUN.items() if key != name})
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_LOCALID"])

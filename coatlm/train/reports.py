@@ -1,0 +1,206 @@
+"""How a run's errors are told: each one once, with the ranks and hosts that it comes from.
+
+    error: ranks 1, 3 (hostB): data.tokenizer=hf:tok.json: no such file    agreed on by all ranks
+    error: [rank 3, hostB] the disk of run.dir is full                      said by one rank alone
+
+The exit code belongs to the error. Under torchrun the same line goes into the error file of this
+process, which torchrun shows at the end of its own report.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from coatlm.config import ConfigError
+from coatlm.config.errors import shortened
+from coatlm.data.cache import CacheFullError
+from coatlm.data.checksums import DatasetError
+from coatlm.train.faults import ExitCode, NonFiniteError
+from coatlm.train.manifest import CheckpointError, LostPeerError
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
+UNEXPECTED = 1  # Python's own code for an uncaught exception; launchers try again after it
+PEER_GRACE_S = 2.0  # a rank that lost its peer lets the peer give the reason first
+MAX_LINES = 10  # different errors that are listed
+MAX_HOSTS = 4  # hosts that are named for one error
+
+
+class AgreedError(Exception):
+    """Some ranks failed: raised on all of them, after rank 0 has printed why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# errors whose message says all, so that their type need not be named
+OURS = (ConfigError, DatasetError, CacheFullError, CheckpointError, NonFiniteError, AgreedError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank cannot go on."""
+
+    message: str
+    code: int
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        text = str(error) if isinstance(error, ConfigError) else one_line(error)
+        return cls(text, exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """What the process ends with. A ValueError outside set-up is ours, and unexpected."""
+    if isinstance(error, AgreedError):
+        return error.code
+    if isinstance(error, ConfigError | DatasetError):
+        return ExitCode.USER_ERROR
+    if isinstance(error, NonFiniteError):
+        return ExitCode.NONFINITE
+    if isinstance(error, LostPeerError):
+        return UNEXPECTED
+    if isinstance(error, CheckpointError | CacheFullError):
+        return ExitCode.CHECKPOINT
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return ExitCode.CHECKPOINT
+    return UNEXPECTED
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as a message of one line; the type is named where it is not one of ours."""
+    text = next(iter(str(error).splitlines()), "")
+    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another process has closed its connections."""
+    if isinstance(error, LostPeerError | dist.DistError):
+        return True
+    return type(error) is RuntimeError and "gloo/transport" in str(error)
+
+
+def number_list(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
+    return ", ".join(parts)
+
+
+def plural(ranks: Sequence[int]) -> str:
+    """`rank 3` or `ranks 3, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {number_list(ranks)}"
+
+
+def merged(failures: Mapping[int, str], hosts: Sequence[str | None]) -> str:
+    """One line for each different message, with the ranks that failed so and their hosts.
+
+    `hosts` has an entry for each rank, None where the rank's host is not known.
+    """
+    alike: dict[str, list[int]] = {}
+    for rank, message in sorted(failures.items()):
+        alike.setdefault(message, []).append(rank)
+    said = []
+    for message, ranks in alike.items():
+        where = "" if len(ranks) == len(hosts) else f"{_where(ranks, hosts)}: "
+        said += [where + line for line in message.splitlines()]
+    if len(said) > MAX_LINES:
+        said[MAX_LINES:] = [f"and {len(said) - MAX_LINES} more lines"]
+    return "\n".join(said)
+
+
+def say(message: str) -> None:
+    """Print an error: one line for each line of the message."""
+    for line in shortened(message).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def report(
+    error: Exception, *, rank: int = 0, world_size: int = 1, file: Path | None = None
+) -> int:
+    """Say on stderr why this process ends, unless another rank has said so; the exit code.
+
+    What is neither the user's mistake nor a lost peer comes with its traceback. `file` is where
+    torchrun expects the reason of a worker.
+    """
+    if world_size > 1 and lost_peer(error):
+        time.sleep(PEER_GRACE_S)
+    code = exit_code(error)
+    line = _line(error, f"[rank {rank}, {platform.node()}] " if world_size > 1 else "")
+    if file is not None:
+        _write_error_file(file, line)
+    if isinstance(error, AgreedError):
+        return code
+    if code == UNEXPECTED and not lost_peer(error):
+        _print_traceback(error, f"[rank {rank}, {platform.node()}] " if world_size > 1 else "")
+    elif _first_to_say("lost" if lost_peer(error) else line):
+        say(line)
+    return code
+
+
+def print_traceback(error: Exception, rank: int) -> None:
+    """The traceback of an unexpected error, each line with the rank and host that it is from."""
+    _print_traceback(error, f"[rank {rank}, {platform.node()}] ")
+
+
+def _line(error: Exception, prefix: str) -> str:
+    """What `say` is given for an error; common to all ranks where all of them have it alike."""
+    if isinstance(error, LostPeerError) or not lost_peer(error):
+        text = str(error) if isinstance(error, ConfigError) else one_line(error)
+    else:
+        text = "a connection to another rank was closed; that rank's own output says why it ended"
+    common = isinstance(error, AgreedError | NonFiniteError) or type(error) is CheckpointError
+    return text if common else "\n".join(prefix + line for line in text.splitlines())
+
+
+def _where(ranks: Sequence[int], hosts: Sequence[str | None]) -> str:
+    """`ranks 1, 3 (hostB), rank 5 (hostC)`."""
+    by_host: dict[str | None, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    if len(by_host) > MAX_HOSTS:
+        first = hosts[ranks[0]]
+        return f"{len(ranks)} ranks on {len(by_host)} hosts, first rank {ranks[0]} ({first})"
+    return ", ".join(
+        plural(members) + (f" ({host})" if host else "") for host, members in by_host.items()
+    )
+
+
+def _print_traceback(error: Exception, prefix: str) -> None:
+    text = "".join(traceback.format_exception(error))
+    print("".join(f"{prefix}{line}\n" for line in text.splitlines()), end="", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _first_to_say(what: str) -> bool:
+    """Whether no other rank has said this; True where they cannot be asked."""
+    if dist.is_initialized():
+        key = f"said/{hashlib.sha256(what.encode()).hexdigest()}"
+        with suppress(RuntimeError):  # the store ends with the process that serves it
+            return dist.distributed_c10d._get_default_store().add(key, 1) == 1
+    return True
+
+
+def _write_error_file(path: Path, message: str) -> None:
+    """The file in the format of torch.distributed.elastic's ErrorHandler."""
+    text = "\n".join(f"error: {line}" for line in message.splitlines())
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with suppress(OSError):  # the line itself is on stderr
+        path.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

@@ -1,0 +1,97 @@
+"""state.json of a run's checkpoint: what it must hold before a run continues from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
+from coatlm.train.checkpoint import CheckpointError, read_state
+from coatlm.train.manifest import STATE
+
+
+class SavedSpikes(BaseModel):
+    """`train.spikes.SpikeGuard.state`."""
+
+    model_config = ConfigDict(strict=True)
+
+    values: list[list[float]]
+    count: NonNegativeInt
+
+
+class SavedData(BaseModel):
+    """Of the section `data`."""
+
+    model_config = ConfigDict(strict=True)
+
+    seq_len: PositiveInt
+    tokenizer: str
+
+
+class SavedTrain(BaseModel):
+    """Of the section `train`."""
+
+    model_config = ConfigDict(strict=True)
+
+    global_batch: PositiveInt
+
+
+class SavedSource(BaseModel):
+    """`data.identity.SourceIdentity`."""
+
+    model_config = ConfigDict(strict=True)
+
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    weight: float
+    sha256: str
+
+
+class SavedConfig(BaseModel):
+    """What is read of the saved configuration; other fields are compared, whatever they are."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: dict[str, Any]
+    optim: dict[str, Any]
+    data: SavedData
+    train: SavedTrain
+    checkpoint: dict[str, Any]
+
+
+class State(BaseModel):
+    """The types in state.json; more keys may be there."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: NonNegativeInt
+    tokens: NonNegativeInt
+    samples: NonNegativeInt | None = None
+    updates: NonNegativeInt
+    skipped: NonNegativeInt
+    tokenizer: str
+    data: list[SavedSource] | None = None
+    window: list[float] = []
+    config: SavedConfig
+    skipped_in_row: NonNegativeInt = 0
+    left_out: list[Annotated[list[NonNegativeInt], Len(2, 2)]] = []
+    flat_groups: dict[str, list[list[dict[str, Any]]]] | None = None
+    automatic_scales: dict[str, float] = {}
+    gradient_amaxes: dict[str, dict[str, list[float]]] = {}
+    spikes: SavedSpikes | None = None
+
+
+def read_run_state(checkpoint: Path) -> dict[str, Any]:
+    """`read_state` of a checkpoint that a run has written. Raises CheckpointError in one line."""
+    state = read_state(checkpoint)
+    try:
+        State.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{checkpoint / STATE} is damaged ({where}: {first['msg'][:100]})"
+        ) from error
+    return state

@@ -1,0 +1,255 @@
+"""How ranks come together: who is missing, who failed and where, and what listens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed import ROOT, free_port, python_path, run_ranks
+from tests.forks import Child, Forks
+
+HOST = socket.gethostname()
+MISSING = "data.tokenizer=hf:/nonexistent.json"
+START_TIMEOUT = 7  # seconds: a little more than rendezvous.NOTICE_S
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("one two three four\n" * 3000)
+    sections = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
+        "data": {
+            "text": [str(tmp_path / "text.txt")],
+            "seq_len": 32,
+            "cache_dir": str(tmp_path / "cache"),
+            "workers": 1,
+        },
+        "precision": {"recipe": "fp32"},
+        "train": {"steps": 2, "micro_batch": 2, "global_batch": 12, "eval_every": 0},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+class Launcher:
+    """Starts single ranks of a world, as srun does."""
+
+    def __init__(self, directory: Path, config: str) -> None:
+        self.forks, self.config, self.port = Forks(directory), config, free_port()
+
+    def start(self, rank: int, size: int, *overrides: str) -> Child:
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+        return self.forks.start(self.config, *overrides, env=env)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, config: str) -> Launcher:
+    return Launcher(tmp_path, config)
+
+
+def errors(ranks: list[Child]) -> list[list[str]]:
+    """The lines with an error that each rank has printed."""
+    for rank in ranks:
+        assert "Traceback" not in rank.text(), rank.text()
+    return [[x for x in rank.text().splitlines() if x.startswith("error: ")] for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["", MISSING, MISSING], f"error: ranks 1, 2 ({HOST}): data.tokenizer='hf:/nonexistent"),
+        (["", "", "train.stesp=3"], f"error: rank 2 ({HOST}): train.stesp: unknown key"),
+        (["train.stesp=3"] * 3, "error: train.stesp: unknown key"),
+        (["parallel.tp=2"] * 3, "error: 3 processes cannot hold"),
+    ],
+)
+def test_equal_errors_of_ranks_are_one_line_and_end_all_ranks_with_code_2(
+    launcher: Launcher, overrides: list[str], expected: str
+) -> None:
+    ranks = [launcher.start(r, 3, *filter(None, [text])) for r, text in enumerate(overrides)]
+    assert [rank.wait() for rank in ranks] == [2, 2, 2], ranks[0].text()
+    first, *others = errors(ranks)
+    assert len(first) == 1 and first[0].startswith(expected)
+    assert others == [[], []]
+
+
+def test_a_missing_peer_is_named_and_ends_the_others_after_start_timeout(
+    launcher: Launcher,
+) -> None:
+    patience = f"parallel.start_timeout={START_TIMEOUT}"
+    ranks = [launcher.start(rank, 6, patience) for rank in (0, 3)]
+    assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].text()  # a launcher may try again
+    where = f"127.0.0.1:{launcher.port}"
+    assert f"waiting for ranks 1, 2, 4, 5 of 6 at {where}\n" in ranks[0].text()
+    expected = f"error: ranks 1, 2, 4, 5 of 6 did not come to {where} within {patience} s"
+    assert errors(ranks) == [[expected], []]
+
+
+def test_without_rank_0_the_others_say_whom_they_waited_for(launcher: Launcher) -> None:
+    rank = launcher.start(1, 2, "parallel.start_timeout=1")
+    assert rank.wait() == 1
+    ((line,),) = errors([rank])
+    assert f"[rank 1, {HOST}]" in line and f"does not answer at 127.0.0.1:{launcher.port}" in line
+
+
+def test_two_processes_with_one_rank_are_told_so(launcher: Launcher) -> None:
+    ranks = [launcher.start(rank, 3) for rank in (0, 1, 1)]
+    assert [rank.wait() for rank in ranks] == [2, 2, 2], ranks[0].text()
+    said = errors(ranks)
+    assert "RANK=1: process" in said[0][0] and "each process needs its own" in said[0][0]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a'"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid"},
+            "MASTER_ADDR='nowhere.invalid': must be a host that this one can find",
+        ),
+    ],
+)
+def test_a_bad_environment_is_one_line_from_any_rank(
+    tmp_path: Path, config: str, env: dict[str, str], expected: str
+) -> None:
+    code, output = Forks(tmp_path).run(config, env=env)
+    lines = output.splitlines()
+    assert code == 2 and len(lines) == 1 and expected in lines[0], output
+    assert not (tmp_path / "run").exists()
+
+
+def cases_of_two_ranks(rank: int, size: int, arguments: Any) -> dict[str, Any]:
+    """What phases with and without failures do, and what listens on this host."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    import torch.distributed as dist
+
+    from coatlm.train.agreement import Peers
+    from coatlm.train.reports import AgreedError, report
+    from coatlm.train.setup import Launch, start_processes
+
+    hosts = start_processes(Launch.from_environment())
+    peers = Peers(rank, hosts, dist.new_group(backend="gloo"))
+    dist.all_reduce(torch_one(), group=peers.group)
+    found: dict[str, Any] = {
+        "hosts": hosts,
+        "listens": [c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"],
+        "value": peers.agree(lambda: rank * 10),
+        "order": peers.rank_zero_first(lambda: rank),
+    }
+
+    def fail(error: Exception, who: int) -> int:
+        if rank == who:
+            raise error
+        return rank
+
+    for name, error, who in (
+        ("user", ValueError("data.text: no"), 1),
+        ("unexpected", KeyError("config"), 1),
+        ("rank 0", OSError(28, "No space left on device"), 0),
+    ):
+        try:
+            peers.agree(lambda error=error, who=who: fail(error, who))  # type: ignore[misc]
+        except AgreedError as agreed:
+            found[name] = (str(agreed), agreed.code, report(agreed, rank=rank, world_size=size))
+    error_file = Path(arguments) / f"{rank}.json"
+    codes = [report(ValueError("ours"), rank=rank, world_size=size, file=error_file)]
+    from coatlm.train.faults import NonFiniteError
+
+    codes.append(report(NonFiniteError("step 3", 3), rank=rank, world_size=size))
+    found["codes"] = codes
+    return found
+
+
+def torch_one() -> Any:
+    import torch
+
+    return torch.ones(1)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    directory = tmp_path_factory.mktemp("results")
+    function = "tests.train.test_rendezvous:cases_of_two_ranks"
+    return run_ranks(2, function, str(directory)), directory
+
+
+def test_on_one_host_nothing_listens_but_on_the_loopback_address(results: Any) -> None:
+    for found in results[0]:
+        assert found["listens"]
+        assert {ip.removeprefix("::ffff:") for ip in found["listens"]} <= {"127.0.0.1", "::1"}
+    assert len(results[0][0]["listens"]) > len(results[0][1]["listens"])  # the store is rank 0's
+
+
+def test_a_phase_that_fails_on_one_rank_ends_on_all_with_its_reason(results: Any) -> None:
+    first, second = results[0]
+    assert first["hosts"] == [HOST, HOST]
+    assert [first["value"], second["value"]] == [0, 10]
+    assert [first["order"], second["order"]] == [0, 1]
+    for found in results[0]:
+        assert found["user"] == [f"rank 1 ({HOST}): data.text: no", 2, 2]
+        assert found["unexpected"] == [f"rank 1 ({HOST}): KeyError: 'config'", 1, 1]
+        assert found["rank 0"][1:] == [4, 4]
+        assert found["codes"] == [1, 3]
+
+
+def test_torchrun_is_given_the_reason_of_each_rank(results: Any) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    paths = [results[1] / f"{rank}.json" for rank in range(2)]
+    failures = {r: ProcessFailure(r, 1, 1, str(path)) for r, path in enumerate(paths)}
+    lines = str(ChildFailedError("pretrain.py", failures)).splitlines()  # what torchrun ends with
+    assert lines[-2].endswith(f"error: [rank 0, {HOST}] ValueError: ours") or lines[-2].endswith(
+        f"error: [rank 1, {HOST}] ValueError: ours"
+    )
+
+
+def test_the_launcher_listens_to_no_network_and_ends_with_the_reason(
+    tmp_path: Path, config: str
+) -> None:
+    elastic = [sys.executable, "tools/elastic.py", "--standalone", "--nproc-per-node=2"]
+    listening: set[str] = set()
+    with (tmp_path / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            [*elastic, "pretrain.py", config, MISSING],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"PYTHONPATH": python_path()},
+        )
+        while process.poll() is None:
+            listening |= addresses(process.pid)
+            time.sleep(0.05)
+    output = (tmp_path / "log.txt").read_text()
+    assert process.returncode == 2, output
+    assert output.splitlines()[-1].startswith("error: data.tokenizer='hf:/nonexistent.json'")
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+
+def addresses(pid: int) -> set[str]:
+    """Where a process and those that it has started listen."""
+    found = set()
+    try:
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            found |= {c.laddr.ip for c in member.net_connections() if c.status == "LISTEN"}
+    except psutil.Error:  # one has just ended
+        pass
+    return found

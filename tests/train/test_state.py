@@ -1,0 +1,70 @@
+"""state.json is checked before a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatlm.train.checkpoint import CheckpointError
+from coatlm.train.state import read_run_state
+
+GOOD: dict[str, Any] = {
+    "step": 5,
+    "tokens": 640,
+    "updates": 5,
+    "skipped": 0,
+    "skipped_in_row": 0,
+    "left_out": [[10, 14]],
+    "spikes": {"values": [[1.0, 2], [0.5, 0.25]], "count": 2},
+    "tokenizer": "byte",
+    "flat_groups": {"w": [[{"key": "w", "rows": 3}]]},
+    "automatic_scales": {"w": 1.0},
+    "gradient_amaxes": {"0": {"attention": [0.0, 1.5]}},
+    "config": {"model": {}, "optim": {}, "data": {}, "train": {}},
+}
+
+
+def written(directory: Path, state: dict[str, Any]) -> Path:
+    (directory / "state.json").write_text(json.dumps(state))
+    return directory
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_run_state(written(tmp_path, GOOD)) == GOOD
+
+
+@pytest.mark.parametrize("key", ["step", "updates", "skipped", "tokenizer", "config"])
+def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
+    state = {name: value for name, value in GOOD.items() if name != key}
+    with pytest.raises(CheckpointError, match=rf"state.json is damaged \({key}: Field required"):
+        read_run_state(written(tmp_path, state))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "5"),
+        ("step", -1),
+        ("step", 5.0),
+        ("updates", None),
+        ("skipped", True),
+        ("left_out", [[1, 2, 3]]),
+        ("left_out", {"1": 2}),
+        ("spikes", {"values": []}),
+        ("tokenizer", 7),
+        ("flat_groups", [1]),
+        ("automatic_scales", {"w": "1"}),
+        ("gradient_amaxes", {"0": [1.0]}),
+        ("config", []),
+        ("config", {"model": {}, "optim": None, "data": {}}),
+    ],
+)
+def test_a_value_of_another_type_is_named_in_one_line(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_run_state(written(tmp_path, GOOD | {key: value}))
+    message = str(caught.value)
+    assert f"state.json is damaged ({key}" in message
+    assert "\n" not in message and len(message) < 400
