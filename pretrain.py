@@ -76,7 +76,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def dry_run(config: Config, ranks: int | None) -> int:
-    """Print the resolved configuration and the plan; needs neither GPU nor launcher."""
+    """Print the resolved configuration and the plan; needs neither GPU nor launcher.
+
+    Raises ConfigError for what a run of so many ranks could not do.
+    """
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.model.plan import plan
 
@@ -85,7 +88,7 @@ def dry_run(config: Config, ranks: int | None) -> int:
         vocab = None if known else make_tokenizer(config.data.tokenizer).vocab_size
         text = plan(config, ranks, tokenizer_vocab=vocab)
     except ValueError as error:
-        return fail(error)
+        raise ConfigError(str(error)) from error
     print(config.to_yaml())
     print(text)
     return 0

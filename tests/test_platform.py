@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,3 +52,11 @@ def test_a_web_library_called_apex_is_told_from_nvidias(
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert platform.has_foreign_apex() is foreign
+
+
+def test_ranks_of_a_host_share_its_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        platform.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**30)
+    )
+    assert platform.device_memory(None, 1) == (8 * 2**30, "this host")
+    assert platform.device_memory(None, 4) == (2 * 2**30, "this host, shared by 4 ranks,")

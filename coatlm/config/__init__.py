@@ -13,7 +13,7 @@ What depends on the number of processes is checked by `Config.data_parallel_size
 """
 
 from coatlm.config.combined import Config
-from coatlm.config.errors import ConfigError
+from coatlm.config.errors import ConfigError, shortened
 from coatlm.config.fields import MOST_RANKS
 from coatlm.config.keys import keys_table
 from coatlm.config.load import load_config, make_config, override, read_mapping
@@ -57,4 +57,5 @@ __all__ = [
     "make_config",
     "override",
     "read_mapping",
+    "shortened",
 ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -83,23 +82,35 @@ def keys_table(wanted: str = "") -> str:
             f"--keys {wanted}: no such section or key; "
             f"the sections are {', '.join(Config.model_fields)}"
         )
+    rows = {k.name: (k.name, type_name(k.field.annotation), default(k.field)) for k in chosen}
+    widths = {  # of the columns, aligned within a section
+        place: [max(map(len, c)) for c in zip(*(rows[k.name] for k in block), strict=True)]
+        for place, block in _by_section(chosen).items()
+    }
     lines: list[str] = []
-    for place, group in itertools.groupby(chosen, key=lambda k: k.name.rpartition(".")[0]):
-        block = list(group)
-        if not place:  # sections themselves
-            lines += _title(block[0])
+    for key in chosen:
+        place = _place(key)
+        if not place:
+            lines += _title(key)
             continue
-        rows = [(k.name, type_name(k.field.annotation), default(k.field)) for k in block]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for key, row in zip(block, rows, strict=True):
-            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-            start = "  ".join([*cells, ""])
-            limits = textwrap.wrap(allowed(key.field), WIDTH - len(start), break_on_hyphens=False)
-            lines += [(start + "".join(limits[:1])).rstrip()]
-            lines += [" " * len(start) + more for more in limits[1:]]
-            text = textwrap.fill(sentence(key.field), WIDTH - 4)
-            lines += [textwrap.indent(text, "    ")]
+        cells = zip(rows[key.name], widths[place], strict=True)
+        start = "".join(f"{cell:<{width}}  " for cell, width in cells)
+        limits = textwrap.wrap(allowed(key.field), WIDTH - len(start), break_on_hyphens=False)
+        lines += [(start + "".join(limits[:1])).rstrip()]
+        lines += [" " * len(start) + more for more in limits[1:]]
+        lines += [textwrap.indent(textwrap.fill(sentence(key.field), WIDTH - 4), "    ")]
     return "\n".join(lines).strip("\n")
+
+
+def _place(key: Key) -> str:
+    return key.name.rpartition(".")[0]
+
+
+def _by_section(chosen: Sequence[Key]) -> dict[str, list[Key]]:
+    blocks: dict[str, list[Key]] = {}
+    for key in chosen:
+        blocks.setdefault(_place(key), []).append(key)
+    return blocks
 
 
 def _title(key: Key) -> list[str]:

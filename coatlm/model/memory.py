@@ -338,8 +338,9 @@ def micro_batches(config: Config, data_parallel: int) -> list[int]:
     than there is never helps.
     """
     share, p = config.train.global_batch // data_parallel, config.parallel
-    fitting = [n for n in range(share, 0, -1) if share % n == 0]
-    return [n for n in fitting if p.vpp == 1 or share // n % p.pp == 0]
+    small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
+    divisors = sorted({*small, *(share // n for n in small)}, reverse=True)
+    return [n for n in divisors if p.vpp == 1 or share // n % p.pp == 0]
 
 
 def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: float) -> int:
