@@ -24,6 +24,11 @@ SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # what sbatch reads as i
 STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
 # Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
 FINAL = "0 | 2 | 3 | 4 | 85 | 130 | 138 | 143"
+# Where the nodes of a torchrun meet: a port a job, so that two jobs may share a node
+RENDEZVOUS = (
+    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "port=$((29500 + SLURM_JOB_ID % 1000))",
+)
 
 
 class Shell(str):
@@ -110,8 +115,8 @@ def attempts(args: argparse.Namespace, config: Config) -> Iterator[str]:
         resume = list(fresh_until_saved(config))
     report = "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"
     if args.launcher == "torchrun":
-        yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        yield "port=$((29500 + SLURM_JOB_ID % 1000))"
+        if args.nodes > 1:
+            yield from RENDEZVOUS
         yield f'echo "$(date) {report}"'
         yield from resume
         yield from command(words)
@@ -156,13 +161,19 @@ def launcher(args: argparse.Namespace) -> list[str]:
     if args.launcher == "torchrun":
         words += [
             str(ROOT / "tools" / "elastic.py"),
-            f"--nnodes={args.nodes}",
             f"--nproc-per-node={args.gpus_per_node}",
             f"--max-restarts={args.max_restarts}",
-            "--rdzv-backend=c10d",
-            Shell('--rdzv-endpoint="$head:$port"'),
-            Shell('--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'),
         ]
+        words += (
+            ["--standalone"]
+            if args.nodes == 1
+            else [
+                f"--nnodes={args.nodes}",
+                "--rdzv-backend=c10d",
+                Shell('--rdzv-endpoint="$head:$port"'),
+                Shell('--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'),
+            ]
+        )
     return [*words, str(ROOT / "pretrain.py")]
 
 

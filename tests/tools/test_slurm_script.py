@@ -318,6 +318,23 @@ def test_a_fresh_run_starts_fresh_until_the_job_has_saved(
     assert ranks[-1] == f"checkpoint.resume={resume}"
 
 
+def test_nodes_of_a_torchrun_meet_on_the_first_and_a_single_one_listens_to_no_network(
+    write_config: Callable[..., str],
+    commands: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (commands / "scontrol").write_text("#!/bin/sh\nprintf 'n 3\\nn4\\n'\n")
+    arguments = ("--gpus-per-node=2", "--cpu", "--launcher=torchrun")
+    text = written(capsys, write_config(), "--nodes=2", *arguments)
+    [ranks] = run(text, commands, tmp_path, SLURM_JOB_ID="5017")["srun"]
+    assert "--nnodes=2" in ranks and "--standalone" not in ranks
+    assert "--rdzv-endpoint=n 3:29517" in ranks and "--rdzv-id=5017.0" in ranks
+    text = written(capsys, write_config(), "--nodes=1", *arguments)
+    [ranks] = run(text, commands, tmp_path)["srun"]
+    assert "--standalone" in ranks and not any(word.startswith("--rdzv") for word in ranks)
+
+
 @pytest.mark.parametrize("broken", ["a file in the way", "/proc", "a full disk"])
 def test_a_run_directory_that_cannot_be_written_to_is_one_line_and_leaves_nothing(
     write_config: Callable[..., str],
@@ -385,7 +402,7 @@ def test_what_sbatch_says_is_one_line(
 
 VARIANTS = [
     [*launcher, *container, *restarts, *resume]
-    for launcher in ([], ["--launcher=torchrun"])
+    for launcher in ([], ["--launcher=torchrun"], ["--launcher=torchrun", "--nodes=2"])
     for container in ([], ["--container=i"], ["--container=i", "--container-runtime=apptainer"])
     for restarts in ([], ["--restarts=2"])
     for resume in ([], ["checkpoint.resume=none"])
