@@ -11,14 +11,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+BANDIT := $(VENV)/bin/bandit --quiet --configfile pyproject.toml --recursive coatlm tools pretrain.py
 # torch 2.11 brings this one, constraints.txt the newest.
 OLDEST_TRITON := 3.6.0
 
-.PHONY: help install train test check kernels bench format
+.PHONY: help install train test check audit kernels bench format
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests; those that need GPUs or SLURM are skipped without"
-	@echo "make check    lint, formatting, types, and who may import whom"
+	@echo "make check    lint, formatting, types, who may import whom, and insecure code"
+	@echo "make audit    known vulnerabilities of the pinned packages; asks PyPI"
 	@echo "make kernels  build all kernels for sm_90 with the oldest Triton as well"
 	@echo "make bench    measure kernels, layers and the optimizer against their peers"
 	@echo "make format   apply the formatting that make check asks for"
@@ -47,6 +49,13 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(BANDIT)
+
+# Fails as well if a package could not be looked up: nothing found must mean that all were asked for.
+audit: $(INSTALLED)
+	$(BANDIT)
+	grep == constraints.txt | $(VENV)/bin/pip-audit --strict --vulnerability-service pypi \
+		--no-deps --disable-pip --progress-spinner off --requirement /dev/stdin
 
 kernels: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \

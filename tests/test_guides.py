@@ -30,7 +30,7 @@ from tests.forks import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
-PAGES = [ROOT / "README.md", *GUIDES]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
 SMALL = {
     **{"model.layers": 1, "model.hidden": 32, "model.ffn": 48, "data.seq_len": 32},
     **{"train.micro_batch": 2, "train.global_batch": 2, "train.eval_every": 2},

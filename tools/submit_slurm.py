@@ -11,27 +11,37 @@ of the YAML do not reach restarts.
 SIGUSR1 ahead of the time limit lets the ranks save and leave with 85; the job then requeues itself
 and goes on from there. --restarts K is for clusters where jobs may not: an array of K + 1 jobs, one
 after the other, each going on where the one before stopped.
+
+A configuration, a path or a name is text and never code: it is quoted for the shell and for sbatch,
+and refused where neither could express it. Only --setup lines are meant for the shell.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from coatlm.config import Config, ConfigError, load_config
-
 ROOT = Path(__file__).resolve().parent.parent
-TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # sbatch --time
-ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*")
-STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
-# Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
-FINAL = "0 | 2 | 3 | 4 | 85 | 130 | 138 | 143"
+sys.path.insert(0, str(ROOT))  # what is checked here is what pretrain.py of this checkout reads
+
+from coatlm.config import Config, ConfigError, load_config  # noqa: E402
+from tools.slurm_script import log_name, script, slurm_directory  # noqa: E402
+
+TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
+ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII)
+SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+# What a mounted path cannot hold. pyxis separates mounts by commas and writes each as a line of
+# fstab: blanks separate, backslashes escape, and variables are replaced. apptainer separates at
+# commas and carets, takes backslashes for escapes and the whole for a line of CSV.
+UNMOUNTABLE = {"pyxis": ", \\$", "apptainer": ',^\\"'}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,29 +51,55 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         check(args, config)
         text = script(args, config)
+        if args.dry_run:
+            print(text, end="")
+            return 0
+        write(config, {"config.yaml": config.to_yaml(), "job.sbatch": text})
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
-    if args.dry_run:
-        print(text, end="")
-        return 0
+    return submit(slurm_directory(config), log_name(args))
+
+
+def write(config: Config, files: Mapping[str, str]) -> None:
+    """Replace the files of the slurm directory, all or none. Raises ConfigError if that fails."""
     directory = slurm_directory(config)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(config.to_yaml())
-    path = directory / "job.sbatch"
-    path.write_text(text)
+    made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    temporary = {directory / f".{name}.tmp": directory / name for name in files}
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
-    except FileNotFoundError:
-        print(f"error: no sbatch here; the script is {path}", file=sys.stderr)
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(temporary, files.values(), strict=True):
+            path.write_text(text, encoding="utf-8")
+        for path, final in temporary.items():
+            os.replace(path, final)
+    except OSError as error:
+        for remove in (*(path.unlink for path in temporary), *(path.rmdir for path in made)):
+            with contextlib.suppress(OSError):  # it was not made, or somebody else uses it now
+                remove()
+        raise ConfigError(
+            f"run.dir={shown(config.run.dir)}: cannot be written to: {error.strerror}"
+        ) from error
+
+
+def submit(directory: Path, log: str) -> int:
+    """Hand the script in `directory` to sbatch and say what came of it."""
+    path = directory / "job.sbatch"
+    command = ["sbatch", "--parsable", str(path)]
+    where = f"the script is {shown(path, limit=200)}"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        print(f"error: sbatch: {error.strerror}; {where}", file=sys.stderr)
         return 2
     if done.returncode:
-        print(f"error: sbatch: {done.stderr.strip()}; the script is {path}", file=sys.stderr)
+        lines = [line.removeprefix("sbatch: ").strip() for line in done.stderr.splitlines()]
+        reason = "; ".join(line.removeprefix("error: ") for line in lines if line)
+        print(f"error: sbatch: {shown(reason, limit=150)}; {where}", file=sys.stderr)
         return done.returncode
     job = done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
-    log = log_name(args, config).replace("%j", job).replace("%A_%a", f"{job}_*")
-    print(f"submitted {job}: {path}, log {log}")
+    log = log.replace("%j", job).replace("%A_%a", f"{job}_*")
+    print(f"submitted {job}: {path}, log {directory / log}")
     return 0
 
 
@@ -83,17 +119,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--partition")
     add("--account")
     add("--time", help="limit in sbatch's forms, for example 24:00:00")
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="any other, repeatedly")
+    other = "any other as one word, repeatedly: --sbatch=--constraint=h100"
+    add("--sbatch", action="append", default=[], metavar="--OPTION[=VALUE]", help=other)
     add("--launcher", choices=("srun", "torchrun"), default="srun", help="who starts the ranks")
     add("--max-restarts", type=natural, default=3, help="attempts more after a lost rank (3)")
     add("--restarts", type=natural, default=0, help="an array of so many more jobs, no requeue")
     add("--save-before", type=positive, default=300, help="seconds before the time limit (300)")
     add("--python", default=sys.executable, help="interpreter on the nodes or in the container")
-    add("--setup", action="append", default=[], metavar="LINE", help="shell, before the ranks")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="exported, repeatedly")
+    setup = "run by the shell of the job, as it stands, before the ranks; repeatedly"
+    add("--setup", action="append", default=[], metavar="LINE", help=setup)
+    variable = "exported, repeatedly; the value is not expanded"
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help=variable)
     add("--container", metavar="IMAGE")
     add("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis")
-    add("--mount", action="append", default=[], metavar="PATH[:PATH]", help="into the container")
+    mount = "into the container, repeatedly"
+    add("--mount", action="append", default=[], metavar="PATH[:PATH[:FLAGS]]", help=mount)
     add("--dry-run", action="store_true", help="check and print the script, submit nothing")
     return parser.parse_intermixed_args(arguments)
 
@@ -120,17 +160,75 @@ def check(args: argparse.Namespace, config: Config) -> None:
             f"--time={args.time} is less than twice --save-before={args.save_before} seconds: the "
             "job would be told to save before it has trained"
         )
+    for name, value in texts(args, config):
+        check_text(name, value)
     for item in args.env:
         if not ENVIRONMENT.fullmatch(item):
-            raise ConfigError(f"--env={item}: give NAME=VALUE")
-    if args.mount and not args.container:
-        raise ConfigError(f"--mount={args.mount[0]} needs --container")
-    latest = config.run.dir / "checkpoints" / "latest"
-    if config.checkpoint.resume != "auto" and latest.exists():
+            raise ConfigError(f"--env={shown(item)}: give NAME=VALUE")
+    for item in args.sbatch:
+        if not SBATCH_OPTION.fullmatch(item):
+            raise ConfigError(f"--sbatch={shown(item)}: give one option, --NAME or --NAME=VALUE")
+    for name, value in (("python", args.python), ("container", args.container)):
+        if value is not None and value.startswith("-"):
+            raise ConfigError(f"--{name}={shown(value)}: would be read as an option")
+    if "\\" in str(slurm_directory(config)):
         raise ConfigError(
-            f"checkpoint.resume={config.checkpoint.resume}, but {latest} exists and a restart "
-            "would take that: use checkpoint.resume=auto or another run.dir"
+            f"run.dir={shown(config.run.dir)}: a path with a backslash, below which SLURM cannot "
+            "write a log"
         )
+    if args.mount and not args.container:
+        raise ConfigError(f"--mount={shown(args.mount[0])} needs --container")
+    if args.container:
+        for name, path in (("the working directory", Path.cwd()), ("the checkout", ROOT)):
+            check_mount(name, str(path), args.container_runtime, parts=1)
+        for item in args.mount:
+            check_mount("--mount", item, args.container_runtime, parts=3)
+
+
+def texts(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, str]]:
+    """What the script quotes, by the name of its option."""
+    yield "run.dir", str(config.run.dir)
+    yield "run.name", config.run.name
+    for name in ("job-name", "partition", "account", "python", "container"):
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None:
+            yield f"--{name}", value
+    for name in ("sbatch", "env", "mount"):
+        for value in getattr(args, name):
+            yield f"--{name}", value
+    yield "the working directory", str(Path.cwd())
+    yield "the checkout", str(ROOT)
+
+
+def check_text(name: str, value: str) -> None:
+    """Raise ConfigError for what no line of a script can hold: control characters and bytes that
+    are not UTF-8 (which Python reads as surrogates).
+    """
+    if not value:
+        raise ConfigError(f"{name} is empty")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+        raise ConfigError(f"{name}={shown(value)}: control characters are not allowed")
+
+
+def check_mount(name: str, value: str, runtime: str, *, parts: int) -> None:
+    """Raise ConfigError for a mount of more than `parts` parts, or of which one is no such path."""
+    paths = value.split(":")
+    if len(paths) > parts or not all(paths):
+        form = "PATH[:PATH[:FLAGS]]" if parts == 3 else "a path without a colon"
+        raise ConfigError(f"{name}={shown(value)}: --container needs {form}")
+    if wrong := [character for character in UNMOUNTABLE[runtime] if character in value]:
+        raise ConfigError(
+            f"{name}={shown(value)}: --container-runtime={runtime} cannot mount a path with "
+            f"{wrong[0]!r}"
+        )
+
+
+def shown(value: object, *, limit: int = 120) -> str:
+    """A value for a message: short, and without control characters."""
+    text = str(value)
+    if not text.isprintable():
+        text = ascii(text)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def seconds(limit: str) -> float:
@@ -139,154 +237,14 @@ def seconds(limit: str) -> float:
         return math.inf
     match = TIME.fullmatch(limit)
     if not match:
-        raise ConfigError(f"--time={limit}: minutes, [days-]hours:minutes:seconds or UNLIMITED")
+        raise ConfigError(
+            f"--time={shown(limit)}: minutes, [days-]hours:minutes:seconds or UNLIMITED"
+        )
     days, *rest = match.groups()
     numbers = [int(part) for part in rest if part is not None]
     units = [3600, 60, 1] if days is not None or len(numbers) == 3 else [60, 1]
     parts = zip(numbers, units, strict=False)  # what is not given is 0
     return 86400 * int(days or 0) + sum(number * unit for number, unit in parts)
-
-
-def slurm_directory(config: Config) -> Path:
-    return config.run.dir.absolute() / "slurm"
-
-
-def log_name(args: argparse.Namespace, config: Config) -> str:
-    """The log's path with sbatch's placeholders: job, or array and element."""
-    return str(slurm_directory(config) / ("%A_%a.log" if args.restarts else "%j.log"))
-
-
-def script(args: argparse.Namespace, config: Config) -> str:
-    """The whole batch script."""
-    world = args.nodes * args.gpus_per_node
-    head = [
-        "#!/usr/bin/env bash",
-        f"# {world} ranks, data-parallel size {config.data_parallel_size(world)}; "
-        "made by tools/submit_slurm.py",
-        *(f"#SBATCH {option}" for option in options(args, config)),
-        "",
-        "set -u",
-        "trap : TERM  # on scancel, wait for the ranks: they save and leave",
-        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
-        *(f"export {quote_value(item)}" for item in args.env),
-        *args.setup,
-    ]
-    return "\n".join([*head, "", *attempts(args, config), "", *ending(args), ""])
-
-
-def quote_value(item: str) -> str:
-    name, _, value = item.partition("=")
-    return f"{name}={shlex.quote(value)}"
-
-
-def options(args: argparse.Namespace, config: Config) -> Iterator[str]:
-    """What sbatch is asked for."""
-    tasks = args.gpus_per_node if args.launcher == "srun" else 1
-    yield f"--job-name={args.job_name or config.run.name}"
-    yield f"--nodes={args.nodes}"
-    yield f"--ntasks-per-node={tasks}"
-    if cpus(args):
-        yield f"--cpus-per-task={cpus(args)}"
-    if not args.cpu:
-        yield f"--gpus-per-node={args.gpus_per_node}"
-    for name in ("partition", "account", "time"):
-        if getattr(args, name):
-            yield f"--{name}={getattr(args, name)}"
-    yield f"--signal=USR1@{args.save_before}"  # to the ranks, not to this script
-    yield f"--array=0-{args.restarts}%1" if args.restarts else "--requeue"
-    if args.restarts:
-        yield "--no-requeue"
-    yield "--open-mode=append"
-    yield f"--output={log_name(args, config)}"
-    yield f"--chdir={Path.cwd()}"
-    yield from args.sbatch
-
-
-def cpus(args: argparse.Namespace) -> int:
-    """Cores a task, 0 for the cluster's default: a torchrun has the ranks of a node in one task."""
-    ranks = args.gpus_per_node if args.launcher == "torchrun" else 1
-    unless_given = 1 if args.cpu and args.launcher == "torchrun" else 0
-    return ranks * (args.cpus_per_rank or unless_given)
-
-
-def attempts(args: argparse.Namespace, config: Config) -> Iterator[str]:
-    """The lines that start the ranks, again after a lost one."""
-    words = [*launcher(args), str(slurm_directory(config) / "config.yaml")]
-    if config.checkpoint.resume != "auto":
-        latest = config.run.dir.absolute() / "checkpoints" / "latest"
-        yield "later=()"
-        yield f"[[ -e {shlex.quote(str(latest))} ]] &&"
-        yield "    later=(checkpoint.resume=auto checkpoint.weights_only=false)"
-        words.append('"${later[@]}"')
-    report = "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"
-    if args.launcher == "torchrun":
-        yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        yield "port=$((29500 + SLURM_JOB_ID % 1000))"
-        yield f'echo "$(date) {report}"'
-        yield from command(words)
-        yield "code=$?"
-        return
-    yield f"for attempt in $(seq 0 {args.max_restarts}); do"
-    yield f'    echo "$(date) {report} attempt $attempt"'
-    yield from (f"    {line}" for line in command(words))
-    yield "    code=$?"
-    yield f"    case $code in {FINAL}) break ;; esac"
-    yield "done"
-
-
-def launcher(args: argparse.Namespace) -> list[str]:
-    """srun, the container and what it starts, up to the configuration."""
-    words = ["srun", f"--wait={STRAGGLERS_S}"]
-    if cpus(args):
-        words.append(f"--cpus-per-task={cpus(args)}")
-    mounts = [str(Path.cwd()), str(ROOT), *args.mount]
-    if args.container and args.container_runtime == "pyxis":
-        words += [
-            f"--container-image={args.container}",
-            f"--container-mounts={','.join(m if ':' in m else f'{m}:{m}' for m in mounts)}",
-            f"--container-workdir={Path.cwd()}",
-        ]
-    elif args.container:
-        gpus = [] if args.cpu else ["--nv"]
-        words += ["apptainer", "exec", *gpus, f"--bind={','.join(mounts)}"]
-        words += [f"--pwd={Path.cwd()}", args.container]
-    words.append(args.python)
-    if args.launcher == "torchrun":
-        words += [
-            str(ROOT / "tools" / "elastic.py"),
-            f"--nnodes={args.nodes}",
-            f"--nproc-per-node={args.gpus_per_node}",
-            f"--max-restarts={args.max_restarts}",
-            "--rdzv-backend=c10d",
-            '--rdzv-endpoint="$head:$port"',
-            '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
-        ]
-    return [*words, str(ROOT / "pretrain.py")]
-
-
-def command(words: Sequence[str]) -> Iterator[str]:
-    """One command over several lines, a word a line."""
-    for index, word in enumerate(words):
-        text = word if "$" in word else shlex.quote(word)
-        yield ("" if index == 0 else "    ") + text + (" \\" if index < len(words) - 1 else "")
-
-
-def ending(args: argparse.Namespace) -> Iterator[str]:
-    """What follows from the exit code."""
-    if args.restarts:
-        yield "case $code in  # done or of no use to go on: the rest of the array is not needed"
-        yield '    0 | 2 | 3 | 4) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;'
-        yield "esac"
-        yield "exit $code"
-        return
-    yield 'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)'
-    yield 'case "$code $state" in'
-    yield "    # saved on SIGUSR1; 138: it came before the first step, when nothing could be saved"
-    yield '    "85 "* | "138 "*) scontrol requeue "$SLURM_JOB_ID" ;;'
-    yield "    # saved on SIGTERM: a warning of preemption; after scancel the job is COMPLETING"
-    yield '    "143 RUNNING") scontrol requeue "$SLURM_JOB_ID" ;;'
-    yield "esac"
-    yield "exit $code"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import math
-import pickle
+import pickle  # nosec B403 # for a subclass of Unpickler that makes an allow-list of types only
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -14,7 +14,7 @@ import pytest
 from coatlm.train.faults import ExitCode
 from tests.distributed import free_port, python_path
 from tests.forks import Forks
-from tools import submit_slurm
+from tools import slurm_script, submit_slurm
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
@@ -126,17 +126,14 @@ def test_setup_lines_and_variables_come_before_the_ranks(
     assert shell.stdout == "a 'b'\n"
 
 
-def test_a_run_from_another_checkpoint_restarts_from_its_own(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_only_a_fresh_start_is_told_what_to_resume_from(
+    config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = ("checkpoint.resume=/other", "checkpoint.weights_only=true")
-    text = script(capsys, config, *NODE, *start)
-    assert "later=(checkpoint.resume=auto checkpoint.weights_only=false)" in text
-    assert "later" not in script(capsys, config, *NODE)
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/latest").write_text("step_00000001\n")
-    assert submit_slurm.main([config, *NODE, *start]) == 2
-    assert "checkpoint.resume=/other" in capsys.readouterr().err
+    for resume in ("auto", "/other"):  # the run's own checkpoints come first in any case
+        assert "checkpoint.resume" not in script(
+            capsys, config, *NODE, f"checkpoint.resume={resume}"
+        )
+    assert "checkpoint.resume=$resume" in script(capsys, config, *NODE, "checkpoint.resume=none")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +188,7 @@ def test_the_guide_shows_the_script_as_it_is(
 
 
 def test_attempts_end_with_the_codes_that_another_would_repeat() -> None:
-    final = {int(code) for code in submit_slurm.FINAL.split(" | ")}
+    final = {int(code) for code in slurm_script.FINAL.split(" | ")}
     assert final - {138} == set(ExitCode) - {ExitCode.HANG}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from coatlm.train import manifest, shards
 from coatlm.train.checkpoint import Checkpointer, load, tensor_checksums, verify
@@ -68,6 +69,18 @@ def test_code_in_the_tensors_is_refused(tmp_path: Path) -> None:
     assert "holds something other than tensors, refused" in error
     assert "weights_only" not in error  # torch advises to switch the protection off
     assert not created.exists()
+
+
+def test_entries_that_torch_would_unpickle_freely_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    metadata = shards._Reader(path).read_metadata()
+    for key in metadata.state_dict_metadata:
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+    targets, _ = targets_of("copies")
+    expected = "BytesStorageMetadata is not a part of metadata, refused"
+    assert expected in message(lambda: load(path, targets))
 
 
 def test_metadata_cannot_point_outside_the_checkpoint(tmp_path: Path) -> None:

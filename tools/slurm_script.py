@@ -1,0 +1,202 @@
+"""The batch script that `submit_slurm.py` hands to sbatch, line by line.
+
+    #SBATCH options      read by sbatch, which has its own rules for quotes
+    export, --setup      before the ranks
+    srun ...             the ranks, once again after one was lost
+    scontrol requeue     or what else follows from the exit code
+
+A configuration, a path or a name is text and never code: it is quoted for whoever reads the line.
+Words that the shell of the job is to expand are `Shell`, and only --setup lines are the user's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from coatlm.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # what sbatch reads as it stands
+STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
+# Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
+FINAL = "0 | 2 | 3 | 4 | 85 | 130 | 138 | 143"
+# Where the nodes of a torchrun meet: a port a job, so that two jobs may share a node
+RENDEZVOUS = (
+    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "port=$((29500 + SLURM_JOB_ID % 1000))",
+)
+
+
+class Shell(str):
+    """A word that the shell of the job expands. Every other word is quoted."""
+
+
+def slurm_directory(config: Config) -> Path:
+    return config.run.dir.absolute() / "slurm"
+
+
+def log_name(args: argparse.Namespace) -> str:
+    """The log's name with sbatch's placeholders: job, or array and element."""
+    return "%A_%a.log" if args.restarts else "%j.log"
+
+
+def script(args: argparse.Namespace, config: Config) -> str:
+    """The whole batch script."""
+    world = args.nodes * args.gpus_per_node
+    head = [
+        "#!/usr/bin/env bash",
+        f"# {world} ranks, data-parallel size {config.data_parallel_size(world)}; "
+        "made by tools/submit_slurm.py",
+        *(f"#SBATCH {quote_option(option)}" for option in options(args, config)),
+        "",
+        "set -u",
+        "trap : TERM  # on scancel, wait for the ranks: they save and leave",
+        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
+        *(f"export {quote_value(item)}" for item in args.env),
+        *args.setup,
+    ]
+    return "\n".join([*head, "", *attempts(args, config), "", *ending(args), ""])
+
+
+def quote_value(item: str) -> str:
+    name, _, value = item.partition("=")
+    return f"{name}={shlex.quote(value)}"
+
+
+def quote_option(option: str) -> str:
+    """One word of an #SBATCH line: sbatch splits it at blanks, starts a comment at `#`, and takes
+    a backslash for an escape, also within quotes of either kind. It expands nothing.
+    """
+    if SBATCH_PLAIN.fullmatch(option):
+        return option
+    return '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+
+
+def options(args: argparse.Namespace, config: Config) -> Iterator[str]:
+    """What sbatch is asked for."""
+    tasks = args.gpus_per_node if args.launcher == "srun" else 1
+    yield f"--job-name={args.job_name or config.run.name}"
+    yield f"--nodes={args.nodes}"
+    yield f"--ntasks-per-node={tasks}"
+    if cpus(args):
+        yield f"--cpus-per-task={cpus(args)}"
+    if not args.cpu:
+        yield f"--gpus-per-node={args.gpus_per_node}"
+    for name in ("partition", "account", "time"):
+        if getattr(args, name):
+            yield f"--{name}={getattr(args, name)}"
+    yield f"--signal=USR1@{args.save_before}"  # to the ranks, not to this script
+    yield f"--array=0-{args.restarts}%1" if args.restarts else "--requeue"
+    if args.restarts:
+        yield "--no-requeue"
+    yield "--open-mode=append"
+    yield f"--output={str(slurm_directory(config)).replace('%', '%%')}/{log_name(args)}"
+    yield f"--chdir={Path.cwd()}"
+    yield from args.sbatch
+
+
+def cpus(args: argparse.Namespace) -> int:
+    """Cores a task, 0 for the cluster's default: a torchrun has the ranks of a node in one task."""
+    ranks = args.gpus_per_node if args.launcher == "torchrun" else 1
+    unless_given = 1 if args.cpu and args.launcher == "torchrun" else 0
+    return ranks * (args.cpus_per_rank or unless_given)
+
+
+def attempts(args: argparse.Namespace, config: Config) -> Iterator[str]:
+    """The lines that start the ranks, again after a lost one."""
+    words = [*launcher(args), str(slurm_directory(config) / "config.yaml")]
+    resume: list[str] = []
+    if config.checkpoint.resume == "none":
+        words.append(Shell('"checkpoint.resume=$resume"'))
+        resume = list(fresh_until_saved(config))
+    report = "job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"
+    if args.launcher == "torchrun":
+        if args.nodes > 1:
+            yield from RENDEZVOUS
+        yield f'echo "$(date) {report}"'
+        yield from resume
+        yield from command(words)
+        yield "code=$?"
+        return
+    yield f"for attempt in $(seq 0 {args.max_restarts}); do"
+    yield f'    echo "$(date) {report} attempt $attempt"'
+    yield from (f"    {line}" for line in (*resume, *command(words)))
+    yield "    code=$?"
+    yield f"    case $code in {FINAL}) break ;; esac"
+    yield "done"
+
+
+def fresh_until_saved(config: Config) -> Iterator[str]:
+    """Lines that set `resume`: none, until this job has a checkpoint to go on from.
+
+    A checkpoint is this job's if it is newer than what was written when the job was submitted.
+    """
+    slurm = slurm_directory(config)
+    latest, submitted = slurm.parent / "checkpoints" / "latest", slurm / "config.yaml"
+    yield "resume=none"
+    yield f"[[ {shlex.quote(str(latest))} -nt {shlex.quote(str(submitted))} ]] && resume=auto"
+
+
+def launcher(args: argparse.Namespace) -> list[str]:
+    """srun, the container and what it starts, up to the configuration."""
+    words = ["srun", f"--wait={STRAGGLERS_S}"]
+    if cpus(args):
+        words.append(f"--cpus-per-task={cpus(args)}")
+    mounts = [str(Path.cwd()), str(ROOT), *args.mount]
+    if args.container and args.container_runtime == "pyxis":
+        words += [
+            f"--container-image={args.container}",
+            f"--container-mounts={','.join(m if ':' in m else f'{m}:{m}' for m in mounts)}",
+            f"--container-workdir={Path.cwd()}",
+        ]
+    elif args.container:
+        gpus = [] if args.cpu else ["--nv"]
+        words += ["apptainer", "exec", *gpus, f"--bind={','.join(mounts)}"]
+        words += [f"--pwd={Path.cwd()}", args.container]
+    words.append(args.python)
+    if args.launcher == "torchrun":
+        words += [
+            str(ROOT / "tools" / "elastic.py"),
+            f"--nproc-per-node={args.gpus_per_node}",
+            f"--max-restarts={args.max_restarts}",
+        ]
+        words += (
+            ["--standalone"]
+            if args.nodes == 1
+            else [
+                f"--nnodes={args.nodes}",
+                "--rdzv-backend=c10d",
+                Shell('--rdzv-endpoint="$head:$port"'),
+                Shell('--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'),
+            ]
+        )
+    return [*words, str(ROOT / "pretrain.py")]
+
+
+def command(words: Sequence[str]) -> Iterator[str]:
+    """One command over several lines, a word a line."""
+    for index, word in enumerate(words):
+        text = word if isinstance(word, Shell) else shlex.quote(word)
+        yield ("" if index == 0 else "    ") + text + (" \\" if index < len(words) - 1 else "")
+
+
+def ending(args: argparse.Namespace) -> Iterator[str]:
+    """What follows from the exit code."""
+    if args.restarts:
+        yield "case $code in  # done or of no use to go on: the rest of the array is not needed"
+        yield '    0 | 2 | 3 | 4) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;'
+        yield "esac"
+        yield 'exit "$code"'
+        return
+    yield 'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)'
+    yield 'case "$code $state" in'
+    yield "    # saved on SIGUSR1; 138: it came before the first step, when nothing could be saved"
+    yield '    "85 "* | "138 "*) scontrol requeue "$SLURM_JOB_ID" ;;'
+    yield "    # saved on SIGTERM: a warning of preemption; after scancel the job is COMPLETING"
+    yield '    "143 RUNNING") scontrol requeue "$SLURM_JOB_ID" ;;'
+    yield "esac"
+    yield 'exit "$code"'
