@@ -11,7 +11,6 @@ every tool that reads runs reads attempts.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,7 +18,14 @@ from pathlib import Path
 
 from coatlm.train.checkpoint import CHECKPOINTS
 from coatlm.train.manifest import LATEST, newest_first, write_file
-from coatlm.train.run_directory import ATTEMPTS, METRICS, NUMERICS, STATES, read_records
+from coatlm.train.run_directory import (
+    ATTEMPTS,
+    METRICS,
+    NUMERICS,
+    STATES,
+    read_environment,
+    read_records,
+)
 
 RECORDS = (METRICS, STATES, NUMERICS)
 DESCRIPTION = ("config.yaml", "env.json")
@@ -87,7 +93,6 @@ def _new_attempt(run_dir: Path) -> Path:
 def _started(run_dir: Path) -> datetime:
     """When the process that wrote env.json started; now, where env.json does not tell."""
     try:
-        text = json.loads((run_dir / "env.json").read_text(encoding="utf-8"))["started"]
-        return datetime.fromisoformat(text).astimezone(UTC)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return datetime.fromisoformat(str(read_environment(run_dir)["started"])).astimezone(UTC)
+    except (ValueError, KeyError):
         return datetime.now(UTC)

@@ -43,6 +43,7 @@ from coatlm.train.metrics import MetricsLogger
 from coatlm.train.resume import Known, Origin, Progress, restore, resume, set_aside, state_to_save
 from coatlm.train.run_directory import (
     prepare_directory,
+    read_environment,
     start_logging,
     write_config,
     write_environment,
@@ -108,11 +109,12 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
-    origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=launch.restarted))
+    again = together(lambda: launch.restarted and begun_by(config, launch), peers.group)[0]
+    origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=again))
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
-    peers.agree(lambda: describe(config, origin) if launch.rank == 0 else None)
+    peers.agree(lambda: describe(config, launch, origin) if launch.rank == 0 else None)
     signals = stack.enter_context(StopSignal())
     watchdog = HangWatchdog(
         config.log.hang_timeout,
@@ -176,11 +178,16 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
     check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
 
 
-def describe(config: Config, origin: Origin) -> None:
+def begun_by(config: Config, launch: Launch) -> bool:
+    """Whether an earlier start of the same job has come as far as `describe`."""
+    return read_environment(config.run.dir).get("job") == launch.job
+
+
+def describe(config: Config, launch: Launch, origin: Origin) -> None:
     """Set aside what the run does not continue, then write config.yaml and env.json."""
     set_aside(config, origin)
     write_config(config.run.dir, config)
-    write_environment(config.run.dir, device_name=device_name())
+    write_environment(config.run.dir, device_name=device_name(), job=launch.job)
 
 
 class Loop:

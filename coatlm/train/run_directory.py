@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from coatlm.config import Config, ConfigError
-from coatlm.files import whole_file
+from coatlm.files import read_json, whole_file
 
 METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
@@ -83,12 +83,13 @@ def write_config(run_dir: Path, config: Config) -> None:
     write_atomically(run_dir / "config.yaml", config.to_yaml())
 
 
-def write_environment(run_dir: Path, *, device_name: str | None) -> None:
-    """env.json: what this run was started with, and on."""
+def write_environment(run_dir: Path, *, device_name: str | None, job: str | None = None) -> None:
+    """env.json: what this run was started with, and on; `job` is the launcher's name of the job."""
     environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
         "command": sys.argv,
+        "job": job,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -96,6 +97,14 @@ def write_environment(run_dir: Path, *, device_name: str | None) -> None:
         "gpu": device_name,
     }
     write_atomically(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
+
+
+def read_environment(run_dir: Path) -> Record:
+    """What `write_environment` wrote; {} where it cannot be read."""
+    try:
+        return read_json(run_dir / "env.json")
+    except ValueError:
+        return {}
 
 
 def _version(package: str) -> str | None:

@@ -48,7 +48,8 @@ class Launch:
     restarts: int = 0  # how often the launcher starts all processes again when one fails
     one_host: bool = True  # the launcher says that all ranks are on this host
     error_file: Path | None = None  # where torchrun expects the reason of a rank that failed
-    restarted: bool = False  # a launcher or batch system has started the same command before
+    restarted: bool = False  # a launcher or batch system has started the same command before,
+    job: str | None = None  # in the job of this name
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -86,6 +87,7 @@ class Launch:
                 _integer(env, name, default="0")
                 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
             ),
+            env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID"),
         )
 
 

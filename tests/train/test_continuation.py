@@ -24,14 +24,17 @@ class Lives:
         self.root, self.loop = root, loop
         started: list[Any] = []
         start = loop.start_processes
-        loop.start_processes = lambda launch: started or started.append(start(launch))  # type: ignore
+        loop.start_processes = lambda *arguments, **options: (  # type: ignore[assignment]
+            started or started.append(start(*arguments, **options)) or started
+        )[0]
 
     def live(
-        self, name: str, *, until: int | None = None, restarted: bool = False, **changes: Any
+        self, name: str, *, until: int | None = None, job: str | None = None, **changes: Any
     ) -> dict[str, Any]:
         """Start the run `name`, let it take all steps or stop as if killed after `until`.
 
-        Returns its error, the samples read first by each step, and the tokens counted.
+        With `job` a launcher has started it again. Returns its error, the samples read first by
+        each step, and the tokens counted.
         """
         from contextlib import ExitStack
         from dataclasses import replace
@@ -44,7 +47,7 @@ class Lives:
         config = run_config(self.root / name, "single", **changes)
         read: list[int] = []
         found: dict[str, Any] = {"error": None, "read": read, "tokens": None, "step": None}
-        launch = replace(Launch(), restarted=restarted)
+        launch = replace(Launch(), restarted=job is not None, job=job)
         with ExitStack() as stack:
             try:
                 session = self.loop.set_up(config, launch, stack)
@@ -97,8 +100,8 @@ def story(rank: int, size: int, argument: str) -> dict[str, Any]:
     for source in ("none", "back", "same", "fewer", "edited", "batch"):
         shutil.copytree(root / BASE, root / source)
     fresh = {"resume": "none"}
-    told["none"] = lives.live("none", until=6, checkpoint=fresh | {"every": 5})
-    told["none again"] = lives.live("none", checkpoint=fresh | {"every": 5}, restarted=True)
+    told["none"] = lives.live("none", until=6, checkpoint=fresh | {"every": 5}, job="7")
+    told["none again"] = lives.live("none", checkpoint=fresh | {"every": 5}, job="7")
 
     back = {"resume": str(root / "back" / "checkpoints" / "step_00000005"), "every": 3}
     told["back"] = [lives.live("back", until=8, checkpoint=back) for _ in range(2)]
@@ -169,6 +172,7 @@ def test_the_same_command_with_a_path_continues_the_run_itself(
 
 
 def test_beginning_anew_sets_the_history_aside(root: Path, told: dict[str, Any]) -> None:
+    """Also where a launcher starts it again, but its first start did not come so far."""
     assert told["none"]["error"] is None and told["none"]["read"][0] == 0
     (attempt,) = (root / "none" / "attempts").iterdir()
     for name in ("metrics.jsonl", "config.yaml", "env.json", "checkpoints/latest"):
@@ -176,7 +180,7 @@ def test_beginning_anew_sets_the_history_aside(root: Path, told: dict[str, Any])
     assert (attempt / "checkpoints/step_00000010/manifest.json").exists()
 
 
-def test_a_launcher_that_starts_again_does_not_begin_anew(root: Path, told: dict[str, Any]) -> None:
+def test_a_launcher_that_starts_again_continues(root: Path, told: dict[str, Any]) -> None:
     assert told["none again"]["read"][0] == 5 * 16
     assert metrics_of(root / "none") == metrics_of(root / BASE)
     assert len(list((root / "none" / "attempts").iterdir())) == 1
