@@ -6,8 +6,9 @@ One process needs no launcher; several are started by torchrun or srun:
 
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
 
-Exit codes: 0 done, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint or disk trouble,
-5 hang, 85 saved on SIGUSR1, 130 saved on SIGINT, 143 saved on SIGTERM.
+Exit codes: 0 done, 1 unexpected error or missing rank, 2 bad input, 3 too many skipped steps in a
+row, 4 checkpoint or disk trouble, 5 hang, 85 saved on SIGUSR1, 130 saved on SIGINT, 143 saved on
+SIGTERM.
 """
 
 from __future__ import annotations

@@ -17,21 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab
-from coatlm.model.capacity import check_memory
 from coatlm.model.numerics import Probe
 from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
-from coatlm.parallel.groups import Groups, make_groups
-from coatlm.platform import device, device_memory, has_foreign_apex
+from coatlm.parallel.groups import Groups
+from coatlm.platform import device, has_foreign_apex
 from coatlm.train import checkpoint
-from coatlm.train.agreement import Peers, together
+from coatlm.train.agreement import together
 from coatlm.train.ending import finish, nothing_to_do
 from coatlm.train.faults import (
-    FLIGHT,
     SIGNALS,
     ExitCode,
     HangWatchdog,
@@ -40,27 +38,29 @@ from coatlm.train.faults import (
     StopSignal,
 )
 from coatlm.train.metrics import MetricsLogger
-from coatlm.train.resume import Known, Origin, Progress, restore, resume, set_aside, state_to_save
+from coatlm.train.phases import (
+    begun_by,
+    check_inputs,
+    check_parts,
+    check_size,
+    describe,
+    device_name,
+    join,
+    split,
+)
+from coatlm.train.resume import Known, Progress, restore, resume, state_to_save
 from coatlm.train.run_directory import (
     prepare_directory,
-    read_environment,
     start_logging,
-    write_config,
-    write_environment,
 )
 from coatlm.train.setup import (
-    COLLECTIVE_TIMEOUT,
     Launch,
-    choose_gpu,
     quiet_megatron,
-    record_collectives,
     recorded_collectives,
-    start_processes,
 )
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 from coatlm.train.stragglers import compare
-from coatlm.train.trackers import check_trackers
 
 logger = logging.getLogger("coatlm")
 
@@ -103,7 +103,10 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
     peers.agree(lambda: check_parts(config, data))
-    logger.info("%s", plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size))
+    about = peers.agree(
+        lambda: plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size)
+    )
+    logger.info("%s", about)
     trainer = peers.agree(lambda: Trainer(config, groups, vocab))
     stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
@@ -138,56 +141,6 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     )
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
-
-
-def join(config: Config, launch: Launch) -> Peers:
-    """The other processes, once all of them have come with a configuration that fits so many."""
-    refusal = None
-    try:
-        config.data_parallel_size(launch.world_size)
-    except ConfigError as error:
-        refusal = error
-    record_collectives(config.run.dir / FLIGHT)
-    hosts = start_processes(launch, start_timeout=config.parallel.start_timeout, refusal=refusal)
-    control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    return Peers(launch.rank, hosts, control)
-
-
-def check_inputs(config: Config) -> None:
-    """Raise ConfigError for what only rank 0 uses and nothing needs to be built for."""
-    check_trackers(config.log)
-    checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
-
-
-def split(config: Config, launch: Launch, peers: Peers) -> Groups:
-    """The process groups of `config.parallel`."""
-    first_on_node = launch.rank - launch.local_rank
-    return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
-
-
-def check_parts(config: Config, data: Datasets) -> None:
-    """Raise ConfigError where an evaluation has nothing to read."""
-    if config.train.eval_every and data.validation is None:
-        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
-
-
-def check_size(config: Config, launch: Launch, vocab: int) -> None:
-    """Raise ConfigError for a model that this process's device cannot hold."""
-    memory, owner = device_memory(choose_gpu(launch), launch.local_size)
-    dp = config.data_parallel_size(launch.world_size)
-    check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
-
-
-def begun_by(config: Config, launch: Launch) -> bool:
-    """Whether an earlier start of the same job has come as far as `describe`."""
-    return read_environment(config.run.dir).get("job") == launch.job
-
-
-def describe(config: Config, launch: Launch, origin: Origin) -> None:
-    """Set aside what the run does not continue, then write config.yaml and env.json."""
-    set_aside(config, origin)
-    write_config(config.run.dir, config)
-    write_environment(config.run.dir, device_name=device_name(), job=launch.job)
 
 
 class Loop:
@@ -410,11 +363,6 @@ class Loop:
             ),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory)),
         )
-
-
-def device_name() -> str | None:
-    """The GPU's name; None on a CPU."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def peak_memory() -> float | None:

@@ -45,7 +45,13 @@ def moments_of(seed: int) -> dict[str, Tensor]:
 
 def saved(directory: Path, tensors: dict[str, Tensor], recipe: str = "adamw-fp32") -> Path:
     optim = {"recipe": recipe, "betas": BETAS, "eps": EPS}
-    state: dict[str, Any] = {"updates": UPDATES, "config": {"optim": optim}}
+    state: dict[str, Any] = {
+        "step": 7,
+        "updates": UPDATES,
+        "skipped": 0,
+        "tokenizer": "",
+        "config": {"model": {}, "data": {}, "optim": optim},
+    }
     pieces = pieces_of(tensors, "copies")
     Checkpointer(directory, keep=1, async_save=False).save(7, pieces, state)
     return directory / "step_00000007"

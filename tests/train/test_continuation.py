@@ -19,12 +19,12 @@ class Lives:
     """Starts of runs below `root`, one after the other in this process."""
 
     def __init__(self, root: Path) -> None:
-        from coatlm.train import loop
+        from coatlm.train import loop, phases
 
         self.root, self.loop = root, loop
         started: list[Any] = []
-        start = loop.start_processes
-        loop.start_processes = lambda *arguments, **options: (  # type: ignore[assignment]
+        start = phases.start_processes
+        phases.start_processes = lambda *arguments, **options: (  # type: ignore[assignment]
             started or started.append(start(*arguments, **options)) or started
         )[0]
 

@@ -118,11 +118,11 @@ def train_all(rank: int, size: int, root: str) -> dict[str, str]:
     from dataclasses import replace
 
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop
+    from coatlm.train import loop, phases
     from coatlm.train.faults import NonFiniteError
     from coatlm.train.setup import Launch
 
-    loop.start_processes = functools.cache(loop.start_processes)  # joined once for all
+    phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
     ends = {}
     for name, case in CASES.items():
         with ExitStack() as stack:

@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from coatlm.train.rendezvous import _listen
 from tests.distributed import ROOT, free_port, python_path, run_ranks
 from tests.forks import Child, Forks
+from tests.test_pretrain import wait_for_line
 
 HOST = socket.gethostname()
 MISSING = "data.tokenizer=hf:/nonexistent.json"
@@ -175,7 +177,29 @@ def cases_of_two_ranks(rank: int, size: int, arguments: Any) -> dict[str, Any]:
 
     codes.append(report(NonFiniteError("step 3", 3), rank=rank, world_size=size))
     found["codes"] = codes
+    found["stuck"] = stuck(peers)  # the last one: the group does not survive it
     return found
+
+
+def stuck(peers: Any) -> str:
+    """How a phase ends in which rank 1 fails while rank 0 waits for it in a collective."""
+    import torch.distributed as dist
+
+    from coatlm.train import agreement
+    from coatlm.train.reports import lost_peer
+
+    agreement.PATIENCE_S = 1.0
+
+    def phase() -> None:
+        if peers.rank == 1:
+            raise ValueError("data.text: no")
+        dist.all_reduce(torch_one())
+
+    try:
+        peers.agree(phase)
+    except Exception as error:
+        return "lost" if lost_peer(error) else str(error)
+    return "done"
 
 
 def torch_one() -> Any:
@@ -208,6 +232,34 @@ def test_a_phase_that_fails_on_one_rank_ends_on_all_with_its_reason(results: Any
         assert found["unexpected"] == [f"rank 1 ({HOST}): KeyError: 'config'", 1, 1]
         assert found["rank 0"][1:] == [4, 4]
         assert found["codes"] == [1, 3]
+
+
+def test_a_rank_that_fails_before_a_collective_leaves_instead_of_waiting(results: Any) -> None:
+    assert [found["stuck"] for found in results[0]] == ["lost", "data.text: no"]
+
+
+def test_a_rank_whose_peer_was_killed_says_so_in_one_line(launcher: Launcher) -> None:
+    ranks = [launcher.start(rank, 2, "train.steps=100000", "log.every=1") for rank in range(2)]
+    wait_for_line(ranks[0].output, "step 2/")
+    ranks[1].kill()
+    assert ranks[0].wait() == 1
+    ((line,),) = errors(ranks[:1])
+    assert line.startswith(f"error: [rank 0, {HOST}] a connection to another rank was closed")
+
+
+def test_a_port_that_is_taken_is_named(launcher: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", launcher.port)):
+        rank = launcher.start(0, 2)
+        assert rank.wait() == 2
+    ((line,),) = errors([rank])
+    assert f"MASTER_ADDR=127.0.0.1, MASTER_PORT={launcher.port}: cannot be listened on" in line
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_only_ranks_of_several_hosts_have_a_store_that_listens_everywhere(one_host: bool) -> None:
+    with _listen("127.0.0.1", free_port(), one_host) as listener:
+        everywhere = listener.getsockname()[0] in ("::", "0.0.0.0")
+    assert everywhere is not one_host
 
 
 def test_torchrun_is_given_the_reason_of_each_rank(results: Any) -> None:

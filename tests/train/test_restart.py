@@ -135,10 +135,3 @@ def test_ranks_that_are_told_to_stop_while_they_start_do_not_come_back(
             time.sleep(0.02)
         launcher.send_signal(signal.SIGUSR1)  # no rank has imported torch yet
         assert launcher.wait(120) == 85, log.read_text(errors="replace")[-6000:]
-
-
-def test_the_exit_code_of_a_rank_becomes_the_launchers(config: str, tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    elastic = ("tools/elastic.py", "--standalone", "--nproc-per-node=1")
-    with started(log, *elastic, "pretrain.py", config, "parallel.pp=3") as launcher:
-        assert launcher.wait(120) == 2, log.read_text(errors="replace")[-6000:]

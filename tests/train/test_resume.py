@@ -64,10 +64,10 @@ def train_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
     from contextlib import ExitStack
 
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop
+    from coatlm.train import loop, phases
     from coatlm.train.setup import Launch
 
-    loop.start_processes = functools.cache(loop.start_processes)  # joined once for all
+    phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
     for job in jobs:
         with ExitStack() as stack:
             session = loop.set_up(make_config(job), Launch.from_environment(), stack)

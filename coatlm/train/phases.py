@@ -1,0 +1,79 @@
+"""Phases of a run's set-up: what all ranks do, or none, before `loop` builds the run from them."""
+
+from __future__ import annotations
+
+import torch
+
+from coatlm.config import Config, ConfigError
+from coatlm.data.dataset import Datasets
+from coatlm.model.capacity import check_memory
+from coatlm.parallel.groups import Groups, make_groups
+from coatlm.platform import device_memory
+from coatlm.train import checkpoint
+from coatlm.train.agreement import Peers
+from coatlm.train.faults import FLIGHT
+from coatlm.train.resume import Origin, set_aside
+from coatlm.train.run_directory import read_environment, write_config, write_environment
+from coatlm.train.setup import (
+    COLLECTIVE_TIMEOUT,
+    Launch,
+    choose_gpu,
+    record_collectives,
+    start_processes,
+)
+from coatlm.train.trackers import check_trackers
+
+
+def join(config: Config, launch: Launch) -> Peers:
+    """The other processes, once all of them have come with a configuration that fits so many."""
+    refusal = None
+    try:
+        config.data_parallel_size(launch.world_size)
+    except ConfigError as error:
+        refusal = error
+    record_collectives(config.run.dir / FLIGHT)
+    hosts = start_processes(launch, start_timeout=config.parallel.start_timeout, refusal=refusal)
+    control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return Peers(launch.rank, hosts, control)
+
+
+def check_inputs(config: Config) -> None:
+    """Raise ConfigError for what only rank 0 uses and nothing needs to be built for."""
+    check_trackers(config.log)
+    checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
+
+
+def split(config: Config, launch: Launch, peers: Peers) -> Groups:
+    """The process groups of `config.parallel`."""
+    first_on_node = launch.rank - launch.local_rank
+    return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
+
+
+def check_parts(config: Config, data: Datasets) -> None:
+    """Raise ConfigError where an evaluation has nothing to read."""
+    if config.train.eval_every and data.validation is None:
+        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+
+
+def check_size(config: Config, launch: Launch, vocab: int) -> None:
+    """Raise ConfigError for a model that this process's device cannot hold."""
+    memory, owner = device_memory(choose_gpu(launch), launch.local_size)
+    dp = config.data_parallel_size(launch.world_size)
+    check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
+
+
+def begun_by(config: Config, launch: Launch) -> bool:
+    """Whether an earlier start of the same job has come as far as `describe`."""
+    return read_environment(config.run.dir).get("job") == launch.job
+
+
+def describe(config: Config, launch: Launch, origin: Origin) -> None:
+    """Set aside what the run does not continue, then write config.yaml and env.json."""
+    set_aside(config, origin)
+    write_config(config.run.dir, config)
+    write_environment(config.run.dir, device_name=device_name(), job=launch.job)
+
+
+def device_name() -> str | None:
+    """The GPU's name; None on a CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
