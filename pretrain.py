@@ -5,14 +5,22 @@ One process needs no launcher; several are started by torchrun or srun:
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
 
 Exit codes: 0 done, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint or disk trouble,
-5 hang, 85 saved on SIGUSR1, 130 saved on SIGINT, 143 saved on SIGTERM.
+5 hang, 85 saved on SIGUSR1, 129 saved on SIGHUP, 130 saved on SIGINT, 143 saved on SIGTERM.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    SPEAKS = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    console.listen(signal.SIGUSR1, speaks=SPEAKS)
+
 import argparse
 import errno
-import os
 import sys
 import warnings
 
@@ -58,6 +66,8 @@ def dry_run(config: Config, ranks: int | None) -> int:
 
 def run(config: Config) -> int:
     """Train; errors of the user come before the first step."""
+    parent = os.getppid()  # before the imports: the launcher may be gone when they are done
+    console.outlive_streams()  # a pager or a terminal that is closed ends no training
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from coatlm.train.checkpoint import CheckpointError, LostPeerError
@@ -65,7 +75,7 @@ def run(config: Config) -> int:
     from coatlm.train.loop import train
 
     try:
-        return train(config)
+        return train(config, parent)
     except NonFiniteError as error:
         return fail(error, ExitCode.NONFINITE)
     except LostPeerError as error:
@@ -88,4 +98,4 @@ def fail(error: Exception, code: int = 2) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main, signal.SIGUSR1, hint="the same command starts or resumes", speaks=SPEAKS)

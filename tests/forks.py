@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +57,7 @@ class Forks:
 def pretrain(*arguments: str) -> None:
     """What a child does."""
     import pretrain
+    from coatlm import console
 
     warnings.simplefilter("ignore")
-    sys.exit(pretrain.main(list(arguments)))
+    console.run(lambda: pretrain.main(list(arguments)), signal.SIGUSR1)

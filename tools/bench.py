@@ -9,6 +9,11 @@ run: machines differ.
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import importlib
 import json
@@ -184,4 +189,4 @@ def print_table(records: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main()
+    console.run(main)

@@ -15,6 +15,11 @@ and by how much. Exit code: 0 identical, 1 different, 2 with a line that says wh
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import math
 import re
@@ -174,4 +179,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

@@ -14,6 +14,11 @@ could not be written.
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import sys
 import warnings
@@ -118,4 +123,4 @@ def _bytes(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

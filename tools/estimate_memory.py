@@ -19,6 +19,11 @@ Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with a 
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
@@ -268,4 +273,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

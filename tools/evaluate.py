@@ -19,6 +19,11 @@ Exit code: 0, 2 with one line for what cannot be used, or 4 for a checkpoint tha
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import itertools
 import json
@@ -170,4 +175,4 @@ def _line(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

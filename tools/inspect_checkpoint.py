@@ -20,6 +20,11 @@ Exit code: 0 whole, equal; 1 damaged, different; 2 with a line that says what is
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import math
 import sys
@@ -260,4 +265,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

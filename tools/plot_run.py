@@ -26,6 +26,11 @@ Exit code: 0, or 2 with one line that says what is wrong.
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import html
 import io
@@ -340,4 +345,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

@@ -22,6 +22,11 @@ coatlm must be installed (`pip install -e .` in the checkout, or `make`).
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import sys
 import time
@@ -85,9 +90,6 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"preprocess_data: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
     print(
         f"{arguments.output_prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
         f"({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
@@ -98,4 +100,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main, hint="the same command goes on from here")

@@ -30,6 +30,11 @@ with one line that says what is wrong.
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import json
 import sys
@@ -307,4 +312,4 @@ def read_or_capture(options: Any) -> Gradients:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

@@ -15,6 +15,11 @@ after the other, each going on where the one before stopped.
 
 from __future__ import annotations
 
+from coatlm import console
+
+if __name__ == "__main__":  # before the imports that take seconds
+    console.listen()
+
 import argparse
 import math
 import re
@@ -31,7 +36,7 @@ TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # sbatch --time
 ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*")
 STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
 # Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
-FINAL = "0 | 2 | 3 | 4 | 85 | 130 | 138 | 143"
+FINAL = "0 | 2 | 3 | 4 | 85 | 129 | 130 | 138 | 143"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,4 +295,4 @@ def ending(args: argparse.Namespace) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console.run(main)

@@ -8,6 +8,7 @@ on over gloo between steps, so that all ranks save the same step.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -34,7 +35,9 @@ from coatlm.train.faults import (
     NonFiniteError,
     NonFiniteGuard,
     StopSignal,
+    end_with,
 )
+from coatlm.train.lock import RunLock, take_lock
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.resume import Progress, restore, resume, state_to_save
 from coatlm.train.run_directory import (
@@ -58,20 +61,25 @@ from coatlm.train.stragglers import compare
 logger = logging.getLogger("coatlm")
 
 
-def train(config: Config) -> ExitCode:
+def train(config: Config, parent: int | None = None) -> ExitCode:
     """Run `config` to its end, or until a signal.
 
+    `parent` is the pid that the parent had when this process started, if the caller knows it.
     Raises ConfigError before the first step for bad input, CheckpointError and NonFiniteError.
     """
     launch = Launch.from_environment()
+    if launch.owned:
+        end_with(parent or os.getppid())
     with ExitStack() as stack:
         try:
             loop = set_up(config, launch, stack)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         code = loop.run_steps()
-    if launch.rank == 0:
-        finish(config, loop.run, code)
+        loop.metrics.close()
+        loop.watchdog.close()
+        if launch.rank == 0:
+            finish(config, loop.run, code)
     torch.distributed.destroy_process_group()
     # torchrun --max-restarts takes any other code for a failure and would start the run again
     return ExitCode.OK if launch.restarts else code
@@ -83,7 +91,10 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     tokenizer = make_tokenizer(config.data.tokenizer)
     vocab = model_vocab(config, tokenizer.vocab_size)
     prepare_directory(config.run.dir)
+    lock = take_lock(config.run.dir, stack) if launch.rank == 0 else None
     start_logging(config.run.dir, launch.rank)
+    if lock is not None and lock.earlier is not None:
+        logger.warning("took the run directory over from %s, which has gone", lock.earlier)
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
@@ -102,7 +113,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
     if launch.rank == 0:
         write_config(config.run.dir, config)
         write_environment(config.run.dir, device_name=device_name())
-    signals = stack.enter_context(StopSignal())
+    signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
     watchdog = HangWatchdog(
         config.log.hang_timeout,
         run_dir=config.run.dir,
@@ -120,7 +131,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop:
         device_name=device_name(),
         synchronize=synchronize,
     )
-    loop = Loop(config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint)
+    loop = Loop(
+        config, trainer, data, run, open_metrics, signals, watchdog, tokenizer.fingerprint, lock
+    )
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
 
@@ -138,17 +151,19 @@ class Loop:
         signals: StopSignal,
         watchdog: HangWatchdog,
         fingerprint: str,
+        lock: RunLock | None = None,  # on rank 0
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
-        self.fingerprint = fingerprint
+        self.fingerprint, self.lock = fingerprint, lock
         self.groups: Groups = trainer.groups
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
             keep=config.checkpoint.keep,
             async_save=config.checkpoint.async_save,
             group=self.groups.checkpoint,
+            before_commit=lambda: lock.require() if lock is not None else None,
         )
 
     def run_steps(self) -> ExitCode:
@@ -170,17 +185,24 @@ class Loop:
                 done = self.run.step
                 if self._due(self.config.train.eval_every):
                     self._evaluate()
-                signal = self.signals.agreed(self.groups.control)
+                signal = self.signals.agreed(self.groups.control, lost=self._lost())
                 if signal is not None or self._due(self.config.checkpoint.every):
                     self._save()
                 self.checkpoints.poll()
                 self.watchdog.beat()
                 if signal is not None and done < steps:
                     self.checkpoints.wait()
-                    logger.warning("%s: saved step %d, leaving", signal.name, done)
+                    logger.info("%s: saved step %d, leaving", signal.name, done)
                     return SIGNALS[signal]
         self.checkpoints.wait()
         return ExitCode.OK
+
+    def _lost(self) -> bool:
+        """Whether another run has taken the directory over: then no more metrics are written."""
+        lost = self.lock is not None and not self.lock.held()
+        if lost:
+            self.metrics.close()
+        return lost
 
     def _step(self, batches: Any) -> None:
         config, run = self.config, self.run
@@ -190,6 +212,7 @@ class Loop:
         due = self._numerics_due()
         with self.trainer.watch_numerics() if due else nullcontext() as probes:
             loss, norm = self.trainer.train_step(placed, rate, observe=observe)
+        self._lost()
         if probes is not None:
             self._log_numerics(probes)
         run.pending.append((loss, norm, self.trainer.spike))
@@ -229,6 +252,7 @@ class Loop:
 
     def _log_states(self, rate: float, clip_coefficient: Tensor) -> None:
         """In the middle of a step: gradients are complete, states are the former ones."""
+        self._lost()
         with self.metrics.throughput.paused():
             values = self.trainer.measure_states(rate, clip_coefficient)
         self.metrics.log_states(self.run.step + 1, values)
@@ -266,6 +290,7 @@ class Loop:
                 losses.append(self.trainer.evaluate(self.trainer.place(batches)))
                 self.watchdog.beat()
             loss = float(torch.stack(losses).mean())
+        self._lost()
         self.metrics.log_eval(self.run.step, loss)
 
     def _save(self) -> None:
@@ -301,6 +326,7 @@ class Loop:
         run.left_out = left_out  # the checkpoint does not know of rollbacks to it
         window = (run.batch, stop)
         run.left_out = [*left_out, window]
+        self.signals.agreed(self.groups.control, lost=self._lost())
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)

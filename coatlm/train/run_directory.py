@@ -7,6 +7,7 @@ metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
 states.jsonl    likewise, where log.states_every asks for it
 numerics.jsonl  likewise, where log.numerics_every does
 loss.png        its curves
+lock.json       while a run goes on, which one: `lock.py`
 """
 
 from __future__ import annotations

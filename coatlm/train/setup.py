@@ -42,6 +42,7 @@ class Launch:
     attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
     own_gpu: bool = False  # the launcher shows each process only its own GPU
     restarts: int = 0  # how often the launcher starts all processes again when one fails
+    owned: bool = False  # the launcher is the parent process, and ends when this one should
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -67,6 +68,7 @@ class Launch:
             env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             "SLURM_GPUS_PER_TASK" in env or "SLURM_TRES_PER_TASK" in env,
             int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            "TORCHELASTIC_RUN_ID" in env,
         )
 
 
