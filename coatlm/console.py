@@ -105,10 +105,18 @@ def run(
     def interrupt(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if _is_importing(frame):
-            wakeup.close()  # after the line was written
-            os._exit(128 + number)
+            leave(number)
         if len(received) == 1:
             raise Interrupted(number)
+
+    def leave(number: int) -> None:
+        wakeup.close()  # after the line was written
+        os._exit(128 + number)
+
+    def dropped(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, Interrupted):  # in a finalizer or a callback
+            leave(unraisable.exc_value.number)
+        sys.__unraisablehook__(unraisable)
 
     leaving = threading.Event()
 
@@ -125,7 +133,7 @@ def run(
     wakeup = Wakeup(insist)
     for number in handled((*INTERRUPTS, *also)):
         signal.signal(number, interrupt)
-    sys.unraisablehook = _leave_if_interrupted
+    sys.unraisablehook = dropped
     code: Any = None
     try:
         code = main()
@@ -133,7 +141,7 @@ def run(
         code = error.code
     except OSError:
         code = flush()  # fails again where a stream was the reason
-        if not code and not _is_closed(sys.stdout):
+        if not code and not received and not _is_closed(sys.stdout):
             raise
         code = code or CLOSED_STDOUT
     except Interrupted as error:
@@ -237,10 +245,3 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _leave_if_interrupted(unraisable: Any) -> None:
-    """Python drops exceptions of finalizers and callbacks: an interruption there ends all."""
-    if isinstance(unraisable.exc_value, Interrupted):
-        os._exit(128 + unraisable.exc_value.number)
-    sys.__unraisablehook__(unraisable)

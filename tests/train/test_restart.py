@@ -106,6 +106,20 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(
     assert losses(run) == undisturbed(config, tmp_path / "undisturbed", tmp_path)
 
 
+def test_ranks_end_when_their_launcher_is_killed(config: str, tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log.txt"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with started(log, *torchrun, "pretrain.py", config, "train.steps=100000") as launcher:
+        until_step(1, run, log)
+        ranks = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        launcher.wait()
+        _, left = psutil.wait_procs(ranks, timeout=60)
+        for rank in left:
+            rank.kill()
+    assert len(ranks) == 2 and not left, log.read_text(errors="replace")[-6000:]
+
+
 def test_signals_to_the_launcher_save_and_are_no_reason_to_restart(
     config: str, tmp_path: Path
 ) -> None:
