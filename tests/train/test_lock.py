@@ -207,7 +207,7 @@ def taken_by_a_process(directory: str, begin: float, log: str) -> None:
 
 def test_processes_that_die_with_the_lock_hand_it_on_one_by_one(tmp_path: Path) -> None:
     """Each round starts two at the same time: whoever gets the lock dies of it."""
-    for _ in range(3):
+    for _ in range(2):
         begin = time.monotonic() + 0.2
         arguments = (str(tmp_path), begin, "")
         takers = [processes.Process(target=taken_by_a_process, args=arguments) for _ in range(2)]
