@@ -7,14 +7,22 @@ One process needs no launcher; several are started by torchrun or srun:
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
 
 Exit codes: 0 done, 1 unexpected error or missing rank, 2 bad input, 3 too many skipped steps in a
-row, 4 checkpoint or disk trouble, 5 hang, 85 saved on SIGUSR1, 130 saved on SIGINT, 143 saved on
-SIGTERM.
+row, 4 checkpoint or disk trouble, 5 hang, 85 saved on SIGUSR1, 129 saved on SIGHUP, 130 saved on
+SIGINT, 143 saved on SIGTERM.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import signal
+
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    SPEAKS = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    process.listen(signal.SIGUSR1, speaks=SPEAKS)
+
+import argparse
 import sys
 import warnings
 from contextlib import suppress
@@ -100,14 +108,19 @@ def run(config: Config | ConfigError) -> int:
 
     A ConfigError in the place of a configuration is told together with those of the other ranks.
     """
+    parent = os.getppid()  # before the imports: the launcher may be gone when they are done
+    process.outlive_streams()  # a pager or a terminal that is closed ends no training
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    from coatlm.train.faults import end_with
     from coatlm.train.reports import report
     from coatlm.train.setup import Launch
 
     launch = Launch()
     try:
         launch = Launch.from_environment()
+        if launch.owned:
+            end_with(parent)
         return refuse(config, launch) if isinstance(config, ConfigError) else start(config, launch)
     except Exception as error:
         return report(error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file)
@@ -150,4 +163,4 @@ def fail(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main, signal.SIGUSR1, hint="the same command starts or resumes", speaks=SPEAKS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +45,12 @@ class Forks:
         """`python pretrain.py ARGUMENTS` with `env` added to the environment."""
         self.count += 1
         output = self.directory / f"output{self.count}.txt"
+        return Child(self.into(output, *arguments, env=env), output)
+
+    def into(self, output: Path, *arguments: str, env: dict[str, str] | None = None) -> Any:
+        """The process alone, with its output in any file, also a pipe that has a reader."""
         whole = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()} | (env or {})
-        return Child(start(pretrain, *arguments, env=whole, log=output, cwd=self.cwd), output)
+        return start(pretrain, *arguments, env=whole, log=output, cwd=self.cwd)
 
     def run(self, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
         """(exit code, output) of a run that ends by itself."""
@@ -58,6 +61,7 @@ class Forks:
 def pretrain(*arguments: str) -> None:
     """What a child does."""
     import pretrain
+    from coatlm import process
 
     warnings.simplefilter("ignore")
-    sys.exit(pretrain.main(list(arguments)))
+    process.run(lambda: pretrain.main(list(arguments)), signal.SIGUSR1)

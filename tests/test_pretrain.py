@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 import pretrain
 from coatlm.config import ConfigError
+from coatlm.train.lock import BEAT_S, Holder
 from coatlm.train.run_directory import prepare_directory
-from tests.distributed import free_port
-from tests.forks import Forks
+from tests.distributed import ROOT, free_port
+from tests.forks import Child, Forks
 
 SMALL = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
@@ -280,7 +284,8 @@ def test_weights_only_starts_a_new_run(forks: Forks, config: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85), (signal.SIGHUP, 129)],
 )
 def test_a_signal_saves_and_exits_with_its_code(
     forks: Forks, config: str, tmp_path: Path, number: int, code: int
@@ -289,10 +294,122 @@ def test_a_signal_saves_and_exits_with_its_code(
     wait_for_line(child.output, "step 2/")
     child.kill(number)
     assert child.wait() == code, child.text()
+    name = signal.Signals(number).name
+    assert child.text().count(f"{name}: finishing this step, then saving") == 1
+    assert not (tmp_path / "run/lock.json").exists()
     latest = (tmp_path / "run/checkpoints/latest").read_text().strip()
     last_step = int(latest.removeprefix("step_"))
     code, output = forks.run(config, f"train.steps={last_step + 2}")
     assert code == 0 and f"at step {last_step}" in output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)],
+)
+def test_a_signal_during_imports_is_one_line_and_its_code(
+    config: str, tmp_path: Path, number: int, code: int
+) -> None:
+    environment = os.environ | {"RANK": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "pretrain.py", config], cwd=ROOT, stderr=subprocess.PIPE, env=environment
+    )
+    status, caught = Path(f"/proc/{process.pid}/status"), 0
+    while not caught >> (signal.SIGUSR1 - 1) & 1:  # pretrain.py has listened, and imports
+        assert process.poll() is None
+        (line,) = [line for line in status.read_text().splitlines() if "SigCgt" in line]
+        caught = int(line.split()[1], 16)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said.decode().startswith(f"error: interrupted by {signal.Signals(number).name}")
+    assert said.count(b"\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_ranks_wait_for_each_other_is_one_line_and_its_code(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    """Rank 1 never comes: rank 0 waits for it in C."""
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    child = forks.start(config, env=group)
+    lock = tmp_path / "run/lock.json"
+    end = time.monotonic() + 60
+    while not lock.exists():
+        assert time.monotonic() < end, child.text()
+        time.sleep(0.02)
+    child.kill(signal.SIGTERM)
+    assert child.wait() == 143
+    assert "Traceback" not in child.text()
+    assert child.text().count("error: interrupted by SIGTERM") == 1
+
+
+def test_a_second_run_in_a_run_directory_is_refused_with_the_name_of_the_first(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    first = forks.start(config, "train.steps=100000", "checkpoint.every=0", "train.eval_every=0")
+    wait_for_line(first.output, "step 2/")
+    before = (tmp_path / "run/env.json").read_bytes()
+    code, output = forks.run(config)
+    assert code == 2
+    (line,) = output.splitlines()
+    holder = f"in use by pid {first.process.pid} on {platform.node()} since 20"
+    assert line.startswith(f"error: run.dir={tmp_path}/run: {holder}")
+    assert (tmp_path / "run/env.json").read_bytes() == before
+    first.kill()
+    first.wait()
+    code, output = forks.run(config)  # what is left of a killed run is taken over at once
+    assert code == 0 and f"took the run directory over from pid {first.process.pid}" in output
+    assert not (tmp_path / "run/lock.json").exists()
+
+
+def test_ranks_whose_directory_was_taken_over_end_and_write_nothing_more(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    """As a run on another host would do while this one is suspended."""
+    size = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    overrides = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")
+    ranks = [
+        forks.start(config, *overrides, env=size | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    wait_for_line(ranks[0].output, "step 2/")
+    ranks[0].kill(signal.SIGSTOP)
+    run = tmp_path / "run"
+    other = Holder("there", "another boot", 1, "1", "now")
+    (run / "new").write_bytes(other.encode())
+    os.replace(run / "new", run / "lock.json")
+    before = (run / "metrics.jsonl").read_bytes()
+    time.sleep(2 * BEAT_S + 0.5)
+    ranks[0].kill(signal.SIGCONT)
+    assert [rank.wait() for rank in ranks] == [4, 4], ranks[0].text() + ranks[1].text()
+    assert "another one took over run.dir (lock.json names it)" in ranks[0].text()
+    assert "Traceback" not in ranks[0].text() + ranks[1].text()
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert not (run / "checkpoints/latest").exists()
+    assert (run / "lock.json").read_bytes() == other.encode()
+
+
+def test_training_goes_on_when_nobody_reads_its_output_any_more(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    """As after `2>&1 | head`."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    child = Child(forks.into(fifo, config, "train.steps=30"), fifo)
+    end = time.monotonic() + 120
+    text = b""
+    while b"step 2/" not in text:
+        assert time.monotonic() < end
+        with suppress(BlockingIOError):
+            text += os.read(reader, 65536)
+        time.sleep(0.02)
+    os.close(reader)
+    assert child.wait() == 0
+    run = tmp_path / "run"
+    assert (run / "checkpoints/latest").read_text().strip() == "step_00000030"
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 30
+    assert "done: step 30" in (run / "train.log").read_text()
 
 
 def test_nan_losses_are_skipped_and_end_the_run(forks: Forks, config: str) -> None:

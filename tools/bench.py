@@ -9,6 +9,11 @@ run: machines differ.
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import argparse
 import importlib
 import json
@@ -217,4 +222,4 @@ def print_table(records: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main()
+    process.run(main)

@@ -14,8 +14,12 @@ full disk; nothing of it is left then), or 4 where a checkpoint that is read is 
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import argparse
-import sys
 import warnings
 from pathlib import Path
 
@@ -116,4 +120,4 @@ def _bytes(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

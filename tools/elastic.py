@@ -5,20 +5,28 @@
 With --standalone nothing listens on the network: torchrun's own stores, which ask nobody for a
 password, would listen on all interfaces. The ranks meet at rank 0's store on the loopback address.
 
-torchrun dies of SIGUSR1, gives its ranks 30 seconds after SIGTERM, and exits with 1 whatever they
-exit with. Here both signals are passed on to the ranks of this node, which save and leave in their
-own time, and the exit code is that of the signal, else of the first rank that failed.
+torchrun dies of SIGUSR1 and, under nohup, of SIGHUP, gives its ranks 30 seconds after SIGTERM, and
+exits with 1 whatever they exit with. Here SIGINT, SIGUSR1, SIGHUP and SIGTERM are passed on to the
+ranks of this node, which save and leave in their own time, and the exit code is that of the signal,
+else of the first rank that failed. A second SIGINT ends all at once.
 
-Ranks that were still starting die of SIGUSR1 and are started again by --max-restarts. So a signal
-is repeated until all have left; those that have heard it take no notice.
+Ranks that were still starting end at a signal and are started again by --max-restarts. So a signal
+is repeated until all have left; those that have heard it take no notice. Only SIGINT, which means
+something else the second time, reaches each process once.
 """
 
 from __future__ import annotations
 
+import signal
+
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen(signal.SIGUSR1)
+
 import atexit
 import contextlib
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -27,32 +35,37 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 from coatlm.train.faults import SIGNALS
 
-PASSED_ON = (signal.SIGUSR1, signal.SIGTERM)
-LEFT_TO_TORCHRUN = "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"
+LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
 REPEAT_S = 5.0  # seconds between signals to the ranks
 UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun serves no store for the ranks
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run torchrun in this process; its exit code as described above."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     received: list[signal.Signals] = []
+    told: set[int] = set()  # processes that have had a SIGINT
 
     def remember(number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and signal.SIGINT in received
         received.append(signal.Signals(number))
-        send(received[-1])
+        if again:
+            raise SignalException("interrupted twice", signal.SIGINT)  # torchrun ends its ranks
+        send(received[-1], told)
 
     def repeat() -> None:
         while True:
             time.sleep(REPEAT_S)
             if received:
-                send(received[-1])
+                send(received[-1], told)
 
-    for number in PASSED_ON:
+    for number in process.handled(tuple(SIGNALS)):
         signal.signal(number, remember)
     threading.Thread(target=repeat, name="signals", daemon=True).start()
     code = 0
@@ -63,6 +76,8 @@ def main(arguments: list[str]) -> int:
         code = first.exitcode
         if isinstance(first.message, dict):  # from the rank's own error file
             print(first.message["extraInfo"]["py_callstack"], file=sys.stderr, flush=True)
+    except SignalException:
+        return SIGNALS[signal.SIGINT]
     if received:
         return max(SIGNALS[number] for number in received)
     return 128 - code if code < 0 else code
@@ -81,13 +96,17 @@ def on_loopback(arguments: list[str]) -> list[str]:
     return [*arguments[:at], *options, "--local-addr=127.0.0.1", *arguments[at + 1 :]]
 
 
-def send(number: signal.Signals) -> None:
+def send(number: signal.Signals, told: set[int]) -> None:
     """To the children that torchrun has given a rank; it may have others."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "LOCAL_RANK" in child.environ():
+            if "LOCAL_RANK" not in child.environ():
+                continue
+            if number != signal.SIGINT or child.pid not in told:
                 child.send_signal(number)
+            if number == signal.SIGINT:
+                told.add(child.pid)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process.run(main)

@@ -19,7 +19,11 @@ Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with a 
 
 from __future__ import annotations
 
-import sys
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
@@ -264,4 +268,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

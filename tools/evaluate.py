@@ -19,12 +19,16 @@ Exit code: 0, 2 with one line for what cannot be used, or 4 for a checkpoint tha
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import argparse
 import itertools
 import json
 import logging
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,4 +181,4 @@ def _line(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

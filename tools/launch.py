@@ -10,6 +10,11 @@ the samples of a step, and so the loss, stay the same.
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import math
 import os
 import sys
@@ -62,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.run(main)

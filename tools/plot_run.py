@@ -27,6 +27,11 @@ Exit code: 0, or 2 with one line that says what is wrong.
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import html
 import io
 import math
@@ -382,4 +387,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

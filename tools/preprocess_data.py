@@ -28,10 +28,14 @@ coatlm must be installed (`pip install -e .` in the checkout, or `make`).
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import argparse
 import errno
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -138,9 +142,6 @@ def main() -> int:
         return fail(ValueError(f"{arguments.output_prefix}: {explain(error)}"), 4 if full else 2)
     except ValueError as error:
         return fail(error)
-    except KeyboardInterrupt:
-        print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
     print(
         f"{arguments.output_prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
         f"({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
@@ -151,4 +152,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main, hint="the same command goes on from here")

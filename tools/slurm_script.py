@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # what sbatch reads as it stands
 STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
 # Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
-FINAL = "0 | 2 | 3 | 4 | 85 | 130 | 138 | 143"
+FINAL = "0 | 2 | 3 | 4 | 85 | 129 | 130 | 138 | 143"
 # Where the nodes of a torchrun meet: a port a job, so that two jobs may share a node
 RENDEZVOUS = (
     'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',

@@ -30,8 +30,12 @@ with one line that says what is wrong.
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -326,4 +330,4 @@ def read_or_capture(options: Any) -> Gradients:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

@@ -18,6 +18,11 @@ and refused where neither could express it. Only --setup lines are meant for the
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import argparse
 import contextlib
 import math
@@ -248,4 +253,4 @@ def seconds(limit: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

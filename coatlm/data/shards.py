@@ -172,8 +172,13 @@ def _run_workers(
     ]
     seen = [0, 0]
     try:
-        for process in processes:
-            process.start()
+        # Ctrl-C reaches all processes of a terminal; these inherit the mask and leave it to us
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         while True:
             alive = any(process.is_alive() for process in processes)  # before the last look
             _, *now = counters.get_obj()  # without the lock, which a killed process may hold
@@ -200,7 +205,6 @@ def _work(
     shards: Sequence[Shard], options: Options, limits: Limits, counters: Any, complaints: Any
 ) -> None:
     """A worker process: take the next shard until there is none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def report(documents: int, nbytes: int) -> None:

@@ -104,15 +104,23 @@ class Checkpointer:
     `group` is a gloo group over all ranks that nothing else uses; None: one process. All ranks
     make one and call `save` with the same steps. Making one clears away what a killed run left
     behind, so only one run may write to a directory, and raises CheckpointError if it cannot.
+    `before_commit` is called on rank 0 before a checkpoint gets its name, and may raise.
     """
 
     def __init__(
-        self, directory: Path, *, keep: int, async_save: bool, group: Group | None = None
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        async_save: bool,
+        group: Group | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1, the newest checkpoint always stays")
         self._directory, self._keep, self._async, self._group = directory, keep, async_save, group
         self._rank = 0 if group is None else group.rank()
+        self._before_commit = before_commit
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._saved: Saved | None = None
@@ -222,6 +230,7 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{name} is not as its rank wrote it: all ranks must share {self._directory}"
                 )
+        self._before_commit()
         write_manifest(temporary, self._directory, files)
         publish(temporary, self._directory / step_name(step))
         prune(self._directory, self._keep)

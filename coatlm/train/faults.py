@@ -2,7 +2,10 @@
 
 Signals only set a flag; the loop asks between steps, saves and leaves with the code of the signal.
 Ranks may get a signal at different times, or only one of them may: they act on the most urgent one
-that any of them has, in the same step, because a checkpoint is collective.
+that any of them has, in the same step, because a checkpoint is collective. What will happen is said
+at once, by a thread, as the main thread may be in the middle of a long step.
+
+Workers of torchrun whose agent was killed would train on for good, so each watches its parent.
 
 A rank that waits for a collective which will never complete cannot notice by itself. The watchdog
 thread does: without a beat for `timeout_s` it writes every thread's stack and ends the process.
@@ -17,6 +20,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -26,11 +30,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from coatlm.process import Interrupted, Wakeup, exit_after, handled, say
+from coatlm.train.lock import LostLockError
+
 logger = logging.getLogger("coatlm")
 
 STDERR = 2  # the descriptor: sys.stderr may be replaced by an object without one
 TICKS = 10  # parts of the timeout that the watchdog sleeps
 FLIGHT = "flight_rank_"  # torchfrtrace RUN --prefix flight_rank_
+QUIT_S = 2.0  # seconds in which a second SIGINT lets go of what the run holds
+PARENT_S = 1.0  # seconds between looks at the parent process
 REPORT_S = 10.0  # seconds; a hung file system must not keep a hung process alive
 
 
@@ -50,53 +59,75 @@ class ExitCode(IntEnum):
     CHECKPOINT = 4  # the disk is full, or a checkpoint could not be written or none could be read
     HANG = 5  # no step within log.hang_timeout
     REQUEUE = 85  # SIGUSR1: saved, start me again
+    HUNG_UP = 128 + 1  # SIGHUP: saved
     INTERRUPTED = 128 + 2  # SIGINT: saved
     TERMINATED = 128 + 15  # SIGTERM: saved
 
 
-# From the least to the most urgent: a person asks, a time limit is near, the end has come.
+# From the least to the most urgent: a person asks, a time limit is near, the terminal has gone, the
+# end has come.
 SIGNALS = {
     signal.SIGINT: ExitCode.INTERRUPTED,
     signal.SIGUSR1: ExitCode.REQUEUE,
+    signal.SIGHUP: ExitCode.HUNG_UP,
     signal.SIGTERM: ExitCode.TERMINATED,
 }
 URGENCY = tuple(SIGNALS)
+LOST = len(URGENCY)  # more urgent than any signal: the run directory is another run's
+PLAN = "finishing this step, then saving"
 
 
 class StopSignal:
-    """Remembers SIGINT, SIGUSR1 and SIGTERM until `close`; a second SIGINT interrupts at once.
+    """Remembers SIGINT, SIGUSR1, SIGHUP and SIGTERM until `close`; a second SIGINT ends the run.
+
+    Each is answered by one line on stderr from the process that `speaks`, which is rank 0. A second
+    SIGINT raises Interrupted, and ends a process that has not left QUIT_S seconds later. A SIGHUP
+    that is ignored (nohup) stays so.
 
     Use it as a context manager in the main thread, the only one that Python lets handle signals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, speaks: bool = True) -> None:
         self.received: signal.Signals | None = None
+        self._speaks = speaks
         self._leaving = self._interrupted = False
-        self._previous = {s: signal.signal(s, self._handle) for s in URGENCY}
+        self._answered: set[int] = set()
+        self._wakeup = Wakeup(self._answer)
+        self._previous = {s: signal.signal(s, self._handle) for s in handled(URGENCY)}
 
-    def agreed(self, group: dist.ProcessGroup | None = None) -> signal.Signals | None:
+    def agreed(
+        self, group: dist.ProcessGroup | None = None, *, lost: bool = False
+    ) -> signal.Signals | None:
         """The most urgent signal that any rank of `group` has received, the same on all of them.
 
         Every rank calls it in the same step. `group` is a gloo group, so no device is waited for;
-        None means this process alone.
+        None means this process alone. Where a rank has `lost` the run directory to another run,
+        LostLockError is raised on all of them.
         """
         urgency = -1 if self.received is None else URGENCY.index(self.received)
+        urgency = LOST if lost else urgency
         if group is not None:
             highest = torch.tensor(urgency, dtype=torch.int32)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             urgency = int(highest)
+        if urgency == LOST:
+            raise LostLockError
         self._leaving = urgency >= 0
+        if urgency >= 0 and self.received is None:
+            self._say(f"{URGENCY[urgency].name} came to another rank: saving and leaving")
         return None if urgency < 0 else URGENCY[urgency]
 
     def close(self) -> None:
         """Put the previous handlers back.
 
-        After a signal was agreed on the process is about to leave, and SIGUSR1 and SIGTERM are
-        ignored: launchers repeat them, and one that came now would hide the exit code.
+        After a signal was agreed on the process is about to leave, and all but SIGINT are ignored:
+        launchers repeat them, and one that came now would hide the exit code.
         """
         for number, handler in self._previous.items():
             deaf = self._leaving and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if deaf else handler)
+        if self._previous:
+            self._wakeup.close()
         self._previous = {}
 
     def __enter__(self) -> StopSignal:
@@ -110,10 +141,42 @@ class StopSignal:
         received = signal.Signals(number)
         if received is signal.SIGINT:
             if self._interrupted:
-                signal.default_int_handler(number, frame)
+                raise Interrupted(number)
             self._interrupted = True
         known = -1 if self.received is None else URGENCY.index(self.received)
         self.received = URGENCY[max(known, URGENCY.index(received))]
+
+    def _answer(self, number: int) -> None:
+        """In the thread of `Wakeup`: say what follows, and see to it that a second SIGINT ends."""
+        if number not in SIGNALS:
+            return
+        if number not in self._answered:
+            self._answered.add(number)
+            again = "; again to quit now" if number == signal.SIGINT else " and leaving"
+            self._say(f"{signal.Signals(number).name}: {PLAN}{again}")
+        elif number == signal.SIGINT:
+            self._say("error: interrupted twice: left without saving this step")
+            exit_after(QUIT_S, ExitCode.INTERRUPTED)
+
+    def _say(self, line: str) -> None:
+        if self._speaks:
+            say(line)
+
+
+def end_with(parent: int) -> None:
+    """Start a thread that ends this process when `parent` is no longer its parent.
+
+    torchrun's agent ends its workers unless it is killed itself. They would train on then, beside
+    those of the next start.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        say(f"error: pid {os.getpid()}: its launcher, pid {parent}, has gone: leaving")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 class HangWatchdog:

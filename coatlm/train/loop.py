@@ -37,6 +37,7 @@ from coatlm.train.faults import (
     NonFiniteGuard,
     StopSignal,
 )
+from coatlm.train.lock import RunLock, take_lock
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.phases import (
     begun_by,
@@ -74,8 +75,11 @@ def train(config: Config, launch: Launch) -> ExitCode:
     with ExitStack() as stack:
         loop = set_up(config, launch, stack)
         code = ExitCode.OK if loop is None else loop.run_steps()
-    if launch.rank == 0 and loop is not None:
-        finish(config, loop.run, code)
+        if loop is not None:
+            loop.metrics.close()
+            loop.watchdog.close()
+            if launch.rank == 0:
+                finish(config, loop.run, code)
     torch.distributed.destroy_process_group()
     # torchrun --max-restarts takes any other code for a failure and would start the run again
     return ExitCode.OK if launch.restarts else code
@@ -93,8 +97,11 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
     peers.agree(lambda: check_size(config, launch, vocab))
     peers.agree(lambda: prepare_directory(config.run.dir))
+    lock = peers.agree(lambda: take_lock(config.run.dir, stack) if launch.rank == 0 else None)
     peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
     peers.agree(lambda: start_logging(config.run.dir, launch.rank))
+    if lock is not None and lock.earlier is not None:
+        logger.warning("took the run directory over from %s, which has gone", lock.earlier)
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
@@ -118,7 +125,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
     peers.agree(lambda: describe(config, launch, origin) if launch.rank == 0 else None)
-    signals = stack.enter_context(StopSignal())
+    signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
     watchdog = HangWatchdog(
         config.log.hang_timeout,
         run_dir=config.run.dir,
@@ -137,7 +144,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         synchronize=synchronize,
     )
     loop = peers.agree(
-        lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known)
+        lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known, lock)
     )
     stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
     return loop
@@ -156,17 +163,19 @@ class Loop:
         signals: StopSignal,
         watchdog: HangWatchdog,
         known: Known,
+        lock: RunLock | None = None,  # on rank 0
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
-        self.known = known  # what tells the run's tokenizer and data, for checkpoints
+        self.known, self.lock = known, lock  # known goes into checkpoints
         self.groups: Groups = trainer.groups
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
             keep=config.checkpoint.keep,
             async_save=config.checkpoint.async_save,
             group=self.groups.checkpoint,
+            before_commit=lambda: lock.require() if lock is not None else None,
         )
 
     def run_steps(self) -> ExitCode:
@@ -188,17 +197,24 @@ class Loop:
                 done = self.run.step
                 if self._due(self.config.train.eval_every):
                     self._evaluate()
-                signal = self.signals.agreed(self.groups.control)
+                signal = self.signals.agreed(self.groups.control, lost=self._lost())
                 if signal is not None or self._due(self.config.checkpoint.every):
                     self._save()
                 self.checkpoints.poll()
                 self.watchdog.beat()
                 if signal is not None and done < steps:
                     self.checkpoints.wait()
-                    logger.warning("%s: saved step %d, leaving", signal.name, done)
+                    logger.info("%s: saved step %d, leaving", signal.name, done)
                     return SIGNALS[signal]
         self.checkpoints.wait()
         return ExitCode.OK
+
+    def _lost(self) -> bool:
+        """Whether another run has taken the directory over: then no more metrics are written."""
+        lost = self.lock is not None and not self.lock.held()
+        if lost:
+            self.metrics.close()
+        return lost
 
     def _step(self, batches: Any) -> None:
         config, run = self.config, self.run
@@ -208,6 +224,7 @@ class Loop:
         due = self._numerics_due()
         with self.trainer.watch_numerics() if due else nullcontext() as probes:
             loss, norm = self.trainer.train_step(placed, rate, observe=observe)
+        self._lost()
         if probes is not None:
             self._log_numerics(probes)
         run.pending.append((loss, norm, self.trainer.spike))
@@ -252,6 +269,7 @@ class Loop:
 
     def _log_states(self, rate: float, clip_coefficient: Tensor) -> None:
         """In the middle of a step: gradients are complete, states are the former ones."""
+        self._lost()
         with self.metrics.throughput.paused():
             values = self.trainer.measure_states(rate, clip_coefficient)
         self.metrics.log_states(self.run.step + 1, values)
@@ -293,6 +311,7 @@ class Loop:
                 losses.append(self.trainer.evaluate(self.trainer.place(batches)))
                 self.watchdog.beat()
             loss = float(torch.stack(losses).mean())
+        self._lost()
         self.metrics.log_eval(self.run.step, loss)
 
     def _save(self) -> None:
@@ -331,6 +350,7 @@ class Loop:
         window = (run.batch, stop)
         run.left_out = [*left_out, window]
         run.samples = samples
+        self.signals.agreed(self.groups.control, lost=self._lost())
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)

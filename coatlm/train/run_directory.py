@@ -8,6 +8,7 @@ states.jsonl    likewise, where log.states_every asks for it
 numerics.jsonl  likewise, where log.numerics_every does
 loss.png        its curves
 attempts/       what the directory held before a start that did not continue it: `attempts.py`
+lock.json       while a run goes on, which one: `lock.py`
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ class Launch:
     error_file: Path | None = None  # where torchrun expects the reason of a rank that failed
     restarted: bool = False  # a launcher or batch system has started the same command before,
     job: str | None = None  # in the job of this name
+    owned: bool = False  # the launcher is the parent process, and ends when this one should
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -88,6 +89,7 @@ class Launch:
                 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
             ),
             env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID"),
+            "TORCHELASTIC_RUN_ID" in env,
         )
 
 

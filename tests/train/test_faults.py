@@ -50,7 +50,7 @@ def stop(handlers: list[Any]) -> Iterator[StopSignal]:
         yield value
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", list(SIGNALS))
 def test_a_signal_sets_the_flag_and_the_program_goes_on(
     stop: StopSignal, number: signal.Signals
 ) -> None:
@@ -68,12 +68,20 @@ def test_the_more_urgent_signal_wins_whatever_the_order(
     assert stop.agreed() is signal.SIGTERM
 
 
-def test_a_second_sigint_interrupts_at_once(stop: StopSignal) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-    assert stop.agreed() is signal.SIGTERM
+def test_a_second_sigint_interrupts_at_once() -> None:
+    process = python(
+        "import os\n"
+        "from coatlm.train.faults import StopSignal\n"
+        "with StopSignal() as stop:\n"
+        "    os.kill(os.getpid(), 15)\n"
+        "    os.kill(os.getpid(), 2)\n"
+        "    print(stop.agreed().name)\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), 2)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+    )
+    assert process.communicate(timeout=60)[0] == "SIGTERM\ninterrupted\n"
 
 
 def test_close_restores_the_previous_handlers(handlers: list[Any]) -> None:
@@ -83,14 +91,14 @@ def test_close_restores_the_previous_handlers(handlers: list[Any]) -> None:
     assert [signal.getsignal(s) for s in SIGNALS] == handlers
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_that_is_repeated_does_not_kill_a_process_that_leaves(
     handlers: list[Any], number: signal.Signals
 ) -> None:
     with StopSignal() as stop:
         os.kill(os.getpid(), number)
         assert stop.agreed() is number
-    for repeated in (signal.SIGUSR1, signal.SIGTERM):
+    for repeated in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
         os.kill(os.getpid(), repeated)
     assert signal.getsignal(signal.SIGINT) == handlers[list(SIGNALS).index(signal.SIGINT)]
 
@@ -98,14 +106,101 @@ def test_a_signal_that_is_repeated_does_not_kill_a_process_that_leaves(
 def test_codes_of_signals_are_the_shells_and_a_requeue_code_of_its_own() -> None:
     assert SIGNALS[signal.SIGINT] == 128 + signal.SIGINT == 130
     assert SIGNALS[signal.SIGTERM] == 128 + signal.SIGTERM == 143
+    assert SIGNALS[signal.SIGHUP] == 128 + signal.SIGHUP == 129
     assert SIGNALS[signal.SIGUSR1] == ExitCode.REQUEUE == 85
     assert len(set(ExitCode)) == len(ExitCode.__members__)
+
+
+def test_a_sighup_that_is_ignored_stays_ignored(handlers: list[Any]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.agreed() is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+BUSY = """
+import ctypes, sys, time
+from coatlm.train import faults
+faults.QUIT_S = 0.3
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+with faults.StopSignal(speaks=sys.argv[1] == "speaks"):
+    print("ready", flush=True)
+    lock(mutex)
+    lock(mutex)  # a step that does not end: no Python of this thread runs any more
+"""
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGINT, "; again to quit now"),
+        (signal.SIGHUP, " and leaving"),
+    ],
+)
+def test_a_signal_is_answered_while_a_step_runs_and_once(
+    number: signal.Signals, words: str
+) -> None:
+    process = python(BUSY, "speaks")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert first_line(process) == f"{number.name}: finishing this step, then saving{words}\n"
+    if number is not signal.SIGINT:
+        process.send_signal(number)
+    time.sleep(0.2)
+    process.kill()
+    assert process.communicate()[1] == ""
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_second_sigint_ends_a_process_whose_step_does_not_end(speaks: bool) -> None:
+    process = python(BUSY, "speaks" if speaks else "")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    if speaks:
+        assert "again to quit now" in first_line(process)
+    else:
+        time.sleep(0.2)  # signals of a kind that come together count once
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == ("error: interrupted twice: left without saving this step\n" if speaks else "")
+
+
+ORPHAN = """
+import os, sys, time
+from coatlm.train import faults
+faults.PARENT_S = 0.05
+parent = os.getpid()
+if os.fork() == 0:
+    faults.end_with(parent)
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    parent = python(ORPHAN)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    time.sleep(0.3)
+    os.kill(child, 0)  # it runs as long as the parent does
+    parent.kill()
+    _, said = parent.communicate(timeout=30)  # until the child has closed its end, too
+    assert said == f"error: pid {child}: its launcher, pid {parent.pid}, has gone: leaving\n"
 
 
 AGREE = """
 import os, signal, sys
 import torch.distributed as dist
 from coatlm.train.faults import StopSignal
+from coatlm.train.lock import LostLockError
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 stop, seen = StopSignal(), []
@@ -116,6 +211,10 @@ for step in range(4):
         os.kill(os.getpid(), signal.SIGTERM)
     agreed = stop.agreed(dist.group.WORLD)
     seen.append(agreed.name if agreed else "-")
+try:
+    stop.agreed(dist.group.WORLD, lost=rank == 1)
+except LostLockError:
+    seen.append("lost")
 print(*seen)
 dist.destroy_process_group()
 """
@@ -124,7 +223,7 @@ dist.destroy_process_group()
 def test_ranks_agree_in_the_step_in_which_one_of_them_has_a_signal(tmp_path: Path) -> None:
     ranks = [python(AGREE, str(rank), str(tmp_path / "store")) for rank in range(2)]
     said = [rank.communicate(timeout=60) for rank in ranks]
-    assert [out for out, _ in said] == ["- SIGUSR1 SIGUSR1 SIGTERM\n"] * 2, said
+    assert [out for out, _ in said] == ["- SIGUSR1 SIGUSR1 SIGTERM lost\n"] * 2, said
 
 
 HANG = """

@@ -106,19 +106,36 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(
     assert losses(run) == undisturbed(config, tmp_path / "undisturbed", tmp_path)
 
 
+def test_ranks_end_when_their_launcher_is_killed(config: str, tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log.txt"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with started(log, *torchrun, "pretrain.py", config, "train.steps=100000") as launcher:
+        until_step(1, run, log)
+        ranks = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        launcher.wait()
+        _, left = psutil.wait_procs(ranks, timeout=60)
+        for rank in left:
+            rank.kill()
+    assert len(ranks) == 2 and not left, log.read_text(errors="replace")[-6000:]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 85), (signal.SIGINT, 130)])
 def test_signals_to_the_launcher_save_and_are_no_reason_to_restart(
-    config: str, tmp_path: Path
+    config: str, tmp_path: Path, number: int, code: int
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "log.txt"
     elastic = ("tools/elastic.py", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
     arguments = ("pretrain.py", config, "train.steps=100000", "checkpoint.every=0")
     with started(log, *elastic, *arguments) as launcher:
         until_step(2, run, log)
-        launcher.send_signal(signal.SIGUSR1)
-        assert launcher.wait(120) == 85, log.read_text(errors="replace")[-6000:]
+        launcher.send_signal(number)
+        assert launcher.wait(120) == code, log.read_text(errors="replace")[-6000:]
     latest = (run / "checkpoints" / "latest").read_text().strip()
     assert latest == f"step_{losses(run)[-1][0]:08d}"
     assert log.read_text().count("model         2 layers") == 1  # started once
+    assert log.read_text().count("finishing this step, then saving") == 1  # rank 0 speaks for all
+    assert not (run / "lock.json").exists()
 
 
 def test_ranks_that_are_told_to_stop_while_they_start_do_not_come_back(
