@@ -159,12 +159,9 @@ class Data(Section):
     eod_mask_loss: StrictBool = False  # no loss for predicting what follows an end-of-document
     cache_dir: Path = Path(".cache/coatlm")  # datasets made from `text`
     workers: StrictInt = Field(0, ge=0)  # tokenising processes; 0: one a core
-    max_expansion: FiniteFloat = Field(
-        1000.0, ge=1.0
-    )  # bytes of text per byte of .gz, .zst, .parquet
-    max_record: StrictInt = Field(
-        128 << 20, ge=1024
-    )  # bytes: JSON line, parquet value, zstd window
+    max_expansion: FiniteFloat = Field(1e3, ge=1.0, le=1e9)  # text bytes per compressed byte
+    # bytes of a JSON line, a parquet value or a zstandard window, which are held in memory whole
+    max_record: StrictInt = Field(128 << 20, ge=1024, le=1 << 40)
 
     @field_validator("paths", mode="before")
     @classmethod

@@ -42,7 +42,7 @@ from coatlm.data.documents import expand_inputs, plan_segments
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import LostWorkerError, Options, fingerprint
-from coatlm.data.streams import Limits
+from coatlm.data.streams import Limits, some
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class CacheFullError(OSError):
 def open_text(data: Data, tokenizer: Tokenizer) -> Indexed:
     """The tokens of `data.text`. Raises ValueError, or CacheFullError where the disk is full."""
     prefix = prepare_text(data, tokenizer)
-    label = f"data.text={','.join(data.text)}"
+    label = f"data.text={some(data.text)}"
     return open_indexed(prefix, tokenizer, name=label, on_damage=lambda: _mark(prefix.parent))
 
 
