@@ -78,14 +78,15 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
     home = data.cache_dir / key
     limits = Limits(data.max_expansion, data.max_record)
     with _errors_of(data.cache_dir):
-        damage = _damage(home, tokenizer) if home.exists() else ""
+        found = home.exists()
+        damage = _damage(home, tokenizer) if found else None
         if damage is not None:
-            if damage:
-                logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+            logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+        if not found or damage is not None:
             data.cache_dir.mkdir(parents=True, exist_ok=True)
             with _own_folder(data.cache_dir, key) as own:
                 preprocess(data.text, own / "text", options, limits=limits, workers=data.workers)
-                _publish(own, home, replace=bool(damage))
+                _publish(own, home, replace=found)
     return home / "text"
 
 
