@@ -456,6 +456,33 @@ def test_a_disk_that_fills_up_between_checkpoints_is_named(
     assert "Traceback" not in output
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_of_the_cache_is_told_from_that_of_the_run(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "cache", "size=64k"):
+        code, output = forks.run(config)
+    assert code == 4, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"data.cache_dir={tmp_path}/cache: No space left" in errors[0]
+    assert "run.dir" not in errors[0] and "Traceback" not in output
+
+
+def test_damage_to_the_data_ends_a_run_in_one_line(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pretrain
+    from coatlm.data.checksums import DatasetError
+    from coatlm.train import loop
+
+    def damaged(*_: object) -> None:
+        raise DatasetError("data/train.bin: damaged between bytes 0 and 16384")
+
+    monkeypatch.setattr(loop, "train", damaged)
+    assert pretrain.main([config]) == 2
+    assert capsys.readouterr().err == "error: data/train.bin: damaged between bytes 0 and 16384\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_read_only_run_directory_is_refused_before_anything_starts(
     forks: Forks, config: str, tmp_path: Path

@@ -92,10 +92,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parsed.input
     ) != bool(parsed.output_prefix):
         parser.error("give either --input and --output-prefix, or --verify")
-    if parsed.workers < 0 or parsed.shard_mb < 1 or parsed.max_record_mb < 1:
-        parser.error("--workers is >= 0, --shard-mb and --max-record-mb are >= 1")
-    if not 1 <= parsed.max_expansion < float("inf"):
-        parser.error("--max-expansion is >= 1")
+    if parsed.workers < 0 or parsed.shard_mb < 1:
+        parser.error("--workers is >= 0 and --shard-mb is >= 1")
+    if not (1 <= parsed.max_expansion <= 1e9 and 1 <= parsed.max_record_mb <= 1 << 20):
+        parser.error("--max-expansion is in 1..1e9 and --max-record-mb in 1..1048576")
     return parsed
 
 

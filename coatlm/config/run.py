@@ -80,7 +80,7 @@ class Data(Section):
     workers: StrictInt = number(0, "processes", ge=0, le=4096)
     """Processes that tokenize text; 0 means one per CPU core."""
 
-    max_expansion: Real = number(1000.0, ge=1.0)
+    max_expansion: Real = number(1000.0, ge=1.0, le=1e9)
     """How many bytes of text a compressed file (.gz, .zst, .parquet) may hold per byte on disk; a
     larger ratio is refused as a decompression bomb."""
 

@@ -42,7 +42,7 @@ from coatlm.data.documents import expand_inputs, plan_segments
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import LostWorkerError, Options, fingerprint
-from coatlm.data.streams import Limits
+from coatlm.data.streams import Limits, some
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class CacheFullError(OSError):
 def open_text(data: Data, tokenizer: Tokenizer) -> Indexed:
     """The tokens of `data.text`. Raises ValueError, or CacheFullError where the disk is full."""
     prefix = prepare_text(data, tokenizer)
-    label = f"data.text={','.join(data.text)}"
+    label = f"data.text={some(data.text)}"
     return open_indexed(prefix, tokenizer, name=label, on_damage=lambda: _mark(prefix.parent))
 
 
@@ -78,14 +78,15 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
     home = data.cache_dir / key
     limits = Limits(data.max_expansion, data.max_record)
     with _errors_of(data.cache_dir):
-        damage = _damage(home, tokenizer) if home.exists() else ""
+        found = home.exists()
+        damage = _damage(home, tokenizer) if found else None
         if damage is not None:
-            if damage:
-                logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+            logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+        if not found or damage is not None:
             data.cache_dir.mkdir(parents=True, exist_ok=True)
             with _own_folder(data.cache_dir, key) as own:
                 preprocess(data.text, own / "text", options, limits=limits, workers=data.workers)
-                _publish(own, home, replace=bool(damage))
+                _publish(own, home, replace=found)
     return home / "text"
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
+import logging
+import os
 import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coatlm.config import Data, Source
-from coatlm.data import indexed
+from coatlm.data import checksums, indexed
+from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
 from coatlm.data.dataset import (
     Batch,
     BatchIterator,
@@ -241,6 +246,84 @@ def test_a_damaged_dataset_is_a_one_line_error_that_names_the_file(case: str, co
         open_datasets(options(copy), BYTE, seed=0)
     assert str(copy.with_suffix(f".{suffix}")) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_sample_is_read_from_a_damaged_byte(copy: Path, seed: int) -> None:
+    """Bits are flipped while the dataset is open: samples are as written, or errors."""
+    expected = open_datasets(options(copy), BYTE, seed=0).train
+    rows = [expected[i] for i in range(expected.streams[0].windows)]
+    train = open_datasets(options(copy), BYTE, seed=0).train
+    path = copy.with_suffix(".bin")
+    raw = bytearray(path.read_bytes())
+    at = int(np.random.default_rng(seed).integers(len(raw)))
+    raw[at] ^= 1 << seed
+    path.write_bytes(raw)
+    with pytest.raises(DatasetError, match=r"copy\.bin: damaged between bytes 0 and ") as error:
+        for i, row in enumerate(rows):
+            assert train[i].tolist() == row.tolist()
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_is_an_error(copy: Path) -> None:
+    data = open_indexed(copy, BYTE)
+    path = copy.with_suffix(".bin")
+    os.truncate(path, 1000)
+    with pytest.raises(DatasetError, match=r"copy\.bin: is cut off at byte 1000"):
+        data.read(100, 120)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1 << 14])
+def test_reads_that_cross_blocks_are_what_was_written(
+    copy: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "SUM_BYTES", size)
+    raw = copy.with_suffix(".bin").read_bytes()
+    sums = BlockSums()
+    for start in range(0, len(raw), 100):
+        sums.update(memoryview(raw)[start : start + 100])
+    assert sums.array().tolist() == [
+        zlib.crc32(raw[at : at + size]) for at in range(0, len(raw), size)
+    ]
+    path = copy.with_suffix(".bin")
+    file = CheckedFile(path, io.FileIO(path), len(raw), sums.array())
+    for begin, end in [(0, 0), (0, 1), (5, 200), (63, 65), (len(raw) - 3, len(raw)), (0, len(raw))]:
+        assert file.read(begin, end) == raw[begin:end]
+    assert sum(file.verify(workers=2)) == len(raw)
+
+
+def test_a_dataset_of_version_1_is_read_and_says_once_that_it_has_no_checksums(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = json.loads(copy.with_suffix(".json").read_text()) | {"version": 1}
+    del record["index_crc32"], record["sums_crc32"]
+    copy.with_suffix(".json").write_text(json.dumps(record))
+    copy.with_suffix(".crc32").unlink()
+    with caplog.at_level(logging.INFO, logger="coatlm"):
+        train = open_datasets(options(copy), BYTE, seed=0).train
+    assert train[0].tolist()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{copy}: has no checksums, so that damage to it cannot be seen"
+    ]
+
+
+def test_an_unknown_id_is_an_error_before_the_model_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "SCANNED_TOKENS", 0)  # as if it were beyond what is looked at
+    write_foreign(tmp_path / "x", [[1] * 300, [2] * 50 + [999] + [2] * 300])
+    train = open_datasets(options(tmp_path / "x", split=(1, 0, 0)), BYTE, seed=0).train
+    reason = r"x\.bin: holds token id 999, outside the 257 ids .* as token 50 of document 1$"
+    shape = {"global_batch": 40, "micro_batch": 40, "dp_rank": 0, "dp_size": 1}
+    with BatchIterator(train, **shape) as batches, pytest.raises(DatasetError, match=reason):
+        next(batches)
+
+
+def test_a_foreign_index_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
+    write_foreign(tmp_path / "x", [[1, 2, 3], [4]])
+    _set(tmp_path / "x.idx", 34, struct.pack("<i", -5))
+    with pytest.raises(DatasetError, match=r"x\.idx: .* contradict"):
+        open_indexed(tmp_path / "x", BYTE)
 
 
 def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from coatlm.data.documents import (
     stdlib_sources,
 )
 from coatlm.data.indexed import Indexed, open_indexed
-from coatlm.data.manifest import token_dtype
+from coatlm.data.manifest import SUFFIXES, token_dtype
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import Options
 from coatlm.data.tokenizer import make_tokenizer
@@ -66,7 +66,7 @@ def documents(prefix: Path, spec: str = "byte") -> list[str]:
 
 
 def contents(prefix: Path) -> list[bytes]:
-    return [prefix.with_name(prefix.name + s).read_bytes() for s in (".bin", ".idx", ".json")]
+    return [prefix.with_name(prefix.name + s).read_bytes() for s in SUFFIXES]
 
 
 def texts_of(path: Path, segment_bytes: int) -> list[str]:
@@ -614,9 +614,58 @@ def test_the_tool_reports_a_mistake_in_one_line_with_exit_code_2(tmp_path: Path)
     assert "none.txt: no such file" in result.stderr
 
 
+def test_the_tool_verifies_datasets_and_names_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text " * 20_000)
+    for name in ("good", "bad"):
+        preprocess([str(tmp_path / "x.txt")], tmp_path / name, Options(), workers=1)
+    with open(tmp_path / "bad.bin", "r+b") as file:
+        file.seek(50_000)
+        file.write(b"!")
+    result = run_tool("--verify", tmp_path / "good", tmp_path / "bad", tmp_path / "none")
+    assert result.returncode == 2
+    assert result.stdout == f"{tmp_path}/good: whole, 200,002 bytes of tokens\n"
+    errors = [line for line in result.stderr.splitlines() if line.startswith("preprocess_data: ")]
+    assert len(errors) == 2
+    assert "bad.bin: damaged between bytes 49152 and 65536" in errors[0]
+    assert "none: has no checksums" in errors[1]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_tool_that_cannot_write_names_its_output(tmp_path: Path, workers: str) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("text\n" * 300_000)
+    shell = f"ulimit -f 1024; exec {sys.executable} {TOOL} --input {tmp_path}/?.txt"
+    result = subprocess.run(
+        ["bash", "-c", f"{shell} --output-prefix {tmp_path}/out --shard-mb 1 --workers {workers}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert f"preprocess_data: {tmp_path}/out: File too large" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_overwrite_adds_checksums_to_a_dataset_of_version_1(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", ["a"])
+    preprocess([str(path)], tmp_path / "out", Options())
+    whole = contents(tmp_path / "out")
+    record = json.loads((tmp_path / "out.json").read_text()) | {"version": 1}
+    del record["index_crc32"], record["sums_crc32"]
+    (tmp_path / "out.json").write_text(json.dumps(record))
+    (tmp_path / "out.crc32").unlink()
+    assert preprocess([str(path)], tmp_path / "out", Options()).version == 1  # is what is asked for
+    preprocess([str(path)], tmp_path / "out", Options(), overwrite=True)
+    assert contents(tmp_path / "out") == whole
+
+
 def test_the_help_of_the_tool_names_every_format_and_option() -> None:
     text = run_tool("--help").stdout
-    options = "input output-prefix tokenizer field column append-eod workers shard-mb overwrite"
+    options = (
+        "input output-prefix tokenizer field column append-eod workers shard-mb overwrite verify"
+    )
+    options += " max-expansion max-record-mb"
     formats = "*.jsonl *.parquet *.gz *.zst hf: sentencepiece: tiktoken: data.paths"
     for word in [*(f"--{option}" for option in options.split()), *formats.split()]:
         assert word in text

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -147,6 +149,68 @@ def test_a_bad_tokenizer_file_is_a_one_line_error_that_names_it(
         make_tokenizer(f"{kind}:{path}")
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
+BAD_HF = {  # content of a tokenizer.json
+    "a panic": {
+        "version": "1.0",
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+        "model": WORDS,
+    },
+    "ids beyond 32 bits": {"version": "1.0", "model": WORDS | {"vocab": {"a": 0, "</s>": 2**31}}},
+    "no model": {"version": "1.0"},
+    "a long name": {"version": "1.0", "model": {"type": "x" * 100_000}},
+    "a number": 7,
+}
+
+
+@pytest.mark.parametrize("case", BAD_HF)
+def test_an_invalid_tokenizer_json_is_one_line_and_nothing_else(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(BAD_HF[case]))
+    with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
+        make_tokenizer(f"hf:{path}")
+    assert "\n" not in str(error.value) and len(str(error.value)) <= 400
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"model":', '{"normalizer":{"type":"Sequence","x":['])
+def test_a_nested_tokenizer_json_is_an_error(opening: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(opening * 100_000)
+    with pytest.raises(ValueError, match=r"not a tokenizer\.json"):
+        make_tokenizer(f"hf:{path}")
+
+
+@pytest.mark.parametrize(
+    "model", [{"unk_token": "none"}, {"type": "WordPiece", "unk_token": "none"}]
+)
+def test_text_that_a_tokenizer_cannot_encode_is_an_error(
+    model: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    rest = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    path.write_text(json.dumps({"version": "1.0", "model": WORDS | rest | model}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot encode .*\[UNK\]"):
+        make_tokenizer(f"hf:{path}").encode("b")
+
+
+@pytest.mark.parametrize("rank", [-5, 2**31, 2**32])
+def test_a_rank_that_is_no_id_is_an_error(rank: int, tiktoken_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(tiktoken_file.read_bytes().replace(b" 258\n", f" {rank}\n".encode()))
+    with pytest.raises(ValueError, match="line 259 is not `base64 rank`"):
+        make_tokenizer(f"tiktoken:{path}?pattern={PATTERN}")
+
+
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece", "tiktoken"])
+def test_a_pipe_is_not_a_tokenizer(kind: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: is not a regular file"):
+        make_tokenizer(f"{kind}:{tmp_path / 'pipe'}")
 
 
 def test_a_rank_file_needs_a_pattern(tiktoken_file: Path) -> None:
