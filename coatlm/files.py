@@ -1,4 +1,4 @@
-"""JSON that strangers may have written, and results that are whole or not there.
+"""JSON and YAML that strangers may have written, and results that are whole or not there.
 
 A result is written under a temporary name beside its own and renamed when it is complete. Where
 that fails (the disk is full or read-only, a directory cannot be written to), the temporary one is
@@ -17,6 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+YAML_LEVELS, YAML_VALUES = 100, 10**6  # far beyond any configuration
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file. Raises ValueError, naming the file."""
@@ -31,6 +37,46 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, not an object")
     return content
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file, as OmegaConf reads it. Raises ValueError, naming the file."""
+    try:
+        _check_yaml(path.read_text(encoding="utf-8"))
+        return OmegaConf.load(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _check_yaml(text: str) -> None:
+    """Raise ValueError for YAML that would end the process: libyaml recurses once per level, and
+    an alias of aliases of aliases grows exponentially.
+    """
+    sizes: dict[str, int] = {}  # of what an anchor stands for, in values
+    levels: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far, outermost first
+
+    def add(size: int) -> None:
+        anchor, before = levels.pop()
+        levels.append((anchor, before + size))
+        if before + size > YAML_VALUES:
+            raise ValueError(f"more than {YAML_VALUES} values")
+
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            levels.append((event.anchor, 1))
+            if len(levels) > YAML_LEVELS:
+                raise ValueError(f"nested more than {YAML_LEVELS} levels deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = levels.pop()
+            add(size)
+            if anchor is not None:
+                sizes[anchor] = size
+        elif isinstance(event, yaml.AliasEvent):
+            add(sizes.get(event.anchor, 1))
+        elif isinstance(event, yaml.ScalarEvent):
+            add(1)
 
 
 def check_output(path: Path) -> None:

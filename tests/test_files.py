@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coatlm.files import check_output, read_json, whole_directory, whole_file
+from coatlm.files import check_output, read_json, read_yaml, whole_directory, whole_file
 
 
 @contextmanager
@@ -44,6 +44,42 @@ def test_what_is_no_object_of_json_is_refused_by_its_path(
         path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"config\.json: .*{complaint}"):
         read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("a: " + "[" * 300_000 + "]" * 300_000, "nested more than 100 levels"),
+        ("- " * 300_000 + "a", "nested more than 100 levels"),
+        ("a: " + "{b: " * 300 + "1" + "}" * 300, "nested more than 100 levels"),
+        (
+            "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+            + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9)),
+            "more than 1000000 values",
+        ),
+        ("a: &x [*x]", "recursive"),
+        ("a: [", "did not find expected node content"),
+        ("a: \0", "control characters"),
+        (None, "No such file"),
+    ],
+)
+def test_yaml_that_would_end_the_process_is_refused(
+    tmp_path: Path, content: str | None, complaint: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=rf"config\.yaml: .*{complaint}"):
+        read_yaml(path)
+
+
+def test_yaml_with_anchors_is_read_as_omegaconf_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("a: &x {lr: 1e-3, betas: [0.9, 0.95]}\nb: *x\n")
+    found = read_yaml(path)
+    assert found.a == found.b and found.b.lr == 1e-3
+    path.write_text("")
+    assert not read_yaml(path)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from coatlm.console import Parser, fail
+from coatlm.files import read_yaml
 from coatlm.train.run_directory import METRICS, Record, read_records
 
 # keys that no two runs share
@@ -128,11 +128,7 @@ def summary(differences: Sequence[Difference]) -> Iterator[str]:
 
 
 def _config(run: Path) -> Any:
-    path = run / "config.yaml"
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    return OmegaConf.to_container(read_yaml(run / "config.yaml"))
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,7 +141,9 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _show(value: Any) -> str:
