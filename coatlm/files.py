@@ -1,4 +1,4 @@
-"""JSON that strangers may have written, and results that are whole or not there.
+"""JSON and YAML that strangers may have written, and results that are whole or not there.
 
 A result is written under a temporary name beside its own and renamed when it is complete. Where
 that fails (the disk is full or read-only, a directory cannot be written to), the temporary one is

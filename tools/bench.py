@@ -43,6 +43,11 @@ BENCHMARKS = {  # name -> module with OPTIONS, the names of what it takes, `rows
     "quantize": "tools.benchmarks.quantize",
     "reduce": "tools.benchmarks.reduce",
 }
+COUNTS = (  # options that are whole numbers, in any benchmark
+    *("batch", "ffn", "gpus", "hidden", "layers", "mbs", "ranks", "reps", "seq", "steps"),
+    *("values", "vocab"),
+)
+LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile says the same as the option profile=1
 RESULT = "RESULT "  # a row's process prints a record behind this
 AHEAD = 2  # rows whose processes import their libraries while another is measured
@@ -70,6 +75,8 @@ def main() -> None:
         return
     try:
         rows = {name: choose(name, args.only, args.options) for name in names}
+        if not args.budget >= 0:
+            raise ValueError(f"--budget {args.budget}: seconds, at least 0")
         if not any(rows.values()):
             only = " ".join(args.only)
             raise ValueError(f"--only {only}: no row of {', '.join(names)} contains that")
@@ -99,6 +106,8 @@ def parse(name: str, options: list[str]) -> dict[str, str]:
         if not separator or ("SECTION.KEY" if "." in key else key) not in allowed:
             takes = ", ".join(f"{key}=" for key in allowed)
             raise ValueError(f"{option}: {name} takes {takes}")
+        if key in COUNTS and not (value.isdecimal() and 1 <= int(value[:12]) <= LARGEST):
+            raise ValueError(f"{option}: a whole number from 1 to {LARGEST}")
         found[key] = value
     return found
 

@@ -24,6 +24,7 @@ from coatlm import process
 if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--ranks {options.ranks}: at least 1")
         given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib
         memory = None if given is None else (given - options.reserve_gib) * GIB
-        if memory is not None and (memory <= 0 or options.reserve_gib < 0):
+        if memory is not None and not (0 < memory < math.inf and options.reserve_gib >= 0):
             raise ConfigError(
                 f"--memory-gib {given} must be above --reserve-gib {options.reserve_gib} >= 0"
             )

@@ -144,8 +144,11 @@ def measure(
     from coatlm.platform import device
 
     rows: list[dict[str, Any]] = []
-    sizes = {name: settings[name] for name in ("window", "stride", "batch")}
-    chosen = {name: settings[name] for name in ("window", "precision")}
+    # a window longer than every document would only hold padding
+    width = max(min(settings["window"], max(len(document.ids) for document in documents)), 2)
+    stride = min(settings["stride"], width)
+    sizes = {"window": width, "stride": stride, "batch": settings["batch"]}
+    chosen = {"window": width, "precision": settings["precision"]}
     print(f"{'cast':<24}{'loss':>10}{'perplexity':>14}{'bits/byte':>12}{'':>4}vs as trained")
     with open_model(path, saved, **chosen) as model:
         for how in [None, *casts]:

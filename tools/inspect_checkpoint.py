@@ -115,20 +115,20 @@ def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
     manifest, state = read_manifest(checkpoint), read_state(checkpoint)
     described = StoredTensors(checkpoint).described
     found = kinds(described)
-    config: Mapping[str, Any] = state.get("config", {})
-    m, p = config.get("model", {}), config.get("parallel", {})
+    config = _mapping(state, "config")
+    m, p = _mapping(config, "model"), _mapping(config, "parallel")
     shards = sum(name.endswith(".distcp") for name in manifest.files)
     parameters = sum(kind.elements for kind in found if kind.name == WEIGHTS)
     rows = [
         ("checkpoint", f"{checkpoint} (the {_ordinal(manifest.serial)} of its run)"),
-        ("step", f"{state.get('step')}, {state.get('tokens', 0):,} tokens seen"),
+        ("step", f"{state.get('step')}, {_count(state.get('tokens', 0))} tokens seen"),
         ("updates", f"{state.get('updates')}, {state.get('skipped')} steps skipped"),
         ("model", _join(m, "layers", "hidden", "heads", "kv_heads", "ffn")),
         ("parameters", f"{parameters:,}"),
         ("layout", f"{_join(p, 'tp', 'pp', 'vpp', 'cp', 'zero')}; files of {shards} ranks"),
-        ("precision", config.get("precision", {}).get("recipe", "unknown")),
-        ("optimizer", config.get("optim", {}).get("recipe", "unknown")),
-        ("tokenizer", f"{config.get('data', {}).get('tokenizer', '')} {state.get('tokenizer')}"),
+        ("precision", _mapping(config, "precision").get("recipe", "unknown")),
+        ("optimizer", _mapping(config, "optim").get("recipe", "unknown")),
+        ("tokenizer", f"{_mapping(config, 'data').get('tokenizer', '')} {state.get('tokenizer')}"),
         (
             "files",
             f"{len(manifest.files)}, {in_bytes(sum(f.bytes for f in manifest.files.values()))}",
@@ -204,7 +204,7 @@ def diff(a: Path, b: Path) -> int:
     """Print what differs between two checkpoints; the exit code."""
     for name, path in (("A", a), ("B", b)):
         state = read_state(path)
-        print(f"{name} {path}: step {state.get('step')}, {state.get('tokens', 0):,} tokens")
+        print(f"{name} {path}: step {state.get('step')}, {_count(state.get('tokens', 0))} tokens")
     count = len(StoredTensors(a).described.keys() | StoredTensors(b).described.keys())
     found = 0
     for key, what in compare(a, b):
@@ -212,6 +212,16 @@ def diff(a: Path, b: Path) -> int:
         found += 1
     print(f"{count - found} of {count} tensors are equal")
     return 1 if found else 0
+
+
+def _mapping(section: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of what was saved, empty where it is something else."""
+    found = section.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else repr(value)
 
 
 def _join(section: Mapping[str, Any], *names: str) -> str:

@@ -155,7 +155,9 @@ def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
 
 def is_value(value: Any) -> bool:
     """Whether it can be drawn: a number, or null for one that was not finite."""
-    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+    if value is None:
+        return True
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:

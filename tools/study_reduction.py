@@ -138,7 +138,7 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
                 chunk.zero_grad_buffer()
             placed = trainer.place([batch])
             run_microbatches(trainer.chunks, placed, trainer.groups, seq_len=config.data.seq_len)
-            grads: list[Tensor] = [p.main_grad.float().view(-1) for p in matrices]  # type: ignore[attr-defined]
+            grads: list[Tensor] = [p.main_grad.float().view(-1) for p in matrices]
             amax.append(torch.stack([g.abs().amax() for g in grads]))
             parts = [
                 g[: g.numel() // GROUP * GROUP].view(-1, GROUP)[chosen[p]].flatten()

@@ -36,8 +36,8 @@ What = Literal["gemm", "residual"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 NORMS = ("input_layernorm", "pre_mlp_layernorm")  # what reads the residual stream
 BRANCHES = ("self_attention", "mlp")  # what is added to it
-BIAS = re.compile(r"bias(-?\d+)")
-SCALES = "tensor, channel, or biasN with a whole number N"
+BIAS = re.compile(r"bias(-?\d{1,2})")  # 2^(B - N) is then a normal number of fp32
+SCALES = "tensor, channel, or biasN with a whole number N from -99 to 99"
 
 
 @dataclass(frozen=True)

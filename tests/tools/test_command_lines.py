@@ -62,9 +62,15 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
         (["reduce"], "reduce: needs 2 GPUs"),
         (["end-to-end", "gpus=4"], "end-to-end: needs 4 GPUs"),
         (["end-to-end", "gpus=x"], "gpus=x: a whole number"),
+        (["layer", "--smoke", "batch=0"], "batch=0: a whole number from 1"),
+        (["layer", "--smoke", "steps=" + "9" * 50], "a whole number from 1"),
+        (["layer", "--smoke", "shapes=64"], "shapes=64: hidden:seq, two whole numbers"),
+        (["layer", "--smoke", "shapes=65:32"], "shapes=65:32: hidden is one of 4096, 2048, 64"),
+        (["reduce", "pieces=2^99999999999"], "pieces=2^99999999999: a number of elements, or 2^k"),
+        (["layer", "--smoke", "--budget", "nan"], "--budget nan: seconds"),
     ],
 )
-def test_a_benchmark_without_its_gpus_ends_at_once_and_says_so(
+def test_a_benchmark_that_cannot_be_measured_here_ends_at_once_and_says_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

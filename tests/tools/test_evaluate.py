@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from coatlm.hf.from_hf import from_huggingface
 from tests.hf.models import make_model, save_model
+from tests.train.test_shards import seal
 from tools.evaluate import main
 
 TEXT = "Each token but the first is predicted once, with the tokens before it.\n"
@@ -63,6 +65,9 @@ def test_table_has_a_row_for_each_cast(root: Path, capsys: pytest.CaptureFixture
     [
         (["--cast", "int8"], "format='int8'"),
         (["--cast", "e4m3", "--scales", "row"], "scales='row'"),
+        (["--cast", "e4m3", "--scales", "bias100"], "scales='bias100'"),
+        (["--out", "/dev/null/result.json"], "/dev/null/result.json: cannot be written"),
+        (["--out", "/dev/full"], "/dev/full: cannot be written: No space left on device"),
         (["--cast", "e4m3", "--what", "all"], "what='all'"),
         (["--window", "1"], "window=1"),
         (["--stride", "200"], "stride=200"),
@@ -77,6 +82,31 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     assert main([str(root / "coatlm"), "--data", str(root / "text.txt"), *options]) == 2
     error = capsys.readouterr().err
     assert complaint in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"layers": 10**6}, {"hidden": 2**20, "ffn": 2**21}])
+def test_a_configuration_of_another_size_is_refused_before_a_model_is_built(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: dict[str, int]
+) -> None:
+    path = shutil.copytree(root / "coatlm", tmp_path / "coatlm")
+    state = json.loads((path / "state.json").read_text())
+    state["config"]["model"] |= sizes
+    (path / "state.json").write_text(json.dumps(state))
+    seal(path)
+    assert main([str(path), "--data", str(root / "text.txt")]) == 2
+    error = capsys.readouterr().err
+    assert "its weights have 109,440 parameters, its configuration" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_window_longer_than_every_document_costs_no_memory(root: Path, tmp_path: Path) -> None:
+    results = []
+    for window in (len(TEXT), 10**12):
+        options = ["--data", str(root / "text.txt"), "--window", str(window)]
+        out = tmp_path / f"{window}.json"
+        assert main([str(root / "coatlm"), *options, "--out", str(out)]) == 0
+        results.append(json.loads(out.read_text())["results"])
+    assert results[0] == results[1]
 
 
 def test_damaged_checkpoint_ends_with_exit_code_4(

@@ -219,3 +219,18 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     _, errors = run(capsys, *arguments, code=2)
     assert len(errors) == 1 and complaint in errors[0]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"config": "x", "tokens": "y"}, {"config": {"model": [], "optim": 3, "parallel": None}}],
+)
+def test_a_state_that_says_other_things_is_shown_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: dict[str, Any]
+) -> None:
+    saver = Checkpointer(tmp_path / "checkpoints", keep=5, async_save=False)
+    saver.save(30, pieces_of(tensors(), "copies"), state)
+    capsys.readouterr()
+    out, err = run(capsys, tmp_path)
+    assert "optimizer   unknown" in out and "layout      unknown; files of 1 ranks" in out
+    assert err == []

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from coatlm.train import manifest, shards
 from coatlm.train.checkpoint import Checkpointer, load, tensor_checksums, verify
+from coatlm.train.metadata import read_metadata
 from tests.train.layouts import edit_manifest, message, pieces_of, targets_of, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -73,7 +75,7 @@ def test_code_in_the_tensors_is_refused(tmp_path: Path) -> None:
 
 def test_entries_that_torch_would_unpickle_freely_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path)
-    metadata = shards._Reader(path).read_metadata()
+    metadata = read_metadata(path)
     for key in metadata.state_dict_metadata:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -83,9 +85,22 @@ def test_entries_that_torch_would_unpickle_freely_are_refused(tmp_path: Path) ->
     assert expected in message(lambda: load(path, targets))
 
 
+@pytest.mark.parametrize("size", [torch.Size([2**40, 2**20]), torch.Size([-1, 4])])
+def test_metadata_of_more_than_the_files_hold_is_refused_before_it_is_allocated(
+    tmp_path: Path, size: torch.Size
+) -> None:
+    path = save(tmp_path)
+    metadata = read_metadata(path)
+    next(iter(metadata.state_dict_metadata.values())).size = size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(path)
+    error = message(lambda: shards.StoredTensors(path))
+    assert ("has the shape [-1, 4]" if size[0] < 0 else "of tensors, the files hold") in error
+
+
 def test_metadata_cannot_point_outside_the_checkpoint(tmp_path: Path) -> None:
     path = save(tmp_path)
-    metadata = shards._Reader(path).read_metadata()
+    metadata = read_metadata(path)
     for info in metadata.storage_data.values():
         info.relative_path = "../elsewhere.distcp"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))

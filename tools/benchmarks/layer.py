@@ -86,6 +86,7 @@ Build = Callable[[int], Stack]  # layers -> stack
 
 def rows(options: dict[str, str]) -> list[str]:
     """The rows in the order in which they run; `also` adds rows that are not in it."""
+    shapes(options)  # raises ValueError for those that no row could measure
     also = [name for name in options.get("also", "").split(",") if name]
     return [*(SMOKE_ROWS if "smoke" in options else ROWS), *also]
 
@@ -112,7 +113,10 @@ def shapes(options: dict[str, str]) -> list[Shape]:
     batch, head_dim = int(options.get("batch", 4)), SMOKE_HEAD_DIM if smoke else HEAD_DIM
     found = []
     for item in options.get("shapes", "64:32" if smoke else SHAPES).split(","):
-        hidden, seq = (int(size) for size in item.split(":"))
+        sizes = item.split(":")
+        if len(sizes) != 2 or not all(s.isdecimal() and len(s) < 9 for s in sizes):
+            raise ValueError(f"shapes={item}: hidden:seq, two whole numbers")
+        hidden, seq = map(int, sizes)
         if hidden not in FFN:
             raise ValueError(f"shapes={item}: hidden is one of {', '.join(map(str, FFN))}")
         found.append(Shape(hidden, FFN[hidden], hidden // head_dim, seq, batch))

@@ -61,8 +61,13 @@ def rows(options: dict[str, str]) -> list[str]:
 
 def sizes(options: dict[str, str]) -> list[int]:
     """Elements of `pieces`, each a number or 2^k."""
-    texts = [text for text in options.get("pieces", "").split(",") if text]
-    return [2 ** int(t[2:]) if t.startswith("2^") else int(t) for t in texts]
+    found = []
+    for text in filter(None, options.get("pieces", "").split(",")):
+        exponent = text.removeprefix("2^")
+        if not exponent.isdecimal() or len(exponent) > (10 if exponent == text else 2):
+            raise ValueError(f"pieces={text}: a number of elements, or 2^k with k below 100")
+        found.append(int(text) if exponent == text else 2 ** int(exponent))
+    return found
 
 
 def gpus(options: dict[str, str]) -> int:
