@@ -221,9 +221,15 @@ def _lasting(stream: TextIO) -> TextIO:
     """The same descriptor and encoding; streams without a descriptor stay as they are."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:  # it writes to memory
+        return stream
     stream.flush()
+    raw = _Lasting(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
-        io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)),
+        # python -u writes through to the file, and so must this
+        raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

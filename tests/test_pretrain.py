@@ -233,23 +233,17 @@ def test_a_path_to_resume_that_has_no_checkpoint_is_bad_input(
     assert f"error: checkpoint.resume={asked}: {asked}" in output and "parameters" not in output
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("checkpoint.resume=/nonexistent", "/nonexistent"),
-        ("checkpoint.resume={run}/checkpoints/step_00000002", "step_00000002"),  # broken below
-    ],
-)
 def test_a_checkpoint_that_was_asked_for_must_be_whole(
-    forks: Forks, config: str, tmp_path: Path, override: str, reason: str
+    forks: Forks, config: str, tmp_path: Path
 ) -> None:
     assert forks.run(config)[0] == 0
-    data = next((tmp_path / "run/checkpoints/step_00000002").glob("*.distcp"))
+    broken = tmp_path / "run" / "checkpoints" / "step_00000002"
+    data = next(broken.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
     elsewhere = f"run.dir={tmp_path / 'elsewhere'}"  # a run's own checkpoints would come first
-    code, output = forks.run(config, override.format(run=tmp_path / "run"), elsewhere)
+    code, output = forks.run(config, f"checkpoint.resume={broken}", elsewhere)
     assert code == 4, output
-    assert reason in output and "| loss" not in output
+    assert "step_00000002" in output and "| loss" not in output
 
 
 def test_auto_names_a_broken_newest_checkpoint_and_uses_the_one_before(
@@ -329,14 +323,10 @@ def test_a_signal_during_imports_is_one_line_and_its_code(
 def test_a_signal_while_ranks_wait_for_each_other_is_one_line_and_its_code(
     forks: Forks, config: str, tmp_path: Path
 ) -> None:
-    """Rank 1 never comes: rank 0 waits for it in C."""
+    """Rank 1 never comes, and rank 0 waits for it."""
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     child = forks.start(config, env=group)
-    lock = tmp_path / "run/lock.json"
-    end = time.monotonic() + 60
-    while not lock.exists():
-        assert time.monotonic() < end, child.text()
-        time.sleep(0.02)
+    wait_for_line(child.output, "waiting for rank 1 of 2")
     child.kill(signal.SIGTERM)
     assert child.wait() == 143
     assert "Traceback" not in child.text()

@@ -198,6 +198,24 @@ process.run(main)
     assert both or said.split() == [str(i) for i in range(1000)]
 
 
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_lasting_streams_keep_the_order_of_what_is_written(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """A progress bar ends with a line feed that it does not flush."""
+    script = START + (
+        "process.outlive_streams()\n"
+        "sys.stderr.write('\\rbar')\nsys.stderr.write('\\n')\nprint('after', flush=True)\n"
+    )
+    path = tmp_path / "out.txt"
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    environment.pop("PYTHONUNBUFFERED", None)
+    with path.open("wb") as out:
+        command = [sys.executable, *options, "-c", script]
+        subprocess.run(command, stdout=out, stderr=out, env=environment, check=True)
+    assert path.read_bytes() == b"\rbar\nafter\n"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_listens_before_it_imports_and_ends_in_run(script: str) -> None:
     body = ast.parse((ROOT / script).read_text()).body
