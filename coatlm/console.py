@@ -14,6 +14,7 @@ from tqdm import tqdm
 from coatlm.config.errors import shortened
 
 DELAY = 2.0  # seconds before a progress bar appears: short work needs none
+REDRAW = 0.1  # seconds between redraws of a bar
 RARE = 60.0  # seconds between lines of progress where there is no terminal
 
 Advance = Callable[[int], object]  # told how much has been done since the last call
@@ -89,6 +90,8 @@ def progress(
         file=stream,
         leave=False,
         delay=DELAY,
+        mininterval=REDRAW,
+        miniters=1,
     ) as bar:
         yield bar.update
 

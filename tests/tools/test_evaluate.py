@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from coatlm import console
 from coatlm.hf.from_hf import from_huggingface
+from coatlm.hf.to_hf import to_huggingface
 from tests.hf.models import make_model, save_model
+from tests.test_console import Terminal
 from tests.train.test_shards import seal
 from tools.evaluate import main
 
@@ -107,6 +111,23 @@ def test_a_window_longer_than_every_document_costs_no_memory(root: Path, tmp_pat
         assert main([str(root / "coatlm"), *options, "--out", str(out)]) == 0
         results.append(json.loads(out.read_text())["results"])
     assert results[0] == results[1]
+
+
+def test_on_a_terminal_conversion_verification_and_evaluation_show_progress(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    for name in ("DELAY", "REDRAW"):
+        monkeypatch.setattr(console, name, 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    from_huggingface(root / "hf", tmp_path / "coatlm", tokenizer="byte")
+    to_huggingface(tmp_path / "coatlm", tmp_path / "hf")
+    options = ["--data", str(root / "text.txt"), "--window", "8"]
+    assert main([str(tmp_path / "coatlm"), *options, "--cast", "e4m3"]) == 0
+    shown = terminal.getvalue()
+    casts = ("evaluating", "e4m3 tensor gemm")
+    for work in ("converting hf", "converting coatlm", "verifying coatlm", *casts):
+        assert f"{work}: 100%" in shown
 
 
 def test_damaged_checkpoint_ends_with_exit_code_4(

@@ -188,7 +188,8 @@ def case_shared_verification(case: Case) -> dict[str, Any]:
     group, directory = case.groups[WORLD], case.directory / "verify"
     before = find_checkpoint("auto", directory, LOG, group)
     read = []
-    original, manifest.sha256 = manifest.sha256, lambda p: (read.append(p.name), original(p))[1]
+    original = manifest.sha256
+    manifest.sha256 = lambda path, *rest: (read.append(path.name), original(path, *rest))[1]
     find_checkpoint("auto", directory, LOG, group)
     manifest.sha256 = original
     dist.barrier()
