@@ -1,4 +1,4 @@
-"""JSON and YAML that strangers may have written, and results that are whole or not there.
+"""JSON that strangers may have written, and results that are whole or not there.
 
 A result is written under a temporary name beside its own and renamed when it is complete. Where
 that fails (the disk is full or read-only, a directory cannot be written to), the temporary one is
@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 
+def check_regular(path: Path) -> None:
+    """Raise OSError for a pipe, a socket or a device, which may never end or never begin."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file. Raises ValueError, naming the file."""
     try:
+        check_regular(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None

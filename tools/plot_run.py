@@ -16,7 +16,8 @@ Drawn is whatever the runs have logged, in panels that --only names by group:
     activations  of numerics.jsonl: error, saturation, underflow and amax of what FP8 layers keep,
                  of each tensor the worst layer; with several runs the worst tensor too
 
-Runs are named after their directories. --out is a picture, or with *.html a page of its own: curves
+Runs are named after their directories. --attempts adds what a run directory held before its run was
+begun anew (`attempts/`). --out is a picture, or with *.html a page of its own: curves
 as vectors, and the table. The table, printed in Markdown: the final loss is the mean over the last
 5 % of a run's steps; the difference of it to the baseline's; steps skipped for a gradient that is
 not finite; the last validation loss. A loss that was not finite is left out of means and leaves a
@@ -48,7 +49,14 @@ from matplotlib.figure import Figure
 
 from coatlm.console import Parser, fail
 from coatlm.files import whole_file
-from coatlm.train.run_directory import METRICS, Record, read_metrics, read_records
+from coatlm.train.run_directory import (
+    ATTEMPTS,
+    METRICS,
+    Record,
+    earlier_attempts,
+    read_metrics,
+    read_records,
+)
 
 FINAL = 0.05  # the share of the steps that the final loss is the mean of
 COLORS = 10  # of matplotlib's cycle; further runs have dots
@@ -175,10 +183,15 @@ def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:
 
 
 def read_runs(directories: Sequence[Path]) -> dict[str, Run]:
-    """Runs by the names of their directories. Raises ValueError, also for equal names."""
+    """Runs by the names of their directories. Raises ValueError, also for equal names.
+
+    An earlier attempt of a run is named after both.
+    """
     runs: dict[str, Run] = {}
     for directory in directories:
-        name = shown(directory.resolve().name)
+        path = directory.resolve()
+        earlier = path.parent.name == ATTEMPTS
+        name = shown(f"{path.parent.parent.name} {path.name}" if earlier else path.name)
         if name in runs:
             raise ValueError(f"{directory}: a second run named {name}")
         runs[name] = read_run(directory)
@@ -370,10 +383,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="*.png, *.svg, *.pdf or *.html")
+    parser.add_argument(
+        "--attempts", action="store_true", help="draw earlier attempts of these runs too"
+    )
     parser.add_argument("--smooth", type=int, default=20, help="logged steps (default: 20)")
     parser.add_argument("--baseline", help="name of a run's directory (default: the first)")
     parser.add_argument("--only", nargs="+", default=GROUPS, choices=GROUPS, metavar="GROUP")
     options = parser.parse_args(arguments)
+    if options.attempts:
+        options.runs += [attempt for run in options.runs for attempt in earlier_attempts(run)]
     try:
         runs = read_runs(options.runs)
         baseline = options.baseline or next(iter(runs))

@@ -114,7 +114,9 @@ def _mark(home: Path) -> None:
 
 def _publish(own: Path, home: Path, *, replace: bool) -> None:
     """Give a finished folder its name, in place of a damaged one; an equal one of others stays."""
-    own.chmod(0o755)  # mkdtemp's is for one user
+    umask = os.umask(0o077)
+    os.umask(umask)
+    own.chmod(0o777 & ~umask)  # mkdtemp's is for one user, whatever the umask allows
     if replace:
         doomed = Path(tempfile.mkdtemp(prefix=f"{home.name}.", dir=home.parent))
         with contextlib.suppress(FileNotFoundError):  # another process was first

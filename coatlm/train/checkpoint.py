@@ -33,6 +33,7 @@ from torch import Tensor
 
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.console import in_bytes
+from coatlm.files import check_regular
 from coatlm.platform import enable_cpu
 from coatlm.train.agreement import Group, together
 from coatlm.train.manifest import (
@@ -292,6 +293,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The `state` that was saved with a checkpoint. Raises CheckpointError."""
     path = checkpoint / STATE
     try:
+        check_regular(path)
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coatlm.console import Advance, progress
+from coatlm.files import check_regular
 
 FORMAT = 1  # of the manifest; a reader refuses any other
 MANIFEST = "manifest.json"
@@ -73,6 +74,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"{checkpoint} is not a directory")
     path = checkpoint / MANIFEST
     try:
+        check_regular(path)
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format"]
         if version != FORMAT:
@@ -113,6 +115,7 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
         for name, expected in files:
             path = checkpoint / name
             try:
+                check_regular(path)
                 size = path.stat().st_size
                 if size != expected.bytes:
                     problems.append(f"{path} has {size} bytes, {expected.bytes} were written")

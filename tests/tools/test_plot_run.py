@@ -139,6 +139,19 @@ def labels(runs: Sequence[Path], *only: str) -> dict[str, list[str]]:
     }
 
 
+def test_earlier_attempts_are_drawn_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_in(tmp_path / "a", [3.0, 2.0])
+    (run / "attempts").mkdir()
+    run_in(run / "attempts" / "2026-03-01T120000Z", [3.0, 2.5])
+    out = ["--out", str(tmp_path / "a.png")]
+    assert main([str(run), *out]) == 0
+    assert "2026" not in capsys.readouterr().out
+    assert main([str(run), *out, "--attempts"]) == 0
+    assert "| a 2026-03-01T120000Z | 2.5000 | +25.000 % |" in capsys.readouterr().out
+
+
 def test_panels_are_those_that_the_runs_have_something_for(tmp_path: Path) -> None:
     bare = run_in(tmp_path / "bare", [2.0] * 30)
     assert list(labels([bare])) == ["loss (nats a token)"]

@@ -317,3 +317,13 @@ def test_resume_finds_a_checkpoint_in_a_run_or_checkpoints_directory_or_by_itsel
         lambda: find_checkpoint(str(nowhere), path.parent, LOG)
     )
     assert "holds no checkpoint" in message(lambda: find_checkpoint(str(tmp_path), nowhere, LOG))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "common.pt", "__0_0.distcp"])
+def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert f"{name}: is not a regular file" in message(
+        lambda: find_checkpoint("auto", tmp_path, LOG)
+    )
