@@ -23,7 +23,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -154,6 +154,31 @@ def run(
     if received:
         os._exit(128 + received[0])  # without waiting for threads
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold INTERRUPTS back until the block is done. Outside the main thread nothing changes.
+
+    A blocked mask would not do: another thread takes the signal then, and the main thread runs its
+    handler all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held_back: list[int] = []
+
+    def hold_back(number: int, frame: FrameType | None) -> None:
+        held_back.append(number)
+
+    previous = {number: signal.signal(number, hold_back) for number in handled(INTERRUPTS)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for late in held_back:
+            signal.raise_signal(late)
 
 
 def exit_after(seconds: float, code: int) -> None:

@@ -36,6 +36,7 @@ from coatlm.data.documents import Segment, file_kind, read_segment
 from coatlm.data.manifest import suffixed, token_dtype, write_json
 from coatlm.data.streams import BLOCK_BYTES, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
+from coatlm.process import uninterrupted
 
 SHARD_BYTES = 64 << 20  # of input
 POLL_SECONDS = 0.2  # between looks at the worker processes
@@ -172,13 +173,15 @@ def _run_workers(
     ]
     seen = [0, 0]
     try:
-        # Ctrl-C reaches all processes of a terminal; these inherit the mask and leave it to us
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            for process in processes:
-                process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        # A worker whose parent stops in the middle of starting it ends with a traceback. And Ctrl-C
+        # reaches all processes of a terminal: workers inherit the mask and leave it to this one.
+        with uninterrupted():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                for process in processes:
+                    process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         while True:
             alive = any(process.is_alive() for process in processes)  # before the last look
             _, *now = counters.get_obj()  # without the lock, which a killed process may hold

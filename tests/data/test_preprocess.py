@@ -624,7 +624,7 @@ def test_the_tool_verifies_datasets_and_names_a_damaged_one(tmp_path: Path) -> N
     result = run_tool("--verify", tmp_path / "good", tmp_path / "bad", tmp_path / "none")
     assert result.returncode == 2
     assert result.stdout == f"{tmp_path}/good: whole, 200,002 bytes of tokens\n"
-    errors = [line for line in result.stderr.splitlines() if line.startswith("preprocess_data: ")]
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2
     assert "bad.bin: damaged between bytes 49152 and 65536" in errors[0]
     assert "none: has no checksums" in errors[1]
@@ -643,7 +643,7 @@ def test_a_tool_that_cannot_write_names_its_output(tmp_path: Path, workers: str)
         check=False,
     )
     assert result.returncode == 2
-    assert f"preprocess_data: {tmp_path}/out: File too large" in result.stderr
+    assert f"error: {tmp_path}/out: File too large" in result.stderr
     assert "Traceback" not in result.stderr
 
 

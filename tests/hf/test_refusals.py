@@ -78,16 +78,20 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     "field": (lambda c, t: c.update({"clip_qkv": 8.0}), "clip_qkv=8.0 is not known"),
     "layers": (
-        lambda c, t: c.update({"num_hidden_layers": 10**6}),
-        "config.json has 1000000 layers, its weights only",
+        lambda c, t: c.update({"num_hidden_layers": 9999}),
+        "config.json has 9999 layers, its weights only",
     ),
     "hidden": (
-        lambda c, t: c.update({"hidden_size": 2**40, "head_dim": 16}),
-        "model.embed_tokens.weight is [263, 64], config.json says [263, 1099511627776]",
+        lambda c, t: c.update({"hidden_size": 2**20, "head_dim": 16}),
+        "model.embed_tokens.weight is [263, 64], config.json says [263, 1048576]",
     ),
     "vocab": (
-        lambda c, t: c.update({"vocab_size": 10**12}),
-        "model.embed_tokens.weight is [263, 64], config.json says [1000000000000, 64]",
+        lambda c, t: c.update({"vocab_size": 2**24}),
+        "model.embed_tokens.weight is [263, 64], config.json says [16777216, 64]",
+    ),
+    "bound": (
+        lambda c, t: c.update({"num_hidden_layers": 10**6}),
+        "model.layers=1000000: Input should be less than or equal to 10000",
     ),
     "eos": (lambda c, t: c.update({"eos_token_id": 10**30}), "eos_token_id=1000"),
     "family": (lambda c, t: c.update({"model_type": ["llama"]}), "model_type=['llama']"),
@@ -220,12 +224,12 @@ def test_a_state_with_more_layers_than_weights_is_refused_before_a_plan_is_made(
     from_huggingface(original, tmp_path / "coatlm", tokenizer="byte")
     path = tmp_path / "coatlm" / "state.json"
     state = json.loads(path.read_text())
-    state["config"]["model"]["layers"] = 10**6
+    state["config"]["model"]["layers"] = 9999
     path.write_text(json.dumps(state))
     seal(tmp_path / "coatlm")
     arguments = ["--from", "coatlm", "--to", "hf", str(tmp_path / "coatlm"), str(tmp_path / "new")]
     assert main(arguments) == 2
-    assert "has 1000000 layers, its weights only" in capsys.readouterr().err
+    assert "has 9999 layers, its weights only" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.config import make_config
 from coatlm.fp8.expand import GROUP
 from coatlm.train.checkpoint import Checkpointer
 from tests.train.layouts import pieces_of
@@ -45,12 +46,14 @@ def moments_of(seed: int) -> dict[str, Tensor]:
 
 def saved(directory: Path, tensors: dict[str, Tensor], recipe: str = "adamw-fp32") -> Path:
     optim = {"recipe": recipe, "betas": BETAS, "eps": EPS}
+    config = make_config({"optim": optim})
     state: dict[str, Any] = {
         "step": 7,
         "updates": UPDATES,
         "skipped": 0,
         "tokenizer": "",
-        "config": {"model": {}, "data": {}, "optim": optim},
+        "tokens": 0,
+        "config": config.model_dump(mode="json"),
     }
     pieces = pieces_of(tensors, "copies")
     Checkpointer(directory, keep=1, async_save=False).save(7, pieces, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from contextlib import ExitStack
@@ -19,12 +20,10 @@ STEPS, EVERY, NAN = 10, 4, 5  # lines at 1, 4, 8 and 10; the batch of step 6 has
 def train_all(rank: int, size: int, root: str) -> None:
     """An undisturbed run, one that logs each step, and one resumed inside a window."""
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop
+    from coatlm.train import loop, phases
     from coatlm.train.setup import Launch
 
-    started: list[Any] = []
-    start = loop.start_processes
-    loop.start_processes = lambda launch: started or started.append(start(launch))  # type: ignore
+    phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
     middle = str(Path(root) / "straight" / "checkpoints" / "step_00000007")
     for name, every, resume in [
         ("each", 1, "auto"),

@@ -23,7 +23,16 @@ GOOD: dict[str, Any] = {
     "flat_groups": {"w": [[{"key": "w", "rows": 3}]]},
     "automatic_scales": {"w": 1.0},
     "gradient_amaxes": {"0": {"attention": [0.0, 1.5]}},
-    "config": {"model": {}, "optim": {}, "data": {}, "train": {}},
+    "samples": 80,
+    "data": [{"documents": 3, "tokens": 1000, "weight": 1.0, "sha256": "ab"}],
+    "window": [2.5],
+    "config": {
+        "model": {},
+        "optim": {},
+        "data": {"seq_len": 8, "tokenizer": "byte"},
+        "train": {"global_batch": 16},
+        "checkpoint": {"resume": "auto"},
+    },
 }
 
 
