@@ -1,0 +1,271 @@
+"""Round after round: a job comes to a point, a fault is done to it, and the run must go on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tools.drilling import disk, faults, report
+from tools.drilling.faults import FAULTS, FILLER, Fault, Phase, Scene
+from tools.drilling.jobs import Job, Kind, Machine
+from tools.drilling.run import STEPS, History, Progress, Run, until, write_config
+
+LIBRARY = "libfaketimeMT.so.1"
+LIBRARY_AT = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
+NEXT_STEP_S = 180.0  # a start, and a step
+END_S = 90.0  # from a fault to the job's end
+LIMITED = 4096  # bytes of a file, where no file system can be filled
+
+
+class Drill:
+    """The rounds of one command line. Use it in `with`: it mounts, and starts processes."""
+
+    def __init__(self, options: argparse.Namespace, out: Path) -> None:
+        self.options, self.out, self.work = options, out.absolute(), out.absolute() / "work"
+        self.random = random.Random(options.seed)
+        self.cuda = options.device == "cuda"
+        self.job: Job | None = None
+        self.starts = [1.0]  # seconds of starts so far
+        self.runs = 0
+        unknown = set(options.faults or ()) - {fault.name for fault in FAULTS}
+        if unknown:
+            names = ", ".join(fault.name for fault in FAULTS)
+            raise ValueError(f"--faults {min(unknown)!r}: one of {names}")
+
+    def __enter__(self) -> Drill:
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        self.disk = self.work / "disk"
+        if not disk.mount(self.disk):
+            disk.enter_namespace(self.disk)  # does not return where that helps
+            say("no small file system can be mounted here: files are limited in size instead")
+            self.disk.mkdir(exist_ok=True)
+            self.limited = True
+        else:
+            say("the run lies on a tmpfs of its own, which is filled")
+            self.limited = False
+        self.clock = self._preload_clock()
+        self.machine = Machine.of(self.options.device, self.work / "jobs.log", self.variables)
+        self.config = self.work / "config.yaml"
+        write_config(self.config, cuda=self.cuda, ranks=self.options.ranks)
+        self.undisturbed = {many: self._undisturbed(many) for many in self._layouts()}
+        self.current = self._new_run()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.job is not None:
+            self.job.kill()
+        disk.unmount(self.disk)
+
+    def run_rounds(self) -> int:
+        """All of them; how many failed."""
+        (self.out / report.ROUNDS).unlink(missing_ok=True)
+        failed = 0
+        for number in range(1, self.options.rounds + 1):
+            found = self._round(number)
+            report.append(self.out / report.ROUNDS, found)
+            if found.verdict != "ok":
+                failed += 1
+                say(f"round {number}: {found.fault}, {found.phase}: {found.verdict}")
+                self._keep(number)
+        return failed
+
+    def _preload_clock(self) -> Path | None:
+        """Have processes read the clock through libfaketime; None where it is not installed."""
+        self.variables: dict[str, str] = {}
+        found = [p for at in LIBRARY_AT for p in sorted(Path(at).rglob(LIBRARY)) if p.is_file()]
+        if not found or self.cuda:
+            say("the clock is not moved: " + ("CUDA" if found else "libfaketime is not installed"))
+            return None
+        clock = self.work / "clock"
+        clock.write_text("+0")
+        self.variables = {
+            "LD_PRELOAD": str(found[0]),
+            "FAKETIME_TIMESTAMP_FILE": str(clock),
+            "FAKETIME_NO_CACHE": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        os.environ |= self.variables  # for the server, which is started with the first process
+        return clock
+
+    def _layouts(self) -> tuple[bool, ...]:
+        """Whether runs are of several ranks."""
+        return (False, True) if self.options.ranks > 1 else (False,)
+
+    def _undisturbed(self, many: bool) -> History:
+        """What a run logs that nothing is done to."""
+        run = Run(self.work / f"undisturbed-{'ranks' if many else 'process'}", self.config, many)
+        job = self._job(run, "ranks" if many else "process")
+        if not job.wait(600) or any(job.codes):
+            job.kill()
+            raise ValueError(f"the undisturbed run ended with {job.codes}: {self.machine.log}")
+        found = dict(run.records())
+        assert sum(not evaluated for _, evaluated in found) == STEPS
+        return found
+
+    def _new_run(self) -> Run:
+        """Another run directory, in the place of the former."""
+        if self.runs:
+            shutil.rmtree(self.current.directory, ignore_errors=True)
+        self.runs += 1
+        many = self.random.choice(self._layouts())
+        return Run(self.disk / f"run{self.runs}", self.config, many)
+
+    def _job(self, run: Run, kind: Kind) -> Job:
+        size = self.options.ranks if run.many else 1
+        return Job(self.machine, kind, [str(run.config), f"run.dir={run.directory}"], size)
+
+    def _start(self) -> Job:
+        """A job of the current run."""
+        kind: Kind = self.random.choice(("ranks", "launcher")) if self.current.many else "process"
+        self.since = self.current.size_of_log()
+        return self._job(self.current, kind)
+
+    def _round(self, number: int) -> report.Round:
+        """One fault, and what became of it."""
+        phase, job = self._reach()
+        possible = [f for f in self._faults() if phase in f.phases and job.kind in f.kinds]
+        fault = self.random.choice(possible) if possible else FAULTS[0]
+        run = self.current
+        early = phase == "starting"
+        scene = Scene(job, run, self.random, self._start, self.disk, self.clock, early)
+        done = run.last_step()
+        since = run.size_of_log()
+        codes = self._act(fault, scene)
+        if problem := run.problem(self.undisturbed[run.many]):
+            scene.problems.append(problem)
+        begin = time.monotonic()
+        if self.job is None:
+            self.job = self._start()
+            since = self.since
+        progress = self._next_step(since, begin)
+        seconds = time.monotonic() - begin if progress.steps else None
+        if not progress.steps:
+            scene.problems.append(f"no step in {NEXT_STEP_S:g} s, exit codes {self.job.codes}")
+            self.job.kill()
+        elif fault.then != "goes on":
+            self.starts.append(time.monotonic() - begin)
+        if problem := run.problem(self.undisturbed[run.many]):
+            scene.problems.append(problem)
+        resumed = progress.steps[0] - 1 if progress.steps else None
+        return report.Round(
+            number,
+            fault.name,
+            phase,
+            job.kind,
+            "; ".join(scene.notes),
+            codes,
+            done,
+            resumed,
+            None if seconds is None else round(seconds, 3),
+            None if resumed is None else max(0, done - resumed),
+            "; ".join(dict.fromkeys(scene.problems)) or "ok",
+        )
+
+    def _faults(self) -> Iterator[Fault]:
+        """Those that were asked for and are possible here."""
+        for fault in FAULTS:
+            if self.options.faults and fault.name not in self.options.faults:
+                continue
+            if fault.needs == "clock" and self.clock is None:
+                continue
+            yield fault
+
+    def _reach(self) -> tuple[Phase, Job]:
+        """Let a job come to a point; a run that has ended by then is followed by another one."""
+        while True:
+            phase: Phase = self.random.choice(("starting", "training", "training", "saving"))
+            if phase == "starting" and self.job is not None:
+                self.job.kill()
+                self.job = None
+            if self.job is None:
+                self.job = self._start()
+            if phase == "starting":
+                time.sleep(self.random.uniform(0.0, statistics.median(self.starts[-20:])))
+            else:
+                steps = self.random.randrange(8)
+                last = self.current.last_step()
+                until(lambda at=last + steps: self.job.ended or self._at(at), NEXT_STEP_S)
+                if phase == "saving":
+                    until(lambda: self.job.ended or self.current.saving(), 20, pause=0.0005)
+                time.sleep(self.random.uniform(0.0, 0.01))
+            if not self.job.ended:
+                return phase, self.job
+            self._check_end()
+
+    def _at(self, step: int) -> bool:
+        """A life of this job has come to `step`."""
+        steps = Progress.of(self.current, self.since).steps
+        return bool(steps) and steps[-1] >= step
+
+    def _check_end(self) -> None:
+        """A job has ended without a fault: its run is at its end."""
+        assert self.job is not None
+        codes, problem = self.job.codes, self.current.problem(self.undisturbed[self.current.many])
+        if any(codes) or problem or self.current.last_step() != STEPS:
+            raise RuntimeError(f"{self.current.directory}: ended with {codes}: {problem}")
+        self.job = None
+        self.current = self._new_run()
+
+    def _act(self, fault: Fault, scene: Scene) -> list[int | None]:
+        """Do the fault and wait for what it does to the job; exit codes where the job has ended."""
+        if fault.needs == "disk" and self.limited:
+            scene.notes.append("by a limit on the size of files")
+            for pid in scene.job.ranks:
+                with suppress(psutil.Error):
+                    psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (LIMITED, LIMITED))
+        else:
+            fault.act(scene)
+        self.job = scene.job
+        if fault.then == "goes on":
+            return [code for code in self.job.codes if code is not None]
+        if not self.job.wait(END_S):
+            scene.problems.append(f"not ended {END_S:g} s after the fault: {self.job.codes}")
+            self.job.kill()
+        (self.disk / FILLER).unlink(missing_ok=True)
+        codes = self.job.codes
+        if self.job.kind != "launcher":  # which has codes of its own
+            known = {-9, 0, *fault.codes}
+            early = {-number for number in (1, 2, 10, 15)} if scene.early else set()
+            scene.problems += [f"exit code {c}" for c in sorted({*codes} - known - early)]
+        self.job = None
+        return codes
+
+    def _next_step(self, since: int, begin: float) -> Progress:
+        """The first step that is logged after `since`, by a life that may have to start again."""
+        assert self.job is not None
+        found = Progress.of(self.current, since)
+        while not found.steps and time.monotonic() - begin < NEXT_STEP_S:
+            if self.job.ended:
+                found = Progress.of(self.current, since)
+                break
+            time.sleep(0.005)
+            found = Progress.of(self.current, since)
+        return found
+
+    def _keep(self, number: int) -> None:
+        """A run that failed is left to be looked at, and another one begins."""
+        if self.job is not None:
+            self.job.kill()
+            self.job = None
+        place = self.out / f"failed-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.current.directory, place, ignore_dangling_symlinks=True)
+        shutil.copy(self.machine.log, place / "jobs.log")
+        shutil.rmtree(self.work / "cache", ignore_errors=True)
+        self.current = self._new_run()
+
+
+def say(text: str) -> None:
+    print(f"drill: {text}", flush=True)
