@@ -16,7 +16,7 @@ the next step, steps lost (done before the fault and done again), verdict. A run
 OUT/failed-ROUND. Exit code: 0, 1 if a round failed, 2 for a wrong call.
 
 The disk is filled where a small file system can be mounted (as root, or in a user namespace), else
-files are limited in size. The clock moves where libfaketime is installed.
+files are limited in size. The clock moves where there is a C compiler.
 """
 
 from __future__ import annotations

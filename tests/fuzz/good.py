@@ -172,7 +172,7 @@ def shards(destination: Path) -> None:
     directory = Path("out/data.shards")
     directory.mkdir(parents=True)
     planned = plan_shards(segments, options, ByteTokenizer(), directory)
-    assert module.SHARD_BYTES == options.shard_bytes
+    assert options.shard_bytes == module.SHARD_BYTES
     tokenise(planned, options, 1)
     shutil.copytree("out", destination / "out")
     shutil.copy2("text.txt", destination / "text.txt")

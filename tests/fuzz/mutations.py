@@ -66,6 +66,7 @@ ODD: tuple[Any, ...] = (  # values of JSON in the place of others
     {"a": 1},
     {"": None},
 )
+SPELLED = ("-5", "1e999", "NaN", "0x7", "1_0", "9" * 5000)
 DEPTHS = (20, 1000, 100_000)
 LINE_ENDS = (b"\n", b"\r\n", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"#", b": ", b"- ", b"'", b"{")
 
@@ -116,13 +117,15 @@ def renumbered(draw: DrawFn, good: bytes) -> bytes:
     if not found:
         return damaged(draw, good)
     place = found[whole_number(draw, len(found))]
-    value = draw(st.sampled_from([*map(str, NUMBERS), "-5", "1e999", "NaN", "0x7", "1_0", "9" * 5000]))
+    value = draw(st.sampled_from((*map(str, NUMBERS), *SPELLED)))
     return good[: place.start()] + value.encode() + good[place.end() :]
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of everything inside a value of JSON, from the outside in."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys: Any = ()
+    if isinstance(value, dict | list):
+        keys = value if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield value, key
     for key in keys:
@@ -411,5 +414,3 @@ def tokenizers(draw: DrawFn, good: dict[str, bytes]) -> Files:
     if draw(st.integers(0, 5)) == 5:
         files["spec.txt"] = TEXT(draw, SPECS[name].encode())
     return files
-
-

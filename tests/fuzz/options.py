@@ -12,6 +12,9 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from coatlm.config import Config, Section
 from tests.fuzz.mutations import JSON, ODD, TEXT, Files, damaged
 
+LAUGHS = "".join(  # a billion of them
+    f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefgh", "bcdefghi", strict=True)
+)
 SNIPPETS = (  # of YAML
     "",
     "- a\n",
@@ -33,21 +36,82 @@ SNIPPETS = (  # of YAML
     "--- {}\n--- {}\n",
     "%YAML 9.9\n---\n{}\n",
     "<<: {run: {name: x}}\n",
-    "a: &a [x, x, x, x, x, x, x, x, x]\n"
-    + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh", strict=True)),
+    "a: &a [x, x, x, x, x, x, x, x, x]\n" + LAUGHS,
 )
-WORDS = ("", "=", "=1", "a", "a.b", "run.dir", "run.name=", "..=1", "run[0]=1", "a.b.c.d=1")
-WORDS += ("run.name=${run.dir}", "run.name='", "run.dir=a #b", "run.dir=~/x", "model={}", "model=")
-WORDS += ("data.paths=[{path: a, weight: nan}]", "run.name=\x1b[2J\x00", "train.steps=" + "9" * 5000)
+WORDS = (
+    "",
+    "=",
+    "=1",
+    "a",
+    "a.b",
+    "run.dir",
+    "run.name=",
+    "..=1",
+    "run[0]=1",
+    "a.b.c.d=1",
+    "run.name=${run.dir}",
+    "run.name='",
+    "run.dir=a #b",
+    "run.dir=~/x",
+    "model={}",
+    "model=",
+    "data.paths=[{path: a, weight: nan}]",
+    "run.name=\x1b[2J\x00",
+    "train.steps=" + "9" * 5000,
+)
 VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
-    "SLURM_PROCID SLURM_NTASKS SLURM_LOCALID SLURM_STEP_NODELIST SLURM_STEP_TASKS_PER_NODE "
-    "SLURM_JOB_ID SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK"
-).split()
-VALUES = ("0", "1", "2", "7", "8", "29500", "65536", "True", "", " ", "x", "-1", "1.5", "\u00b2", "\u0663")
-VALUES += ("9" * 30, "9" * 5000, "node1", "gpu[01-03]", "gpu[", "[1]", ",", "4(x2),3", "h:1", "::1", "\n")
-VALUES += ("1 ", "+1", "0x1", "1_0", "\x1b[31m", "n" * 3000)
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_JOB_ID",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+)
+VALUES = (
+    "0",
+    "1",
+    "2",
+    "7",
+    "8",
+    "29500",
+    "65536",
+    "True",
+    "",
+    " ",
+    "x",
+    "-1",
+    "1.5",
+    "\u00b2",
+    "\u0663",
+    "node1",
+    "gpu[01-03]",
+    "gpu[",
+    "[1]",
+    ",",
+    "4(x2),3",
+    "h:1",
+    "::1",
+    "\n",
+    "1 ",
+    "+1",
+    "0x1",
+    "1_0",
+    "\x1b[31m",
+    "9" * 30,
+    "9" * 5000,
+    "n" * 3000,
+)
 
 
 def values(annotation: Any) -> SearchStrategy[Any]:

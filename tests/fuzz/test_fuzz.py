@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.conftest import Lab
-from tests.fuzz.mutations import Files, inputs
+from tests.fuzz.mutations import Files, inputs, seal
 from tests.fuzz.sandbox import Finding
 from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
-MISSING = ".missing"
+MISSING, MANIFEST = ".missing", "/manifest.json"
 ROUND = 400  # inputs that a long fuzz draws from one seed
 EXAMPLES = {  # in CI; together about 90 s on two cores
     "config": 300,
@@ -53,7 +53,9 @@ class Found(AssertionError):
 @pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_what_was_once_found_stays_mended(case: Path, lab: Lab) -> None:
     target = case.parent.name
-    finding = lab.sandbox.run(TARGETS[target], lab.good / target, stored(case))
+    files = stored(case)
+    seal(files, lab.files(target))
+    finding = lab.sandbox.run(TARGETS[target], lab.good / target, files)
     assert finding is None, str(finding)
 
 
@@ -108,12 +110,19 @@ def look_for(target: str, lab: Lab, *, seconds: float) -> list[Finding]:
         except Found as error:
             finding = error.finding
             found[finding.signature] = finding
-            print(f"{finding}\n  stored in {store(target, finding, error.files)}", flush=True)
+            case = store(finding, error.files, lab.files(target))
+            print(f"{finding}\n  stored in {case}", flush=True)
     return list(found.values())
 
 
-def store(target: str, finding: Finding, files: Files) -> Path:
-    """Write an input to the corpus."""
+def store(finding: Finding, files: Files, good: dict[str, bytes]) -> Path:
+    """Write an input to the corpus; a manifest that only seals a checkpoint is left out."""
+    bare = {name: content for name, content in files.items() if not name.endswith(MANIFEST)}
+    sealed = dict(bare)
+    seal(sealed, good)
+    if sealed == files:
+        files = bare
+    target = finding.target
     words = re.sub(r"[^a-z0-9]+", "-", finding.signature.lower()).strip("-")[:70].strip("-")
     case = CORPUS / target / words
     for name, content in files.items():

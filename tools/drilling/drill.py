@@ -15,15 +15,14 @@ from pathlib import Path
 
 import psutil
 
-from tools.drilling import disk, faults, report
+from tools.drilling import disk, report
+from tools.drilling.clock import Clock
 from tools.drilling.faults import FAULTS, FILLER, Fault, Phase, Scene
 from tools.drilling.jobs import Job, Kind, Machine
 from tools.drilling.run import STEPS, History, Progress, Run, until, write_config
 
-LIBRARY = "libfaketimeMT.so.1"
-LIBRARY_AT = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
-NEXT_STEP_S = 180.0  # a start, and a step
-END_S = 90.0  # from a fault to the job's end
+NEXT_STEP_S = 120.0  # a start, and a step
+END_S = 60.0  # from a fault to the job's end
 LIMITED = 4096  # bytes of a file, where no file system can be filled
 
 
@@ -54,11 +53,12 @@ class Drill:
         else:
             say("the run lies on a tmpfs of its own, which is filled")
             self.limited = False
-        self.clock = self._preload_clock()
-        self.machine = Machine.of(self.options.device, self.work / "jobs.log", self.variables)
+        os.environ["PYTHONWARNINGS"] = "ignore"  # of libraries, and of semaphores of the killed
+        self.clock = self._make_clock()
+        self.machine = Machine.of(self.options.device, self.work / "jobs.log")
         self.config = self.work / "config.yaml"
         write_config(self.config, cuda=self.cuda, ranks=self.options.ranks)
-        self.undisturbed = {many: self._undisturbed(many) for many in self._layouts()}
+        self.undisturbed = self._undisturbed()
         self.current = self._new_run()
         return self
 
@@ -80,39 +80,30 @@ class Drill:
                 self._keep(number)
         return failed
 
-    def _preload_clock(self) -> Path | None:
-        """Have processes read the clock through libfaketime; None where it is not installed."""
-        self.variables: dict[str, str] = {}
-        found = [p for at in LIBRARY_AT for p in sorted(Path(at).rglob(LIBRARY)) if p.is_file()]
-        if not found or self.cuda:
-            say("the clock is not moved: " + ("CUDA" if found else "libfaketime is not installed"))
+    def _make_clock(self) -> Clock | None:
+        """A clock for all processes of jobs; None where there can be none."""
+        try:
+            clock = Clock(self.work)
+        except ValueError as error:
+            say(f"the clock is not moved: {error}")
             return None
-        clock = self.work / "clock"
-        clock.write_text("+0")
-        self.variables = {
-            "LD_PRELOAD": str(found[0]),
-            "FAKETIME_TIMESTAMP_FILE": str(clock),
-            "FAKETIME_NO_CACHE": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-        os.environ |= self.variables  # for the server, which is started with the first process
+        os.environ |= clock.variables  # for the server, which starts with the first process
         return clock
 
     def _layouts(self) -> tuple[bool, ...]:
         """Whether runs are of several ranks."""
         return (False, True) if self.options.ranks > 1 else (False,)
 
-    def _undisturbed(self, many: bool) -> History:
-        """What a run logs that nothing is done to."""
-        run = Run(self.work / f"undisturbed-{'ranks' if many else 'process'}", self.config, many)
-        job = self._job(run, "ranks" if many else "process")
-        if not job.wait(600) or any(job.codes):
-            job.kill()
-            raise ValueError(f"the undisturbed run ended with {job.codes}: {self.machine.log}")
-        found = dict(run.records())
-        assert sum(not evaluated for _, evaluated in found) == STEPS
-        return found
+    def _undisturbed(self) -> dict[bool, History]:
+        """What runs log that nothing is done to, by whether they are of several ranks."""
+        names = {many: self.work / f"undisturbed{many:d}" for many in self._layouts()}
+        runs = [Run(directory, self.config, many) for many, directory in names.items()]
+        jobs = [self._job(run, "ranks" if run.many else "process") for run in runs]
+        for job in jobs:
+            if not job.wait(600) or any(job.codes):
+                job.kill()
+                raise ValueError(f"the undisturbed run ended with {job.codes}: {self.machine.log}")
+        return {run.many: dict(run.records()) for run in runs}
 
     def _new_run(self) -> Run:
         """Another run directory, in the place of the former."""

@@ -16,17 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tools.drilling.clock import Clock
 from tools.drilling.jobs import Job, Kind, send
-from tools.drilling.run import EVERY, Run
+from tools.drilling.run import Run
 
 Phase = Literal["starting", "training", "saving"]
 Then = Literal["ends", "goes on", "damaged"]  # damaged: it was killed, then its files were changed
 
+FILLER = "filler"  # what takes the rest of the disk
 DROPPED_S = 0.5  # seconds that a rank stands still before it is killed
 PAUSES_S = (0.2, 0.5, 1.5)  # that a process is stopped for
 LONG_PAUSE_S = 25.0  # longer than a lock's heartbeat and than log.hang_timeout
-LONG_PAUSES = 0.05  # share of the pauses that are as long
-CLOCK_JUMPS = ("+1h", "-1h", "+400d", "-400d", "+3s", "-3s")  # as libfaketime reads them
+LONG_PAUSES = 0.03  # share of the pauses that are as long
+CLOCK_JUMPS = (3, -3, 3600, -3600, 400 * 86400, -400 * 86400)  # seconds
 ALL_KINDS: tuple[Kind, ...] = ("process", "ranks", "launcher")
 
 
@@ -39,7 +41,7 @@ class Scene:
     random: random.Random
     restart: Callable[[], Job]  # start the same command, beside the job
     disk: Path | None = None  # the small file system that the run lies on
-    clock: Path | None = None  # what libfaketime reads
+    clock: Clock | None = None
     early: bool = False  # the job may not listen to signals yet
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -73,6 +75,7 @@ def kill_all(scene: Scene) -> None:
 
 def kill_launcher(scene: Scene) -> None:
     """Its ranks must end by themselves."""
+    scene.notes.append(f"{len(scene.job.ranks)} ranks without it")  # which are known from now on
     send(signal.SIGKILL, scene.job.leader)
 
 
@@ -120,9 +123,6 @@ def fill_disk(scene: Scene) -> None:
     with suppress(OSError), (scene.disk / FILLER).open("wb", buffering=0) as file:
         while True:
             file.write(b"\0" * 4096)
-
-
-FILLER = "filler"
 
 
 def second_job(scene: Scene) -> None:
@@ -188,8 +188,8 @@ def move_clock(scene: Scene) -> None:
     """The system's clock is set, and files get times that do not fit."""
     assert scene.clock is not None
     jump = scene.random.choice(CLOCK_JUMPS)
-    scene.clock.write_text(jump)
-    scene.notes.append(jump)
+    scene.clock.move(jump)
+    scene.notes.append(f"{jump:+d} s")
     directories = (scene.run.directory, scene.run.checkpoints)
     files = [p for d in directories if d.is_dir() for p in d.iterdir() if p.is_file()]
     for path in scene.random.sample(files, min(3, len(files))):
@@ -214,7 +214,6 @@ def damage(path: Path, random: random.Random) -> str:
 
 SEVERAL: tuple[Kind, ...] = ("ranks", "launcher")
 RUNNING: tuple[Phase, ...] = ("training", "saving")
-SIGNALLED = (1, 2, 4, 129, 130, 143, 85)  # with the code of the signal where it came in time
 FAULTS = (
     Fault("kill -9 of a rank", kill_rank, codes=(1, 4, 5), kinds=("process", "ranks")),
     Fault("kill -9 of a rank, restarted", kill_rank, "goes on", kinds=("launcher",)),
@@ -234,4 +233,3 @@ FAULTS = (
     Fault("clock moved", move_clock, "goes on", phases=RUNNING, needs="clock"),
     Fault("second job", second_job, "goes on"),
 )
-assert len({fault.name for fault in FAULTS}) == len(FAULTS) and EVERY > 1

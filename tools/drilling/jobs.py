@@ -40,13 +40,13 @@ class Machine:
     context: Any  # of multiprocessing
 
     @classmethod
-    def of(cls, device: str, log: Path, variables: dict[str, str]) -> Machine:
-        """Make the server. What `variables` preload into processes must be in the environment."""
+    def of(cls, device: str, log: Path) -> Machine:
+        """What is in the environment by the first process is in that of all."""
         if device == "cuda":
-            return cls(True, log, variables, multiprocessing.get_context("spawn"))
+            return cls(True, log, {}, multiprocessing.get_context("spawn"))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["coatlm.train.loop", "torch.distributed.run"])
-        return cls(False, log, variables | {"CUDA_VISIBLE_DEVICES": ""}, context)
+        return cls(False, log, {"CUDA_VISIBLE_DEVICES": ""}, context)
 
     def process(self, function: Any, *arguments: Any, env: dict[str, str] | None = None) -> Any:
         """A process that calls `function`, with its output at the end of the log."""
@@ -79,12 +79,10 @@ def pretrain(words: Sequence[str]) -> None:
 
 def rank_of_agent(words: Sequence[str]) -> None:
     """A rank under the agent, which takes any exit for a failure but a return."""
-    with contextlib.suppress(SystemExit):
-        try:
-            pretrain(words)
-        except SystemExit as end:
-            if end.code:
-                os._exit(end.code if isinstance(end.code, int) else 1)
+    try:
+        pretrain(words)
+    except SystemExit as end:
+        if end.code:
             raise
 
 
@@ -125,10 +123,8 @@ class Job:
         else:
             common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
             common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            self.processes = [
-                machine.process(pretrain, words, env=common | {"RANK": str(r), "LOCAL_RANK": str(r)})
-                for r in range(size)
-            ]
+            each = [common | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
+            self.processes = [machine.process(pretrain, words, env=env) for env in each]
 
     @property
     def ranks(self) -> list[int]:
