@@ -67,7 +67,7 @@ ODD: tuple[Any, ...] = (  # values of JSON in the place of others
     {"": None},
 )
 SPELLED = ("-5", "1e999", "NaN", "0x7", "1_0", "9" * 5000)
-DEPTHS = (20, 1000, 100_000)
+DEPTHS = (20, 1000, 12_000)
 LINE_ENDS = (b"\n", b"\r\n", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"#", b": ", b"- ", b"'", b"{")
 
 

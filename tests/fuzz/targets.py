@@ -38,10 +38,16 @@ def config() -> int:
 
 def launch() -> None:
     """The variables of a launcher."""
+    from coatlm.config import ConfigError
     from coatlm.train.setup import Launch
 
     env = json.loads(Path("environment.json").read_text())
-    found = Launch.from_environment(env)
+    try:
+        found = Launch.from_environment(env)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise AssertionError(f"which variable is it? {error}") from error
     assert 0 <= found.rank < found.world_size
     assert 0 <= found.local_rank < found.local_size
     if found.address is not None:

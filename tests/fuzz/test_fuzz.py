@@ -36,7 +36,7 @@ EXAMPLES = {  # in CI; together about 90 s on two cores
     "indexed": 200,
     "texts": 150,
     "interrupted": 60,
-    "plots": 20,
+    "plots": 8,
     "comparison": 100,
 }
 CASES = sorted(path for path in CORPUS.glob("*/*") if path.is_dir())
