@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from coatlm.config import Config, Section
-from tests.fuzz.mutations import JSON, ODD, TEXT, Files, damaged
+from tests.fuzz.formats import Files
+from tests.fuzz.mutations import JSON, ODD, TEXT, damaged
 
 LAUGHS = "".join(  # a billion of them
     f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefgh", "bcdefghi", strict=True)

@@ -157,7 +157,10 @@ def plots() -> int:
         if (Path("run") / name).exists():
             (Path("out") / name).write_bytes((Path("run") / name).read_bytes())
     loss_plot(Path("out"))
-    return max(main(["run", "--out=out/a.html"]), main(["run", "whole", "--out=out/b.png"]))
+    return max(
+        main(["run", "--out=out/a.html"]),
+        main(["run", "whole", "--out=out/b.png", "--only", "loss"]),
+    )
 
 
 def comparison() -> int:

@@ -17,26 +17,26 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.conftest import Lab
-from tests.fuzz.mutations import Files, inputs, seal
+from tests.fuzz.formats import Files, inputs, seal
 from tests.fuzz.sandbox import Finding
 from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 MISSING, MANIFEST = ".missing", "/manifest.json"
 ROUND = 400  # inputs that a long fuzz draws from one seed
-EXAMPLES = {  # in CI; together about 90 s on two cores
-    "config": 300,
-    "launch": 400,
-    "start": 12,
-    "inspect": 100,
-    "export": 60,
+EXAMPLES = {  # in CI; with the corpus about 90 s on two cores
+    "config": 200,
+    "launch": 300,
+    "start": 6,
+    "inspect": 50,
+    "export": 30,
     "evaluate": 20,
-    "huggingface": 120,
-    "tokenizers": 150,
+    "huggingface": 150,
+    "tokenizers": 200,
     "indexed": 200,
-    "texts": 150,
+    "texts": 100,
     "interrupted": 60,
-    "plots": 8,
+    "plots": 4,
     "comparison": 100,
 }
 CASES = sorted(path for path in CORPUS.glob("*/*") if path.is_dir())

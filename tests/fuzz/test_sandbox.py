@@ -14,7 +14,7 @@ import pytest
 from coatlm.config import ConfigError
 from tests.fuzz import sandbox
 from tests.fuzz.conftest import Lab
-from tests.fuzz.mutations import Planted
+from tests.fuzz.formats import Planted
 from tests.fuzz.sandbox import Target
 
 

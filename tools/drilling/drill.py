@@ -9,6 +9,7 @@ import resource
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,6 @@ from tools.drilling.jobs import Job, Kind, Machine
 from tools.drilling.run import STEPS, History, Progress, Run, until, write_config
 
 NEXT_STEP_S = 120.0  # a start, and a step
-END_S = 60.0  # from a fault to the job's end
 LIMITED = 4096  # bytes of a file, where no file system can be filled
 
 
@@ -32,10 +32,10 @@ class Drill:
     def __init__(self, options: argparse.Namespace, out: Path) -> None:
         self.options, self.out, self.work = options, out.absolute(), out.absolute() / "work"
         self.random = random.Random(options.seed)
-        self.cuda = options.device == "cuda"
         self.job: Job | None = None
         self.starts = [1.0]  # seconds of starts so far
         self.runs = 0
+        self.drawn: Counter[str] = Counter()  # faults by name
         unknown = set(options.faults or ()) - {fault.name for fault in FAULTS}
         if unknown:
             names = ", ".join(fault.name for fault in FAULTS)
@@ -57,7 +57,7 @@ class Drill:
         self.clock = self._make_clock()
         self.machine = Machine.of(self.options.device, self.work / "jobs.log")
         self.config = self.work / "config.yaml"
-        write_config(self.config, cuda=self.cuda, ranks=self.options.ranks)
+        write_config(self.config, ranks=self.options.ranks)
         self.undisturbed = self._undisturbed()
         self.current = self._new_run()
         return self
@@ -72,7 +72,13 @@ class Drill:
         (self.out / report.ROUNDS).unlink(missing_ok=True)
         failed = 0
         for number in range(1, self.options.rounds + 1):
-            found = self._round(number)
+            try:
+                found = self._round(number)
+            except Unprovoked as end:
+                done = self.current.last_step()
+                found = report.Round(
+                    number, "none", "", "", "", [], done, None, None, None, str(end)
+                )
             report.append(self.out / report.ROUNDS, found)
             if found.verdict != "ok":
                 failed += 1
@@ -126,30 +132,15 @@ class Drill:
     def _round(self, number: int) -> report.Round:
         """One fault, and what became of it."""
         phase, job = self._reach()
-        possible = [f for f in self._faults() if phase in f.phases and job.kind in f.kinds]
-        fault = self.random.choice(possible) if possible else FAULTS[0]
-        run = self.current
+        while (fault := self._draw(phase, job.kind)) is None:
+            phase, job = self._reach()
         early = phase == "starting"
-        scene = Scene(job, run, self.random, self._start, self.disk, self.clock, early)
-        done = run.last_step()
-        since = run.size_of_log()
+        scene = Scene(job, self.current, self.random, self._start, self.disk, self.clock, early)
+        done, since = self.current.last_step(), self.current.size_of_log()
         codes = self._act(fault, scene)
-        if problem := run.problem(self.undisturbed[run.many]):
-            scene.problems.append(problem)
-        begin = time.monotonic()
-        if self.job is None:
-            self.job = self._start()
-            since = self.since
-        progress = self._next_step(since, begin)
-        seconds = time.monotonic() - begin if progress.steps else None
-        if not progress.steps:
-            scene.problems.append(f"no step in {NEXT_STEP_S:g} s, exit codes {self.job.codes}")
-            self.job.kill()
-        elif fault.then != "goes on":
-            self.starts.append(time.monotonic() - begin)
-        if problem := run.problem(self.undisturbed[run.many]):
-            scene.problems.append(problem)
-        resumed = progress.steps[0] - 1 if progress.steps else None
+        self._check(scene)
+        resumed, seconds = self._go_on(fault, scene, since)
+        self._check(scene)
         return report.Round(
             number,
             fault.name,
@@ -163,6 +154,49 @@ class Drill:
             None if resumed is None else max(0, done - resumed),
             "; ".join(dict.fromkeys(scene.problems)) or "ok",
         )
+
+    def _check(self, scene: Scene) -> None:
+        """What was logged must be the undisturbed run's."""
+        if problem := self.current.problem(self.undisturbed[self.current.many]):
+            scene.problems.append(problem)
+
+    def _go_on(self, fault: Fault, scene: Scene, since: int) -> tuple[int | None, float | None]:
+        """Until the next step: the step that it went on from, and seconds from the restart.
+
+        `since` is the size of train.log before the fault. None: the run has come to its end.
+        """
+        begin = time.monotonic()
+        if self.job is None:
+            self.job = self._start()
+            since = self.since
+        progress = Progress.of(self.current, since)
+        while not progress.steps and time.monotonic() - begin < NEXT_STEP_S:
+            ended = self.job.ended  # before the last look
+            progress = Progress.of(self.current, since)
+            if ended:
+                break
+            time.sleep(0.005)
+        if progress.steps:
+            seconds = time.monotonic() - begin
+            if fault.then != "goes on":
+                self.starts.append(seconds)
+            return progress.steps[0] - 1, seconds
+        if not self._finished():
+            ended_with = f"the next life ended with {self.job.codes}"
+            scene.problems.append(ended_with if self.job.ended else f"no step in {NEXT_STEP_S:g} s")
+            self.job.kill()
+        return None, None
+
+    def _draw(self, phase: Phase, kind: Kind) -> Fault | None:
+        """A fault that goes with them, of those that were drawn least; None where none does."""
+        possible = [f for f in self._faults() if phase in f.phases and kind in f.kinds]
+        fewest = min((self.drawn[f.name] for f in possible), default=0)
+        rarest = [f for f in possible if self.drawn[f.name] == fewest]
+        if not rarest:
+            return None
+        fault = self.random.choice(rarest)
+        self.drawn[fault.name] += 1
+        return fault
 
     def _faults(self) -> Iterator[Fault]:
         """Those that were asked for and are possible here."""
@@ -193,21 +227,22 @@ class Drill:
                 time.sleep(self.random.uniform(0.0, 0.01))
             if not self.job.ended:
                 return phase, self.job
-            self._check_end()
+            problem = self.current.problem(self.undisturbed[self.current.many])
+            if problem or not self._finished():
+                raise Unprovoked(f"ended without a fault, with {self.job.codes}: {problem}")
+            self.job = None
+            self.current = self._new_run()
 
     def _at(self, step: int) -> bool:
         """A life of this job has come to `step`."""
         steps = Progress.of(self.current, self.since).steps
         return bool(steps) and steps[-1] >= step
 
-    def _check_end(self) -> None:
-        """A job has ended without a fault: its run is at its end."""
+    def _finished(self) -> bool:
+        """The job has ended because its run is at its end."""
         assert self.job is not None
-        codes, problem = self.job.codes, self.current.problem(self.undisturbed[self.current.many])
-        if any(codes) or problem or self.current.last_step() != STEPS:
-            raise RuntimeError(f"{self.current.directory}: ended with {codes}: {problem}")
-        self.job = None
-        self.current = self._new_run()
+        done = self.current.last_step() == STEPS
+        return done and self.job.ended and not any(self.job.codes)
 
     def _act(self, fault: Fault, scene: Scene) -> list[int | None]:
         """Do the fault and wait for what it does to the job; exit codes where the job has ended."""
@@ -221,29 +256,18 @@ class Drill:
         self.job = scene.job
         if fault.then == "goes on":
             return [code for code in self.job.codes if code is not None]
-        if not self.job.wait(END_S):
-            scene.problems.append(f"not ended {END_S:g} s after the fault: {self.job.codes}")
+        if not self.job.wait(fault.within):
+            scene.problems.append(f"not ended {fault.within:g} s after the fault: {self.job.codes}")
             self.job.kill()
         (self.disk / FILLER).unlink(missing_ok=True)
         codes = self.job.codes
+        ends = {code for code in codes if code is not None}
         if self.job.kind != "launcher":  # which has codes of its own
             known = {-9, 0, *fault.codes}
             early = {-number for number in (1, 2, 10, 15)} if scene.early else set()
-            scene.problems += [f"exit code {c}" for c in sorted({*codes} - known - early)]
+            scene.problems += [f"exit code {code}" for code in sorted(ends - known - early)]
         self.job = None
         return codes
-
-    def _next_step(self, since: int, begin: float) -> Progress:
-        """The first step that is logged after `since`, by a life that may have to start again."""
-        assert self.job is not None
-        found = Progress.of(self.current, since)
-        while not found.steps and time.monotonic() - begin < NEXT_STEP_S:
-            if self.job.ended:
-                found = Progress.of(self.current, since)
-                break
-            time.sleep(0.005)
-            found = Progress.of(self.current, since)
-        return found
 
     def _keep(self, number: int) -> None:
         """A run that failed is left to be looked at, and another one begins."""
@@ -256,6 +280,10 @@ class Drill:
         shutil.copy(self.machine.log, place / "jobs.log")
         shutil.rmtree(self.work / "cache", ignore_errors=True)
         self.current = self._new_run()
+
+
+class Unprovoked(RuntimeError):
+    """A job has ended although nothing was done to it."""
 
 
 def say(text: str) -> None:

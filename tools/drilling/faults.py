@@ -26,7 +26,9 @@ Then = Literal["ends", "goes on", "damaged"]  # damaged: it was killed, then its
 FILLER = "filler"  # what takes the rest of the disk
 DROPPED_S = 0.5  # seconds that a rank stands still before it is killed
 PAUSES_S = (0.2, 0.5, 1.5)  # that a process is stopped for
-LONG_PAUSE_S = 25.0  # longer than a lock's heartbeat and than log.hang_timeout
+END_S = 90.0  # from a fault to the job's end; more than log.hang_timeout
+ORPHANS_S = 30.0  # from a launcher's death to that of its ranks
+LONG_PAUSE_S = 25.0  # longer than a lock's heartbeat; log.hang_timeout is longer
 LONG_PAUSES = 0.03  # share of the pauses that are as long
 CLOCK_JUMPS = (3, -3, 3600, -3600, 400 * 86400, -400 * 86400)  # seconds
 ALL_KINDS: tuple[Kind, ...] = ("process", "ranks", "launcher")
@@ -63,6 +65,7 @@ class Fault:
     kinds: tuple[Kind, ...] = ALL_KINDS
     phases: tuple[Phase, ...] = ("starting", "training", "saving")
     needs: Literal["", "disk", "clock"] = ""
+    within: float = END_S  # seconds until the job has ended
 
 
 def kill_rank(scene: Scene) -> None:
@@ -218,7 +221,7 @@ FAULTS = (
     Fault("kill -9 of a rank", kill_rank, codes=(1, 4, 5), kinds=("process", "ranks")),
     Fault("kill -9 of a rank, restarted", kill_rank, "goes on", kinds=("launcher",)),
     Fault("kill -9 of all ranks", kill_all),
-    Fault("kill -9 of the launcher", kill_launcher, kinds=("launcher",)),
+    Fault("kill -9 of the launcher", kill_launcher, kinds=("launcher",), within=ORPHANS_S),
     Fault("a rank dropped", drop_rank, codes=(1, 4, 5), kinds=("ranks",)),
     Fault("SIGTERM", tell(signal.SIGTERM), codes=(143,)),
     Fault("SIGUSR1", tell(signal.SIGUSR1), codes=(85,), kinds=("process", "ranks")),
