@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
 
 from tests.fuzz.conftest import Lab
 from tests.fuzz.formats import Files, inputs, seal
@@ -112,6 +113,8 @@ def look_for(target: str, lab: Lab, *, seconds: float) -> list[Finding]:
             found[finding.signature] = finding
             case = store(finding, error.files, lab.files(target))
             print(f"{finding}\n  stored in {case}", flush=True)
+        except Flaky as error:
+            print(f"{target}: an input ended well when it was tried again: {error}", flush=True)
     return list(found.values())
 
 
