@@ -169,14 +169,15 @@ class Drill:
         if self.job is None:
             self.job = self._start()
             since = self.since
-        progress = Progress.of(self.current, since)
-        while not progress.steps and time.monotonic() - begin < NEXT_STEP_S:
+        lives = 0 if fault.then == "goes on" else 1
+        ended = False
+        while not ended and time.monotonic() - begin < NEXT_STEP_S:
             ended = self.job.ended  # before the last look
             progress = Progress.of(self.current, since)
-            if ended:
+            if progress.lives >= lives and progress.steps:
                 break
             time.sleep(0.005)
-        if progress.steps:
+        if progress.lives >= lives and progress.steps:
             seconds = time.monotonic() - begin
             if fault.then != "goes on":
                 self.starts.append(seconds)
@@ -254,7 +255,7 @@ class Drill:
         else:
             fault.act(scene)
         self.job = scene.job
-        if fault.then == "goes on":
+        if fault.then != "ends":
             return [code for code in self.job.codes if code is not None]
         if not self.job.wait(fault.within):
             scene.problems.append(f"not ended {fault.within:g} s after the fault: {self.job.codes}")

@@ -1,7 +1,7 @@
 """What is done to a job and to its files.
 
-A fault is named after what happens; `act` does it. Some end the job, others leave a dead job's
-files damaged, and with the rest the job must go on by itself.
+A fault is named after what happens; `act` does it. Most end the job, after some of those its files
+are damaged; after the others it must go on by itself, or its launcher must start its ranks again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Literal
 
 from tools.drilling.clock import Clock
 from tools.drilling.jobs import Job, Kind, send
-from tools.drilling.run import Run
+from tools.drilling.run import Run, until
 
 Phase = Literal["starting", "training", "saving"]
-Then = Literal["ends", "goes on", "damaged"]  # damaged: it was killed, then its files were changed
+Then = Literal["ends", "goes on", "restarts"]  # the job; restarts: by its launcher
 
 FILLER = "filler"  # what takes the rest of the disk
 DROPPED_S = 0.5  # seconds that a rank stands still before it is killed
@@ -128,6 +128,15 @@ def fill_disk(scene: Scene) -> None:
             file.write(b"\0" * 4096)
 
 
+def fill_for_a_while(scene: Scene) -> None:
+    """Until the ranks have ended by that, and their launcher starts them again."""
+    assert scene.disk is not None
+    before = set(scene.job.ranks)
+    fill_disk(scene)
+    until(lambda: not before & set(scene.job.ranks), END_S)
+    (scene.disk / FILLER).unlink(missing_ok=True)
+
+
 def second_job(scene: Scene) -> None:
     """The same command once more: one of the two must be refused, and the other unharmed."""
     second = scene.restart()
@@ -215,24 +224,32 @@ def damage(path: Path, random: random.Random) -> str:
     return f"{path.name}: {kind}"
 
 
-SEVERAL: tuple[Kind, ...] = ("ranks", "launcher")
+ALONE: tuple[Kind, ...] = ("process", "ranks")  # nothing starts them again
 RUNNING: tuple[Phase, ...] = ("training", "saving")
 FAULTS = (
-    Fault("kill -9 of a rank", kill_rank, codes=(1, 4, 5), kinds=("process", "ranks")),
-    Fault("kill -9 of a rank, restarted", kill_rank, "goes on", kinds=("launcher",)),
+    Fault("kill -9 of a rank", kill_rank, codes=(1, 4, 5), kinds=ALONE),
+    Fault("kill -9 of a rank, restarted", kill_rank, "restarts", kinds=("launcher",)),
     Fault("kill -9 of all ranks", kill_all),
     Fault("kill -9 of the launcher", kill_launcher, kinds=("launcher",), within=ORPHANS_S),
     Fault("a rank dropped", drop_rank, codes=(1, 4, 5), kinds=("ranks",)),
     Fault("SIGTERM", tell(signal.SIGTERM), codes=(143,)),
-    Fault("SIGUSR1", tell(signal.SIGUSR1), codes=(85,), kinds=("process", "ranks")),
+    Fault("SIGUSR1", tell(signal.SIGUSR1), codes=(85,), kinds=ALONE),
     Fault("SIGINT", tell(signal.SIGINT), codes=(130,)),
     Fault("SIGINT twice", tell(signal.SIGINT, twice=True), codes=(1, 4, 130)),
     Fault("SIGHUP", tell(signal.SIGHUP), codes=(129, 143)),
     Fault("stopped and continued", pause, "goes on", phases=RUNNING),
-    Fault("disk full", fill_disk, codes=(1, 4), phases=RUNNING, needs="disk"),
-    Fault("checkpoint damaged", damage_checkpoint, "damaged"),
-    Fault("metrics.jsonl damaged", damage_metrics, "damaged"),
-    Fault("data cache damaged", damage_cache, "damaged"),
+    Fault("disk full", fill_disk, codes=(1, 4), kinds=ALONE, phases=RUNNING, needs="disk"),
+    Fault(
+        "disk full for a while",
+        fill_for_a_while,
+        "restarts",
+        kinds=("launcher",),
+        phases=RUNNING,
+        needs="disk",
+    ),
+    Fault("checkpoint damaged", damage_checkpoint),
+    Fault("metrics.jsonl damaged", damage_metrics),
+    Fault("data cache damaged", damage_cache),
     Fault("clock moved", move_clock, "goes on", phases=RUNNING, needs="clock"),
     Fault("second job", second_job, "goes on"),
 )

@@ -13,7 +13,7 @@ from typing import Any
 STEPS, EVERY, KEEP = 60, 5, 3  # steps of a run, and between its checkpoints; checkpoints that stay
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(4000))
-RESUMED = re.compile(r"resumed from .* at step (\d+)")
+LIFE = re.compile(r"INFO model  ")  # the plan's first line: a start has come to the model
 STEP = re.compile(r"INFO step (\d+)/\d+ \| loss ")
 
 Key = tuple[int, bool]  # step, and whether it is an evaluation
@@ -116,22 +116,20 @@ def write_config(path: Path, *, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a life of a job has logged since a place in train.log."""
+    """What a job has logged since a place in train.log."""
 
-    resumed: int | None  # the step that it went on from; None: it has not said so
-    steps: Sequence[int]
+    lives: int  # starts
+    steps: Sequence[int]  # of the latest life
 
     @classmethod
     def of(cls, run: Run, since: int) -> Progress:
         if not run.log.exists():
-            return cls(None, ())
+            return cls(0, ())
         with run.log.open("rb") as file:
             file.seek(since)
             text = file.read().decode(errors="replace")
-        resumed = RESUMED.findall(text)
-        start = text.rindex("resumed from") if resumed else 0
-        steps = [int(step) for step in STEP.findall(text[start:])]
-        return cls(int(resumed[-1]) if resumed else None, steps)
+        first, *lives = LIFE.split(text)
+        return cls(len(lives), [int(step) for step in STEP.findall(lives[-1] if lives else first)])
 
 
 def until(condition: Any, seconds: float, *, pause: float = 0.005) -> bool:
