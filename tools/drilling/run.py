@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS, EVERY, KEEP = 60, 5, 3  # steps of a run, and between its checkpoints; checkpoints that stay
+STEPS, EVERY, KEEP = 30, 5, 3  # steps of a run, and between its checkpoints; checkpoints that stay
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(4000))
 LIFE = re.compile(r"INFO model  ")  # the plan's first line: a start has come to the model
