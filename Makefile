@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
+MINUTES ?= 10
 
 # Threads that wait sleep: where others use the CPU too, spinning ones cost many times the speed.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -15,13 +16,15 @@ BANDIT := $(VENV)/bin/bandit --quiet --configfile pyproject.toml --recursive coa
 # torch 2.11 brings this one, constraints.txt the newest.
 OLDEST_TRITON := 3.6.0
 
-.PHONY: help install train test check audit kernels bench format
+.PHONY: help install train test check audit kernels fuzz drill bench format
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests; those that need GPUs or SLURM are skipped without"
 	@echo "make check    lint, formatting, types, who may import whom, and insecure code"
 	@echo "make audit    known vulnerabilities of the pinned packages; asks PyPI"
 	@echo "make kernels  build all kernels for sm_90 with the oldest Triton as well"
+	@echo "make fuzz     damage files and options at random for MINUTES ($(MINUTES)), see what happens"
+	@echo "make drill    kill, stop, starve and damage a running job, round after round"
 	@echo "make bench    measure kernels, layers and the optimizer against their peers"
 	@echo "make format   apply the formatting that make check asks for"
 
@@ -61,6 +64,12 @@ kernels: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
 		--target $(VENV)/triton triton==$(OLDEST_TRITON)
 	PYTHONPATH=$(VENV)/triton $(VENV)/bin/python -m pytest tests/fp8 tests/model tests/optim -k 'sm90 or compile'
+
+fuzz: $(INSTALLED)
+	@FUZZ_MINUTES=$(MINUTES) $(VENV)/bin/python -m pytest -s tests/fuzz $(ARGS)
+
+drill: $(INSTALLED)
+	@$(VENV)/bin/python tools/drill.py $(ARGS)
 
 bench: $(INSTALLED)
 	@$(VENV)/bin/python tools/bench.py $(ARGS)

@@ -1,0 +1,182 @@
+"""The good files that the fuzz damages: a tiny run of two steps, and what tools make of it.
+
+`build(root)` fills `root`/good with one directory for each target. The run is made where inputs
+are tried, in `root`/case, because the data cache knows texts by their absolute paths.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import os
+import shutil
+import sys
+import warnings
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(400))
+SECTIONS: dict[str, Any] = {
+    "run": {"dir": "run", "name": "tiny"},
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 64, "vocab": 272},
+    "data": {"text": ["text.txt"], "seq_len": 16, "cache_dir": "cache", "workers": 1},
+    "precision": {"recipe": "coat"},
+    "optim": {"recipe": "coat-lean", "warmup_steps": 1},
+    "train": {"steps": 2, "micro_batch": 2, "global_batch": 4, "eval_every": 1, "eval_batches": 1},
+    "checkpoint": {"every": 1, "keep": 2},
+    "log": {"every": 1, "states_every": 1, "numerics_every": 1},
+}
+PATTERN = r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"
+SPECS = {
+    "tokenizer.json": "hf:tokenizer.json",
+    "tokenizer.model": "sentencepiece:tokenizer.model",
+    "ranks.tiktoken": f"tiktoken:ranks.tiktoken?pattern={PATTERN}",
+}
+
+
+def build(root: str) -> None:
+    """Make `root`/good. Runs in a process of its own."""
+    warnings.simplefilter("ignore")
+    case, good = Path(root) / "case", Path(root) / "good"
+    case.mkdir(parents=True)
+    with chdir(case):
+        train()
+    keep = shutil.copytree
+    keep(case, good / "start")
+    keep(case / "run", good / "inspect/run", ignore=shutil.ignore_patterns("step_00000001"))
+    keep(good / "inspect/run", good / "inspect/whole")
+    keep(good / "inspect/run", good / "export/run")
+    keep(good / "inspect/run", good / "evaluate/run")
+    (good / "evaluate/text.txt").write_text(TEXT[:500])
+    logs = shutil.ignore_patterns("checkpoints", "loss.png")
+    for name in ("plots", "comparison"):
+        keep(case / "run", good / name / "run", ignore=logs)
+        keep(case / "run", good / name / "whole", ignore=logs)
+    for name in ("config", "launch", "huggingface", "tokenizers", "indexed", "texts"):
+        (good / name).mkdir()
+    (good / "config/config.yaml").write_text(json.dumps(SECTIONS, indent=1))
+    (good / "config/options.json").write_text(json.dumps({"overrides": [], "ranks": [1]}))
+    (good / "launch/environment.json").write_text("{}")
+    with chdir(good / "huggingface"):
+        models(case / "run")
+    with chdir(good / "tokenizers"):
+        tokenizer_files()
+    with chdir(good / "indexed"):
+        preprocess("data", TEXT)
+    with chdir(good / "texts"):
+        texts()
+    (good / "interrupted").mkdir()
+    with chdir(case):  # the names of shards depend on the absolute path of the text
+        shards(good / "interrupted")
+    shutil.rmtree(case)
+    os._exit(0)  # without the groups' own ends, which wait
+
+
+def train() -> None:
+    """The run itself."""
+    import pretrain
+
+    Path("text.txt").write_text(TEXT)
+    Path("config.yaml").write_text(json.dumps(SECTIONS, indent=1))
+    assert pretrain.main(["config.yaml"]) == 0
+
+
+def models(run: Path) -> None:
+    """model: one safetensors file, and an index that names it, as larger models have."""
+    from tools.convert_checkpoint import main
+
+    words = ["--from", "coatlm", "--to", "hf", str(run), "model"]
+    assert main([*words, "--max-shard-size=40KB"]) == 0
+    Path("model/generation_config.json").write_text('{"eos_token_id": [256], "do_sample": false}')
+
+
+def tokenizer_files() -> None:
+    """A file of each kind, and the spec of the first."""
+    import sentencepiece
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    lines = TEXT.splitlines()
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"]
+    model.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=280, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+        ),
+    )
+    model.save("tokenizer.json")
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=290,
+        byte_fallback=True,
+        normalization_rule_name="identity",  # any other takes 240 kB
+        minloglevel=2,
+        eos_id=2,
+    )
+    Path("tokenizer.model").write_bytes(trained.getvalue())
+    tokens = [bytes([b]) for b in range(256)] + [b"ti", b"is"]
+    ranks = [base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens)]
+    Path("ranks.tiktoken").write_bytes(b"".join(ranks))
+    Path("spec.txt").write_text(SPECS["tokenizer.json"])
+
+
+def preprocess(prefix: str, text: str) -> None:
+    """An indexed dataset of several documents."""
+    from coatlm.data.preprocess import preprocess as make
+    from coatlm.data.shards import Options
+
+    Path("lines.jsonl").write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines())
+    )
+    make(["lines.jsonl"], Path(prefix), Options(), workers=1)
+    Path("lines.jsonl").unlink()
+
+
+def texts() -> None:
+    """A few lines in every format."""
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    lines = TEXT.splitlines()[:20]
+    plain = "\n".join(lines).encode()
+    objects = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in lines)
+    Path("text.txt").write_bytes(plain)
+    Path("text.jsonl").write_bytes(objects)
+    Path("text.txt.gz").write_bytes(gzip.compress(plain, mtime=0))
+    Path("text.jsonl.gz").write_bytes(gzip.compress(objects, mtime=0))
+    Path("text.txt.zst").write_bytes(zstandard.compress(plain))
+    Path("text.jsonl.zst").write_bytes(zstandard.compress(objects))
+    pyarrow.parquet.write_table(pyarrow.table({"text": lines}), "text.parquet", row_group_size=8)
+
+
+def shards(destination: Path) -> None:
+    """out: what a call that was interrupted between two of its shards leaves behind."""
+    from coatlm.data import shards as module
+    from coatlm.data.documents import expand_inputs, plan_segments
+    from coatlm.data.shards import Options, plan_shards, tokenise
+    from coatlm.data.tokenizer import ByteTokenizer
+
+    options = Options()
+    segments = plan_segments(expand_inputs(["text.txt"]), options.shard_bytes)
+    directory = Path("out/data.shards")
+    directory.mkdir(parents=True)
+    planned = plan_shards(segments, options, ByteTokenizer(), directory)
+    assert options.shard_bytes == module.SHARD_BYTES
+    tokenise(planned, options, 1)
+    shutil.copytree("out", destination / "out")
+    shutil.copy2("text.txt", destination / "text.txt")
+
+
+if __name__ == "__main__":
+    build(sys.argv[1])

@@ -1,0 +1,109 @@
+"""Does a run survive what happens to it? Faults under a tiny run, round after round.
+
+    python tools/drill.py --rounds 30
+    python tools/drill.py --rounds 1000 --jobs 8 --ranks 2 --out drill
+    python tools/drill.py --table drill/*/rounds.jsonl             # the table, in Markdown
+
+A tiny model trains once undisturbed. Then each round lets a job of the same configuration come to
+some point (starting, training, saving), does a fault to it (tools/drilling/faults.py), starts the
+same command again, and waits for its next step. Whatever happens, the losses that the run has
+logged must be those of the undisturbed run, bit for bit and each once, and it must go on. A job is
+one process, R ranks, or R ranks under torchrun's agent. A run that has reached its end is followed
+by another one.
+
+OUT/rounds.jsonl gets a line for each round: fault, phase, exit codes, seconds from the restart to
+the next step, steps lost (done before the fault and done again), verdict. A run that fails stays in
+OUT/failed-ROUND. Exit code: 0, 1 if a round failed, 2 for a wrong call.
+
+The disk is filled where a small file system can be mounted (as root, or in a user namespace), else
+files are limited in size. The clock moves where there is a C compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from tools.drilling.report import ROUNDS, markdown, plain, read  # noqa: E402
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; --help shows the module docstring."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=30, help="faults (default: %(default)s)")
+    add("--seed", type=int, help="what decides on faults and points (default: another each time)")
+    add("--ranks", type=int, default=2, help="of jobs with several; 1: none has (default: 2)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    add("--jobs", type=int, default=1, help="drills side by side that share the rounds")
+    add("--out", type=Path, help="a directory (default: a new one below the system's for such)")
+    add("--faults", nargs="+", metavar="NAME", help="only these, by their names in the table")
+    add("--table", type=Path, nargs="+", metavar="FILE", help="print rounds.jsonl as Markdown")
+    parsed = parser.parse_args(arguments)
+    for name in ("rounds", "ranks", "jobs"):
+        if getattr(parsed, name) < 1:
+            parser.error(f"--{name} {getattr(parsed, name)}: at least 1")
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Drill; the exit code."""
+    options = parse_arguments(arguments)
+    if options.table:
+        try:
+            print(markdown(read(options.table)))
+        except (ValueError, OSError) as error:
+            print(f"drill: {error}", file=sys.stderr)
+            return 2
+        return 0
+    options.seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    out = options.out or Path(tempfile.mkdtemp(prefix="coatlm-drill-"))
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"drill: seed {options.seed}, in {out}", flush=True)
+    if options.jobs > 1:
+        failed = side_by_side(options, out)
+        files = sorted(out.glob(f"*/{ROUNDS}"))
+    else:
+        from tools.drilling.drill import Drill
+
+        try:
+            with Drill(options, out) as drill:
+                failed = drill.run_rounds()
+        except ValueError as error:
+            print(f"drill: {error}", file=sys.stderr)
+            return 2
+        files = [out / ROUNDS]
+    print(plain(read(files)))
+    return 1 if failed else 0
+
+
+def side_by_side(options: argparse.Namespace, out: Path) -> int:
+    """Several drills at once, each in a directory and with a seed of its own; failed drills."""
+    share, more = divmod(options.rounds, options.jobs)
+    started = []
+    for job in range(options.jobs):
+        rounds = share + (job < more)
+        if not rounds:
+            break
+        words = [f"--rounds={rounds}", f"--seed={options.seed + job}", f"--out={out / str(job)}"]
+        words += [f"--ranks={options.ranks}", f"--device={options.device}"]
+        words += ["--faults", *options.faults] if options.faults else []
+        command = [sys.executable, __file__, *words]
+        (out / str(job)).mkdir(exist_ok=True)
+        with (out / str(job) / "drill.log").open("w") as log:
+            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+    return sum(process.wait() != 0 for process in started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

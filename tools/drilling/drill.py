@@ -1,0 +1,291 @@
+"""Round after round: a job comes to a point, a fault is done to it, and the run must go on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tools.drilling import disk, report
+from tools.drilling.clock import Clock
+from tools.drilling.faults import FAULTS, FILLER, Fault, Phase, Scene
+from tools.drilling.jobs import Job, Kind, Machine
+from tools.drilling.run import STEPS, History, Progress, Run, until, write_config
+
+NEXT_STEP_S = 120.0  # a start, and a step
+LIMITED = 4096  # bytes of a file, where no file system can be filled
+
+
+class Drill:
+    """The rounds of one command line. Use it in `with`: it mounts, and starts processes."""
+
+    def __init__(self, options: argparse.Namespace, out: Path) -> None:
+        self.options, self.out, self.work = options, out.absolute(), out.absolute() / "work"
+        self.random = random.Random(options.seed)
+        self.job: Job | None = None
+        self.starts = [1.0]  # seconds of starts so far
+        self.runs = 0
+        self.drawn: Counter[str] = Counter()  # faults by name
+        unknown = set(options.faults or ()) - {fault.name for fault in FAULTS}
+        if unknown:
+            names = ", ".join(fault.name for fault in FAULTS)
+            raise ValueError(f"--faults {min(unknown)!r}: one of {names}")
+
+    def __enter__(self) -> Drill:
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        self.disk = self.work / "disk"
+        if not disk.mount(self.disk):
+            disk.enter_namespace(self.disk)  # does not return where that helps
+            say("no small file system can be mounted here: files are limited in size instead")
+            self.disk.mkdir(exist_ok=True)
+            self.limited = True
+        else:
+            say("the run lies on a tmpfs of its own, which is filled")
+            self.limited = False
+        os.environ["PYTHONWARNINGS"] = "ignore"  # of libraries, and of semaphores of the killed
+        self.clock = self._make_clock()
+        self.machine = Machine.of(self.options.device, self.work / "jobs.log")
+        self.config = self.work / "config.yaml"
+        write_config(self.config, ranks=self.options.ranks)
+        self.undisturbed = self._undisturbed()
+        self.current = self._new_run()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.job is not None:
+            self.job.kill()
+        disk.unmount(self.disk)
+
+    def run_rounds(self) -> int:
+        """All of them; how many failed."""
+        (self.out / report.ROUNDS).unlink(missing_ok=True)
+        failed = 0
+        for number in range(1, self.options.rounds + 1):
+            try:
+                found = self._round(number)
+            except Unprovoked as end:
+                done = self.current.last_step()
+                found = report.Round(
+                    number, "none", "", "", "", [], done, None, None, None, str(end)
+                )
+            report.append(self.out / report.ROUNDS, found)
+            if found.verdict != "ok":
+                failed += 1
+                say(f"round {number}: {found.fault}, {found.phase}: {found.verdict}")
+                self._keep(number)
+        return failed
+
+    def _make_clock(self) -> Clock | None:
+        """A clock for all processes of jobs; None where there can be none."""
+        try:
+            clock = Clock(self.work)
+        except ValueError as error:
+            say(f"the clock is not moved: {error}")
+            return None
+        os.environ |= clock.variables  # for the server, which starts with the first process
+        return clock
+
+    def _layouts(self) -> tuple[bool, ...]:
+        """Whether runs are of several ranks."""
+        return (False, True) if self.options.ranks > 1 else (False,)
+
+    def _undisturbed(self) -> dict[bool, History]:
+        """What runs log that nothing is done to, by whether they are of several ranks."""
+        names = {many: self.work / f"undisturbed{many:d}" for many in self._layouts()}
+        runs = [Run(directory, self.config, many) for many, directory in names.items()]
+        jobs = [self._job(run, "ranks" if run.many else "process") for run in runs]
+        for job in jobs:
+            if not job.wait(600) or any(job.codes):
+                job.kill()
+                raise ValueError(f"the undisturbed run ended with {job.codes}: {self.machine.log}")
+        return {run.many: dict(run.records()) for run in runs}
+
+    def _new_run(self) -> Run:
+        """Another run directory, in the place of the former; of several ranks every other time."""
+        if self.runs:
+            shutil.rmtree(self.current.directory, ignore_errors=True)
+        self.runs += 1
+        many = self._layouts()[self.runs % len(self._layouts())]
+        return Run(self.disk / f"run{self.runs}", self.config, many)
+
+    def _job(self, run: Run, kind: Kind) -> Job:
+        size = self.options.ranks if run.many else 1
+        return Job(self.machine, kind, [str(run.config), f"run.dir={run.directory}"], size)
+
+    def _start(self) -> Job:
+        """A job of the current run."""
+        kind: Kind = self.random.choice(("ranks", "launcher")) if self.current.many else "process"
+        self.since = self.current.size_of_log()
+        return self._job(self.current, kind)
+
+    def _round(self, number: int) -> report.Round:
+        """One fault, and what became of it."""
+        phase, job = self._reach()
+        while (fault := self._draw(phase, job.kind)) is None:
+            phase, job = self._reach()
+        early = phase == "starting"
+        scene = Scene(job, self.current, self.random, self._start, self.disk, self.clock, early)
+        done, since = self.current.last_step(), self.current.size_of_log()
+        codes = self._act(fault, scene)
+        self._check(scene)
+        resumed, seconds = self._go_on(fault, scene, since)
+        self._check(scene)
+        return report.Round(
+            number,
+            fault.name,
+            phase,
+            job.kind,
+            "; ".join(scene.notes),
+            codes,
+            done,
+            resumed,
+            None if seconds is None else round(seconds, 3),
+            None if resumed is None else max(0, done - resumed),
+            "; ".join(dict.fromkeys(scene.problems)) or "ok",
+        )
+
+    def _check(self, scene: Scene) -> None:
+        """What was logged must be the undisturbed run's."""
+        if problem := self.current.problem(self.undisturbed[self.current.many]):
+            scene.problems.append(problem)
+
+    def _go_on(self, fault: Fault, scene: Scene, since: int) -> tuple[int | None, float | None]:
+        """Until the next step: the step that it went on from, and seconds from the restart.
+
+        `since` is the size of train.log before the fault. None: the run has come to its end.
+        """
+        begin = time.monotonic()
+        if self.job is None:
+            self.job = self._start()
+            since = self.since
+        lives = 0 if fault.then == "goes on" else 1
+        ended = False
+        while not ended and time.monotonic() - begin < NEXT_STEP_S:
+            ended = self.job.ended  # before the last look
+            progress = Progress.of(self.current, since)
+            if progress.lives >= lives and progress.steps:
+                break
+            time.sleep(0.005)
+        if progress.lives >= lives and progress.steps:
+            seconds = time.monotonic() - begin
+            if fault.then != "goes on":
+                self.starts.append(seconds)
+            return progress.steps[0] - 1, seconds
+        if not self._finished():
+            ended_with = f"the next life ended with {self.job.codes}"
+            scene.problems.append(ended_with if self.job.ended else f"no step in {NEXT_STEP_S:g} s")
+            self.job.kill()
+        return None, None
+
+    def _draw(self, phase: Phase, kind: Kind) -> Fault | None:
+        """A fault that goes with them, of those that were drawn least; None where none does."""
+        possible = [f for f in self._faults() if phase in f.phases and kind in f.kinds]
+        fewest = min((self.drawn[f.name] for f in possible), default=0)
+        rarest = [f for f in possible if self.drawn[f.name] == fewest]
+        if not rarest:
+            return None
+        fault = self.random.choice(rarest)
+        self.drawn[fault.name] += 1
+        return fault
+
+    def _faults(self) -> Iterator[Fault]:
+        """Those that were asked for and are possible here."""
+        for fault in FAULTS:
+            if self.options.faults and fault.name not in self.options.faults:
+                continue
+            if fault.needs == "clock" and self.clock is None:
+                continue
+            yield fault
+
+    def _reach(self) -> tuple[Phase, Job]:
+        """Let a job come to a point; a run that has ended by then is followed by another one."""
+        while True:
+            phase: Phase = self.random.choice(("starting", "training", "training", "saving"))
+            if phase == "starting" and self.job is not None:
+                self.job.kill()
+                self.job = None
+            if self.job is None:
+                self.job = self._start()
+            if phase == "starting":
+                time.sleep(self.random.uniform(0.0, statistics.median(self.starts[-20:])))
+            else:
+                steps = self.random.randrange(8)
+                last = self.current.last_step()
+                until(lambda at=last + steps: self.job.ended or self._at(at), NEXT_STEP_S)
+                if phase == "saving":
+                    until(lambda: self.job.ended or self.current.saving(), 20, pause=0.0005)
+                time.sleep(self.random.uniform(0.0, 0.01))
+            if not self.job.ended:
+                return phase, self.job
+            problem = self.current.problem(self.undisturbed[self.current.many])
+            if problem or not self._finished():
+                raise Unprovoked(f"ended without a fault, with {self.job.codes}: {problem}")
+            self.job = None
+            self.current = self._new_run()
+
+    def _at(self, step: int) -> bool:
+        """A life of this job has come to `step`."""
+        steps = Progress.of(self.current, self.since).steps
+        return bool(steps) and steps[-1] >= step
+
+    def _finished(self) -> bool:
+        """The job has ended because its run is at its end."""
+        assert self.job is not None
+        done = self.current.last_step() == STEPS
+        return done and self.job.ended and not any(self.job.codes)
+
+    def _act(self, fault: Fault, scene: Scene) -> list[int | None]:
+        """Do the fault and wait for what it does to the job; exit codes where the job has ended."""
+        if fault.needs == "disk" and self.limited:
+            scene.notes.append("by a limit on the size of files")
+            for pid in scene.job.ranks:
+                with suppress(psutil.Error):
+                    psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (LIMITED, LIMITED))
+        else:
+            fault.act(scene)
+        self.job = scene.job
+        if fault.then != "ends":
+            return [code for code in self.job.codes if code is not None]
+        if not self.job.wait(fault.within):
+            scene.problems.append(f"not ended {fault.within:g} s after the fault: {self.job.codes}")
+            self.job.kill()
+        (self.disk / FILLER).unlink(missing_ok=True)
+        codes = self.job.codes
+        ends = {code for code in codes if code is not None}
+        if self.job.kind != "launcher":  # which has codes of its own
+            known = {-9, 0, *fault.codes}
+            early = {-number for number in (1, 2, 10, 15)} if scene.early else set()
+            scene.problems += [f"exit code {code}" for code in sorted(ends - known - early)]
+        self.job = None
+        return codes
+
+    def _keep(self, number: int) -> None:
+        """A run that failed is left to be looked at, and another one begins."""
+        if self.job is not None:
+            self.job.kill()
+            self.job = None
+        place = self.out / f"failed-{number}"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.current.directory, place, ignore_dangling_symlinks=True)
+        shutil.copy(self.machine.log, place / "jobs.log")
+        shutil.rmtree(self.work / "cache", ignore_errors=True)
+        self.current = self._new_run()
+
+
+class Unprovoked(RuntimeError):
+    """A job has ended although nothing was done to it."""
+
+
+def say(text: str) -> None:
+    print(f"drill: {text}", flush=True)

@@ -1,0 +1,142 @@
+"""The run that jobs train: a tiny model, what it has logged, and whether that is as undisturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY, KEEP = 30, 5, 3  # steps of a run, and between its checkpoints; checkpoints that stay
+COMPARED = ("loss", "grad_norm", "lr", "val_loss")
+TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(4000))
+LIFE = re.compile(r"INFO model  ")  # the plan's first line: a start has come to the model
+STEP = re.compile(r"INFO step (\d+)/\d+ \| loss ")
+
+Key = tuple[int, bool]  # step, and whether it is an evaluation
+History = dict[Key, tuple[Any, ...]]
+
+
+@dataclass
+class Run:
+    """A run directory, and what was done to it."""
+
+    directory: Path
+    config: Path
+    many: bool  # trained by several ranks
+    lost: set[Key] = field(default_factory=set)  # records that a fault has destroyed
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "train.log"
+
+    def whole_checkpoints(self) -> list[Path]:
+        """By name, which is by step; those that `latest` could name."""
+        return sorted(path.parent for path in self.checkpoints.glob("step_*/manifest.json"))
+
+    def saving(self) -> bool:
+        """A checkpoint is being written."""
+        return any(self.checkpoints.glob(".tmp-step_*"))
+
+    def size_of_log(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def records(self) -> list[tuple[Key, tuple[Any, ...]]]:
+        """What metrics.jsonl holds, in order, without a line that is not whole."""
+        return list(_records(self.metrics)) if self.metrics.exists() else []
+
+    def last_step(self) -> int:
+        return max((step for (step, _), _ in self.records()), default=0)
+
+    def problem(self, undisturbed: History) -> str | None:
+        """The first thing in which what was logged is not the undisturbed run's beginning."""
+        found: History = {}
+        for key, values in self.records():
+            name = f"{'evaluation' if key[1] else 'step'} {key[0]}"
+            if key in found:
+                return f"{name} is logged twice"
+            if key not in undisturbed:
+                return f"{name} is not in the undisturbed run"
+            if values != undisturbed[key]:
+                return f"{name} is {values}, undisturbed {undisturbed[key]}"
+            found[key] = values
+        last = max((step for step, evaluated in found if not evaluated), default=0)
+        steps = {(step, False) for step in range(1, last + 1)}
+        if missing := sorted(steps - found.keys() - self.lost):
+            return f"step {missing[0][0]} of {last} is not logged"
+        return None
+
+
+def _records(path: Path) -> Iterator[tuple[Key, tuple[Any, ...]]]:
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+            key = (int(record["step"]), "val_loss" in record)
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield key, tuple(record.get(name) for name in COMPARED)
+
+
+def write_config(path: Path, *, ranks: int) -> None:
+    """The configuration that all runs share but for run.dir."""
+    sections: Mapping[str, Any] = {
+        "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 64, "vocab": 272},
+        "data": {
+            "text": [str(path.with_name("text.txt"))],
+            "cache_dir": str(path.with_name("cache")),
+            "seq_len": 16,
+            "workers": 1,
+        },
+        "precision": {"recipe": "bf16"},
+        "optim": {"recipe": "coat-lean", "warmup_steps": 5},
+        "train": {
+            "steps": STEPS,
+            "micro_batch": 2,
+            "global_batch": 4 * max(ranks, 1),
+            "eval_every": 10,
+            "eval_batches": 1,
+        },
+        "checkpoint": {"every": EVERY, "keep": KEEP},
+        "log": {"every": 1, "hang_timeout": 60.0},
+    }
+    path.write_text(json.dumps(sections, indent=1))
+    path.with_name("text.txt").write_text(TEXT)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a job has logged since a place in train.log."""
+
+    lives: int  # starts
+    steps: Sequence[int]  # of the latest life
+
+    @classmethod
+    def of(cls, run: Run, since: int) -> Progress:
+        if not run.log.exists():
+            return cls(0, ())
+        with run.log.open("rb") as file:
+            file.seek(since)
+            text = file.read().decode(errors="replace")
+        first, *lives = LIFE.split(text)
+        return cls(len(lives), [int(step) for step in STEP.findall(lives[-1] if lives else first)])
+
+
+def until(condition: Any, seconds: float, *, pause: float = 0.005) -> bool:
+    """Whether `condition()` came true within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
