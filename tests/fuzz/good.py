@@ -165,6 +165,7 @@ def shards(destination: Path) -> None:
     from coatlm.data import shards as module
     from coatlm.data.documents import expand_inputs, plan_segments
     from coatlm.data.shards import Options, plan_shards, tokenise
+    from coatlm.data.streams import DEFAULT_LIMITS
     from coatlm.data.tokenizer import ByteTokenizer
 
     options = Options()
@@ -173,7 +174,7 @@ def shards(destination: Path) -> None:
     directory.mkdir(parents=True)
     planned = plan_shards(segments, options, ByteTokenizer(), directory)
     assert options.shard_bytes == module.SHARD_BYTES
-    tokenise(planned, options, 1)
+    tokenise(planned, options, DEFAULT_LIMITS, 1)
     shutil.copytree("out", destination / "out")
     shutil.copy2("text.txt", destination / "text.txt")
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from tools.drilling.clock import Clock
 from tools.drilling.jobs import Job, Kind, send
-from tools.drilling.run import Run, until
+from tools.drilling.run import STEPS, Run, until
 
 Phase = Literal["starting", "training", "saving"]
 Then = Literal["ends", "goes on", "restarts"]  # the job; restarts: by its launcher
@@ -148,6 +148,8 @@ def second_job(scene: Scene) -> None:
     if not refused.ended:
         scene.problems.append("two jobs train in one run directory")
         refused.kill()
+    elif not any(refused.codes) and scene.run.last_step() == STEPS:
+        scene.notes.append("the run came to its end meanwhile")
     elif 2 not in refused.codes and not (refused.kind == "launcher" and any(refused.codes)):
         scene.problems.append(f"the second job ended with {refused.codes}, not with 2")
     scene.job = other
