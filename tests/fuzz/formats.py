@@ -24,7 +24,17 @@ from tests.fuzz.mutations import JSON, LINES, NUMBERS, TEXT, Change, damaged, wh
 from tests.fuzz.sandbox import CANARY
 from tests.fuzz.targets import CHECKPOINT
 
-Files = dict[str, bytes | None]
+SHOWN = 200  # bytes of a file in messages
+
+
+class Files(dict[str, bytes | None]):
+    """By path; None: the file is missing. A short repr, because tensors are long."""
+
+    def __repr__(self) -> str:
+        parts = {
+            n: c if c is None or len(c) <= SHOWN else f"{len(c)} bytes" for n, c in self.items()
+        }
+        return f"Files({parts})"
 
 
 class Planted:
@@ -214,7 +224,7 @@ def inputs(target: str, good: dict[str, bytes]) -> SearchStrategy[Files]:
 @st.composite
 def changed(draw: DrawFn, good: dict[str, bytes], changes: dict[str, Change]) -> Files:
     """One file changed or missing, sometimes two; most checkpoints are sealed again."""
-    files: Files = {}
+    files = Files()
     for _ in range(draw(st.sampled_from((1, 1, 1, 2)))):
         end = draw(st.sampled_from(sorted(changes)))
         name = next(name for name in sorted(good, reverse=True) if name.endswith(end))
@@ -247,7 +257,7 @@ def tokenizers(draw: DrawFn, good: dict[str, bytes]) -> Files:
 
     name = draw(st.sampled_from(sorted(SPECS)))
     change = {"tokenizer.json": JSON, "ranks.tiktoken": TEXT}.get(name, damaged)
-    files: Files = {"spec.txt": SPECS[name].encode(), name: change(draw, good[name])}
+    files = Files({"spec.txt": SPECS[name].encode(), name: change(draw, good[name])})
     if draw(st.integers(0, 5)) == 5:
         files["spec.txt"] = TEXT(draw, SPECS[name].encode())
     return files

@@ -171,7 +171,7 @@ def configurations(draw: DrawFn, good: dict[str, bytes]) -> Files:
     words = draw(st.lists(st.one_of(st.sampled_from(WORDS), overrides()), max_size=3))
     ranks = draw(st.sampled_from(([], [], [1], [2], [8], [0], [-1], [3], [10**9])))
     options = {"overrides": [w for w in words if not w.startswith("-")], "ranks": ranks}
-    return {"config.yaml": text, "options.json": json.dumps(options).encode()}
+    return Files({"config.yaml": text, "options.json": json.dumps(options).encode()})
 
 
 @st.composite
@@ -202,4 +202,4 @@ def environments() -> SearchStrategy[Files]:
         }
     )
     whole = st.tuples(st.one_of(torchrun, srun, st.just({})), small).map(lambda p: p[0] | p[1])
-    return whole.map(lambda env: {"environment.json": json.dumps(env).encode()})
+    return whole.map(lambda env: Files({"environment.json": json.dumps(env).encode()}))

@@ -242,6 +242,7 @@ def serve(pipe: Any, log: str) -> None:
             begin = time.process_time()
             ending = attempt(read)
             ending.cpu_s = time.process_time() - begin
+            os.chdir("/")  # the directory will be replaced, and imports need one
             sys.stdout.flush()
             sys.stderr.flush()
             pipe.send(ending)

@@ -120,8 +120,8 @@ def look_for(target: str, lab: Lab, *, seconds: float) -> list[Finding]:
 
 def store(finding: Finding, files: Files, good: dict[str, bytes]) -> Path:
     """Write an input to the corpus; a manifest that only seals a checkpoint is left out."""
-    bare = {name: content for name, content in files.items() if not name.endswith(MANIFEST)}
-    sealed = dict(bare)
+    bare = Files({name: content for name, content in files.items() if not name.endswith(MANIFEST)})
+    sealed = Files(bare)
     seal(sealed, good)
     if sealed == files:
         files = bare
@@ -139,4 +139,6 @@ def stored(case: Path) -> Files:
     """The input of a case of the corpus."""
     paths = [path for path in sorted(case.rglob("*")) if path.is_file()]
     named = {str(path.relative_to(case)): path.read_bytes() for path in paths}
-    return {n.removesuffix(MISSING): None if n.endswith(MISSING) else c for n, c in named.items()}
+    return Files(
+        {n.removesuffix(MISSING): None if n.endswith(MISSING) else c for n, c in named.items()}
+    )
