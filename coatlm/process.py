@@ -181,6 +181,26 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(late)
 
 
+@contextlib.contextmanager
+def within(seconds: float, problem: str) -> Iterator[None]:
+    """End the process with exit code 1 and a line unless the block is done in `seconds`.
+
+    For calls that wait in C for other processes, and that no exception can interrupt.
+    """
+
+    def end() -> None:
+        say(f"error: {problem}")
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def exit_after(seconds: float, code: int) -> None:
     """End the process in `seconds`, whatever its threads wait for."""
     timer = threading.Timer(seconds, os._exit, [code])

@@ -198,6 +198,16 @@ process.run(main)
     assert both or said.split() == [str(i) for i in range(1000)]
 
 
+def test_a_wait_that_is_bounded_ends_with_a_line_and_code_1() -> None:
+    script = "with process.within({}, 'nobody came'):\n    time.sleep({})\nos._exit(7)"
+    command = [sys.executable, "-c"]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    for seconds, slept, code, said in ((0.2, 60, 1, "error: nobody came\n"), (60, 0, 7, "")):
+        words = [*command, START + script.format(seconds, slept)]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (code, said)
+
+
 @pytest.mark.parametrize("options", [(), ("-u",)])
 def test_lasting_streams_keep_the_order_of_what_is_written(
     tmp_path: Path, options: tuple[str, ...]

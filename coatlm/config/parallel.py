@@ -71,7 +71,8 @@ class Parallel(Section):
     """With zero=1 and zero=2, all-gather weights while forward already computes."""
 
     start_timeout: Real = number(600.0, "seconds", gt=0.0, le=86400.0)
-    """How long a start waits for all ranks to come before it ends and names those missing."""
+    """How long a start waits for all ranks to come and to connect, before it ends and names those
+    missing."""
 
     @model_validator(mode="after")
     def _size(self) -> Parallel:

@@ -18,6 +18,7 @@ from coatlm.train.setup import (
     COLLECTIVE_TIMEOUT,
     Launch,
     choose_gpu,
+    connecting,
     record_collectives,
     start_processes,
 )
@@ -33,7 +34,8 @@ def join(config: Config, launch: Launch) -> Peers:
         refusal = error
     record_collectives(config.run.dir / FLIGHT)
     hosts = start_processes(launch, start_timeout=config.parallel.start_timeout, refusal=refusal)
-    control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    with connecting(launch, config.parallel.start_timeout):
+        control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     return Peers(launch.rank, hosts, control)
 
 
@@ -46,7 +48,8 @@ def check_inputs(config: Config) -> None:
 def split(config: Config, launch: Launch, peers: Peers) -> Groups:
     """The process groups of `config.parallel`."""
     first_on_node = launch.rank - launch.local_rank
-    return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
+    with connecting(launch, config.parallel.start_timeout):
+        return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
 
 
 def check_parts(config: Config, data: Datasets) -> None:

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config import ConfigError
+from coatlm.process import within
 from coatlm.train.rendezvous import meet, open_store
 from coatlm.train.reports import Failure
 
@@ -150,10 +152,22 @@ def start_processes(
             failure=None if refusal is None else Failure.of(refusal),
         )
     # a device_id would have NCCL connect every group at once, also those that never carry anything
-    dist.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
-    )
+    with connecting(launch, start_timeout):
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+        )
     return hosts
+
+
+def connecting(launch: Launch, start_timeout: float) -> AbstractContextManager[None]:
+    """While ranks connect: end the process after `start_timeout` seconds.
+
+    A rank that has met the others and dies now leaves them waiting for its connection; later, the
+    loss of a connection is an error at once.
+    """
+    who = f"[rank {launch.rank}, {platform.node()}]"
+    waited = f"parallel.start_timeout={start_timeout:g} s"
+    return within(start_timeout, f"{who} not all ranks connected within {waited}: one has gone")
 
 
 def stay_on_loopback(env: MutableMapping[str, str] = os.environ) -> None:

@@ -242,7 +242,9 @@ class Drill:
     def _finished(self) -> bool:
         """The job has ended because its run is at its end."""
         assert self.job is not None
-        done = self.current.last_step() == STEPS
+        # the last line may have been damaged, but a run does not train after its last checkpoint
+        saved = f"step_{STEPS:08d}" in {path.name for path in self.current.whole_checkpoints()}
+        done = saved or self.current.last_step() == STEPS
         return done and self.job.ended and not any(self.job.codes)
 
     def _act(self, fault: Fault, scene: Scene) -> list[int | None]:
@@ -265,7 +267,10 @@ class Drill:
         ends = {code for code in codes if code is not None}
         if self.job.kind != "launcher":  # which has codes of its own
             known = {-9, 0, *fault.codes}
-            early = {-number for number in (1, 2, 10, 15)} if scene.early else set()
+            signals = (1, 2, 10, 15)
+            early = {code for n in signals for code in (-n, 128 + n)} if scene.early else set()
+            if scene.early and len(codes) > 1:
+                early.add(1)  # a rank that has lost another one
             scene.problems += [f"exit code {code}" for code in sorted(ends - known - early)]
         self.job = None
         return codes

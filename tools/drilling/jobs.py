@@ -72,9 +72,10 @@ def pretrain(words: Sequence[str]) -> None:
     """A rank."""
     sys.path[:0] = [str(ROOT)]
     import pretrain
+    from coatlm import process
 
     warnings.simplefilter("ignore")
-    sys.exit(pretrain.main(list(words)))
+    process.run(lambda: pretrain.main(list(words)), signal.SIGUSR1)
 
 
 def rank_of_agent(words: Sequence[str]) -> None:
