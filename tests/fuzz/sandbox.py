@@ -33,7 +33,7 @@ MEMORY = 2 << 30  # bytes of address space above what the process starts with
 CPU_S = 10.0  # processor time of an input: a busy machine does not count
 WALL_S = 90.0  # seconds after which a process that neither works nor ends is taken for hung
 LIVES = 300  # inputs that a process takes before another one replaces it
-REFUSALS = ("ConfigError", "CheckpointError", "LostPeerError", "ValueError")
+REFUSALS = ("ConfigError", "CheckpointError", "DatasetError", "LostPeerError", "ValueError")
 NO_MEMORY = re.compile(r"can't allocate memory|Unable to allocate|MemoryError|bad_alloc")
 CANARY = "executed"  # what planted code would create in the input's directory
 
@@ -244,6 +244,7 @@ def serve(pipe: Any, log: str) -> None:
             ending.cpu_s = time.process_time() - begin
             sys.stdout.flush()
             sys.stderr.flush()
+            os.chdir(ROOT)  # the input's directory is removed before the next one is received
             pipe.send(ending)
 
 
