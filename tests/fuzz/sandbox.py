@@ -271,8 +271,8 @@ def attempt(read: Callable[[], int | None]) -> Ending:
 
 
 def tell(error: BaseException) -> None:
-    """Print a refusal as pretrain.py does."""
-    import pretrain
+    """Print a refusal as the tools do."""
+    from coatlm.console import fail
 
     assert isinstance(error, Exception)
-    pretrain.fail(error)
+    fail(error)
