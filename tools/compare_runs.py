@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.config import read_mapping
+from coatlm.config.errors import printable
 from coatlm.console import Parser, fail
 from coatlm.train.run_directory import METRICS, Record, read_records
 
@@ -49,7 +50,7 @@ class Difference:
     b: Any
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.key} is {_show(self.a)} in A, {_show(self.b)} in B"
+        return printable(f"{self.where}: {self.key} is {_show(self.a)} in A, {_show(self.b)} in B")
 
     @property
     def relative(self) -> float:
@@ -127,7 +128,7 @@ def summary(differences: Sequence[Difference]) -> Iterator[str]:
     for key, found in keys.items():
         finite = [d.relative for d in found if d.relative < math.inf]
         most = f", at most {max(finite):.3g} of the larger value" if finite else ""
-        yield f"  {key}: {len(found)} records differ{most}"
+        yield f"  {printable(key)}: {len(found)} records differ{most}"
 
 
 def _config(run: Path) -> Any:

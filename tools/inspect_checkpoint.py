@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coatlm.config.errors import printable
 from coatlm.console import Parser, fail, in_bytes
 from coatlm.train.manifest import (
     MANIFEST,
@@ -134,19 +135,20 @@ def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
             f"{len(manifest.files)}, {in_bytes(sum(f.bytes for f in manifest.files.values()))}",
         ),
     ]
-    yield from (f"{name:<12}{text}" for name, text in rows)
+    yield from (f"{name:<12}{printable(str(text))}" for name, text in rows)
     yield from ("", f"{'kind':<24}{'format':<16}{'tensors':>8}{'elements':>18}{'bytes':>14}")
     for kind in found:
         name = str(kind.dtype).removeprefix("torch.")
         yield (
-            f"{kind.name:<24}{name:<16}{kind.tensors:>8}{kind.elements:>18,}{in_bytes(kind.bytes):>14}"
+            f"{printable(kind.name):<24}{name:<16}{kind.tensors:>8}{kind.elements:>18,}"
+            f"{in_bytes(kind.bytes):>14}"
         )
     total = sum(kind.bytes for kind in found)
     yield f"{'all':<24}{'':<16}{len(described):>8}{'':>18}{in_bytes(total):>14}"
     if tensors:
         yield ""
         for key, (dtype, shape) in described.items():
-            yield f"{key}  {str(dtype).removeprefix('torch.')} {list(shape)}"
+            yield f"{printable(key)}  {str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def difference(a: Tensor, b: Tensor) -> Change | None:
@@ -204,11 +206,12 @@ def diff(a: Path, b: Path) -> int:
     """Print what differs between two checkpoints; the exit code."""
     for name, path in (("A", a), ("B", b)):
         state = read_state(path)
-        print(f"{name} {path}: step {state.get('step')}, {_count(state.get('tokens', 0))} tokens")
+        step = printable(str(state.get("step")))
+        print(f"{name} {path}: step {step}, {_count(state.get('tokens', 0))} tokens")
     count = len(StoredTensors(a).described.keys() | StoredTensors(b).described.keys())
     found = 0
     for key, what in compare(a, b):
-        print(f"{key}: {what}")
+        print(f"{printable(key)}: {what}")
         found += 1
     print(f"{count - found} of {count} tensors are equal")
     return 1 if found else 0

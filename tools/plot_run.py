@@ -36,12 +36,10 @@ if __name__ == "__main__":  # before the imports that take seconds
 import html
 import io
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -54,6 +52,7 @@ from coatlm.train.run_directory import (
     METRICS,
     Record,
     earlier_attempts,
+    is_value,
     read_metrics,
     read_records,
 )
@@ -147,7 +146,8 @@ def read_run(directory: Path) -> Run:
     last_loss = curves.pop("metrics.loss")
     loss = last_loss | curves.pop("metrics.loss_mean", {})  # which earlier versions did not log
     last = evaluations[-1] if evaluations else None
-    return Run(loss, steps[-1].get("skipped", 0), last, curves)
+    skipped = steps[-1].get("skipped")
+    return Run(loss, skipped if type(skipped) is int else 0, last, curves)
 
 
 def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
@@ -159,13 +159,6 @@ def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
                 at = curves.setdefault(f"{file}.{key}", {})
                 at[record["step"]] = math.nan if value is None else value
     return curves
-
-
-def is_value(value: Any) -> bool:
-    """Whether it can be drawn: a number, or null for one that was not finite."""
-    if value is None:
-        return True
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:

@@ -128,8 +128,8 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._model.decode(list(ids))
-        return text
+        content: bytes = self._model.decode(list(ids), return_type=bytes)
+        return content.decode("utf-8", errors="replace")
 
 
 class TiktokenTokenizer:
@@ -166,7 +166,13 @@ class TiktokenTokenizer:
             return self._model.encode_ordinary(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(ids, errors="replace")
+        return b"".join(map(self._piece, ids)).decode("utf-8", errors="replace")
+
+    def _piece(self, number: int) -> bytes:
+        try:
+            return self._model.decode_single_token_bytes(number)
+        except KeyError:  # ranks may have holes
+            return "\ufffd".encode()
 
 
 def make_tokenizer(spec: str) -> Tokenizer:

@@ -7,8 +7,10 @@ must fit the files that are there: nothing is allocated for a shape that they ca
 
 from __future__ import annotations
 
+import io
 import math
 import pickle  # nosec B403 # an allow-list of types only
+import pickletools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,8 +29,10 @@ def read_metadata(checkpoint: Path) -> Metadata:
     files = read_manifest(checkpoint).files
     path = checkpoint / ".metadata"
     try:
-        with path.open("rb") as file:
-            content = _Unpickler(file).load()
+        pickled = path.read_bytes()
+        _check_claims(pickled)
+        # from memory, where a frame that claims more bytes than there are allocates nothing
+        content = _Unpickler(io.BytesIO(pickled)).load()
         if not isinstance(content, Metadata):
             raise CheckpointError(f"a {type(content).__name__}, not metadata")
         places = content.storage_data.values()
@@ -42,6 +46,16 @@ def read_metadata(checkpoint: Path) -> Metadata:
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"{path} is damaged ({one_line(error)})") from error
     return content
+
+
+def _check_claims(pickled: bytes) -> None:
+    """Raise for lengths and places in the memo beyond the file: unpickling allocates them first.
+
+    `genops` executes nothing; it raises ValueError for what is longer than the file.
+    """
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
+            raise CheckpointError(f"is damaged (place {argument} in the memo)")
 
 
 def _check_sizes(content: Metadata, stored: int) -> None:

@@ -166,8 +166,19 @@ def _whole_lines(path: Path) -> Iterator[tuple[Record, str]]:
             record = json.loads(line)
         except (ValueError, RecursionError):  # a number too long is no JSONDecodeError
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and _is_step(record.get("step")):
             yield record, line
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_value(value: Any) -> bool:
+    """Whether a record's value can be drawn: a number, or null for one that was not finite."""
+    if value is None:
+        return True
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def loss_plot(run_dir: Path) -> Path | None:
@@ -178,15 +189,14 @@ def loss_plot(run_dir: Path) -> Path | None:
     from matplotlib.figure import Figure  # half a second that only the end of a run pays
 
     records = read_metrics(run_dir)
-    train = [{"loss_mean": r["loss"], **r} for r in records if "loss" in r]
-    val = [r for r in records if "val_loss" in r]
+    train = [{"loss_mean": r["loss"], **r} for r in records if is_value(r.get("loss", ""))]
+    val = [r for r in records if is_value(r.get("val_loss", ""))]
     if not train and not val:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: no display, no globals
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     for attempt in earlier_attempts(run_dir):
-        earlier = [r for r in read_metrics(attempt) if "loss" in r]
-        upper.plot(*_curve(earlier, "loss"), linewidth=0.8, color="0.8")
+        upper.plot(*_curve(read_metrics(attempt), "loss"), linewidth=0.8, color="0.8")
     upper.plot(*_curve(train, "loss_mean"), linewidth=1.2, label="train")
     upper.plot(
         *_curve(val, "val_loss"), marker="o", markersize=4, linewidth=1.0, label="validation"
@@ -205,8 +215,9 @@ def loss_plot(run_dir: Path) -> Path | None:
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """x and y of a line; null leaves a gap."""
-    return [r["step"] for r in records], [math.nan if r[key] is None else r[key] for r in records]
+    """x and y of a line, of the records that have a value; null leaves a gap."""
+    drawn = [r for r in records if is_value(r.get(key, ""))]
+    return [r["step"] for r in drawn], [math.nan if r[key] is None else r[key] for r in drawn]
 
 
 class _Console(logging.StreamHandler[TextIO]):

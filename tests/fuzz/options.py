@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from coatlm.config import Config, Section
+from coatlm.config import Config
+from coatlm.config.fields import Section
 from tests.fuzz.formats import Files
 from tests.fuzz.mutations import JSON, ODD, TEXT, damaged
 

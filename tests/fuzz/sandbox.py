@@ -33,7 +33,7 @@ MEMORY = 2 << 30  # bytes of address space above what the process starts with
 CPU_S = 10.0  # processor time of an input: a busy machine does not count
 WALL_S = 90.0  # seconds after which a process that neither works nor ends is taken for hung
 LIVES = 300  # inputs that a process takes before another one replaces it
-REFUSALS = ("ConfigError", "CheckpointError", "LostPeerError", "ValueError")
+REFUSALS = ("ConfigError", "CheckpointError", "DatasetError", "LostPeerError", "ValueError")
 NO_MEMORY = re.compile(r"can't allocate memory|Unable to allocate|MemoryError|bad_alloc")
 CANARY = "executed"  # what planted code would create in the input's directory
 
@@ -245,6 +245,7 @@ def serve(pipe: Any, log: str) -> None:
             os.chdir("/")  # the directory will be replaced, and imports need one
             sys.stdout.flush()
             sys.stderr.flush()
+            os.chdir(ROOT)  # the input's directory is removed before the next one is received
             pipe.send(ending)
 
 
@@ -271,8 +272,8 @@ def attempt(read: Callable[[], int | None]) -> Ending:
 
 
 def tell(error: BaseException) -> None:
-    """Print a refusal as pretrain.py does."""
-    import pretrain
+    """Print a refusal as the tools do."""
+    from coatlm.console import fail
 
     assert isinstance(error, Exception)
-    pretrain.fail(error)
+    fail(error)
