@@ -6,9 +6,10 @@ One process needs no launcher; several are started by torchrun or srun:
 
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
 
-Exit codes: 0 done, 1 unexpected error or missing rank, 2 bad input, 3 too many skipped steps in a
-row, 4 checkpoint or disk trouble, 5 hang, 85 saved on SIGUSR1, 129 saved on SIGHUP, 130 saved on
-SIGINT, 143 saved on SIGTERM.
+Exit codes: 0 done (with torchrun --max-restarts also: saved on a signal), 1 unexpected error or
+missing rank, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint or disk trouble or
+run.dir taken over, 5 hang, 85 saved on SIGUSR1, 138 SIGUSR1 before the first step; 129, 130, 143
+saved on SIGHUP, SIGINT, SIGTERM, unless it came before the first step or Ctrl-C was pressed twice.
 """
 
 from __future__ import annotations

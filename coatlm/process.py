@@ -223,14 +223,14 @@ def flush() -> int:
 
 
 def discard(descriptor: int) -> None:
-    """Let what is written to `descriptor` from now on go nowhere."""
+    """Send what is written to `descriptor` from now on to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def open_descriptors() -> None:
-    """Open those of stdin, stdout and stderr that are closed (`>&-`) on nothing.
+    """Open those of stdin, stdout and stderr that are closed (`>&-`) on /dev/null.
 
     Otherwise the next file that the process opens, maybe a checkpoint, is what C code prints to.
     """
@@ -242,7 +242,9 @@ def open_descriptors() -> None:
 
 
 class _Lasting(io.FileIO):
-    """A stream of which nothing is left, once its other end is gone, but that it can be written."""
+    """An output stream that discards what is written once its reader has gone, instead of
+    raising.
+    """
 
     def write(self, data: Any) -> int:
         try:

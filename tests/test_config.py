@@ -145,7 +145,7 @@ def test_a_value_out_of_range_is_reported_with_what_is_allowed(
         ({"log": {"profile": [5, 4]}}, "profile=[5, 4]"),
         (
             {"parallel": {"zero": 2, "overlap_grad_reduce": False}},
-            "zero=2 frees gradients while backward runs: overlap_grad_reduce=true",
+            "zero=2 needs overlap_grad_reduce=true: it frees gradients during backward",
         ),
         (
             {"parallel": {"zero": 0, "partition": "whole-tensor"}},
@@ -176,7 +176,7 @@ def test_a_value_out_of_range_is_reported_with_what_is_allowed(
                     "grad_comm_nodes": 2,
                 }
             },
-            "grad_comm_nodes=2: two levels need parts of one size",
+            "grad_comm_nodes=2 needs partition=flat",
         ),
     ],
 )
@@ -340,7 +340,7 @@ def test_the_data_parallel_size_is_what_the_model_parallel_ranks_leave() -> None
             4,
             "parallel.grad_comm_nodes=3 does not divide the 4 ranks",
         ),
-        ({"pp": 2, "vpp": 2}, 16, "1 microbatches a step are not a multiple of parallel.pp=2"),
+        ({"pp": 2, "vpp": 2}, 16, "1 microbatches per step are not a multiple of parallel.pp=2"),
     ],
 )
 def test_a_number_of_processes_that_does_not_fit_is_refused(

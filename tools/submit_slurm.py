@@ -114,12 +114,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("config", help="a YAML file; every key is in coatlm/config.py")
+    add("config", help="a YAML file; pretrain.py --keys lists every key")
     add("overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4")
     add("--nodes", type=positive, required=True)
-    add("--gpus-per-node", type=positive, required=True, help="ranks a node, each with a GPU")
+    add(
+        "--gpus-per-node",
+        type=positive,
+        required=True,
+        help="ranks per node; each has a GPU unless --cpu",
+    )
     add("--cpu", action="store_true", help="ranks without GPUs")
-    add("--cpus-per-rank", type=positive, help="cores a rank; the cluster's default otherwise")
+    add("--cpus-per-rank", type=positive, help="cores per rank; the cluster's default otherwise")
     add("--job-name", help="run.name otherwise")
     add("--partition")
     add("--account")
@@ -127,8 +132,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     other = "any other as one word, repeatedly: --sbatch=--constraint=h100"
     add("--sbatch", action="append", default=[], metavar="--OPTION[=VALUE]", help=other)
     add("--launcher", choices=("srun", "torchrun"), default="srun", help="who starts the ranks")
-    add("--max-restarts", type=natural, default=3, help="attempts more after a lost rank (3)")
-    add("--restarts", type=natural, default=0, help="an array of so many more jobs, no requeue")
+    again = "how often to start the ranks again after one was lost (default 3)"
+    add("--max-restarts", type=natural, default=3, help=again)
+    chain = "submit an array of K + 1 jobs that resume one another, instead of requeueing"
+    add("--restarts", type=natural, default=0, metavar="K", help=chain)
     add("--save-before", type=positive, default=300, help="seconds before the time limit (300)")
     add("--python", default=sys.executable, help="interpreter on the nodes or in the container")
     setup = "run by the shell of the job, as it stands, before the ranks; repeatedly"

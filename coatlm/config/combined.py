@@ -79,8 +79,9 @@ class Config(Section):
                     )
             if self.log.numerics_every:
                 raise ValueError(
-                    f"log.numerics_every={self.log.numerics_every} is for precision.recipe="
-                    f"fp8-linear, coat and coat-lean, not {recipe}: 0"
+                    f"log.numerics_every={self.log.numerics_every} must be 0 with "
+                    f"precision.recipe={recipe}: only fp8-linear, coat and coat-lean have FP8 "
+                    "layers to measure"
                 )
             return
         if m.spec != "local":
@@ -144,7 +145,7 @@ class Config(Section):
         microbatches = t.global_batch // (t.micro_batch * dp)
         if p.vpp > 1 and microbatches % p.pp:
             raise ConfigError(
-                f"parallel.vpp={p.vpp}: {microbatches} microbatches a step are not a multiple of "
+                f"parallel.vpp={p.vpp}: {microbatches} microbatches per step are not a multiple of "
                 f"parallel.pp={p.pp}"
             )
         return dp

@@ -17,7 +17,10 @@ class ConfigError(ValueError):
 
 
 def shortened(message: str) -> str:
-    """At most 10 lines of at most 393 printable characters; a long line loses its middle."""
+    """At most 10 lines of at most 393 printable characters each, and a line that counts the others.
+
+    A line that is too long loses its middle.
+    """
     lines = [printable(line) for line in message.split("\n") if line.strip()]
     more = len(lines) - MOST_LINES
     if more > 0:

@@ -4,7 +4,7 @@ A field is declared with its default, its unit and its range, and below it stand
 `pretrain.py --keys` prints:
 
     steps: StrictInt = number(150, "steps", ge=1, le=FOREVER)
-    \"\"\"The length of the run in optimizer steps.\"\"\"
+    \"\"\"Optimizer steps of the whole run; the learning-rate schedule ends with the last one.\"\"\"
 
 Every integer has an upper bound that no run reaches, so that no product of them overflows.
 """

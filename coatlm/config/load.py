@@ -61,7 +61,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{name}: {one_line(error)}") from None
     if data is None:
-        raise ConfigError(f"{name}: the file is empty; a configuration without a choice is {{}}")
+        raise ConfigError(
+            f"{name}: the file is empty; write {{}} for a configuration of defaults only"
+        )
     if not isinstance(data, dict):
         raise ConfigError(f"{name}: a configuration is a mapping of sections, not {shown(data)}")
     return data

@@ -43,8 +43,8 @@ class Parallel(Section):
     fp8-a2a exchanges FP8 codes by all-to-all and sums in fp32."""
 
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"
-    """The scale granularity of fp8-a2a: 128 elements with a scale of their own, or a tensor or a
-    bucket with a scale that the ranks agree on."""
+    """The scale granularity of fp8-a2a: one scale per block of 128 elements, or one per tensor or
+    per bucket, on which the ranks agree."""
 
     grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"
     """The FP8 format of fp8-a2a with block scales: more range, or half the rounding error."""
@@ -83,7 +83,9 @@ class Parallel(Section):
     @model_validator(mode="after")
     def _reduction(self) -> Parallel:
         if self.zero == 2 and not self.overlap_grad_reduce:
-            raise ValueError("zero=2 frees gradients while backward runs: overlap_grad_reduce=true")
+            raise ValueError(
+                "zero=2 needs overlap_grad_reduce=true: it frees gradients during backward"
+            )
         for name in ("partition", "weight_gather"):
             if not self.zero and getattr(self, name) not in ("flat", "bf16"):
                 raise ValueError(f"{name}={getattr(self, name)} needs zero=1 or 2")
@@ -96,11 +98,12 @@ class Parallel(Section):
         if self.grad_comm_format != "e4m3" and not blocks:
             raise ValueError(
                 f"grad_comm_format={self.grad_comm_format} needs grad_comm=fp8-a2a and "
-                "grad_comm_scale=block: its largest number is 1984 times the smallest"
+                "grad_comm_scale=block: E3M4 spans a factor of only 1984, too little for one scale "
+                "per tensor"
             )
         if self.partition == "whole-tensor" and self.grad_comm_nodes not in (None, 1):
             raise ValueError(
-                f"grad_comm_nodes={self.grad_comm_nodes}: two levels need parts of one size, "
-                "partition=flat"
+                f"grad_comm_nodes={self.grad_comm_nodes} needs partition=flat: the reduction "
+                "inside and between nodes needs shards of equal size"
             )
         return self

@@ -121,7 +121,7 @@ class Train(Section):
     """Samples per step over all ranks, a multiple of micro_batch times the data-parallel size."""
 
     eval_every: StrictInt = number(50, "steps", ge=0, le=FOREVER)
-    """Steps between evaluations on the validation part; 0 means never."""
+    """Steps between evaluations on the validation part, with one more at the end; 0 means never."""
 
     eval_batches: StrictInt = number(8, "global batches", ge=1, le=2**30)
     """Global batches per evaluation, the same ones each time."""
@@ -159,17 +159,17 @@ class Checkpoint(Section):
     """How many of the newest checkpoints stay on disk."""
 
     resume: PathText = "auto"
-    """Where a run without checkpoints of its own begins: auto means fresh weights, a path means
-    that checkpoint or run. Its own checkpoints come first, but for none, which begins anew, and
-    for the path of an earlier one of them, to which the run goes back."""
+    """What a start resumes from. auto: the run's newest checkpoint, else fresh weights. A path:
+    that checkpoint or run, if this run has no checkpoint yet; the path of an earlier checkpoint of
+    this run goes back to it once. none: fresh weights; what was there moves to attempts/."""
 
     weights_only: StrictBool = False
     """Take only the weights from the path in resume: the run starts at step 0 with fresh optimizer
     states."""
 
     allow_changes: tuple[RunIdentity, ...] = ()
-    """Keys that may differ from those of the checkpoint although that makes it another run; the
-    data counts as changed when its tokens differ."""
+    """Keys that may differ from the checkpoint's, which a resumed run otherwise refuses; data.text
+    and data.paths count as changed only if the tokens, their order or their weights differ."""
 
     async_save: StrictBool = True
     """Write checkpoints in the background while training goes on."""
@@ -179,7 +179,8 @@ class Log(Section):
     """What is logged, and how often."""
 
     every: StrictInt = number(10, "steps", ge=1, le=FOREVER)
-    """Steps between lines on the console and in metrics.jsonl."""
+    """Steps between lines on the console and in metrics.jsonl; the first and the last step are
+    logged too."""
 
     states_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
     """Steps between records in states.jsonl of what the formats of weights and moments lose; 0

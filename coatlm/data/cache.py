@@ -5,9 +5,10 @@
     cache_dir/KEY.XXXXXXXX/                   a dataset being made
     cache_dir/KEY.XXXXXXXX/owner              locked by the process that makes it
 
-Each process works in a folder of its own and renames it last, so that several may start at once; of
-equal results one stays. A start takes over the folder of a killed process that was making the same
-dataset, with the shards that it had finished, and removes what killed processes left of others.
+Each process works in a folder of its own and renames it last. If several processes make the same
+dataset, the first rename wins and the others are discarded. A start takes over the folder of a
+killed process that was making the same dataset, with the shards that it had finished, and removes
+what killed processes left of others.
 
 The kernel releases an owner's lock when it dies, but a lock tells nothing about processes of
 another machine where a file system does not share locks. So the owner also writes which machine
@@ -15,8 +16,8 @@ another machine where a file system does not share locks. So the owner also writ
 when that time is older than ABANDONED_SECONDS.
 
 A dataset of at most VERIFIED_BYTES is compared with its checksums whole at every start, which takes
-less than a second; of a larger one each block is compared when it is read. A damaged dataset is
-made anew in either case: a cache can always be.
+less than a second; of a larger one each block is compared when it is read. The next start tokenizes
+a damaged dataset again, since it can be rebuilt from data.text.
 """
 
 from __future__ import annotations

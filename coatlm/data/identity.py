@@ -5,7 +5,9 @@
 A copy of a dataset in another place has the same identity; an edited text, another order of the
 sources or another weight has not. The hash covers the document bounds and the checksums that a
 dataset brings of all its tokens (`coatlm.data.checksums`). Of a dataset without checksums it covers
-the tokens themselves or, where they take more than `HASHED_BYTES`, evenly spaced blocks of them.
+the tokens themselves. There is one gap: where these take more than HASHED_BYTES, only evenly spaced
+blocks of them are hashed, and a change between the blocks is not noticed. Adding checksums to a
+dataset changes its identity.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ No file can take more than a bound of memory, however it was made. A decompresso
 MiB at a time. A line of plain text beyond a block is handed out in parts, cut between characters.
 A JSON line, which is parsed whole, and the window of a zstandard frame are at most
 `Limits.max_record` bytes. `Limits.max_expansion` bounds what a compressed file may grow to, and
-with it the time and the disk that a small file can take: 128 KiB of zstandard can stand for 14 GiB.
+with it the time and the disk that a small file can take: 128 KiB of zstandard can expand to 4 GiB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that all ranks take or none: a failure on one rank is an error, with its reason, on all."""
+"""Run a phase on all ranks; if it fails on one, every rank raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0  # a rank that failed waits so long for the others to finish t
 
 @dataclass(frozen=True)
 class Peers:
-    """All ranks of a run: what each phase of its set-up is agreed with."""
+    """All ranks of a run, and the gloo group over which they agree on each phase of the set-up."""
 
     rank: int
     hosts: tuple[str, ...]  # of each rank

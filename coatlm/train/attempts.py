@@ -3,10 +3,10 @@
     RUN/metrics.jsonl  config.yaml  env.json  checkpoints/ ...        the run as it is now
     RUN/attempts/2026-11-22T174122Z/ the same names                   what was there before
 
-A start that begins anew (`checkpoint.resume=none`, or no checkpoint to continue from) or goes back
-to an earlier checkpoint of the run deletes nothing: what it would write over moves into an attempt,
-named after the time at which that attempt had started. An attempt is a run directory of its own, so
-every tool that reads runs reads attempts.
+A start with fresh weights (`checkpoint.resume=none`, or no checkpoint to continue from) or one
+that goes back to an earlier checkpoint of the run deletes nothing: what it would write over moves
+into an attempt. The attempt is named after the last start (`started` in env.json) of the run whose
+files it holds. It is a run directory of its own, so every tool that reads runs reads attempts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _newer_than(checkpoint: Path) -> Iterator[Path]:
 
 
 def _new_attempt(run_dir: Path) -> Path:
-    """An empty directory, named after the start of what will be moved there."""
+    """An empty directory, named after the last start of the run whose files will move there."""
     started = _started(run_dir)
     stem = f"{started:%Y-%m-%dT%H%M%SZ}"
     for number in range(1, 10_000):

@@ -1,4 +1,4 @@
-"""What a run changes when it continues a checkpoint: listed, and refused where it is another run.
+"""Compare a checkpoint's configuration and data with those of the run that continues it.
 
 A run may continue with another learning rate, layout or batch. With other data, another split,
 seed or tokenizer it is another run: validation text could leak into training, or samples repeat.
@@ -48,8 +48,9 @@ def check_changes(
 ) -> list[str]:
     """Lines `key: old -> new` for what differs from the checkpoint at `path`.
 
-    `tokenizer` is the fingerprint of the tokenizer. Raises ConfigError for another model or
-    optimizer recipe, which the tensors stored do not fit, and for another run.
+    `tokenizer` is the fingerprint of the tokenizer. Raises CheckpointError (exit code 4) for
+    another model or optimizer recipe, which the stored tensors do not fit, and ConfigError (exit
+    code 2) for any other change that checkpoint.allow_changes does not name.
     """
     keys = changed_keys(state["config"], config)
     check_same_model(path, keys, weights_only=False)
@@ -86,7 +87,8 @@ def check_same_model(path: Path, keys: Mapping[str, Change], *, weights_only: bo
         fixed = (section == "model" and name != "spec") or key == "optim.recipe"
         if fixed and not (weights_only and section == "optim"):
             raise CheckpointError(
-                f"{path}: {key}={old!r} there, {new!r} here: a checkpoint of another {section}"
+                f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration; "
+                "its tensors do not fit"
             )
 
 

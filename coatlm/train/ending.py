@@ -32,7 +32,7 @@ def finish(config: Config, run: Progress, code: ExitCode) -> None:
 
 
 def nothing_to_do(config: Config, done: int) -> str:
-    """The only words of a start that finds all steps done, and leaves everything as it is."""
+    """The last line of a start that finds all steps done."""
     return (
         f"done: {config.run.dir} is at step {done}, train.steps={config.train.steps}: nothing to "
         f"train; {how_to_train_on(config, done)}"

@@ -1,4 +1,4 @@
-"""How a run stops: signals, hangs, numbers that are not finite, and the exit codes that tell.
+"""How a run stops: on signals, on hangs, after too many skipped steps; and its exit codes.
 
 Signals only set a flag; the loop asks between steps, saves and leaves with the code of the signal.
 Ranks may get a signal at different times, or only one of them may: they act on the most urgent one
@@ -46,26 +46,29 @@ REPORT_S = 10.0  # seconds; a hung file system must not keep a hung process aliv
 class ExitCode(IntEnum):
     """How a run's process ends. Launchers may hide it: torchrun exits with 1 if a worker fails.
 
-    1 stays Python's own code for an uncaught exception, and 2 is argparse's for a wrong call.
-    Signals follow the shell, 128 + number, for runs that saved and were told to stop. SIGUSR1 is
-    what batch systems send ahead of a time limit; its code is the one that HTCondor's manual uses
-    for jobs that saved themselves and want to run again, outside the ranges of shells (126 on) and
-    of BSD's sysexits.h (64 to 78).
+    1 stays Python's own code for an uncaught exception, here also for a missing rank, and 2 is
+    argparse's for a wrong call. Signals follow the shell, 128 + number, for runs that saved and
+    were told to stop, also where nothing was saved because the signal came before the first step
+    (SIGUSR1 then gives 138) or Ctrl-C was pressed twice. SIGUSR1 is what batch systems send ahead
+    of a time limit; its code is the one that HTCondor's manual uses for jobs that saved themselves
+    and want to run again, outside the ranges of shells (126 on) and of BSD's sysexits.h (64 to 78).
     """
 
-    OK = 0  # all steps done
+    OK = 0  # all steps done; with torchrun --max-restarts also: saved on a signal
     USER_ERROR = 2  # a configuration or an input that cannot be used
     NONFINITE = 3  # train.max_skipped steps in a row were skipped: NaN, Inf or spikes
-    CHECKPOINT = 4  # the disk is full, or a checkpoint could not be written or none could be read
+    # the disk is full, a checkpoint could not be written, none could be read or it is of another
+    # model, or another run took run.dir over
+    CHECKPOINT = 4
     HANG = 5  # no step within log.hang_timeout
     REQUEUE = 85  # SIGUSR1: saved, start me again
-    HUNG_UP = 128 + 1  # SIGHUP: saved
-    INTERRUPTED = 128 + 2  # SIGINT: saved
-    TERMINATED = 128 + 15  # SIGTERM: saved
+    HUNG_UP = 128 + 1  # SIGHUP: saved, with the exceptions above
+    INTERRUPTED = 128 + 2  # SIGINT: likewise
+    TERMINATED = 128 + 15  # SIGTERM: likewise
 
 
-# From the least to the most urgent: a person asks, a time limit is near, the terminal has gone, the
-# end has come.
+# From the least to the most urgent: Ctrl-C (SIGINT), a time limit is near (SIGUSR1), the terminal
+# was closed (SIGHUP), the process is about to be killed (SIGTERM).
 SIGNALS = {
     signal.SIGINT: ExitCode.INTERRUPTED,
     signal.SIGUSR1: ExitCode.REQUEUE,

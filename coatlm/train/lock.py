@@ -5,13 +5,18 @@ heartbeat, a number that a thread of the holder increases every BEAT_S seconds. 
 with another one, as those of hosts differ. A lock is stale
 
     if pids can be compared (same boot, same pid namespace): when its process has gone
-    otherwise: when its heartbeat stays the same for WATCH_S seconds, in which we look at it
+    otherwise: when its heartbeat changes less than twice within WATCH_S seconds
 
-Taking the lock is a hard link to a file that is complete, which one process alone can make, also on
-NFS. A stale lock is never removed, as a slow process could then remove the lock of whoever came
-first. Its successor links its own file to `lock.json.after-TOKEN`, once more as the only one, and
-renames it to lock.json. Where a successor dies in between, its own successor is `after` its token:
-the last of the line holds the lock.
+To take a free lock, a process hard-links its own complete file to lock.json, which only one
+process can do, also on NFS. A stale lock is not removed first, as a slow process could then remove
+the lock of a faster one. To take over a stale lock, a process hard-links its own file to
+lock.json.after-TOKEN, TOKEN being the stale holder's; only one process can succeed. It then renames
+its file to lock.json. If it dies before the rename, the next process links to lock.json.after- plus
+that process's token; the end of this chain holds the lock.
+
+On a file system without hard links the file is created with O_EXCL instead, which only one process
+can do as well. Others may read it before it is complete; they then watch it as one of an unknown
+holder.
 
 The heartbeat is written into the open file, not to its name: a holder that was suspended and has
 lost its lock meanwhile writes to a file that nobody reads any more.
@@ -51,12 +56,12 @@ logger = logging.getLogger("coatlm")
 
 
 class LostLockError(CheckpointError):
-    """Another run has taken the run directory over while this one was suspended."""
+    """lock.json no longer names this run: it was deleted, or another run took run.dir over."""
 
     def __init__(self) -> None:
         super().__init__(
-            "this run was suspended or cut off for so long that another one took over run.dir "
-            f"({LOCK} names it); it ends without another checkpoint"
+            f"{LOCK} is gone or names another run: it was deleted, or this run was suspended or "
+            "cut off so long that another run took run.dir over; this run ends without saving"
         )
 
 

@@ -69,8 +69,9 @@ logger = logging.getLogger("coatlm")
 def train(config: Config, launch: Launch) -> ExitCode:
     """Run `config` to its end, or until a signal.
 
-    Raises ConfigError before the first step for bad input, AgreedError on all ranks instead where
-    there are several, CheckpointError and NonFiniteError.
+    Raises ConfigError for bad input (with several ranks AgreedError, on all of them),
+    CheckpointError if saving or loading fails, NonFiniteError after train.max_skipped skipped steps
+    in a row.
     """
     with ExitStack() as stack:
         loop = set_up(config, launch, stack)
@@ -88,9 +89,9 @@ def train(config: Config, launch: Launch) -> ExitCode:
 def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     """Join the other processes, open the data, build the model, resume.
 
-    A list of phases: each is finished by all ranks, or ends all of them with one message. None
-    where the run has done all its steps already: then nothing has been written. Raises ConfigError
-    in a process that is alone, else AgreedError.
+    A list of phases: each succeeds on all ranks, or ends all of them with one message. Returns None
+    if the run has done all its steps already; such a start writes to train.log only. Raises
+    ConfigError in a single process, AgreedError with several ranks.
     """
     peers = join(config, launch)
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
@@ -257,7 +258,7 @@ class Loop:
         found = compare(times, group)
         if found.ms > factor * found.median_ms and group.rank() == 0:
             logger.warning(
-                "step %d: rank %d is slow in %s: %.1f ms of work a step, the median is %.1f ms",
+                "step %d: rank %d is slow in %s: %.1f ms of work per step, the median is %.1f ms",
                 self.run.step,
                 *found,
             )
@@ -355,7 +356,9 @@ class Loop:
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)
         logger.warning("%s", error)
-        logger.warning("back to step %d; batches %d to %d are left out", run.step, *window)
+        logger.warning(
+            "back to step %d; batches %d to %d are left out", run.step, window[0], stop - 1
+        )
 
     def _batches(self) -> BatchIterator:
         return BatchIterator(self.data.train, first_sample=self.run.samples, **self._share())

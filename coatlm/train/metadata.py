@@ -1,5 +1,6 @@
-"""The `.metadata` of a checkpoint: where torch.distributed.checkpoint has put every rectangle.
+"""`.metadata` of a checkpoint, which says where the content of each tensor is.
 
+It holds the file and offset at which torch.distributed.checkpoint stored each chunk of a tensor.
 It is a pickle, and a checkpoint may come from a stranger. It is read with an allow-list of the
 types that it consists of, none of which runs code of the file's choosing, and what it describes
 must fit the files that are there: nothing is allocated for a shape that they cannot fill.

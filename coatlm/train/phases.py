@@ -1,4 +1,4 @@
-"""Phases of a run's set-up: what all ranks do, or none, before `loop` builds the run from them."""
+"""The phases of a run's set-up, called by `loop.set_up`; each succeeds on all ranks or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coatlm.train.trackers import check_trackers
 
 
 def join(config: Config, launch: Launch) -> Peers:
-    """The other processes, once all of them have come with a configuration that fits so many."""
+    """Wait for all ranks and check that the configuration fits their number."""
     refusal = None
     try:
         config.data_parallel_size(launch.world_size)
@@ -40,7 +40,7 @@ def join(config: Config, launch: Launch) -> Peers:
 
 
 def check_inputs(config: Config) -> None:
-    """Raise ConfigError for what only rank 0 uses and nothing needs to be built for."""
+    """Check the trackers and checkpoint.resume, which rank 0 can do alone. Raises ConfigError."""
     check_trackers(config.log)
     checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
 
@@ -53,7 +53,7 @@ def split(config: Config, launch: Launch, peers: Peers) -> Groups:
 
 
 def check_parts(config: Config, data: Datasets) -> None:
-    """Raise ConfigError where an evaluation has nothing to read."""
+    """Raise ConfigError if train.eval_every is above 0 and there is no validation part."""
     if config.train.eval_every and data.validation is None:
         raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
 
@@ -66,7 +66,7 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
 
 
 def begun_by(config: Config, launch: Launch) -> bool:
-    """Whether an earlier start of the same job has come as far as `describe`."""
+    """Whether env.json is from an earlier start of the same job, which then got to `describe`."""
     return read_environment(config.run.dir).get("job") == launch.job
 
 

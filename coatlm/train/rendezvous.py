@@ -1,7 +1,8 @@
 """How the processes of a run find each other: every rank announces itself in a store.
 
     rank r   store["rank/r"] = host, process id and, where it cannot go on, why
-    rank 0   waits for all of them, says who is missing, then store["verdict"] = the hosts or an end
+    rank 0   waits for all of them and names those missing, then sets store["verdict"] to the hosts
+             of all ranks or to the error that ends them
 
 A rank that fails before there are process groups still announces itself, with its error, so that
 the others end with it at once. Rank 0 serves the store unless the launcher does. The store asks

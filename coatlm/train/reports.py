@@ -3,8 +3,8 @@
     error: ranks 1, 3 (hostB): data.tokenizer=hf:tok.json: no such file    agreed on by all ranks
     error: [rank 3, hostB] the disk of run.dir is full                      said by one rank alone
 
-The exit code belongs to the error. Under torchrun the same line goes into the error file of this
-process, which torchrun shows at the end of its own report.
+The exit code depends on the type of the error. Under torchrun the same line goes into the error
+file of this process, which torchrun shows at the end of its own report.
 """
 
 from __future__ import annotations

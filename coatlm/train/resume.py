@@ -1,12 +1,13 @@
-"""What a run continues from: how far it has come, and what a checkpoint knows besides tensors.
+"""What a start resumes from, and the state of a run that a checkpoint holds besides its tensors.
 
-    the run's own checkpoints, the newest whole one       whatever checkpoint.resume says, but none
-    checkpoint.resume=PATH                                only where the run has none of its own
-    fresh weights                                         else
+    1. newest whole checkpoint of the run    unless checkpoint.resume is `none`, or the PATH of an
+                                             earlier checkpoint of the run, which goes back to it
+    2. checkpoint.resume=PATH                if the run has no checkpoint
+    3. fresh weights
 
-So the command that started a run also continues it, from a requeued job or a launcher that starts
-it again as well. Two requests set aside what the run directory holds (`attempts`): `none`, and the
-PATH of one of the run's own earlier checkpoints, which goes back to it.
+So the command that started a run also continues it, in a requeued job or under a launcher that
+starts it again as well. The two exceptions hold once, and set aside what the run directory holds
+(`attempts`).
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def state_to_save(
 
 
 def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Origin:
-    """Where a start continues, by the rules above. All ranks of a gloo group call it.
+    """What a start continues from, by the rules above. All ranks of a gloo group call it.
 
-    `restarted`: a launcher or batch system has started the same command again, so that `none`
-    does not mean to begin anew once more. Raises CheckpointError, as `find_checkpoint` does.
+    `restarted`: a launcher or batch system has started the same command again, so that `none` was
+    obeyed by an earlier start. Raises CheckpointError, as `find_checkpoint` does.
     """
     directory = config.run.dir / checkpoint.CHECKPOINTS
     request = config.checkpoint.resume
@@ -118,10 +119,17 @@ def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Orig
     if earlier and not _went_back_to(target, read_run_state(own)):
         found = checkpoint.find_checkpoint(request, directory, logger, group)
         return Origin(found, own=True, back=True)
-    if not _same(target, own):
+    if earlier:
         logger.info(
-            "%s has checkpoints of its own and continues them; checkpoint.resume=%s was for the "
-            "first start",
+            "%s went back to %s before and continues its newest checkpoint; to begin there again, "
+            "use another run.dir",
+            config.run.dir,
+            request,
+        )
+    elif not _same(target, own):
+        logger.info(
+            "%s continues its newest checkpoint; checkpoint.resume=%s is used only for a first "
+            "start",
             config.run.dir,
             request,
         )
@@ -137,10 +145,11 @@ def resume(
     data: list[SourceIdentity],
     restarted: bool = False,
 ) -> Origin:
-    """Take up the checkpoint that a start continues from, if there is one, and return the origin.
+    """Load the checkpoint that `find_origin` chooses, if any, into `trainer` and `run`.
 
-    `tokenizer` is the fingerprint of the tokenizer. Nothing has been written when ConfigError or
-    CheckpointError is raised.
+    Returns the origin. `tokenizer` is the fingerprint of the tokenizer. Raises ConfigError for a
+    change that is refused, CheckpointError if the checkpoint does not fit or cannot be read, before
+    anything of the run is moved or overwritten.
     """
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
     if origin.path is None:
@@ -171,7 +180,11 @@ def set_aside(config: Config, origin: Origin) -> None:
     elif not origin.own:
         attempt = attempts.set_aside(config.run.dir)
     if attempt is not None:
-        logger.warning("what %s held before is in %s now", config.run.dir, attempt)
+        logger.warning(
+            "earlier checkpoints and metrics of %s that this run does not continue are in %s",
+            config.run.dir,
+            attempt,
+        )
 
 
 def restore(
@@ -182,8 +195,11 @@ def restore(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Take up the checkpoint at `path`, of the same model, whose `state` has been read: everything,
-    or the weights for a new run.
+    """Load the checkpoint at `path`, of the same model, into `trainer` and `run`.
+
+    Tensors come from its .distcp files: weights and optimizer states, or with `weights_only` the
+    weights, from which fresh optimizer states are made. Counters and scales come from `state`, its
+    state.json; `weights_only` leaves `run` as it is.
     """
     tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
@@ -208,9 +224,10 @@ def restore(
 
 
 def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:
-    """Where the order of samples is gone on with, in samples of `seq_len` tokens.
+    """The index of the next sample to read, in samples of `seq_len` tokens.
 
-    Another sequence length orders other samples; the run goes on behind as many tokens of it.
+    It comes from `samples` in state.json, or from the steps done where an older version wrote none.
+    Under another sequence length it is scaled to the same number of tokens, rounded up.
     """
     saved = state["config"]
     batches = state["step"] + sum(stop - first for first, stop in state.get("left_out", ()))

@@ -6,7 +6,7 @@ train.log       the console's lines with the time of day
 metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
 states.jsonl    likewise, where log.states_every asks for it
 numerics.jsonl  likewise, where log.numerics_every does
-loss.png        its curves
+loss.png        the loss curves of metrics.jsonl
 attempts/       what the directory held before a start that did not continue it: `attempts.py`
 lock.json       while a run goes on, which one: `lock.py`
 """

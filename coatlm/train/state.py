@@ -1,4 +1,4 @@
-"""state.json of a run's checkpoint: what it must hold before a run continues from it."""
+"""The types of the fields in state.json, checked before a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coatlm.train.manifest import STATE
 
 
 class SavedSpikes(BaseModel):
-    """`train.spikes.SpikeGuard.state`."""
+    """The state of the spike guard, as `train.spikes.SpikeGuard.state` returns it."""
 
     model_config = ConfigDict(strict=True)
 
@@ -22,7 +22,7 @@ class SavedSpikes(BaseModel):
 
 
 class SavedData(BaseModel):
-    """Of the section `data`."""
+    """The fields of the saved configuration's section `data` that a resumed run reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -31,7 +31,7 @@ class SavedData(BaseModel):
 
 
 class SavedTrain(BaseModel):
-    """Of the section `train`."""
+    """The field of the saved configuration's section `train` that a resumed run reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -39,7 +39,7 @@ class SavedTrain(BaseModel):
 
 
 class SavedSource(BaseModel):
-    """`data.identity.SourceIdentity`."""
+    """The identity of one source of the blend, see `data.identity.SourceIdentity`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -50,7 +50,7 @@ class SavedSource(BaseModel):
 
 
 class SavedConfig(BaseModel):
-    """What is read of the saved configuration; other fields are compared, whatever they are."""
+    """The parts of the saved configuration that a resumed run reads; all others are compared."""
 
     model_config = ConfigDict(strict=True)
 
@@ -62,7 +62,7 @@ class SavedConfig(BaseModel):
 
 
 class State(BaseModel):
-    """The types in state.json; more keys may be there."""
+    """The content of state.json; it may have more keys."""
 
     model_config = ConfigDict(strict=True)
 

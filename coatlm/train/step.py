@@ -98,7 +98,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Before the groups are destroyed, which would wait for recordings for ever."""
+        """Release CUDA graphs before the process groups: NCCL blocks on captured communicators."""
         if self.graph is not None:
             self.graph.close()
 

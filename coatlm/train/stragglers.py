@@ -52,7 +52,7 @@ class PhaseTimer:
             self._open = (phase, self._event() if on_device else self.clock())
 
     def read(self) -> list[float]:
-        """Milliseconds a step of each phase; starts over. On a GPU: after it was waited for."""
+        """Milliseconds per step of each phase; starts over. On a GPU: after it was waited for."""
         self.enter(None)
         for phase, start, stop in self._events:
             self._seconds[phase] += start.elapsed_time(stop) / 1000
@@ -73,7 +73,7 @@ class Slowest(NamedTuple):
 
     rank: int
     phase: str
-    ms: float  # of its own work a step
+    ms: float  # of its own work per step
     median_ms: float  # of all ranks; of an even number, the lower of the two in the middle
 
 

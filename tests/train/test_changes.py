@@ -112,9 +112,9 @@ def test_another_model_or_recipe_of_states_does_not_fit() -> None:
     for now, said in (
         (
             config(model={"ffn": 768}),
-            "model.ffn=704 there, 768 here: a checkpoint of another model",
+            "model.ffn is 704 in the checkpoint and 768 in this configuration",
         ),
-        (config(optim={"recipe": "coat"}), "optim.recipe='adamw-fp32' there, 'coat' here"),
+        (config(optim={"recipe": "coat"}), "optim.recipe is 'adamw-fp32' in the checkpoint"),
     ):
         with pytest.raises(CheckpointError, match=said):
             check(now, state(config()))

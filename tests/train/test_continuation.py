@@ -168,7 +168,7 @@ def test_the_same_command_with_a_path_continues_the_run_itself(
     assert steps_of(root / name) == list(range(begins + 1, 10))
     assert metrics_of(root / name) == metrics_of(root / f"{name} straight")
     assert not (root / name / "attempts").exists()
-    assert "continues them; checkpoint.resume=" in log_of(root / name)
+    assert "is used only for a first start" in log_of(root / name)
 
 
 def test_beginning_anew_sets_the_history_aside(root: Path, told: dict[str, Any]) -> None:
@@ -194,6 +194,7 @@ def test_a_run_goes_back_to_its_own_checkpoint_once(root: Path, told: dict[str, 
     assert (attempt / "checkpoints/step_00000010/manifest.json").exists()
     assert steps_of(root / "back") == list(range(1, 9))
     assert metrics_of(root / "back") == [r for r in metrics_of(root / BASE) if r["step"] <= 8]
+    assert "before and continues its newest checkpoint" in log_of(root / "back")
 
 
 @pytest.mark.parametrize("steps", [10, 8])

@@ -180,7 +180,7 @@ def test_a_rollback_restores_what_every_layout_keeps(
     assert found == losses(root, f"{layout}, without them")
     assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
     log = (root / f"{layout}, rolled back" / "train.log").read_text()
-    assert "back to step 10; batches 10 to 14 are left out" in log
+    assert "back to step 10; batches 10 to 13 are left out" in log
 
 
 def test_a_rollback_is_on_record(root: Path, ends: dict[str, str]) -> None:
@@ -188,7 +188,7 @@ def test_a_rollback_is_on_record(root: Path, ends: dict[str, str]) -> None:
     assert events == [{"step": 11, "rolled_back_from": 14, "left_out": LEFT_OUT}]
     log = (root / "rolled back" / "train.log").read_text()
     assert "step 14: train.max_skipped=3" in log
-    assert "back to step 10; batches 10 to 14 are left out" in log
+    assert "back to step 10; batches 10 to 13 are left out" in log
     state = json.loads((root / "rolled back/checkpoints/step_00000015/state.json").read_text())
     assert state["left_out"] == [LEFT_OUT]
 
