@@ -21,6 +21,11 @@ files are limited in size. The clock moves where there is a C compiler.
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import argparse
 import random
 import subprocess
@@ -32,14 +37,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from coatlm.console import Parser, fail  # noqa: E402
 from tools.drilling.report import ROUNDS, markdown, plain, read  # noqa: E402
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; --help shows the module docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=30, help="faults (default: %(default)s)")
     add("--seed", type=int, help="what decides on faults and points (default: another each time)")
@@ -63,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             print(markdown(read(options.table)))
         except (ValueError, OSError) as error:
-            print(f"drill: {error}", file=sys.stderr)
-            return 2
+            return fail(error)
         return 0
     options.seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     out = options.out or Path(tempfile.mkdtemp(prefix="coatlm-drill-"))
@@ -80,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with Drill(options, out) as drill:
                 failed = drill.run_rounds()
         except ValueError as error:
-            print(f"drill: {error}", file=sys.stderr)
-            return 2
+            return fail(error)
         files = [out / ROUNDS]
     print(plain(read(files)))
     return 1 if failed else 0
@@ -102,8 +104,8 @@ def side_by_side(options: argparse.Namespace, out: Path) -> int:
         (out / str(job)).mkdir(exist_ok=True)
         with (out / str(job) / "drill.log").open("w") as log:
             started.append(subprocess.Popen(command, stdout=log, stderr=log))
-    return sum(process.wait() != 0 for process in started)
+    return sum(drill.wait() != 0 for drill in started)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)
