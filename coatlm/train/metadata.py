@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle  # nosec B403 # an allow-list of types only
-import pickletools
+import pickletools  # nosec B403 # it takes pickles apart and runs nothing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
