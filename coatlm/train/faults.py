@@ -120,11 +120,15 @@ class StopSignal:
             self._say(f"{URGENCY[urgency].name} came to another rank: saving and leaving")
         return None if urgency < 0 else URGENCY[urgency]
 
+    def leave(self) -> None:
+        """Say that the run is over, as `agreed` does for a run that a signal ends."""
+        self._leaving = True
+
     def close(self) -> None:
         """Put the previous handlers back.
 
-        After a signal was agreed on the process is about to leave, and all but SIGINT are ignored:
-        launchers repeat them, and one that came now would hide the exit code.
+        In a process that is about to leave all but SIGINT are ignored: launchers repeat them, and
+        one that came now would hide the exit code, and on other ranks look like a lost peer.
         """
         for number, handler in self._previous.items():
             deaf = self._leaving and number != signal.SIGINT

@@ -77,6 +77,7 @@ def train(config: Config, launch: Launch) -> ExitCode:
         loop = set_up(config, launch, stack)
         code = ExitCode.OK if loop is None else loop.run_steps()
         if loop is not None:
+            loop.signals.leave()
             loop.metrics.close()
             loop.watchdog.close()
             if launch.rank == 0:

@@ -103,6 +103,15 @@ def test_a_signal_that_is_repeated_does_not_kill_a_process_that_leaves(
     assert signal.getsignal(signal.SIGINT) == handlers[list(SIGNALS).index(signal.SIGINT)]
 
 
+def test_a_signal_after_the_run_does_not_kill_a_process_that_leaves(handlers: list[Any]) -> None:
+    with StopSignal() as stop:
+        assert stop.agreed() is None
+        stop.leave()
+    for late in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+        os.kill(os.getpid(), late)
+    assert signal.getsignal(signal.SIGINT) == handlers[list(SIGNALS).index(signal.SIGINT)]
+
+
 def test_codes_of_signals_are_the_shells_and_a_requeue_code_of_its_own() -> None:
     assert SIGNALS[signal.SIGINT] == 128 + signal.SIGINT == 130
     assert SIGNALS[signal.SIGTERM] == 128 + signal.SIGTERM == 143
