@@ -269,8 +269,8 @@ class Drill:
             known = {-9, 0, *fault.codes}
             signals = (1, 2, 10, 15)
             early = {code for n in signals for code in (-n, 128 + n)} if scene.early else set()
-            if scene.early and len(codes) > 1:
-                early.add(1)  # a rank that has lost another one
+            if scene.early:
+                early.add(1)  # a rank that has lost another one, or a fork not yet in process.run
             scene.problems += [f"exit code {code}" for code in sorted(ends - known - early)]
         self.job = None
         return codes
