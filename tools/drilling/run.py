@@ -98,7 +98,7 @@ def write_config(path: Path, *, ranks: int) -> None:
             "seq_len": 16,
             "workers": 1,
         },
-        "parallel": {"start_timeout": 45.0},
+        "parallel": {"start_timeout": 25.0},
         "precision": {"recipe": "bf16"},
         "optim": {"recipe": "coat-lean", "warmup_steps": 5},
         "train": {
