@@ -177,3 +177,11 @@ def _package_directory() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.submodule_search_locations
     return Path(next(iter(spec.submodule_search_locations)))
+
+
+def boot_id() -> str:
+    """What tells this machine, since it was started, from all others; empty where it is hidden."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # of a sandbox without it
+        return ""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.bpe import train_bpe
 from tests.distributed import ROOT, free_port, python_path
 from tests.forks import Child, Forks
 from tests.test_pretrain import wait_for_line
@@ -38,20 +39,7 @@ def write_corpus(path: Path) -> None:
 
 def write_tokenizer(path: Path) -> None:
     """A byte-level BPE of the corpus' words."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    )
-    model.train_from_iterator([COUNTING] * 50, trainer)
-    model.save(str(path))
+    train_bpe([COUNTING] * 50, vocab_size=320).save(str(path))
 
 
 def write_config(path: Path, directory: Path) -> None:

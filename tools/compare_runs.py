@@ -22,16 +22,15 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import math
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coatlm.config import read_mapping
+from coatlm.config import dotted, read_mapping
 from coatlm.config.errors import printable
 from coatlm.console import Parser, fail
-from coatlm.train.run_directory import METRICS, Record, read_records
+from coatlm.train.run_directory import METRICS, Record, is_value, read_records
 
 # keys that no two runs share
 TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
@@ -94,7 +93,7 @@ def identity(record: Record) -> tuple[Any, ...]:
 
 def compare_configs(a: Path, b: Path) -> list[Difference]:
     """Keys of the two config.yaml that differ. Raises ValueError where one cannot be read."""
-    ours, theirs = (dict(_flat(_config(run))) for run in (a, b))
+    ours, theirs = (dict(dotted(_config(run))) for run in (a, b))
     return [
         Difference("config.yaml", key, ours.get(key, NOTHING), theirs.get(key, NOTHING))
         for key in dict.fromkeys([*ours, *theirs])
@@ -135,19 +134,8 @@ def _config(run: Path) -> Any:
     return read_mapping(run / "config.yaml")
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested mapping."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
 def _number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= sys.float_info.max
+    return value is not None and is_value(value)
 
 
 def _show(value: Any) -> str:

@@ -16,7 +16,7 @@ from coatlm.config.combined import Config
 from coatlm.config.errors import ConfigError, shortened
 from coatlm.config.fields import MOST_RANKS
 from coatlm.config.keys import keys_table
-from coatlm.config.load import load_config, make_config, override, read_mapping
+from coatlm.config.load import dotted, load_config, make_config, override, read_mapping
 from coatlm.config.model import (
     FP8_WEIGHT_RECIPES,
     FP32_RECIPES,
@@ -51,6 +51,7 @@ __all__ = [
     "Run",
     "Source",
     "Train",
+    "dotted",
     "dump_yaml",
     "keys_table",
     "load_config",

@@ -8,7 +8,7 @@ the other are read as YAML. All other values are YAML.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,15 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{name}: a configuration is a mapping of sections, not {shown(data)}")
     return data
+
+
+def dotted(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested mapping."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from dotted(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
 
 
 def _nested(item: str) -> dict[str, Any]:

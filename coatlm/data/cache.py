@@ -45,6 +45,7 @@ from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import LostWorkerError, Options, fingerprint
 from coatlm.data.streams import Limits, some
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
+from coatlm.platform import boot_id
 
 if TYPE_CHECKING:
     from coatlm.config import Data
@@ -223,8 +224,4 @@ def _lock_abandoned(folder: Path) -> IO[str] | None:
 
 
 def _boot() -> str:
-    """What tells this machine, since it was started, from all others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # of a sandbox without it
-        return socket.gethostname()
+    return boot_id() or socket.gethostname()

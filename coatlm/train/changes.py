@@ -8,11 +8,11 @@ Such a change is refused unless `checkpoint.allow_changes` names it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config, ConfigError, dotted
 from coatlm.data.identity import SourceIdentity, describe
 from coatlm.train.checkpoint import CheckpointError
 
@@ -28,9 +28,9 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, Change]:
 
     A key that the checkpoint does not have, because an older version wrote it, had its default.
     """
-    defaults = dict(_flat(Config().model_dump(mode="json")))
-    old = defaults | dict(_flat(saved))
-    new = dict(_flat(config.model_dump(mode="json")))
+    defaults = dict(dotted(Config().model_dump(mode="json")))
+    old = defaults | dict(dotted(saved))
+    new = dict(dotted(config.model_dump(mode="json")))
     return {
         key: (old.get(key), value)
         for key, value in new.items()
@@ -90,15 +90,6 @@ def check_same_model(path: Path, keys: Mapping[str, Change], *, weights_only: bo
                 f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration; "
                 "its tensors do not fit"
             )
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested mapping."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _arrow(change: Change) -> str:

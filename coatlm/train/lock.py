@@ -42,6 +42,7 @@ from pathlib import Path
 import psutil
 
 from coatlm.config import ConfigError
+from coatlm.platform import boot_id
 from coatlm.train.manifest import CheckpointError
 
 LOCK = "lock.json"
@@ -283,9 +284,9 @@ def _now() -> float:
 
 def _machine() -> str:
     """The boot and the pid namespace of this process; empty where the system does not tell."""
+    boot = boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

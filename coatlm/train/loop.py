@@ -121,7 +121,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
-    again = together(lambda: launch.restarted and begun_by(config, launch), peers.group)[0]
+    again = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
     origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=again))
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))

@@ -109,8 +109,8 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
         return [str(error)]
     problems = []
     files = sorted(manifest.files.items())
-    share = files[rank::world] if checksums else []
-    total = sum(expected.bytes for _, expected in share)
+    share = dict(files[rank::world]) if checksums else {}
+    total = sum(expected.bytes for expected in share.values())
     with progress(f"verifying {checkpoint.name}", total, show=rank == 0) as advance:
         for name, expected in files:
             path = checkpoint / name
@@ -119,7 +119,7 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
                 size = path.stat().st_size
                 if size != expected.bytes:
                     problems.append(f"{path} has {size} bytes, {expected.bytes} were written")
-                elif (name, expected) in share and sha256(path, advance) != expected.sha256:
+                elif name in share and sha256(path, advance) != expected.sha256:
                     problems.append(f"{path} is not what was written: its checksum differs")
             except FileNotFoundError:
                 problems.append(f"{path} is missing")

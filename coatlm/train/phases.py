@@ -67,7 +67,7 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
 
 def begun_by(config: Config, launch: Launch) -> bool:
     """Whether env.json is from an earlier start of the same job, which then got to `describe`."""
-    return read_environment(config.run.dir).get("job") == launch.job
+    return launch.restarted and read_environment(config.run.dir).get("job") == launch.job
 
 
 def describe(config: Config, launch: Launch, origin: Origin) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bpe import train_bpe
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.\n",
     "def area(radius):\n    return 3.14159 * radius ** 2\n",
@@ -20,20 +22,7 @@ PATTERN = r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"
 @pytest.fixture(scope="session")
 def hf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE tokenizer.json that would truncate and pad if it were let."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
-    model.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=320, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-        ),
-    )
+    model = train_bpe(CORPUS, vocab_size=320)
     model.enable_truncation(max_length=4)
     model.enable_padding(length=64)
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"

@@ -18,6 +18,8 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+from tests.bpe import train_bpe
+
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(400))
 SECTIONS: dict[str, Any] = {
     "run": {"dir": "run", "name": "tiny"},
@@ -96,22 +98,9 @@ def models(run: Path) -> None:
 def tokenizer_files() -> None:
     """A file of each kind, and the spec of the first."""
     import sentencepiece
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     lines = TEXT.splitlines()
-    model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
-    model.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=280, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-        ),
-    )
-    model.save("tokenizer.json")
+    train_bpe(lines, vocab_size=280).save("tokenizer.json")
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
