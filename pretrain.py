@@ -24,12 +24,12 @@ if __name__ == "__main__":  # before the imports that take seconds
     process.listen(signal.SIGUSR1, speaks=SPEAKS)
 
 import argparse
-import sys
 import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table, load_config
+from coatlm.console import fail
 
 if TYPE_CHECKING:
     from coatlm.train.setup import Launch
@@ -154,13 +154,6 @@ def refuse(error: ConfigError, launch: Launch) -> int:
     with suppress(LostPeerError):  # then it speaks for itself
         start_processes(launch, start_timeout=REFUSAL_S, refusal=error)
     raise error
-
-
-def fail(error: Exception) -> int:
-    """One line a mistake."""
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
     peers.agree(lambda: check_size(config, launch, vocab))
-    peers.agree(lambda: prepare_directory(config.run.dir))
+    peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))
     lock = peers.agree(lambda: take_lock(config.run.dir, stack) if launch.rank == 0 else None)
     peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
     peers.agree(lambda: start_logging(config.run.dir, launch.rank))

@@ -231,7 +231,9 @@ def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:
     """
     saved = state["config"]
     batches = state["step"] + sum(stop - first for first, stop in state.get("left_out", ()))
-    samples = state.get("samples", batches * saved["train"]["global_batch"])
+    samples = state.get("samples")
+    if samples is None:
+        samples = batches * saved["train"]["global_batch"]
     return -(-samples * int(saved["data"]["seq_len"]) // seq_len)
 
 
@@ -245,7 +247,7 @@ def _check_tokenizer(path: Path, state: Mapping[str, Any], config: Config, token
 
 def _went_back_to(target: Path, newest: Mapping[str, Any]) -> bool:
     """Whether the newest checkpoint was written by a start that had gone back to `target`."""
-    return _same(Path(str(newest["config"]["checkpoint"]["resume"])), target)
+    return _same(Path(str(newest["config"]["checkpoint"].get("resume"))), target)
 
 
 def _same(a: Path, b: Path) -> bool:

@@ -44,10 +44,10 @@ logger = logging.getLogger("coatlm")
 lines = logging.getLogger("coatlm.lines")  # what a progress bar shows instead
 
 
-def prepare_directory(path: Path) -> None:
+def prepare_directory(path: Path, *, files: bool = True) -> None:
     """Make the run directory. Raises ValueError where it, or a file of the run, cannot be written.
 
-    Several ranks may call it at the same time.
+    Several ranks may call it at the same time; those that write no `files` need not try them.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def prepare_directory(path: Path) -> None:
     except OSError as error:
         reason = "it is a file" if path.is_file() else error.strerror
         raise ConfigError(f"run.dir={path}: cannot be written to: {reason}") from error
-    for file in map(path.joinpath, FILES):
+    for file in map(path.joinpath, FILES if files else ()):
         try:
             if os.path.lexists(file):
                 file.open("ab").close()
