@@ -34,9 +34,6 @@ from coatlm.fp8.segments import count_saturated, largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
 
 Steps = Generator[Pending, None, None]
-SATURATED = 1e-5  # share of sums at +-MAX from which mu is halved
-GROWTH = 2.0 ** (1 / 1000)  # of mu in a step without
-SMALLEST_MU = 2.0**-20
 
 
 @dataclass(eq=False)
@@ -174,22 +171,6 @@ class Fp8Sum:
         mine.copy_(total.to(self.fmt.dtype).view(torch.uint8))
         if job.whole:
             yield comm.all_gather(codes, job.sizes)
-
-
-def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, nonfinite: Tensor) -> None:
-    """Set mu of the tensors of all buckets for the next step, and start new counts.
-
-    `saturated` fp32 [all T] are the shares of sums at +-MAX, `nonfinite` bool [all T] says in whose
-    sums there was NaN or Inf; both are the same on all ranks. Such a step is skipped, so these
-    tensors keep their mu.
-    """
-    mu = torch.cat([each.mu for each in tensors])
-    adjusted = torch.where(saturated > SATURATED, mu / 2, mu * GROWTH).clamp(SMALLEST_MU, 1.0)
-    adjusted = torch.where(nonfinite, mu, adjusted)
-    sizes = [len(each.mu) for each in tensors]
-    torch._foreach_copy_([each.mu for each in tensors], adjusted.split(sizes))
-    torch._foreach_zero_([each.saturated for each in tensors])
-    torch._foreach_zero_([each.nonfinite for each in tensors])
 
 
 def _finish(job: Sum, total: Tensor) -> None:
