@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
 
 from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
@@ -77,18 +76,11 @@ class CoreAttention(nn.Module):
                     q,
                     k_BGTD[:, :, :end],
                     v_BGTD[:, :, :end],
-                    attn_mask=_lower_right(length, end),
+                    attn_mask=causal_lower_right(length, end),
                     enable_gqa=gqa,
                 )
             )
         return torch.cat(outputs, dim=2)
-
-
-def _lower_right(queries: int, keys: int) -> Tensor:
-    """torch can make this mask outside of dispatch modes alone; the one that counts bytes is on."""
-    with _disable_current_modes():
-        mask: Tensor = causal_lower_right(queries, keys)
-    return mask
 
 
 class SelfAttention(MegatronSelfAttention):

@@ -44,7 +44,7 @@ class Cut:
     bucket_size: int  # elements; 0: `bucket_elements`
     owner: Mapping[nn.Parameter, int] | None = None  # None: equal shards
     fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # all-gathered in FP8
-    fp8_rows: bool = False  # with row-wise scales, as the FP8 flow casts them; else tensor-wise
+    fp8_rows: bool = False  # row-wise scales, as the FP8 flow has; else tensor-wise
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Bucket:
             torch._foreach_zero_(self.zeroed)
 
     def settle(self) -> None:
-        """Zero the gradients that are still stale: no backward pass has reached their parameters."""
+        """Zero the gradients that are still stale: backward has not reached their parameters."""
         for param in self.overwritten:
             if param.main_grad_stale:  # type: ignore[attr-defined]
                 param.main_grad.zero_()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class Bucket:
         self.grads.untyped_storage().resize_(0)
 
     def summed(self, param: nn.Parameter) -> Tensor:
-        """The part of the reduced gradient of `param` that this rank owns, flat; it may be empty."""
+        """The part of the reduced gradient of `param` that this rank owns, flat, maybe empty."""
         (start, end), (first, last) = self.params[param], self.owned
         begin = min(max(start, first), last)
         return self.reduced[begin - first : max(min(end, last), begin) - first]

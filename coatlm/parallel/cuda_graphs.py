@@ -24,9 +24,7 @@ from torch import Tensor
 
 from coatlm.parallel.flat_model import FlatModel
 
-Microbatch = dict[
-    str, Any
-]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+Microbatch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
 
 class MicrobatchKind(NamedTuple):
@@ -59,7 +57,6 @@ class MicrobatchGraphs:
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
         self.inputs: Microbatch = {}
-        self.seen = 0  # microbatches that were not replayed, for those who count by looking
 
     def run(self, batch: Microbatch, share: Tensor, *, first: bool, last: bool) -> Tensor:
         """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device.
@@ -69,15 +66,15 @@ class MicrobatchGraphs:
         inputs, model = {**batch, "share": share}, self.model
         kind = MicrobatchKind(first, last and model.group.size() > 1)
         if first and model.weights.in_forward:
-            model.weights.due = True  # even after an evaluation: the captured gathers are fixed
+            model.weights.due = (
+                True  # also after an evaluation has gathered: the graph gathers again
+            )
         with nullcontext() if kind.reduces else model.no_sync():
             if self.paused or kind not in self.warm:
                 if not self.paused:
                     self.warm.add(kind)
-                self.seen += 1
                 return self._eager(inputs)
             if kind not in self.graphs:
-                self.seen += 1
                 sent = model.traffic.sent.copy()
                 graph, loss = self._capture(inputs, kind)
                 self.graphs[kind] = CapturedMicrobatch(graph, loss, model.traffic.sent - sent)

@@ -10,15 +10,34 @@ logical gradient once: `norm = sqrt(sum_i g_i^2)`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from coatlm.parallel.flat_model import FlatModel, tied_embedding
 from coatlm.parallel.fp8lm_scaling import adjust_automatic_scales
 from coatlm.parallel.groups import Groups
+
+
+class TensorParallelSums(NamedTuple):
+    """Sizes of what a rank sums over its tensor-parallel group once per step."""
+
+    gradients: int  # elements that it owns of gradients of which every rank holds a partial sum
+    mus: int  # tensors whose automatic scales the ranks agree on
+
+
+def tensor_parallel_sums(chunks: Sequence[FlatModel], groups: Groups) -> TensorParallelSums:
+    """The sizes of what `finalize_gradients` will sum over the tensor-parallel group."""
+    if groups.tp.size() == 1:
+        return TensorParallelSums(0, 0)
+    automatic = [chunk for chunk in chunks if chunk.wire.automatic and groups.dp_cp.size() > 1]
+    return TensorParallelSums(
+        gradients=sum(part.numel() for part in _partial_gradients(chunks)),
+        mus=sum(len(bucket.tensors.mu) for chunk in automatic for bucket in chunk.buckets),
+    )
 
 
 def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
@@ -56,6 +75,17 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> None:
     if groups.tp.size() == 1:
         return
+    parts = _partial_gradients(chunks)
+    if not parts:
+        return
+    flat = _flatten_dense_tensors(parts)
+    dist.all_reduce(flat, group=groups.tp)
+    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
+        part.copy_(summed)
+
+
+def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor]:
+    """The owned parts of gradients that each tensor-parallel rank has of some tokens or heads."""
     parts = [
         chunk.bucket_of[param].summed(param)
         for chunk in chunks
@@ -64,13 +94,7 @@ def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> No
         or "q_layernorm" in name
         or "k_layernorm" in name
     ]
-    parts = [part for part in parts if len(part)]  # all ranks of `tp` own the same parts
-    if not parts:
-        return
-    flat = _flatten_dense_tensors(parts)
-    dist.all_reduce(flat, group=groups.tp)
-    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
-        part.copy_(summed)
+    return [part for part in parts if len(part)]  # all ranks of `tp` own the same parts
 
 
 def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:

@@ -86,7 +86,7 @@ class FlatModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def set_is_first_microbatch(self) -> None:
-        """Pass on the schedule's call: weights are new, TransformerEngine has to cast them again."""
+        """Tell the layers that weights are new: FP8 layers have to cast them again."""
         self.module.set_is_first_microbatch()
 
     def zero_grad_buffer(self) -> None:

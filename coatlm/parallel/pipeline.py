@@ -20,6 +20,7 @@ from coatlm.parallel.cuda_graphs import Microbatch, MicrobatchGraphs
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 
+
 def run_microbatches(
     chunks: Sequence[FlatModel],
     batches: Sequence[Microbatch],
@@ -32,9 +33,10 @@ def run_microbatches(
 ) -> Tensor:
     """Run forward, and backward unless `forward_only`. Returns the mean loss, fp32 on the device.
 
-    `batches` are this rank's microbatches, sliced for context parallelism. Gradients are summed over
-    them only; `finalize_grads.finalize_gradients` completes them. `enter` is called with the name of
-    a phase where this rank starts to work, and with None where it starts to wait for other ranks.
+    `batches` are this rank's microbatches, sliced for context parallelism. Gradients are summed
+    over them only; `finalize_grads.finalize_gradients` completes them. `enter` is called with the
+    name of a phase where this rank starts to work, and with None where it starts to wait for other
+    ranks.
     """
     enter(None)
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()

@@ -65,7 +65,7 @@ class StoredShard:
     state: State
 
     def values_in(self, decoded: Tensor, region: Region, into: Tensor) -> None:
-        """Copy the intersection of this shard and `region` to `into`, which has the region's shape."""
+        """Copy what this shard has of `region` to `into`, which has the shape of the region."""
         for stored in self.extents:
             if stored["key"] != region.key:
                 continue

@@ -3,9 +3,9 @@
 A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
 whole rows, the start of its last row. States with one element per block of 128 consecutive elements
 (the scales of quantized moments) are rectangles of a tensor that is 128 times narrower. Where a row
-is no multiple of 128, blocks cross the ends of rows; the blocks of each tensor-parallel rank are
-then a shard of a flat tensor, which is meaningful in the same tensor-parallel layout only (`reblock`
-converts it).
+is no multiple of 128, blocks cross the ends of rows. The blocks of each tensor-parallel rank are
+then a shard of a flat tensor, which is meaningful in the same tensor-parallel layout only;
+`reblock` converts it to others.
 """
 
 from __future__ import annotations

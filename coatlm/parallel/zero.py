@@ -1,8 +1,8 @@
 """ZeRO over flat buckets: each rank updates its shard of the weights and holds the states of it.
 
-Stage 0 all-reduces the gradients and updates everything on every rank. Stages 1 and 2 reduce-scatter
-the gradients, update one shard per rank and all-gather the weights. How states are stored is decided
-by the optimizer, which is given flat shards; `zero_checkpoint` describes them to checkpoints.
+Stage 0 all-reduces the gradients and updates everything on every rank. Stages 1 and 2
+reduce-scatter the gradients, update one shard per rank and all-gather the weights. The optimizer is
+given flat shards and decides how their states are stored; `zero_checkpoint` saves and loads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights and optimizer states of ZeRO shards, described to checkpoints independently of the layout.
+"""Checkpoints of ZeRO shards: weights and optimizer states in a form free of the layout.
 
 Every shard is written as rectangles of logical tensors (`regions`), so a checkpoint does not depend
 on how many ranks wrote it. Moments that are quantized in blocks of 128 elements are stored as codes
@@ -9,7 +9,7 @@ into another tensor-parallel layout decodes and encodes them (`reblock`).
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
