@@ -49,7 +49,7 @@ class Cut:
 
 @dataclass(eq=False)
 class Bucket:
-    """A contiguous buffer of parameters, the gradients of these, and the state of their reduction."""
+    """A contiguous buffer of parameters and their gradients, and the state of its reduction."""
 
     params: dict[nn.Parameter, tuple[int, int]]  # -> [start, end) inside the bucket
     weights: Tensor  # [n] in the model's dtype

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatlm.parallel.flat_model import FlatModel
 
-Microbatch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
 
 class MicrobatchKind(NamedTuple):
@@ -56,9 +56,9 @@ class MicrobatchGraphs:
         self.paused = False
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
-        self.inputs: Microbatch = {}
+        self.inputs: Batch = {}
 
-    def run(self, batch: Microbatch, share: Tensor, *, first: bool, last: bool) -> Tensor:
+    def run(self, batch: Batch, share: Tensor, *, first: bool, last: bool) -> Tensor:
         """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device.
 
         `first`, `last`: it is the first or the last microbatch of the step.
@@ -87,9 +87,7 @@ class MicrobatchGraphs:
             captured.graph.reset()
         self.graphs.clear()
 
-    def _replay(
-        self, captured: CapturedMicrobatch, inputs: Microbatch, kind: MicrobatchKind
-    ) -> Tensor:
+    def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
         for name, value in self.inputs.items():
             if isinstance(value, Tensor):
                 value.copy_(inputs[name])
@@ -100,7 +98,7 @@ class MicrobatchGraphs:
         self.model.traffic.sent.update(captured.sent)
         return captured.loss.clone()
 
-    def _capture(self, inputs: Microbatch, kind: MicrobatchKind) -> tuple[Any, Tensor]:
+    def _capture(self, inputs: Batch, kind: MicrobatchKind) -> tuple[Any, Tensor]:
         """A graph of a microbatch of this kind and its loss; the kernels have not run yet."""
         if not self.inputs:
             self.inputs = {
@@ -126,7 +124,7 @@ class MicrobatchGraphs:
             self.model.finish_grad_sync()
         return loss
 
-    def _eager(self, inputs: Microbatch) -> Tensor:
+    def _eager(self, inputs: Batch) -> Tensor:
         stream, current = self.model.stream, torch.cuda.current_stream()
         assert stream is not None
         stream.wait_stream(current)
@@ -135,7 +133,7 @@ class MicrobatchGraphs:
         current.wait_stream(stream)
         return loss
 
-    def _forward_backward(self, inputs: Microbatch) -> Tensor:
+    def _forward_backward(self, inputs: Batch) -> Tensor:
         loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])
         loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
         loss.backward()

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.megatron import get_forward_backward_func
-from coatlm.parallel.cuda_graphs import Microbatch, MicrobatchGraphs
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 
 
 def run_microbatches(
     chunks: Sequence[FlatModel],
-    batches: Sequence[Microbatch],
+    batches: Sequence[Batch],
     groups: Groups,
     *,
     seq_len: int,
@@ -63,7 +63,7 @@ def run_microbatches(
         dist.all_reduce(loss, group=groups.dp_cp)
         return loss
 
-    def forward_step(data: Iterator[Microbatch], model: FlatModel) -> tuple[Tensor, Any]:
+    def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
         batch = next(data)
         output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
 

@@ -24,7 +24,7 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
-from coatlm.parallel.cuda_graphs import Microbatch, MicrobatchGraphs
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
 from coatlm.parallel.flat_model import FlatModel
@@ -115,7 +115,7 @@ class Trainer:
 
     def train_step(
         self,
-        batches: Sequence[Microbatch],
+        batches: Sequence[Batch],
         lr: float,
         *,
         observe: Callable[[Tensor], None] | None = None,
@@ -184,18 +184,18 @@ class Trainer:
         return numerics.report(*numerics.collect(probes, self.groups, layers=layers, device=where))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """The mean loss per token over `batches`, fp32 on the device."""
         for chunk in self.chunks:
             chunk.eval()
         return self._run(batches, forward_only=True)
 
-    def place(self, batches: Sequence[dataset.Batch]) -> list[Microbatch]:
+    def place(self, batches: Sequence[dataset.Batch]) -> list[Batch]:
         """Slice microbatches for context parallelism, and add masks where documents end."""
         cp = self.groups.cp
-        placed: list[Microbatch] = []
+        placed: list[Batch] = []
         for batch in batches:
-            part: Microbatch = {
+            part: Batch = {
                 **dataset.cp_slice(batch, cp.rank(), cp.size()),
                 "attention_mask": None,
             }
@@ -206,7 +206,7 @@ class Trainer:
             placed.append(part)
         return placed
 
-    def _run(self, batches: Sequence[Microbatch], *, forward_only: bool) -> Tensor:
+    def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(
             self.chunks,
             batches,
