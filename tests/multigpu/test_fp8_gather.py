@@ -10,10 +10,10 @@ import torch
 from tests.distributed import run_ranks
 from tests.parallel.test_fp8_gather import (
     FLOW_CASES,
-    test_matrices_of_fp8_layers_take_a_byte_and_a_scale_a_row,
+    test_matrices_of_fp8_layers_take_a_byte_per_element_and_a_scale_per_row,
 )
 
-__all__ = ["test_matrices_of_fp8_layers_take_a_byte_and_a_scale_a_row"]
+__all__ = ["test_matrices_of_fp8_layers_take_a_byte_per_element_and_a_scale_per_row"]
 GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.multigpu,
