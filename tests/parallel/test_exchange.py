@@ -6,6 +6,7 @@ rounded to FP8 once, this rank's own are not, and sums are taken in fp32 in the 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,8 +123,8 @@ def test_without_shards_sums_are_rounded_once_more_and_all_ranks_get_them(
 def owner_scales(grads: list[Tensor], fmt: Any, *, bucket: bool) -> Tensor:
     """A scale per 128 elements: that of the tensor they belong to, or of the bucket."""
     largest = torch.stack(grads).abs().amax(0).view(-1, 128).amax(1)
-    edges = [0, 6, 7, N // 128]  # 700 elements end in the sixth block; padding is the last tensor's
-    for begin, end in zip(edges, edges[1:], strict=False):
+    edges = [0, 6, 7, N // 128]  # 700 elements end in the sixth block; the last has the padding
+    for begin, end in pairwise(edges):
         largest[begin:end] = largest[begin:end].amax()
     return scale_ref(largest.amax().expand(len(largest)) if bucket else largest, fmt)
 
