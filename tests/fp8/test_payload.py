@@ -78,7 +78,7 @@ def test_values_are_multiplied_with_the_rounded_inverse_unless_told_to_be_divide
     codes = E4M3.decode(torch.arange(0x08, 0x7E, dtype=torch.uint8).view(E4M3.dtype))
     middle = (codes[:-1] + codes[1:]) / 2 * scale
     near = torch.cat([middle, *(middle.nextafter(torch.tensor(to)) for to in (0.0, 1e9))])
-    x = torch.nn.functional.pad(near, (0, -len(near) % GROUP))[None, None]
+    x = torch.nn.functional.pad(near, (0, -len(near) % SCALE_BLOCK))[None, None]
     by_inverse, by_division = (
         E4M3.encode(y).view(torch.uint8) for y in (x * (1 / scale), x / scale)
     )
@@ -197,20 +197,20 @@ def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
 
 
 def test_a_target_and_own_values_that_do_not_fit_are_refused() -> None:
-    layout = Layout(GROUP, E4M3, scaled=True)
-    payloads, y = layout.empty(2, 1, 1, device=CPU), torch.zeros(1, 1, GROUP)
+    layout = Layout(SCALE_BLOCK, E4M3, scaled=True)
+    payloads, y = layout.empty(2, 1, 1, device=CPU), torch.zeros(1, 1, SCALE_BLOCK)
     with pytest.raises(ValueError, match=r"x\.dtype=torch\.float16"):
         unpack(payloads, y.half(), layout=layout)
     with pytest.raises(ValueError, match=r"x \[1, 2, 128\]|payloads \[2, 1, 1, 144\]"):
-        unpack(payloads, y, layout=layout, own=Own(torch.zeros(1, 2, GROUP), 0))
+        unpack(payloads, y, layout=layout, own=Own(torch.zeros(1, 2, SCALE_BLOCK), 0))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_that_begin_between_multiples_of_128_are_refused(dim: int) -> None:
-    x = torch.zeros(3 * GROUP).as_strided((2, 2, GROUP), (GROUP, GROUP, 1))
-    strides = [GROUP, GROUP, 1]
-    strides[dim] = GROUP - 16
-    layout = Layout(GROUP, E4M3, scaled=True)
+    x = torch.zeros(3 * SCALE_BLOCK).as_strided((2, 2, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK, 1))
+    strides = [SCALE_BLOCK, SCALE_BLOCK, 1]
+    strides[dim] = SCALE_BLOCK - 16
+    layout = Layout(SCALE_BLOCK, E4M3, scaled=True)
     with pytest.raises(ValueError, match="strides"):
         pack(x.as_strided(x.shape, strides), layout.empty(2, 2, device=CPU), layout=layout)
 
@@ -219,11 +219,11 @@ def test_rows_that_begin_between_multiples_of_128_are_refused(dim: int) -> None:
     "owner", [torch.zeros(1, 1, 3), torch.zeros(1, 2, 2), torch.zeros(1, 1, 4)[..., ::2]], ids=str
 )
 def test_owners_that_do_not_fit_are_refused(owner: Tensor) -> None:
-    layout = Layout(2 * GROUP, E4M3, scaled=False)
+    layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=False)
     shared = Shared(torch.ones(1), owner.int() if owner.is_contiguous() else owner)
     with pytest.raises(ValueError, match=r"owner .*: \[1, 1, 2\], rows contiguous"):
         pack(
-            torch.ones(1, 1, 2 * GROUP),
+            torch.ones(1, 1, 2 * SCALE_BLOCK),
             layout.empty(1, 1, device=CPU),
             layout=layout,
             shared=shared,
