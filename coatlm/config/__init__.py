@@ -28,7 +28,7 @@ from coatlm.config.model import (
     RopeScaling,
 )
 from coatlm.config.parallel import GradComm, Parallel
-from coatlm.config.run import Checkpoint, Data, Log, Run, Source, Train
+from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
+    "DataSource",
     "GradComm",
     "Log",
     "Model",
@@ -49,7 +50,6 @@ __all__ = [
     "PrecisionRecipe",
     "RopeScaling",
     "Run",
-    "Source",
     "Train",
     "dotted",
     "dump_yaml",

@@ -44,6 +44,6 @@ def shown(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
-def one_line(error: Exception) -> str:
-    """The message of an exception without line breaks."""
-    return " ".join(str(error).split())
+def one_line(message: object) -> str:
+    """`message` as one printable line of at most 393 characters."""
+    return shortened(" ".join(str(message).split()))

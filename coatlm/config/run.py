@@ -37,7 +37,7 @@ class Run(Section):
     """The seed of the initial weights and of the order of training samples."""
 
 
-class Source(Section):
+class DataSource(Section):
     """One indexed dataset of a blend."""
 
     path: UserPath
@@ -54,7 +54,7 @@ class Data(Section):
     """Text files and globs, tokenized once into cache_dir; python-stdlib is the source of Python's
     standard library."""
 
-    paths: tuple[Source, ...] = ()
+    paths: tuple[DataSource, ...] = ()
     """Prefixes of indexed datasets, each as PREFIX or as {path: PREFIX, weight: W}."""
 
     tokenizer: TokenizerSpec = "byte"

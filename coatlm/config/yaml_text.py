@@ -31,8 +31,8 @@ _FLOAT = re.compile(
 )
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads; the table of how plain scalars get their types is its own."""
+class _YamlLoader(yaml.SafeLoader):
+    """Reads YAML with its own table of how plain scalars get their types."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's interface)
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _STANDARD]
@@ -40,11 +40,11 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes; strings are quoted that `_Loader` or a reader of YAML 1.1 would take for another."""
+class _YamlDumper(yaml.SafeDumper):
+    """Writes YAML; quotes strings that `_YamlLoader` or YAML 1.1 would read as another type."""
 
 
-for _class in (_Loader, _Dumper):
+for _class in (_YamlLoader, _YamlDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
@@ -54,7 +54,7 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -96,7 +96,7 @@ def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
 def has_comment(text: str) -> bool:
     """Whether a part of a valid YAML text is a comment, as ` #` starts one outside of quotes."""
     end = 0
-    for token in yaml.scan(text, Loader=_Loader):
+    for token in yaml.scan(text, Loader=_YamlLoader):
         if "#" in text[end : token.start_mark.index]:
             return True
         end = token.end_mark.index
@@ -105,4 +105,4 @@ def has_comment(text: str) -> bool:
 
 def dump_yaml(data: Any) -> str:
     """A document that `parse_yaml` reads as `data`."""
-    return yaml.dump(data, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    return yaml.dump(data, Dumper=_YamlDumper, allow_unicode=True, sort_keys=False)

@@ -185,7 +185,7 @@ class Trainer:
             chunk.eval()
         return self._run(batches, forward_only=True)
 
-    def place(self, batches: Sequence[dataset.Batch]) -> list[Batch]:
+    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
         """This rank's part of microbatches of whole samples, with attention masks where needed."""
         cp = self.groups.cp
         placed: list[Batch] = []
