@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.console import in_bytes
-from coatlm.platform import enable_cpu
+from coatlm.megatron import ShardedTensor, is_main_replica
 from coatlm.train.agreement import Group, together
 from coatlm.train.find_checkpoint import (
     CHECKPOINTS,
@@ -63,11 +63,6 @@ from coatlm.train.shards import (
     write_layout,
     write_tensors,
 )
-
-enable_cpu()
-
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import is_main_replica  # noqa: E402
 
 __all__ = [
     "CHECKPOINTS",
