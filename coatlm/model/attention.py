@@ -20,12 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from coatlm.fp8.rope import rope, split_qkv_rope
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention  # noqa: E402
+from coatlm.megatron import SelfAttention as MegatronSelfAttention
+from coatlm.megatron import tensor_parallel
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

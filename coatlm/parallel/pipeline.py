@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.megatron import get_forward_backward_func
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
