@@ -29,7 +29,9 @@ OUTSIDE = {  # file of the repository -> page of the site
 }
 LINK = re.compile(r"(?<!!)\[([^\]\[]*(?:\[[^\]]*\][^\]\[]*)*)\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)\s:]+)(\))")
-MARKED = re.compile(r"^```sh (?:run|check)$", re.MULTILINE)  # what tests/test_guides.py does with it
+MARKED = re.compile(
+    r"^```sh (?:run|check)$", re.MULTILINE
+)  # what tests/test_guides.py does with it
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -113,6 +115,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     sources = {shown: source for source, shown in OUTSIDE.items()}
     folder = posixpath.dirname(sources.get(here, f"docs/{here}"))
 
+    def relative(shown: str) -> str:
+        return posixpath.relpath(shown, posixpath.dirname(here) or ".")
+
     def link(found: re.Match[str]) -> str:
         text, target = found.groups()
         target, hash, anchor = target.partition("#")
@@ -121,11 +126,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         shown = page_of(posixpath.normpath(posixpath.join(folder, target)))
         if shown is None:
             return text
-        return f"[{text}]({posixpath.relpath(shown, posixpath.dirname(here) or '.')}{hash}{anchor})"
+        return f"[{text}]({relative(shown)}{hash}{anchor})"
 
     def picture(found: re.Match[str]) -> str:
         shown = page_of(posixpath.normpath(posixpath.join(folder, found[2])))
-        return f"{found[1]}{posixpath.relpath(str(shown), posixpath.dirname(here) or '.')}{found[3]}"
+        return (
+            f"{found[1]}{posixpath.relpath(str(shown), posixpath.dirname(here) or '.')}{found[3]}"
+        )
 
     parts = FENCED.split(MARKED.sub("```sh", markdown))
     for i in range(0, len(parts), 2):  # the text between fenced blocks
