@@ -170,7 +170,7 @@ def resume(
     return origin
 
 
-def set_aside(config: Config, origin: Origin) -> None:
+def archive_attempt(config: Config, origin: Origin) -> None:
     """On rank 0, move away what this start would write over; see `attempts`. Raises OSError."""
     attempt = None
     if origin.back:

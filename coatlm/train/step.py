@@ -190,8 +190,8 @@ class Trainer:
             chunk.eval()
         return self._run(batches, forward_only=True)
 
-    def place(self, batches: Sequence[dataset.Batch]) -> list[Batch]:
-        """Slice microbatches for context parallelism, and add masks where documents end."""
+    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
+        """This rank's part of microbatches of whole samples, with attention masks where needed."""
         cp = self.groups.cp
         placed: list[Batch] = []
         for batch in batches:

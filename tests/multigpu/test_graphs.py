@@ -65,19 +65,19 @@ def test_replayed_microbatches_communicate_like_eager_ones(found: Any, name: str
 
 def train_to_the_end(rank: int, size: int, root: str) -> float:
     """A run of 20 steps; the seconds from its last step until its groups were destroyed."""
-    from coatlm.train import loop
+    from coatlm.train import start
     from coatlm.train.setup import Launch
 
     ended = 0.0
 
-    class Trainer(loop.Trainer):
+    class Trainer(start.Trainer):
         def close(self) -> None:
             nonlocal ended
             assert self.graphs is not None and self.graphs.graphs
             ended = time.monotonic()
             super().close()
 
-    loop.Trainer = Trainer  # type: ignore[misc]
+    start.Trainer = Trainer  # type: ignore[misc]
     config = run_config(
         Path(root) / "run",
         "dp2 zero1",
@@ -89,7 +89,7 @@ def train_to_the_end(rank: int, size: int, root: str) -> float:
         train={"steps": 20, "global_batch": 8, "eval_every": 0, "cuda_graphs": True},
         checkpoint={"every": 10},
     )
-    assert loop.train(config, Launch.from_environment()) == 0
+    assert start.train(config, Launch.from_environment()) == 0
     return time.monotonic() - ended
 
 

@@ -14,18 +14,18 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
     """What was taken down, in order, by a run with this learning rate."""
     import torch.distributed as dist
 
-    from coatlm.train import loop
+    from coatlm.train import start
     from coatlm.train.faults import NonFiniteError
     from coatlm.train.setup import Launch
 
     happened: list[str] = []
 
-    class Trainer(loop.Trainer):
+    class Trainer(start.Trainer):
         def close(self) -> None:
             happened.append("graphs")
             super().close()
 
-    loop.Trainer = Trainer  # type: ignore[misc]
+    start.Trainer = Trainer  # type: ignore[misc]
     dist.destroy_process_group = lambda *_: happened.append("groups")  # type: ignore[assignment]
     root, rate = arguments
     config = run_config(
@@ -36,7 +36,7 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
         checkpoint={"every": 0},
     )
     try:
-        loop.train(config, Launch())
+        start.train(config, Launch())
     except NonFiniteError:
         happened.append("error")
     return happened

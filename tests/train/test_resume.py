@@ -64,13 +64,13 @@ def train_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
     from contextlib import ExitStack
 
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop, phases
+    from coatlm.train import phases, start
     from coatlm.train.setup import Launch
 
     phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
     for job in jobs:
         with ExitStack() as stack:
-            session = loop.set_up(make_config(job), Launch.from_environment(), stack)
+            session = start.set_up(make_config(job), Launch.from_environment(), stack)
             assert session.run_steps() == 0
         release_groups()
 

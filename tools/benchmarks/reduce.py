@@ -28,7 +28,7 @@ from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
 from coatlm.parallel.groups import high_priority
 from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
-from tools.benchmarks.ranks import run_ranks, say
+from tools.benchmarks.ranks import run_ranks, send_record
 
 OPTIONS = ("values", "ranks", "reps", "pieces", "whole")
 VALUES = 1 << 28
@@ -95,7 +95,7 @@ def work(names: str, options: dict[str, str]) -> None:
     comm = Comm(dist.new_group(pg_options=high_priority()), Traffic(), "grad")
     found = {row: one(row, options, comm, device) for row in names.split(TOGETHER)}
     if comm.rank == 0:
-        say(found)
+        send_record(found)
     dist.destroy_process_group()
 
 
