@@ -40,6 +40,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +53,22 @@ from torch import Tensor
 
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
-from coatlm.fp8.expand import (
-    GROUP,
-    K_STEPS,
-    M_E4M3,
-    SMALLEST,
-    V_E4M3,
-    V_E5M2,
-    Expansion,
-    expand_dequantize,
-    expand_quantize,
-)
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
+from coatlm.fp8.expand import GROUP, K_STEPS, M_E4M3, SMALLEST, V_E4M3, Expansion, expand_quantize
+from coatlm.fp8.formats import E4M3
 from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_tensors, saved_config
 from coatlm.train.state import read_run_state
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
+
+from tools.studies.state_formats import (  # noqa: E402
+    M_FORMATS,
+    RULES,
+    TABLE_1,
+    TABLE_8,
+    V_FORMATS,
+    plain,
+    round_trip,
+)
 
 RECIPE = "adamw-fp32"
 M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
@@ -74,47 +77,6 @@ DRAWN = 2048 * GROUP  # elements drawn
 UNIT = 1e-5  # of the MSE printed
 
 
-@dataclass(frozen=True)
-class PublishedKernel(Expansion):
-    """The range to which the published kernel expands, for either moment."""
-
-    @property
-    def log2_range(self) -> float:
-        return math.log2(448 * 448 / 2)
-
-
-def plain(fmt: Fp8Format | DynamicExponent) -> Expansion:
-    """Without expansion. Also v is "signed": what is too small becomes zero."""
-    return Expansion(fmt, signed=True, k16_max=16)
-
-
-PUBLISHED = PublishedKernel(E4M3, signed=True, k16_min=1)
-DE8_M, DE8_V = DynamicExponent(signed=True), DynamicExponent(signed=False)
-M_FORMATS = {
-    "E4M3": plain(E4M3),
-    "E4M3 + Expand": M_E4M3,
-    "E5M2": plain(E5M2),
-    "E5M2 + Expand": Expansion(E5M2, signed=True),
-    "DE8": plain(DE8_M),
-    "DE8 + Expand": Expansion(DE8_M, signed=True),
-    "published kernel": PUBLISHED,
-}
-V_FORMATS = {
-    "E4M3": plain(E4M3),
-    "E4M3 + Expand": V_E4M3,
-    "E5M2": plain(E5M2),
-    "E5M2 + Expand": V_E5M2,
-    "DE8": plain(DE8_V),
-    "DE8 + Expand": Expansion(DE8_V, signed=False, k16_min=V_E4M3.k16_min),
-    "paper's rule": M_E4M3,
-    "published kernel": PUBLISHED,
-}
-TABLE_1 = ("E4M3", "E4M3 + Expand", "E5M2", "E5M2 + Expand")
-TABLE_8 = (("E4M3 + Expand", "DE8", "DE8 + Expand"), (*TABLE_1, "DE8", "DE8 + Expand"))
-RULES = (  # rows without the paper's: for m it is M_E4M3
-    ("E4M3 + Expand", "published kernel"),
-    ("E4M3 + Expand", "paper's rule", "published kernel"),
-)
 Cells = dict[str, dict[str, float]]  # by row, m, and column, v
 
 
@@ -192,11 +154,6 @@ def _spread(x_GE: Tensor, share: float) -> Tensor:
     """A share of the groups, evenly spaced, flat."""
     count = max(1, min(len(x_GE), int(share * len(x_GE))))
     return x_GE[torch.arange(count) * len(x_GE) // count].flatten()
-
-
-def round_trip(x: Tensor, how: Expansion) -> Tensor:
-    """What a moment becomes by being stored."""
-    return expand_dequantize(expand_quantize(x, how), how)
 
 
 def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:

@@ -1,4 +1,4 @@
-"""8-bit numbers: E4M3 and E5M2 (Micikevicius et al. 2022, arXiv 2209.05433; OCP OFP8 1.0), and DE8.
+"""8-bit numbers: E4M3 and E5M2 (Micikevicius et al. 2022, arXiv 2209.05433; OCP OFP8 1.0), E3M4.
 
 An FP8 code has a sign bit s, E exponent bits e and M mantissa bits m; with b = 2^(E-1) - 1 it is
 
@@ -22,10 +22,6 @@ an infinity that became MAX, as in OFP8's SAT mode and in the hardware's convers
 
 E3M4 has b = 15, as fp16, and numbers only: 31 / 4096 = 0x7F is its largest. It is for values with a
 scale beside them, which says NaN.
-
-DE8, the 8-bit dynamic exponent (Dettmers et al. 2022, arXiv 2110.02861, section 1.3), lies in
-[-1, 1]: a sign bit, z zero bits, a one, and f = 6 - z bits j; without the sign bit f = 7 - z. Its
-values are 0, 1 and +-10^-z (0.1 + 0.9 (j + 1/2) / 2^f), z = 0..6; a code is a value's rank in them.
 """
 
 from dataclasses import dataclass
@@ -160,49 +156,3 @@ class ShortFloat:
 
 E3M4 = ShortFloat()
 Coding = Fp8Format | ShortFloat  # what a code of a payload may be
-
-
-@dataclass(frozen=True)
-class DynamicExponent:
-    """DE8 as a value; for the study of optimizer states. Its codes are uint8."""
-
-    signed: bool
-    max: float = 1.0
-    dtype: torch.dtype = torch.uint8
-
-    @property
-    def smallest_normal(self) -> float:
-        return float(self.positive()[0])
-
-    @property
-    def smallest_subnormal(self) -> float:
-        return self.smallest_normal
-
-    def positive(self) -> Tensor:
-        """fp64, ascending: the positive values below 1, 127 with a sign bit and 254 without."""
-        f_of_z = [(6 if self.signed else 7) - z for z in range(6, -1, -1)]
-        decades = [
-            10.0 ** -(6 - i) * (0.1 + 0.9 * (torch.arange(2**f, dtype=torch.float64) + 0.5) / 2**f)
-            for i, f in enumerate(f_of_z)
-        ]
-        return torch.cat(decades)
-
-    def table(self) -> Tensor:
-        """fp32[256] on the CPU: the value of every code, ascending."""
-        positive = self.positive()
-        negative = -positive.flip(0) if self.signed else positive[:0]
-        ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
-        return torch.cat([negative, ends[:1], positive, ends[1:]]).float()
-
-    def midpoints(self) -> Tensor:
-        """fp32[255] on the CPU: between neighbouring values."""
-        table = self.table()
-        return (table[1:] + table[:-1]) / 2
-
-    def encode(self, x: Tensor) -> Tensor:
-        """uint8 codes of fp32 values: the number of midpoints below x, so a tie goes down."""
-        return torch.searchsorted(self.midpoints().to(x.device), x.contiguous()).to(torch.uint8)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """fp32, exact."""
-        return self.table().to(codes.device)[codes.int()]

@@ -12,8 +12,9 @@ from torch import Tensor
 from coatlm.config import FP32_RECIPES, OptimRecipe
 from coatlm.fp8.expand import Expansion
 from coatlm.fp8.formats import E5M2, DynamicExponent
-from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard, bytes_per_parameter
-from coatlm.optim.formats import Expanded, Master
+from coatlm.optim.adamw import AdamW, FlatShard, bytes_per_parameter
+from coatlm.optim.formats import ExpandedFp8, Master
+from coatlm.optim.recipes import RECIPES, Recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BETAS = (0.9, 0.95)
@@ -26,22 +27,22 @@ STUDY = {  # formats of COAT's tables 1 and 8 that no named recipe has
 }
 
 
-def shard_of(weight: Tensor, *, grad: torch.dtype = BF16, **ranges: Any) -> Shard:
+def shard_of(weight: Tensor, *, grad: torch.dtype = BF16, **ranges: Any) -> FlatShard:
     n = weight.numel()
     ranges = {"decay": ((0, n),), "params": ((0, n),), **ranges}
-    return Shard(weight, torch.zeros(n, dtype=grad), **ranges)
+    return FlatShard(weight, torch.zeros(n, dtype=grad), **ranges)
 
 
 def weights(n: int, *, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
     return (0.02 * torch.randn(n, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-def optimizer(shards: list[Shard], recipe: str | Recipe, **options: Any) -> AdamW:
+def optimizer(shards: list[FlatShard], recipe: str | Recipe, **options: Any) -> AdamW:
     options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, **options}
     return AdamW(shards, recipe=recipe, **options)
 
 
-def fill(shards: list[Shard], seed: int) -> None:
+def fill(shards: list[FlatShard], seed: int) -> None:
     """New gradients of uneven size, the same for the same seed and layout."""
     generator = torch.Generator().manual_seed(seed)
     for shard in shards:
@@ -120,7 +121,7 @@ def test_coat_lean_equals_coat_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("m", "v"), list(itertools.product(STUDY, STUDY)))
 def test_formats_of_the_study_train(m: str, v: str) -> None:
-    recipe = Recipe(Expanded(STUDY[m]), Expanded(STUDY[v]), Master())
+    recipe = Recipe(ExpandedFp8(STUDY[m]), ExpandedFp8(STUDY[v]), Master())
     start = weights(1024)
     opt = optimizer([shard_of(start.clone())], recipe)
     train(opt, range(3))
@@ -354,7 +355,7 @@ def test_impossible_options_name_field_and_limit(change: dict[str, Any], message
         ([shard_of(weights(128)), shard_of(weights(128), grad=FP32)], r"shards\[1\]: dtype"),
     ),
 )
-def test_impossible_shards_are_refused(shards: list[Shard], message: str) -> None:
+def test_impossible_shards_are_refused(shards: list[FlatShard], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer(shards, "adamw-bf16")
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coatlm.optim.adamw import RECIPES
 from coatlm.optim.formats import Bf16, Bf16Pair, Remainder, TensorScaled, nearest_bf16
+from coatlm.optim.recipes import RECIPES
 
 BF16 = torch.bfloat16
 ALL_LOW_HALVES = torch.arange(1 << 16, dtype=torch.int32)
@@ -31,7 +31,7 @@ def test_remainder_16_keeps_every_fp32_bit(high: int, negative: bool) -> None:
 
 
 def _zero(remainder: Remainder) -> dict[str, Tensor]:
-    return remainder.split(torch.zeros(1 << 16, dtype=BF16))
+    return remainder.initial(torch.zeros(1 << 16, dtype=BF16))
 
 
 def test_nearest_bf16_is_nearest_and_takes_ties_away_from_zero() -> None:
