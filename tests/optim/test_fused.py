@@ -18,11 +18,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from coatlm.fp8.expand import Expansion
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent
 from coatlm.optim import formats, fused
 from coatlm.optim.adamw import AdamW, FlatShard
-from coatlm.optim.formats import ExpandedFp8, Master
 from coatlm.optim.recipes import RECIPES, Recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -136,22 +133,6 @@ def test_step_compiles_for_fp32_weights_and_gradients(
 def test_step_compiles_for_other_tiles(run: int, kernels: dict[str, Compiled]) -> None:
     step("coat", tile=fused.TileLayout(blocks=32, warps=8, run=run))
     assert kernels["_step_kernel"].found
-
-
-@pytest.mark.parametrize("k16_max", (16, 255))
-def test_step_compiles_for_the_fp8_formats_of_studies(
-    k16_max: int, kernels: dict[str, Compiled]
-) -> None:
-    how = [Expansion(fmt, signed=True, k16_min=16, k16_max=k16_max) for fmt in (E5M2, E4M3)]
-    recipe = Recipe(ExpandedFp8(how[0]), ExpandedFp8(how[1]), Master())
-    assert fused.covers(recipe)
-    step(recipe)
-    assert kernels["_step_kernel"].found
-
-
-def test_codes_without_a_cast_are_left_to_the_reference() -> None:
-    de8 = ExpandedFp8(Expansion(DynamicExponent(signed=True), signed=True))
-    assert not fused.covers(Recipe(de8, RECIPES["coat"].v, Master()))
 
 
 @pytest.mark.parametrize("recipe", EXPANDED)
