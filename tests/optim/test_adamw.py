@@ -109,6 +109,39 @@ def test_coat_lean_equals_coat_bit_for_bit() -> None:
         assert torch.equal(bits(pair[0].decode(0, name)), bits(pair[1].decode(0, name)))
 
 
+@pytest.mark.parametrize("recipe", NAMES)
+def test_only_bf16_recipes_round_gradients_to_bf16(recipe: str) -> None:
+    """fp32 gradients with bits that BF16 has not; those of 2^-3 to 2^-4 round by up to 2^-12."""
+    grad = torch.linspace(2.0**-4, 2.0**-3, 128) * (1 + 2.0**-10)
+    moments = []
+    for g in (grad, grad.bfloat16().float()):
+        shard = shard_of(torch.zeros(128, dtype=BF16), grad=FP32)
+        opt = optimizer([shard], recipe, betas=(0.0, 0.0))
+        shard.grad.copy_(g)
+        new = opt.propose(0, 0, 128, lr=1.0, clip_coefficient=torch.ones(()))
+        moments.append(new.update)
+    strict = recipe in ("adamw-bf16", "kahan", "collage-light", "collage-plus")
+    assert RECIPES[recipe].strict == strict
+    assert torch.equal(*moments) or not strict
+
+
+def test_coat_24_keeps_24_bits_of_the_master() -> None:
+    opt = optimizer([shard_of(weights(1024))], "coat-24")
+    train(opt, range(3))
+    master = bits(opt.decode(0, "fp32_param"))
+    assert not (master & 0xFF).any() and (master & 0x100).any()
+
+
+def test_fp8_plain_does_not_expand() -> None:
+    """k = 1, whether the elements of a block are equal or differ by 2^40."""
+    shard = shard_of(weights(256), grad=FP32)
+    opt = optimizer([shard], "fp8-plain")
+    shard.grad.copy_(torch.cat([torch.ones(128), torch.exp2(torch.linspace(-40, 0, 128))]))
+    opt.step(lr=1e-3)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert opt.states[0][f"{name}.k"].tolist() == [16, 16]
+
+
 def test_expansion_makes_m_over_root_v_more_accurate() -> None:
     """COAT's table 1 in small: the direction m / sqrt(v) after 30 steps against fp32 moments."""
     errors = {}

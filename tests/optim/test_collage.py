@@ -84,3 +84,19 @@ def test_a_growing_pair_starts_from_zero() -> None:
     x, y = collage.grow(zero, zero, a)
     assert torch.equal(x, a)
     assert torch.equal(y, zero)
+
+
+def test_grow_is_as_accurate_for_an_addend_larger_than_the_pair() -> None:
+    """|a| > |x| in half of the cases: `fast_two_sum` in place of `two_sum` errs by 2^-9 |a|."""
+    x, a = numbers(20000, 0), numbers(20000, 1)
+    y = (x * (EPS / 4) * numbers(20000, 2, spread=0.0).clamp(-1, 1)).to(BF16)
+    high, low = collage.grow(x, y, a)
+    exact = x.double() + y.double() + a.double()  # fp64 has room for all bits
+    largest = torch.maximum(x.abs(), a.abs()).double()
+    # the low half, at most EPS / 2 of the largest, is rounded twice by EPS / 2 of itself
+    bound = 2 * (EPS / 2) ** 2 * largest
+    assert (high.double() + low.double() - exact).abs().le(bound).all()
+    fast_high, v = collage.fast_two_sum(x, a)
+    fast_high, fast_low = collage.fast_two_sum(fast_high, y + v)
+    wrong = (fast_high.double() + fast_low.double() - exact).abs() > bound
+    assert wrong[x.abs() < a.abs()].double().mean() > 0.2 and not wrong[x.abs() >= a.abs()].any()
