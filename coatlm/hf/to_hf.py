@@ -20,7 +20,8 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.console import progress
 from coatlm.files import read_json, whole_directory
-from coatlm.hf.config import check_token_ids, output_bias, write_config
+from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.hf.config import check_token_ids, make_hf_config, output_bias
 from coatlm.hf.files import (
     Described,
     Report,
@@ -36,7 +37,6 @@ from coatlm.hf.tokenizer import (
     copy_files,
     export_tokenizer,
 )
-from coatlm.optim.formats import GROUP
 from coatlm.optim.recipes import MASTER, find_recipe
 from coatlm.train.checkpoint import find_checkpoint, saved_config
 from coatlm.train.shards import StoredTensors
@@ -87,7 +87,7 @@ def to_huggingface(
     if relative is not None:
         check_token_ids(str(relative / "config.json"), raw, weights.rows)
         check_files(relative, (GENERATION, *TOKENIZER_FILES), weights.rows)
-    result = write_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
+    result = make_hf_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
     plan = list(entries(config.model, rows))
     zeros = zero_biases(config.model) if output_bias(result) else {}
     described = _describe(plan, zeros, weights.dtype, fp8)
@@ -166,7 +166,7 @@ class CheckpointWeights:
             part = self._stored.read(f"{STATES}{MASTER}{suffix}.{key}")
             if part.numel() == weight.numel():
                 state[suffix] = _padded(part)
-            elif part.numel() == flat.numel() // GROUP:
+            elif part.numel() == flat.numel() // SCALE_BLOCK:
                 state[suffix] = part.reshape(-1)
             else:
                 raise ValueError(
@@ -179,7 +179,7 @@ class CheckpointWeights:
 def _padded(tensor: Tensor) -> Tensor:
     """Flat, with zeros up to a multiple of 128, as the optimizer saw it."""
     flat = tensor.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP))
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK))
 
 
 def _rows(wanted: int | None, stored: int) -> int:

@@ -12,25 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from coatlm.fp8.attention import attend_keeping_fp8
+from coatlm.fp8.gemm import Plans
 from coatlm.fp8.recipe import FlowRecipe
+from coatlm.megatron import TransformerLayer, tensor_parallel
 from coatlm.model.flow import Flow, NormQKV, ProjMLP
 from coatlm.parallel.tensor import TensorParallel, Wire
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 
 class CoatTransformerLayer(TransformerLayer):
     """megatron's layer, its parameters and checkpoints, with the FP8 flow as its forward pass."""
 
-    def __init__(self, *args: Any, recipe: FlowRecipe, wire: Wire, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: FlowRecipe, wire: Wire, plans: Plans, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         group = self.self_attention.linear_qkv.tp_group
         parallel = TensorParallel(group, self.config.sequence_parallel, wire)
-        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
+        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
         for weight in self.linear_weights():
             weight.main_grad_stale = False  # type: ignore[attr-defined]
 

@@ -30,8 +30,9 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra import libdevice
 
 from coatlm.fp8.expand import expand_encode
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim import collage, tiles
-from coatlm.optim.formats import GROUP, ExpandedFp8
+from coatlm.optim.formats import ExpandedFp8
 from coatlm.optim.recipes import MASTER, Recipe
 
 TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
@@ -298,13 +299,13 @@ def _tables(
     """The span of each program, int32[programs], and the table of spans of `_step_kernel`."""
     starts = [0]
     for weight in weights:
-        starts.append(starts[-1] + weight.numel() // GROUP)
+        starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
     rows, programs, total = [], [], 0
     for shard, start, stop in spans:
         addresses = [t[shard][start:].data_ptr() for t in (weights, grads)]
         assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
-        count = (stop - start) // GROUP
-        rows.append([*addresses, starts[shard] + start // GROUP, count, total])
+        count = (stop - start) // SCALE_BLOCK
+        rows.append([*addresses, starts[shard] + start // SCALE_BLOCK, count, total])
         programs.append(triton.cdiv(count, blocks))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)

@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from coatlm.config import Data, Source
+from coatlm import megatron_hook
+from coatlm.config import Data, DataSource
 from coatlm.data import checksums, indexed
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
 from coatlm.data.dataset import (
-    Batch,
     BatchIterator,
     Dataset,
+    Microbatch,
     attention_mask,
     cp_slice,
     microbatches,
@@ -37,7 +38,6 @@ from coatlm.data.order import PERIOD, Blend, Stream, shuffled, split_bounds
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import Options
 from coatlm.data.tokenizer import ByteTokenizer
-from coatlm.platform import enable_cpu
 
 BYTE = ByteTokenizer()
 SEQ_LEN = 16
@@ -71,7 +71,7 @@ def copy(prefix: Path, tmp_path: Path) -> Path:
 
 def write_foreign(prefix: Path, documents: list[list[int]], dtype: type = np.int32) -> Path:
     """A dataset written with megatron's builder alone, without PREFIX.json."""
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
@@ -82,7 +82,7 @@ def write_foreign(prefix: Path, documents: list[list[int]], dtype: type = np.int
 
 
 def options(prefix: Path, **changes: object) -> Data:
-    fields = dict(paths=(Source(path=prefix),), seq_len=SEQ_LEN, split=(80, 10, 10))
+    fields = dict(paths=(DataSource(path=prefix),), seq_len=SEQ_LEN, split=(80, 10, 10))
     return Data.model_validate(fields | changes)
 
 
@@ -109,7 +109,7 @@ def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list
 
 
 def test_tokens_and_bounds_are_those_megatron_reads(prefix: Path) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     megatron = IndexedDataset(str(prefix))
@@ -120,7 +120,7 @@ def test_tokens_and_bounds_are_those_megatron_reads(prefix: Path) -> None:
 
 
 def test_documents_of_several_sequences_are_kept_together(tmp_path: Path) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
@@ -582,7 +582,7 @@ def test_a_batch_that_does_not_divide_is_an_error(train: Dataset) -> None:
 SHAPE = dict(global_batch=8, micro_batch=2, dp_rank=1, dp_size=2)
 
 
-def equal(a: Batch, b: Batch) -> bool:
+def equal(a: Microbatch, b: Microbatch) -> bool:
     keys = ("tokens", "labels", "loss_mask")
     return all(torch.equal(a[key], b[key]) for key in keys)  # type: ignore[literal-required]
 
@@ -606,7 +606,7 @@ def test_an_error_while_reading_ahead_reaches_the_caller(train: Dataset) -> None
 # ---- what is in a batch
 
 
-def batch_of(rows: list[list[int]], **flags: bool) -> Batch:
+def batch_of(rows: list[list[int]], **flags: bool) -> Microbatch:
     """A batch whose samples are `rows`, eod = 0."""
 
     class Rows(Dataset):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8.expand import GROUP, V_E4M3
+from coatlm.fp8.expand import V_E4M3
+from coatlm.fp8.formats import SCALE_BLOCK
 from tests.fp8.test_expand import simulated_adam
 from tools.studies.state_formats import (
     DE8_M,
@@ -61,9 +62,9 @@ def test_de8_rounds_to_the_nearest_value(signed: bool) -> None:
 def moment(*, signed: bool) -> Tensor:
     """100 blocks of a log-normal moment, each block with a magnitude of its own."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.exp(torch.randn(100, GROUP, generator=generator))
+    x = torch.exp(torch.randn(100, SCALE_BLOCK, generator=generator))
     x *= 2.0 ** torch.randint(-30, 20, (100, 1), generator=generator)
-    return x * torch.randn(100, GROUP, generator=generator).sign() if signed else x
+    return x * torch.randn(100, SCALE_BLOCK, generator=generator).sign() if signed else x
 
 
 @pytest.mark.parametrize("name", M_FORMATS)
@@ -83,7 +84,7 @@ def test_every_format_of_v_stays_non_negative(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["E4M3 + Expand", "E5M2 + Expand", "DE8 + Expand"])
 def test_expanded_formats_of_v_round_nothing_to_zero(name: str) -> None:
-    x = torch.exp2(torch.linspace(-100, 20, GROUP))
+    x = torch.exp2(torch.linspace(-100, 20, SCALE_BLOCK))
     assert (round_trip(x, V_FORMATS[name]) > 0).all()
 
 
