@@ -9,9 +9,9 @@ With n = step + 1 updates done after step `step`, W warm-up steps, T total steps
     constant    lr
 
 So the rate of the first update is not zero, update W uses `lr`, and the last update (n = T) uses
-exactly `min_lr`, except with `constant`. Cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), without
-restarts. Warm-up, stable, decay: Hu et al. 2024 (MiniCPM, arXiv 2404.06395, section 4); the decay
-has the shape that did best in Hägele et al. 2024 (arXiv 2405.18392, section 3), 1 - sqrt(t).
+exactly `min_lr`, except with `constant`. Cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983),
+without restarts. Warm-up, stable, decay: Hu et al. 2024 (MiniCPM, arXiv 2404.06395, section 4); its
+decay is 1 - sqrt(t), the best shape in Hägele et al. 2024 (arXiv 2405.18392, section 3).
 """
 
 from __future__ import annotations
