@@ -40,7 +40,7 @@ def count_saturated_ref(codes: Tensor, owner: Tensor, counts: Tensor, fmt: Fp8Fo
 
 @triton.jit
 def _owners(owner_ptr, blocks, ROWS: tl.constexpr):
-    """The blocks of a program, their owners (-1 beyond the last block), the first and last owner."""
+    """A program's blocks, their owners (-1 beyond the last block), the first and the last owner."""
     g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     owner = tl.load(owner_ptr + g, mask=g < blocks, other=-1)
     last = tl.max(owner, 0)
@@ -106,7 +106,6 @@ def _top(fmt: Fp8Format) -> int:
 def _blocks(values: Tensor, owner: Tensor) -> int:
     """The number of blocks of 128 elements. Raises ValueError unless every block has an owner."""
     if values.ndim != 1 or len(values) != SCALE_BLOCK * len(owner):
-        raise ValueError(
-            f"values {list(values.shape)} for {len(owner)} owners: must be [{SCALE_BLOCK * len(owner)}]"
-        )
+        wanted = [SCALE_BLOCK * len(owner)]
+        raise ValueError(f"values {list(values.shape)} for {len(owner)} owners: must be {wanted}")
     return len(owner)
