@@ -3,25 +3,22 @@
     pack      x [A, B, n] -> payloads [A, B, bytes]        code = cast(x r), r = 1 / S
     unpack    payloads [R, A, B, bytes] -> y [A, B, n]     y = sum over R of code * S
 
-A payload holds n codes. Unless the ranks share scales, the fp32 scales S of its blocks of 128
-elements follow the codes, with S = amax / MAX by the rules of scaling.py: 132 bytes for 128
-elements. A block is 128 consecutive elements of a flat buffer. `pack` and `unpack` are one kernel
-each, which reads and writes every element once. A shared scale belongs to a tensor, and `Shared`
-says which tensor a block belongs to.
+A payload holds n codes and, unless the ranks share scales, behind them the fp32 scales S of its
+blocks (S = amax / MAX by the rules of scaling.py). A block is 128 consecutive elements of a flat
+buffer and takes 132 bytes. Each function is one kernel, which reads and writes every element once.
+A shared scale belongs to a tensor; `Shared` says which tensor a block belongs to.
 
 A rank that takes part in a sum does not round its own values: `pack` skips their payload, and
 `unpack` adds the values themselves (`Own`) to the decoded payloads of the others. The skipped
 payload keeps its place in the buffer, because NCCL is faster at exchanging parts of equal size than
 at exchanging all parts but one.
 
-Rounding: S, r and x r are each rounded once, so a code may differ from cast(x / S) where x / S is
-within a relative 2^-22 of the midpoint between two codes. With `divide` the code is cast(x / S), as
-in `quantize`. r is clamped to the largest fp32 number, so codes are smaller than x / S where 1 / S
-overflows. Sums are in fp32 and in the order of the ranks, so every run gives the same bits.
-
-NaN: a block that holds a NaN or an infinity has a scale that is not finite. Every value decoded
-with it is NaN, and so is the sum, whichever rank the value came from. In E3M4 the scale also
-overflows where a block holds a value beyond 2^121.
+S, r and x r are each rounded once, so a code may differ from cast(x / S) where x / S is within a
+relative 2^-22 of the midpoint between two codes. With `divide` the code is cast(x / S), as in
+`quantize`. r is clamped to the largest fp32 number: where 1 / S overflows, codes are smaller than
+x / S. Sums are in fp32 and in the order of the ranks, so every run gives the same bits. A block
+with a NaN or an infinity has a scale that is not finite: all of it decodes to NaN, and the sum is
+NaN on every rank. In E3M4 the scale also overflows where a block holds a value beyond 2^121.
 """
 
 from dataclasses import dataclass
@@ -68,9 +65,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.fmt is E3M4 and not self.scaled:
-            raise ValueError(
-                "fmt=e3m4 needs scaled=True: E3M4 has no code for NaN, the scale of a block has"
-            )
+            raise ValueError("fmt=e3m4 needs scaled=True: the format has no code for NaN")
 
     @property
     def blocks(self) -> int:
@@ -87,11 +82,7 @@ class Layout:
 
 
 def pack_ref(
-    x: Tensor,
-    payloads: Tensor,
-    layout: Layout,
-    shared: Shared | None = None,
-    divide: bool = False,
+    x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None = None, divide: bool = False
 ) -> None:
     """The definition of `pack`, and its CPU path."""
     n = layout.elements
@@ -357,14 +348,10 @@ def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -
     if payloads.shape[1:] != wanted or not payloads.is_contiguous():
         raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
     if x.numel() and (x.stride(2) != 1 or x.stride(0) % SCALE_BLOCK or x.stride(1) % SCALE_BLOCK):
-        raise ValueError(
-            f"x has strides {x.stride()}: 1 inside a row, and multiples of {SCALE_BLOCK} between"
-        )
+        raise ValueError(f"strides {x.stride()} of x: multiples of {SCALE_BLOCK}, the last one 1")
     if layout.scaled == (shared is not None):
         raise ValueError(f"scaled={layout.scaled}: scales are either shared or part of the payload")
     if shared is not None:
         owners = (*x.shape[:2], layout.blocks)
         if shared.owner.shape != owners or shared.owner.stride(2) != 1:
-            raise ValueError(
-                f"owner {list(shared.owner.shape)}: {list(owners)} with contiguous rows"
-            )
+            raise ValueError(f"owner {list(shared.owner.shape)}: {list(owners)}, contiguous rows")

@@ -221,7 +221,7 @@ def test_rows_that_begin_between_multiples_of_128_are_refused(dim: int) -> None:
 def test_owners_that_do_not_fit_are_refused(owner: Tensor) -> None:
     layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=False)
     shared = Shared(torch.ones(1), owner.int() if owner.is_contiguous() else owner)
-    with pytest.raises(ValueError, match=r"owner .*: \[1, 1, 2\] with contiguous rows"):
+    with pytest.raises(ValueError, match=r"owner .*: \[1, 1, 2\], contiguous rows"):
         pack(
             torch.ones(1, 1, 2 * SCALE_BLOCK),
             layout.empty(1, 1, device=CPU),
