@@ -20,6 +20,7 @@ from torch import Tensor
 from coatlm.fp8.formats import E3M4, E5M2
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange, Levels
+from coatlm.parallel.fp8lm_scaling import adjust_mu
 from coatlm.parallel.wire import (
     Fp8Sum,
     Plain,
@@ -27,7 +28,6 @@ from coatlm.parallel.wire import (
     Sum,
     Tensors,
     Wire,
-    adjust_mu,
 )
 from tests.distributed import run_ranks
 
