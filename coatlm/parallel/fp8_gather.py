@@ -82,7 +82,7 @@ def _largest(bucket: Bucket) -> Tensor:
     """Bits of the largest |w| in this rank's shard, for each row or tensor."""
     begin, end = bucket.owned
     if bucket.rows is not None:
-        return weight_rows.largest(bucket.weights, bucket.rows, begin, end)
+        return weight_rows.row_amax(bucket.weights, bucket.rows, begin, end)
     owner = bucket.tensors.owner[begin // SCALE_BLOCK : end // SCALE_BLOCK]
     return largest_magnitudes(bucket.weights[begin:end], owner, len(bucket.tensors.mu))
 
@@ -102,10 +102,10 @@ def _by_row(bucket: Bucket, amax: Tensor) -> tuple[RangeCast, RangeCast]:
     assert rows is not None
 
     def encode(codes: Tensor, begin: int, end: int) -> None:
-        weight_rows.encode(weights, codes, amax, rows, begin, end)
+        weight_rows.encode_rows(weights, codes, amax, rows, begin, end)
 
     def decode(codes: Tensor, begin: int, end: int) -> None:
-        weight_rows.decode(codes, weights, amax, rows, begin, end)
+        weight_rows.decode_rows(codes, weights, amax, rows, begin, end)
 
     return encode, decode
 
