@@ -33,8 +33,10 @@ from dataclasses import dataclass
 import torch
 
 from coatlm.config import Config
+from coatlm.fp8.qtensor import ROW, Granularity
 from coatlm.model.accounting import key_size
-from coatlm.model.memory import bf16_share, microbatch_tokens, weight_dtype
+from coatlm.model.layer_memory import weight_dtype
+from coatlm.model.memory import bf16_share, microbatch_tokens
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.reduce import TensorParallelSums
 
@@ -49,7 +51,7 @@ class OperandGather:
     """What the all-gather of one GEMM operand [T, h] over the tokens carries."""
 
     dtype: torch.dtype | None  # of the elements; None: the model's
-    scales: int = 0  # fp32 scales per token
+    scales: Granularity | None = None  # of the fp32 scales that travel with the elements
     amaxes: int = 0  # all-reduces of one number, for a scale that the ranks agree on
 
 
@@ -64,7 +66,7 @@ class LayerGathers:
 
 UNQUANTISED = OperandGather(None)
 TENSOR_WISE = OperandGather(CODES)
-FLOW = LayerGathers(OperandGather(CODES, scales=1), TENSOR_WISE, OperandGather(CODES, amaxes=1))
+FLOW = LayerGathers(OperandGather(CODES, ROW), TENSOR_WISE, OperandGather(CODES, amaxes=1))
 
 PLAIN = LayerGathers(UNQUANTISED, UNQUANTISED, UNQUANTISED)
 GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers are PLAIN
@@ -153,8 +155,10 @@ class _Sender:
             return
         if precision.flow and dtype == CODES and self.config.parallel.tp_comm == "bf16":
             dtype = torch.bfloat16
-        self._move(self.tokens * self.config.model.hidden, dtype, count)
-        self._move(self.tokens * operand.scales, SCALES, count)
+        shape = torch.Size((self.tokens, self.config.model.hidden))
+        self._move(shape.numel(), dtype, count)
+        if operand.scales is not None:
+            self._move(torch.Size(operand.scales.scale_shape(shape)).numel(), SCALES, count)
         if precision.scaling == "current" or calibrating:
             self._all_reduce(operand.amaxes, AMAX, count)
 
