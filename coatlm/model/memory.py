@@ -39,7 +39,7 @@ from coatlm.model.layer_memory import (
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
 from coatlm.parallel.buckets import bucket_elements
-from coatlm.parallel.buffers import IN_FLIGHT
+from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # of cuBLAS on Hopper, one for each of the threads of forward and backward

@@ -38,7 +38,7 @@ from coatlm.model.accounting import key_size
 from coatlm.model.layer_memory import weight_dtype
 from coatlm.model.memory import bf16_share, microbatch_tokens
 from coatlm.parallel.collectives import Traffic
-from coatlm.parallel.reduce import TensorParallelSums
+from coatlm.parallel.finalize_grads import TensorParallelSums
 
 CODES = torch.uint8
 SCALES = torch.float32

@@ -19,7 +19,7 @@ from coatlm.config import PrecisionRecipe
 from coatlm.fp8.qtensor import Granularity
 from coatlm.model import traffic as closed
 from coatlm.parallel.collectives import Traffic
-from coatlm.parallel.reduce import TensorParallelSums
+from coatlm.parallel.finalize_grads import TensorParallelSums
 from tests.distributed import run_ranks
 from tests.model.shapes import config
 
