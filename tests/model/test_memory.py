@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -16,6 +17,8 @@ from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import RECIPES, AdamW, Shard
+from coatlm.parallel.collectives import Traffic
+from coatlm.parallel.cuda_graphs import MicrobatchGraphs
 from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
 
 
@@ -204,7 +207,7 @@ def test_backward_holds_the_gradients_of_all_keys_where_they_outgrow_those_of_th
 
     h, f, q, k = 32, 64, 64, 64
     freed = 2 * 3 * f + 2 * 2 * h + 4  # of the MLP and its norm
-    assert backward(1) == 2 * h + 2 * 3 * f
+    assert backward(1) == 2 * h + 2 * 2 * f  # of three tensors of f elements, less the SwiGLU freed
     # of the output and the queries, of the gathered keys and values, and of half of them once more
     assert backward(4) == 2 * h + 2 * (2 * q + 2 * k * 4 * 1.5) - freed > backward(1)
 
@@ -423,3 +426,37 @@ def test_a_microbatch_that_runs_eagerly_has_its_activations_beside_the_pool_of_g
     assert four.graphs - three.graphs == four.activations + max(four.loss, four.backward)
     assert four.total - three.total == four.graphs - three.graphs
     assert graphs(4).graphs == three.graphs  # one rank reduces nothing: all of a kind by then
+
+
+class Order(MicrobatchGraphs):
+    """Notes in `events` what is captured and what runs eagerly; computes nothing."""
+
+    def __init__(self, ranks: int) -> None:
+        sharding = SimpleNamespace(enabled=False, overlap=False, mark_replayed=lambda **_: None)
+        group = SimpleNamespace(size=lambda: ranks)
+        model = SimpleNamespace(weights=sharding, grads=sharding, group=group, traffic=Traffic())
+        model.no_sync = nullcontext
+        super().__init__(model)  # type: ignore[arg-type]
+        self.events: list[str] = []
+
+    def _eager(self, inputs: Any) -> Tensor:
+        self.events.append("eager")
+        return torch.zeros(())
+
+    def _capture(self, inputs: Any, kind: Any) -> tuple[Any, Tensor]:
+        self.events.append("capture")
+        return SimpleNamespace(replay=lambda: None), torch.zeros(())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+def test_graphs_count_the_pool_where_a_microbatch_runs_eagerly_after_a_capture(
+    count: int, ranks: int
+) -> None:
+    order = Order(ranks)
+    for _ in range(3):
+        for i in range(count):
+            order.run({}, torch.zeros(()), first=i == 0, last=i == count - 1)
+    captured = order.events.index("capture")
+    inputs = 2 * 64 * mem.GRAPH_INPUTS
+    assert (graphs(count, ranks=ranks).graphs > inputs) == ("eager" in order.events[captured:])
