@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.parallel.buckets import Bucket
-from coatlm.parallel.reduce import clip_coefficient, finalize_gradients, grad_norm
+from coatlm.parallel.finalize_grads import clip_coefficient, finalize_gradients, grad_norm
 from coatlm.parallel.wire import Fp8Sum, Plain, Tensors
 
 CPU = torch.device("cpu")
