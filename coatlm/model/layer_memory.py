@@ -183,9 +183,11 @@ def layer_backward_bytes(config: Config) -> float:
 def attention_gradients(config: Config) -> float:
     """Bytes per token of the gradients within attention at their peak: of the output, q, k and v.
 
-    Context parallelism has those of all keys and values on every rank. The second prefix to be
-    differentiated, at most half of the sequence, adds its own before they are summed.
+    Context parallelism has those of all keys and values on every rank. The second prefix in the
+    order of backward, at most half of the sequence, adds its own before they are summed; the output
+    of the first, half of a rank's, has been freed by then.
     """
-    m, cp = config.model, config.parallel.cp
-    keys = 2 * key_size(m) * cp * (1.5 if in_prefixes(config) else 1)
-    return (2 * query_size(m) + keys) * element_bytes(config)
+    m, cp, prefixes = config.model, config.parallel.cp, in_prefixes(config)
+    queries = query_size(m) * (1.5 if prefixes else 2)
+    keys = 2 * key_size(m) * cp * (1.5 if prefixes else 1)
+    return (queries + keys) * element_bytes(config)

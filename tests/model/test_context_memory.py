@@ -69,32 +69,34 @@ def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
     return found
 
 
-class Allocated(TorchDispatchMode):
-    """While on, follows the memory of tensors that are new since then; `peak` in bytes."""
+class Live(TorchDispatchMode):
+    """While on, follows the memory of `saved` tensors and of all new ones; `peak` beyond `saved`."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: list[Tensor]) -> None:
         super().__init__()
         self.known: set[StorageWeakRef] = set()
-        self.new: dict[StorageWeakRef, int] = {}
-        self.peak = 0
+        self.live = {
+            StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in saved
+        }
+        self.before, self.peak = sum(self.live.values()), 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for x in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
-            if (storage := StorageWeakRef(x.untyped_storage())) not in self.new:
+            if (storage := StorageWeakRef(x.untyped_storage())) not in self.live:
                 self.known.add(storage)
         out = func(*args, **(kwargs or {}))
         for x in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
             if (storage := StorageWeakRef(x.untyped_storage())) not in self.known:
-                self.new[storage] = x.untyped_storage().nbytes()
-        self.new = {at: size for at, size in self.new.items() if not at.expired()}
-        self.peak = max(self.peak, sum(self.new.values()))
+                self.live[storage] = x.untyped_storage().nbytes()
+        self.live = {at: size for at, size in self.live.items() if not at.expired()}
+        self.peak = max(self.peak, sum(self.live.values()) - self.before)
         return out
 
 
 def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
-    """Bytes per token that attention's backward allocates at its peak."""
+    """Bytes per token by which attention's backward exceeds, at its peak, what forward saved."""
     from coatlm.model import attention
     from coatlm.parallel.groups import make_groups
 
@@ -103,11 +105,19 @@ def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
     tokens = 64 // 2 * c.train.micro_batch
     shape = (64 // 2, c.train.micro_batch, c.model.heads, 32)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    out = core(q, k, v)
+    saved: list[Tensor] = []
+
+    def record(x: Tensor) -> Tensor:
+        saved.append(x.detach())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        out = core(q, k, v)
     gradient = torch.randn_like(out)
-    with Allocated() as allocated:
+    with Live(saved) as live:
+        saved.clear()
         torch.autograd.backward(out, gradient)
-    return allocated.peak / tokens
+    return live.peak / tokens
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +137,10 @@ def test_layers_save_the_bytes_autograd_saves_on_both_ranks(
         assert rank[name] - 4 * weight_rows / tokens == layer.layer_activation_bytes(c)
 
 
-def test_the_gradients_within_attention_are_the_bytes_that_its_backward_allocates(
+def test_the_gradients_within_attention_are_the_bytes_that_its_backward_adds(
     measured: list[dict[str, float]],
 ) -> None:
-    """On the rank whose prefixes are the longest; that of the output is there before."""
+    """On the rank with the longest second prefix; the gradient of the output is there before."""
     c = make("coat, a key per query")
     output = 2 * c.model.heads * 32
     highest = max(rank["gradients"] for rank in measured)
