@@ -70,7 +70,7 @@ def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
 
 
 class Live(TorchDispatchMode):
-    """While on, follows the memory of `saved` tensors and of all new ones; `peak` beyond `saved`."""
+    """While on, follows the memory of saved and of new tensors; `peak` is beyond the saved ones."""
 
     def __init__(self, saved: list[Tensor]) -> None:
         super().__init__()
