@@ -86,7 +86,7 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
         found = home.exists()
         damage = _damage(home, tokenizer) if found else None
         if damage is not None:
-            logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+            logger.warning("data.cache_dir: %s; it is tokenized again", damage)
         if not found or damage is not None:
             data.cache_dir.mkdir(parents=True, exist_ok=True)
             with _own_folder(data.cache_dir, key) as own:

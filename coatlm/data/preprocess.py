@@ -34,7 +34,7 @@ from coatlm.data.manifest import (
     token_dtype,
     write_record,
 )
-from coatlm.data.shards import Options, TokenShard, fingerprint, plan_shards, tokenise
+from coatlm.data.shards import Options, TokenShard, fingerprint, plan_shards, tokenize
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
@@ -67,7 +67,7 @@ def preprocess(
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         shards = plan_shards(segments, options, tokenizer, directory)
-        tokenise(shards, options, limits, workers)
+        tokenize(shards, options, limits, workers)
         crc32 = _join(shards, _joined(prefix), token_dtype(tokenizer.vocab_size))
         manifest = _describe(shards, options, tokenizer, key, crc32)
         if manifest.documents:

@@ -127,13 +127,13 @@ def plan_shards(
     return shards
 
 
-def tokenise(shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int) -> None:
+def tokenize(shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int) -> None:
     """Write the missing shards, with a progress bar."""
     missing = [shard for shard in shards if shard.record() is None]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     total = sum(shard.nbytes for shard in shards)
     bar = tqdm(
-        desc="tokenise",
+        desc="tokenize",
         total=total,
         initial=total - sum(shard.nbytes for shard in missing),
         unit="B",
@@ -191,7 +191,7 @@ def _run_workers(
                 raise complaints.get()
             if died := [p.exitcode for p in processes if p.exitcode]:
                 raise LostWorkerError(
-                    f"a tokenising process ended with exit code {died[0]} (-9: out of memory?); "
+                    f"a tokenizing process ended with exit code {died[0]} (-9: out of memory?); "
                     "finished shards stay, run again with fewer workers"
                 )
             if not alive:
