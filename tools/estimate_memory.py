@@ -47,7 +47,7 @@ from coatlm.model.memory import (
     weight_dtype,
 )
 from coatlm.model.plan import memory_table, stage_table
-from coatlm.optim.adamw import RECIPES
+from coatlm.optim.recipes import RECIPES
 
 RECOMPUTE = ("none", "selective", "full")
 MAIN_GRADS = ("fp32", "bf16")

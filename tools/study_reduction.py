@@ -53,8 +53,8 @@ from coatlm.files import check_output, whole_file
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding, cast
 from coatlm.fp8.payload import Layout, pack, unpack
 from coatlm.fp8.scaling import scale_ref
+from coatlm.parallel.fp8lm_scaling import SATURATED, SMALLEST_MU
 from coatlm.parallel.pipeline import run_microbatches
-from coatlm.parallel.wire import SATURATED, SMALLEST_MU
 from coatlm.platform import device
 from coatlm.train import start
 from coatlm.train.checkpoint import CheckpointError

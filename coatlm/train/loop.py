@@ -209,7 +209,7 @@ class Loop:
             if self.run.pending:
                 self._fetch()
             state = state_to_save(self.config, self.trainer, self.run, **self.known)
-            tensors = self.trainer.optimizer.tensors_to_save()
+            tensors = self.trainer.zero_checkpoint.tensors_to_save()
             self.checkpoints.save(self.run.step, tensors, state)
 
     def _roll_back(self, error: NonFiniteError) -> None:

@@ -6,7 +6,7 @@
                     after an evaluation step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, the rounding errors of stored weights and moments: step
-                    and the values of optim.edq.report
+                    and the values of optim.edq.to_metrics
     numerics.jsonl  with log.numerics_every, the quantization errors in the layers: step and the
                     values of model.numerics.report, one line per layer and tensor
     tb/             the same for TensorBoard, when asked; wandb likewise

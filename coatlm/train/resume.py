@@ -81,12 +81,11 @@ def state_to_save(
     data: list[SourceIdentity],
 ) -> dict[str, Any]:
     """The state for `restore` and `check_changes`. A collective call of all ranks."""
-    optimizer = trainer.optimizer
     return {
         "step": run.step,
         "tokens": run.tokens,
         "samples": run.samples,
-        "updates": int(optimizer.optimizer.step_count),
+        "updates": int(trainer.optimizer.optimizer.step_count),
         "skipped": run.guard.total,
         "skipped_in_row": run.guard.in_row,
         "left_out": run.left_out,
@@ -94,8 +93,8 @@ def state_to_save(
         "spikes": None if trainer.spikes is None else trainer.spikes.state(),
         "tokenizer": tokenizer,
         "data": data,
-        "flat_groups": optimizer.flat_groups(),
-        "automatic_scales": optimizer.automatic_scales(),
+        "flat_groups": trainer.zero_checkpoint.flat_blocks(),
+        "automatic_scales": trainer.zero_checkpoint.automatic_scales(),
         "gradient_amaxes": trainer.gradient_amaxes(),
         "config": config.model_dump(mode="json"),
     }
@@ -205,14 +204,15 @@ def restore(
     the optimizer states are then initialized from them. `state`, the content of its state.json,
     gives counters and scales; `weights_only` leaves `run` unchanged.
     """
-    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
+    zero = trainer.zero_checkpoint
+    tensors = zero.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
-    trainer.optimizer.finish_load()
+    zero.finish_load()
     if weights_only:
         trainer.optimizer.optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
-    trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
+    zero.set_automatic_scales(state.get("automatic_scales", {}))
     if trainer.scales is not None:
         trainer.scales.restore(state.get("gradient_amaxes", {}))
     trainer.optimizer.optimizer.step_count.fill_(state["updates"])

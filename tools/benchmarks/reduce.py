@@ -26,7 +26,7 @@ from torch import Tensor
 from coatlm.fp8.formats import E3M4
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
-from coatlm.parallel.groups import prompt
+from coatlm.parallel.groups import high_priority
 from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
 from tools.benchmarks.ranks import run_ranks, send_record
 
@@ -92,7 +92,7 @@ def work(names: str, options: dict[str, str]) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    comm = Comm(dist.new_group(pg_options=prompt()), Traffic(), "grad")
+    comm = Comm(dist.new_group(pg_options=high_priority()), Traffic(), "grad")
     found = {row: one(row, options, comm, device) for row in names.split(TOGETHER)}
     if comm.rank == 0:
         send_record(found)
