@@ -43,7 +43,7 @@ from coatlm.model.accounting import model_vocab
 from coatlm.model.layer_memory import weight_dtype
 from coatlm.model.memory import GIB, largest_micro_batch, peak_bytes, replaced
 from coatlm.model.plan import memory_table, stage_table
-from coatlm.optim.adamw import RECIPES
+from coatlm.optim.recipes import RECIPES
 
 RECOMPUTE = ("none", "selective", "full")
 MAIN_GRADS = ("fp32", "bf16")

@@ -36,7 +36,7 @@ from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
 from coatlm.parallel.wire import Reduction, Steps
 
-Cast = Callable[[Tensor, int, int], None]  # (codes uint8 [n], begin, end): of elements [begin, end)
+RangeCast = Callable[[Tensor, int, int], None]  # (codes uint8 [n], begin, end)
 
 
 def gather(
@@ -97,7 +97,7 @@ def _steps(bucket: Bucket, amax: Tensor, comm: Comm) -> Steps:
     decode(codes, end, len(codes))
 
 
-def _by_row(bucket: Bucket, amax: Tensor) -> tuple[Cast, Cast]:
+def _by_row(bucket: Bucket, amax: Tensor) -> tuple[RangeCast, RangeCast]:
     rows, weights = bucket.rows, bucket.weights
     assert rows is not None
 
@@ -110,7 +110,7 @@ def _by_row(bucket: Bucket, amax: Tensor) -> tuple[Cast, Cast]:
     return encode, decode
 
 
-def _by_tensor(bucket: Bucket, amax: Tensor) -> tuple[Cast, Cast]:
+def _by_tensor(bucket: Bucket, amax: Tensor) -> tuple[RangeCast, RangeCast]:
     scale, weights = scale_ref(amax.view(torch.float32), E4M3), bucket.weights
 
     def part(begin: int, end: int) -> tuple[Layout, Shared]:

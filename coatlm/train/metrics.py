@@ -7,7 +7,7 @@
                     after an evaluation step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
-                    optim.edq.report says
+                    optim.edq.to_metrics returns
     numerics.jsonl  with log.numerics_every, what FP8 loses in the layers of a step: step and what
                     model.numerics.report says, one line a layer and tensor
     tb/             the same for TensorBoard, when asked; wandb likewise

@@ -16,7 +16,8 @@ from coatlm.fp8.attention import SavedInFp8
 from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
-from coatlm.optim.adamw import RECIPES, AdamW, Shard
+from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.recipes import RECIPES
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import MicrobatchGraphs
 from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
@@ -223,7 +224,7 @@ def test_optimizer_state_bytes_are_those_the_optimizer_allocates(
     c = config(precision={"recipe": precision}, optim={"recipe": recipe}, parallel={"zero": 0})
     weight, gradient = (torch.zeros(1024, dtype=dtype) for _ in range(2))
     optimizer = AdamW(
-        [Shard(weight, gradient, ())],
+        [FlatShard(weight, gradient, ())],
         recipe=recipe,
         betas=(0.9, 0.95),
         eps=1e-8,
