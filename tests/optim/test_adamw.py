@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config import FP32_RECIPES, OptimRecipe
+from coatlm.optim import adamw
 from coatlm.optim.adamw import AdamW, FlatShard, bytes_per_parameter
 from coatlm.optim.recipes import RECIPES, Recipe
 
@@ -365,12 +366,37 @@ def test_impossible_options_name_field_and_limit(change: dict[str, Any], message
         ([shard_of(weights(128, dtype=FP32))], r"shards\[0\]\.weight is torch\.float32"),
         ([shard_of(weights(256), decay=((64, 256),))], r"shards\[0\]: \[64, 256\)"),
         ([shard_of(weights(256), params=((0, 300),))], r"shards\[0\]: \[0, 300\)"),
+        ([shard_of(weights(256), decay=((-128, 128),))], r"shards\[0\]: \[-128, 128\)"),
+        ([shard_of(weights(256), decay=((128, 100),))], r"shards\[0\]: \[128, 100\)"),
+        ([FlatShard(weights(256), torch.zeros(128), ())], r"shards\[0\]: shapes \(256,\) and"),
+        ([shard_of(weights(256).view(2, 128))], r"shards\[0\]: shapes \(2, 128\)"),
         ([shard_of(weights(128)), shard_of(weights(128), grad=FP32)], r"shards\[1\]: dtype"),
     ),
 )
 def test_impossible_shards_are_refused(shards: list[FlatShard], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer(shards, "adamw-bf16")
+
+
+def test_an_empty_range_and_a_rate_of_zero_change_no_weight() -> None:
+    shard = shard_of(weights(256), decay=((128, 128),))
+    opt = optimizer([shard], "adamw-fp32")
+    train(opt, range(1), lr=0.0)
+    assert torch.equal(shard.weight, weights(256))
+    assert opt.step_count.item() == 1 and opt.decode(0, "exp_avg").any()
+
+
+@pytest.mark.parametrize("recipe", ("adamw-fp32", "coat-lean", "collage-plus"))
+def test_results_do_not_depend_on_the_chunks_of_the_reference(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for chunk in (1 << 22, 384):
+        monkeypatch.setattr(adamw, "CHUNK", chunk)
+        opt = optimizer([shard_of(weights(1024), decay=((0, 500),))], recipe)
+        train(opt, range(2))
+        found.append(snapshot(opt))
+    assert equal(*found)
 
 
 def test_a_negative_rate_is_refused() -> None:
