@@ -81,7 +81,10 @@ def test_adamw_fp32_equals_torch_adamw(dtype: torch.dtype) -> None:
     torch.testing.assert_close(opt.decode(0, "fp32_param"), expected.data, rtol=1e-6, atol=1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
         state = peer.state[expected][name]
-        torch.testing.assert_close(opt.decode(0, name), state, rtol=1e-5, atol=1e-10)
+        # gradients of both signs cancel in m: an error is one of the size that m had in the last
+        # ten steps (beta1 = 0.9), not of what is left
+        atol = 10 * 2.0**-24 * state.abs().max().item()
+        torch.testing.assert_close(opt.decode(0, name), state, rtol=1e-5, atol=atol)
     half_ulp = 2.0**-8 if dtype is BF16 else 1e-6
     torch.testing.assert_close(shard.weight.float(), expected.data, rtol=half_ulp, atol=1e-6)
 
