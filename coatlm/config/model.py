@@ -12,7 +12,7 @@ from coatlm.config.fields import FOREVER, Real, Section, number
 PrecisionRecipe = Literal[
     "fp32", "bf16", "te-delayed", "te-current", "te-blockwise", "fp8-linear", "coat", "coat-lean"
 ]
-OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
+OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recipes.RECIPES
     "adamw-fp32",
     "adamw-bf16",
     "adamw-bf16-fp32state",

@@ -37,7 +37,7 @@ from coatlm.hf.tokenizer import (
     copy_files,
     export_tokenizer,
 )
-from coatlm.optim.adamw import MASTER, find_recipe
+from coatlm.optim.recipes import MASTER, find_recipe
 from coatlm.train.checkpoint import find_checkpoint, saved_config
 from coatlm.train.shards import StoredTensors
 from coatlm.train.state import read_run_state

@@ -2,11 +2,12 @@
 
     metrics.jsonl   one JSON object a logged step, in the order of steps:
                     step loss loss_mean grad_norm lr tokens step_ms tokens_per_s_per_gpu
-                    tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT];
+                    tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp,cp}[_FORMAT]
+                    (cp with parallel.cp > 1);
                     after an evaluation step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
     states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
-                    optim.edq.report says
+                    optim.edq.to_metrics returns
     numerics.jsonl  with log.numerics_every, what FP8 loses in the layers of a step: step and what
                     model.numerics.report says, one line a layer and tensor
     tb/             the same for TensorBoard, when asked; wandb likewise
@@ -20,7 +21,7 @@ list `nonfinite`, a key that only such lines have.
     tokens_per_s_per_gpu = tokens a step / seconds a step / processes
     tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs a token / 1e12      (model.accounting)
     mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
-    comm_bytes           = what rank 0 sends in a step (parallel.collectives)
+    comm_bytes           = what rank 0 sends in a step (parallel.collectives, model.traffic)
 
 Nothing here reads a device: numbers arrive as floats, on log steps only.
 """
