@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.qtensor import QTensor, group
+from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import power_of_two
 
@@ -104,7 +104,7 @@ class SavedInFp8:
             order = memory_order(x)
             dense = x.detach().permute(order)
             made = quantize(
-                dense, fmt=E4M3, granularity=group(self.size), scale_dtype=torch.float8_e8m0fnu
+                dense, fmt=E4M3, granularity=block(1, self.size), scale_dtype=torch.float8_e8m0fnu
             )
             entry = (x, made, order)
             self.made[x.data_ptr()] = entry

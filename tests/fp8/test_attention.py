@@ -15,7 +15,7 @@ from coatlm.fp8.attention import (
     memory_order,
 )
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.qtensor import QTensor, group
+from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
 from tests.fp8.bounds import assert_rounded, bytes_of
 
@@ -54,7 +54,7 @@ def gradients(parts: list[Tensor], size: int, mask: Tensor | None = None) -> tup
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decoded_groups_are_codes_times_scales_exactly(size: int, dtype: torch.dtype) -> None:
     x = torch.randn(S, B, N, D) * 10.0 ** torch.randint(-5, 5, (S, B, N, 1))
-    made = quantize(x.bfloat16(), fmt=E4M3, granularity=group(size), scale_dtype=E8M0)
+    made = quantize(x.bfloat16(), fmt=E4M3, granularity=block(1, size), scale_dtype=E8M0)
     scale = made.granularity.spread(made.scale.double(), made.shape)
     assert torch.equal(dequantize_groups(made, dtype).double(), made.codes.double() * scale)
 
@@ -118,7 +118,7 @@ def test_a_tensor_comes_back_in_the_order_of_its_memory() -> None:
     back = (dx / 2).detach()
     assert back.stride() == x.stride()
     dense = x.detach().permute(1, 2, 0, 3)
-    made = quantize(dense, fmt=E4M3, granularity=group(16), scale_dtype=E8M0)
+    made = quantize(dense, fmt=E4M3, granularity=block(1, 16), scale_dtype=E8M0)
     assert torch.equal(back.permute(1, 2, 0, 3), made.dequantize(torch.bfloat16))
 
 

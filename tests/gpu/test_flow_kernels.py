@@ -22,7 +22,7 @@ from coatlm.fp8.attention import SavedInFp8, attend_keeping_fp8, dequantize_grou
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.gemm import matmul, tune
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
-from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, group
+from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.fp8.rope import rope_frequencies, rope_tables
@@ -412,7 +412,7 @@ def test_products_that_tensor_cores_cannot_take_are_refused() -> None:
 @dtypes
 def test_dequantize_groups_equals_its_reference(size: int, dtype: torch.dtype) -> None:
     x = mixed(333, 128 * 7).bfloat16()
-    made = quantize(x, fmt=E4M3, granularity=group(size), scale_dtype=E8M0)
+    made = quantize(x, fmt=E4M3, granularity=block(1, size), scale_dtype=E8M0)
     actual = dequantize_groups(on("cuda", made), dtype)
     assert torch.equal(actual.cpu(), made.dequantize(dtype))
 
@@ -664,7 +664,7 @@ def test_rotary_gradients_index_beyond_31_bits() -> None:
 
 def test_dequantize_groups_indexes_beyond_31_bits() -> None:
     x = big(4096)
-    made = quantize(x, fmt=E4M3, granularity=group(16), scale_dtype=E8M0)
+    made = quantize(x, fmt=E4M3, granularity=block(1, 16), scale_dtype=E8M0)
     expected = rows_of(made, LAST).dequantize(torch.bfloat16)
     assert torch.equal(dequantize_groups(made, torch.bfloat16)[LAST], expected)
 
