@@ -50,8 +50,8 @@ from coatlm.config import Config, load_config
 from coatlm.console import Parser, fail
 from coatlm.data.dataset import microbatches
 from coatlm.files import check_output, whole_file
-from coatlm.fp8.formats import E3M4, E4M3, E5M2, Coding, cast
-from coatlm.fp8.payload import GROUP, Layout, pack, unpack
+from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding, cast
+from coatlm.fp8.payload import Layout, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.wire import SATURATED, SMALLEST_MU
@@ -88,7 +88,7 @@ class Gradients:
             found = cls(**torch.load(path, weights_only=True, map_location=device()))
             ranks, elements = found.values.shape
             whole = found.amax.shape == (ranks, len(found.names))
-            whole &= found.owner.shape == (elements // GROUP,) and elements % GROUP == 0
+            whole &= found.owner.shape == (elements // SCALE_BLOCK,) and elements % SCALE_BLOCK == 0
             whole &= bool(((found.owner >= 0) & (found.owner < len(found.names))).all())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}") from error
@@ -119,9 +119,9 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
         session.run_steps()
         trainer, t = session.trainer, config.train
         names = {p: n for c in trainer.chunks for n, p in c.module.named_parameters()}
-        matrices = [p for p in names if p.dim() == 2 and p.numel() >= GROUP]
-        share = max(elements // (GROUP * len(matrices)), 1)
-        chosen = {p: _spread(p.numel() // GROUP, share) for p in matrices}
+        matrices = [p for p in names if p.dim() == 2 and p.numel() >= SCALE_BLOCK]
+        share = max(elements // (SCALE_BLOCK * len(matrices)), 1)
+        chosen = {p: _spread(p.numel() // SCALE_BLOCK, share) for p in matrices}
         batches = microbatches(
             session.data.train,
             session.run.samples,  # the first one that training has not read
@@ -141,7 +141,9 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
             grads: list[Tensor] = [p.main_grad.float().view(-1) for p in matrices]
             amax.append(torch.stack([g.abs().amax() for g in grads]))
             parts = [
-                g[: g.numel() // GROUP * GROUP].view(-1, GROUP)[chosen[p]].flatten()
+                g[: g.numel() // SCALE_BLOCK * SCALE_BLOCK]
+                .view(-1, SCALE_BLOCK)[chosen[p]]
+                .flatten()
                 for p, g in zip(matrices, grads, strict=True)
             ]
             values.append(torch.cat(parts))
@@ -198,7 +200,7 @@ class Total:
 
 def fp8_sum(g: Gradients, mu: Tensor) -> Total:
     """The sum over ranks in E4M3 with mu [T]."""
-    scale = (scale_ref(g.amax.amax(0), E4M3) / mu)[g.owner.long()].repeat_interleave(GROUP)
+    scale = (scale_ref(g.amax.amax(0), E4M3) / mu)[g.owner.long()].repeat_interleave(SCALE_BLOCK)
     total = Total(torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool))
     for values in g.values:
         total.add(values, cast(values / scale, E4M3).float())
@@ -214,8 +216,8 @@ def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
         total = fp8_sum(g, mu)
         assert total.full is not None
         counts = torch.zeros_like(mu)
-        counts.index_add_(0, g.owner, total.full.view(-1, GROUP).sum(1).to(mu.dtype))
-        too_many = counts / (groups * GROUP) > SATURATED
+        counts.index_add_(0, g.owner, total.full.view(-1, SCALE_BLOCK).sum(1).to(mu.dtype))
+        too_many = counts / (groups * SCALE_BLOCK) > SATURATED
         if not too_many.any() or float(mu.min()) < 2 * SMALLEST_MU:
             return mu, total
         mu = torch.where(too_many, mu / 2, mu)
@@ -224,7 +226,7 @@ def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
 def exchanged(g: Gradients, fmt: Coding, *, shared: bool) -> Total:
     """What fp8-a2a finds: each rank rounded once, sums in fp32."""
     total = Total(torch.zeros_like(g.values[0]))
-    scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(GROUP)
+    scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(SCALE_BLOCK)
     layout = Layout(len(total.value), fmt, scaled=True)
     payload = layout.empty(1, 1, device=scale.device)
     part = -(-len(scale) // len(g.values))
@@ -319,9 +321,10 @@ def read_or_capture(options: Any) -> Gradients:
         raise ValueError("give either CONFIG or --gradients")
     if options.gradients is not None:
         return Gradients.load(options.gradients)
-    if min(options.ranks) < 2 or options.elements < GROUP:
+    if min(options.ranks) < 2 or options.elements < SCALE_BLOCK:
         raise ValueError(
-            f"--ranks {min(options.ranks)} --elements {options.elements}: at least 2 and {GROUP}"
+            f"--ranks {min(options.ranks)} --elements {options.elements}: "
+            f"at least 2 and {SCALE_BLOCK}"
         )
     config = load_config(options.config, options.overrides)
     gradients = capture(config, ranks=max(options.ranks), elements=options.elements)

@@ -53,7 +53,6 @@ from torch import Tensor
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 from coatlm.fp8.expand import (
-    GROUP,
     K_STEPS,
     M_E4M3,
     SMALLEST,
@@ -63,14 +62,14 @@ from coatlm.fp8.expand import (
     expand_dequantize,
     expand_quantize,
 )
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
+from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, DynamicExponent, Fp8Format
 from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_tensors, saved_config
 from coatlm.train.state import read_run_state
 
 RECIPE = "adamw-fp32"
 M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
-PIECE = GROUP << 15  # elements worked on at a time
-DRAWN = 2048 * GROUP  # elements drawn
+PIECE = SCALE_BLOCK << 15  # elements worked on at a time
+DRAWN = 2048 * SCALE_BLOCK  # elements drawn
 UNIT = 1e-5  # of the MSE printed
 
 
@@ -154,8 +153,8 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
     recipe, from before the first update, or holds no group of a matrix, or a moment that is
     not finite or zero throughout.
     """
-    if elements is not None and elements < GROUP:
-        raise ValueError(f"elements={elements}: at least {GROUP}, a group")
+    if elements is not None and elements < SCALE_BLOCK:
+        raise ValueError(f"elements={elements}: at least {SCALE_BLOCK}, a group")
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}: no such directory")
     named = os.path.join(".", checkpoint)  # not one of the words auto and none
@@ -169,7 +168,7 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
         raise ValueError(f"{path}: updates={updates}; at least 1, before it all is zero")
     m, v = (_matrices(path, prefix) for prefix in (M_KEY, V_KEY))
     if not m or [x.shape for x in m] != [x.shape for x in v]:
-        raise ValueError(f"{path} holds no m and v of a matrix of at least {GROUP} elements")
+        raise ValueError(f"{path} holds no m and v of a matrix of at least {SCALE_BLOCK} elements")
     share = 1.0 if elements is None else elements / sum(x.numel() for x in m)
     m_flat, v_flat = (torch.cat([_spread(x, share) for x in moment]) for moment in (m, v))
     if not all(bool(x.isfinite().all()) for x in (m_flat, v_flat)):
@@ -182,9 +181,9 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
 def _matrices(checkpoint: Path, prefix: str) -> list[Tensor]:
     """Each in whole groups, [groups, 128], in the order of their names."""
     return [
-        x.flatten()[: x.numel() // GROUP * GROUP].view(-1, GROUP)
+        x.flatten()[: x.numel() // SCALE_BLOCK * SCALE_BLOCK].view(-1, SCALE_BLOCK)
         for key, x in read_tensors(checkpoint)
-        if key.startswith(prefix) and x.dim() > 1 and x.numel() >= GROUP
+        if key.startswith(prefix) and x.dim() > 1 and x.numel() >= SCALE_BLOCK
     ]
 
 
@@ -284,11 +283,11 @@ def draw(moments: Moments, path: Path) -> None:
     for row, (name, x, how) in zip(
         axes, (("m", moments.m, M_E4M3), ("v", moments.v, V_E4M3)), strict=True
     ):
-        x = _spread(x.view(-1, GROUP), min(1.0, DRAWN / x.numel()))
+        x = _spread(x.view(-1, SCALE_BLOCK), min(1.0, DRAWN / x.numel()))
         _draw_range(row[0], x, plain(E4M3), f"{name}, E4M3")
         _draw_range(row[1], x, how, f"{name}, E4M3 + Expand")
         k = expand_quantize(x, how).k16.float() / K_STEPS
-        k = k[x.view(-1, GROUP).any(1)]  # of a group of zeros, k says nothing
+        k = k[x.view(-1, SCALE_BLOCK).any(1)]  # of a group of zeros, k says nothing
         row[2].hist(k.tolist(), bins=[i / 4 for i in range(65)], color="tab:green")
         row[2].set(title=f"k of {name}: median {k.median():.3g}", xlabel="k", ylabel="groups")
     figure.savefig(path, format="png", dpi=130)
@@ -298,9 +297,9 @@ def _draw_range(axes: Axes, x: Tensor, how: Expansion, title: str) -> None:
     """Histograms of log2 of what is rounded, and of what it is rounded to."""
     state = expand_quantize(x, how)
     k, scale = (state.k16.float() / K_STEPS)[:, None], state.log2_scale[:, None]
-    a_GE = x.abs().view(-1, GROUP)
+    a_GE = x.abs().view(-1, SCALE_BLOCK)
     before = (k * (a_GE.log2() - scale))[a_GE >= SMALLEST]
-    codes = how.fmt.decode(state.codes).abs().view(-1, GROUP)
+    codes = how.fmt.decode(state.codes).abs().view(-1, SCALE_BLOCK)
     after = codes[codes > 0].log2()
     lost = float(((codes == 0) & (a_GE >= SMALLEST)).float().mean())
     lowest, highest = math.log2(E4M3.smallest_subnormal), math.log2(E4M3.max)

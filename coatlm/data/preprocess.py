@@ -128,12 +128,9 @@ def _join(shards: Sequence[Shard], base: Path, dtype: type[np.number[Any]]) -> t
 
     Returns the CRC-32 of .idx and of .crc32. Raises ValueError where a shard was damaged.
     """
-    from coatlm.platform import enable_cpu  # imports torch, which workers do without
-
-    enable_cpu()
     with warnings.catch_warnings():  # about GPU packages, which this does not need
         warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+        from coatlm.megatron import IndexedDatasetBuilder  # imports torch, unneeded by workers
 
     binary, index, checksums = (suffixed(base, suffix) for suffix in (".bin", ".idx", ".crc32"))
     builder = IndexedDatasetBuilder(str(binary), dtype=dtype)

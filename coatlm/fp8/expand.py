@@ -48,9 +48,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format
+from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, DynamicExponent, Fp8Format
 
-GROUP = 128  # elements that share k and L
 K_STEPS = 16  # k16 = K_STEPS * k
 SMALLEST = 2.0**-126  # smallest normal fp32
 BLOCK = 32  # groups a program
@@ -101,8 +100,10 @@ class Expanded(NamedTuple):
 def expand_quantize_ref(x: Tensor, how: Expansion) -> Expanded:
     """The definition; x of any shape counts as flat."""
     n = x.numel()
-    groups = -(-n // GROUP)
-    x_GE = torch.nn.functional.pad(x.float().flatten(), (0, groups * GROUP - n)).view(-1, GROUP)
+    groups = -(-n // SCALE_BLOCK)
+    x_GE = torch.nn.functional.pad(x.float().flatten(), (0, groups * SCALE_BLOCK - n)).view(
+        -1, SCALE_BLOCK
+    )
     a_GE = x_GE.abs()
     a_GE = torch.where(a_GE < SMALLEST, 0.0, a_GE)  # NaN stays
     high = a_GE.amax(1)
@@ -132,7 +133,7 @@ def expand_dequantize_ref(state: Expanded, how: Expansion) -> Tensor:
     """The definition of decoding, with the `how` of encoding: fp32 in the shape of the codes."""
     n = state.codes.numel()
     c = how.fmt.decode(state.codes).flatten()
-    c_GE = torch.nn.functional.pad(c, (0, -n % GROUP)).view(-1, GROUP)
+    c_GE = torch.nn.functional.pad(c, (0, -n % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
     inverse_k = K_STEPS / state.k16.float()
     a_GE = torch.exp2(c_GE.abs().log2() * inverse_k[:, None] + state.log2_scale[:, None])
     a_GE = torch.where(a_GE < SMALLEST, 0.0, a_GE)
@@ -287,7 +288,7 @@ def expand_quantize(x: Tensor, how: Expansion) -> Expanded:
     if not x.is_cuda:
         return expand_quantize_ref(x, how)
     x = x.contiguous()
-    groups = triton.cdiv(x.numel(), GROUP)
+    groups = triton.cdiv(x.numel(), SCALE_BLOCK)
     state = Expanded(
         torch.empty_like(x, dtype=how.fmt.dtype),
         torch.empty(groups, dtype=torch.uint8, device=x.device),

@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 Overflow = Literal["saturate", "propagate"]
+SCALE_BLOCK = 128  # consecutive elements of states and gradients that share a scale
 EXPONENT = 0x7F800000  # bits of an fp32 number that are all set in NaN and Inf
 NAN_CODE = 0x7F  # the one NaN that casts produce from a NaN
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice

@@ -28,11 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.codes import decode, encode
-from coatlm.fp8.formats import E3M4, Coding
+from coatlm.fp8.formats import E3M4, SCALE_BLOCK, Coding
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
 
-GROUP = 128  # elements that share a scale
 ALIGN = 16  # bytes: payloads start where vector accesses may
 ROWS = 32  # groups a program: 4096 elements, 128 bytes of scales
 WARPS = 4  # 32 elements a thread
@@ -69,7 +68,7 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        return self.elements // GROUP
+        return self.elements // SCALE_BLOCK
 
     @property
     def nbytes(self) -> int:
@@ -91,11 +90,11 @@ def pack_ref(
     """The definition, and the CPU path."""
     n = layout.elements
     if shared is None:
-        scale = scale_ref(group_amax_ref(x, GROUP), layout.fmt)
+        scale = scale_ref(group_amax_ref(x, SCALE_BLOCK), layout.fmt)
         payloads[..., n : n + 4 * layout.groups] = scale.contiguous().view(torch.uint8)
     else:
         scale = shared.scale[shared.owner.long()].view(*x.shape[:-1], -1)
-    grouped = x.float().unflatten(-1, (-1, GROUP))
+    grouped = x.float().unflatten(-1, (-1, SCALE_BLOCK))
     scale = _known(scale)[..., None]
     scaled = grouped / scale if divide else grouped * (1.0 / scale).clamp(max=LARGEST)
     payloads[..., :n] = layout.fmt.encode(scaled).view(torch.uint8).view(x.shape)
@@ -111,12 +110,13 @@ def unpack_ref(
 ) -> None:
     """The definition, and the CPU path."""
     n = layout.elements
-    total = torch.full((*y.shape[:-1], layout.groups, GROUP), -0.0, device=y.device)  # keeps a -0
+    shape = (*y.shape[:-1], layout.groups, SCALE_BLOCK)
+    total = torch.full(shape, -0.0, device=y.device)  # keeps a -0
     for number, source in enumerate(payloads):
         if own is not None and number == own.rank:
             continue
         codes = source[..., :n].contiguous().view(layout.fmt.dtype)
-        value = layout.fmt.decode(codes).unflatten(-1, (-1, GROUP))
+        value = layout.fmt.decode(codes).unflatten(-1, (-1, SCALE_BLOCK))
         if shared is None:
             scale = source[..., n : n + 4 * layout.groups].contiguous().view(torch.float32)
             value = value * _known(scale)[..., None]
@@ -344,13 +344,17 @@ def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -
     """Raise ValueError for what the kernels cannot address."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"x.dtype={x.dtype}: torch.float32 or torch.bfloat16")
-    if layout.elements % GROUP or x.ndim != 3 or x.shape[-1] != layout.elements:
-        raise ValueError(f"x {list(x.shape)}: [A, B, {layout.elements}], whole groups of {GROUP}")
+    if layout.elements % SCALE_BLOCK or x.ndim != 3 or x.shape[-1] != layout.elements:
+        raise ValueError(
+            f"x {list(x.shape)}: [A, B, {layout.elements}], whole groups of {SCALE_BLOCK}"
+        )
     wanted = (*x.shape[:2], layout.nbytes)
     if payloads.shape[1:] != wanted or not payloads.is_contiguous():
         raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
-    if x.numel() and (x.stride(2) != 1 or x.stride(0) % GROUP or x.stride(1) % GROUP):
-        raise ValueError(f"x has strides {x.stride()}: 1 inside rows, else multiples of {GROUP}")
+    if x.numel() and (x.stride(2) != 1 or x.stride(0) % SCALE_BLOCK or x.stride(1) % SCALE_BLOCK):
+        raise ValueError(
+            f"x has strides {x.stride()}: 1 inside rows, else multiples of {SCALE_BLOCK}"
+        )
     if layout.scaled == (shared is not None):
         raise ValueError(f"scaled={layout.scaled}: scales are either shared or travel along")
     if shared is not None:

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import Fp8Format
-from coatlm.fp8.payload import GROUP
+from coatlm.fp8.formats import SCALE_BLOCK, Fp8Format
 from coatlm.fp8.scaling import amax_of, group_amax_ref
 
 ROWS = 32  # groups a program
@@ -29,13 +28,13 @@ def largest_magnitudes_ref(values: Tensor, owner: Tensor, count: int) -> Tensor:
     largest = torch.zeros(count, dtype=torch.int32)
     if not len(values):
         return largest
-    bits = group_amax_ref(values, GROUP).view(torch.int32)
+    bits = group_amax_ref(values, SCALE_BLOCK).view(torch.int32)
     return largest.scatter_reduce_(0, owner.long(), bits, "amax")
 
 
 def count_saturated_ref(codes: Tensor, owner: Tensor, counts: Tensor, fmt: Fp8Format) -> None:
     """The definition, and the CPU path."""
-    full = ((codes & 0x7F) == _top(fmt)).view(-1, GROUP).sum(1)
+    full = ((codes & 0x7F) == _top(fmt)).view(-1, SCALE_BLOCK).sum(1)
     counts.index_add_(0, owner, full)
 
 
@@ -105,8 +104,8 @@ def _top(fmt: Fp8Format) -> int:
 
 
 def _groups(values: Tensor, owner: Tensor) -> int:
-    if values.ndim != 1 or len(values) != GROUP * len(owner):
+    if values.ndim != 1 or len(values) != SCALE_BLOCK * len(owner):
         raise ValueError(
-            f"values {list(values.shape)} of {len(owner)} owners: [{GROUP * len(owner)}]"
+            f"values {list(values.shape)} of {len(owner)} owners: [{SCALE_BLOCK * len(owner)}]"
         )
     return len(owner)

@@ -20,6 +20,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.console import progress
 from coatlm.files import read_json, whole_directory
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.hf.config import check_token_ids, output_bias, write_config
 from coatlm.hf.files import (
     Described,
@@ -37,7 +38,6 @@ from coatlm.hf.tokenizer import (
     export_tokenizer,
 )
 from coatlm.optim.adamw import MASTER, find_recipe
-from coatlm.optim.formats import GROUP
 from coatlm.train.checkpoint import find_checkpoint, saved_config
 from coatlm.train.shards import StoredTensors
 from coatlm.train.state import read_run_state
@@ -166,7 +166,7 @@ class CheckpointWeights:
             part = self._stored.read(f"{STATES}{MASTER}{suffix}.{key}")
             if part.numel() == weight.numel():
                 state[suffix] = _padded(part)
-            elif part.numel() == flat.numel() // GROUP:
+            elif part.numel() == flat.numel() // SCALE_BLOCK:
                 state[suffix] = part.reshape(-1)
             else:
                 raise ValueError(
@@ -179,7 +179,7 @@ class CheckpointWeights:
 def _padded(tensor: Tensor) -> Tensor:
     """Flat, with zeros up to a multiple of 128, as the optimizer saw it."""
     flat = tensor.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP))
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK))
 
 
 def _rows(wanted: int | None, stored: int) -> int:

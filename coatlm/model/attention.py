@@ -18,15 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
 
 from coatlm.fp8.rope import rope, split_qkv_rope
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention  # noqa: E402
+from coatlm.megatron import SelfAttention as MegatronSelfAttention
+from coatlm.megatron import tensor_parallel
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -81,18 +76,11 @@ class CoreAttention(nn.Module):
                     q,
                     k_BGTD[:, :, :end],
                     v_BGTD[:, :, :end],
-                    attn_mask=_lower_right(length, end),
+                    attn_mask=causal_lower_right(length, end),
                     enable_gqa=gqa,
                 )
             )
         return torch.cat(outputs, dim=2)
-
-
-def _lower_right(queries: int, keys: int) -> Tensor:
-    """torch can make this mask outside of dispatch modes alone; the one that counts bytes is on."""
-    with _disable_current_modes():
-        mask: Tensor = causal_lower_right(queries, keys)
-    return mask
 
 
 class SelfAttention(MegatronSelfAttention):

@@ -19,19 +19,13 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data.dataset import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.regions import sharded_tensors
-from coatlm.platform import device, enable_cpu, has_apex
-
-enable_cpu()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from coatlm.platform import device, has_apex
 
 TE_RECIPES = {  # precision.recipe -> megatron's fp8 and fp8_recipe
     "te-delayed": ("hybrid", "delayed"),

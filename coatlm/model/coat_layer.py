@@ -13,14 +13,9 @@ from torch import Tensor, nn
 
 from coatlm.fp8.attention import attend_keeping_fp8
 from coatlm.fp8.recipe import FlowRecipe
+from coatlm.megatron import TransformerLayer, tensor_parallel
 from coatlm.model.flow import Flow, NormQKV, ProjMLP
 from coatlm.parallel.tensor import TensorParallel, Wire
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 
 class CoatTransformerLayer(TransformerLayer):

@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from coatlm.fp8.activation import swiglu
 from coatlm.fp8.norm import rms_norm
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.transformer.mlp import MLP as MegatronMLP  # noqa: E402
+from coatlm.megatron import MLP as MegatronMLP
 
 
 class RMSNorm(nn.Module):

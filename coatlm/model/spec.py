@@ -12,28 +12,23 @@ from typing import Any
 
 from coatlm.config import Config
 from coatlm.fp8.recipe import FLOW_RECIPES, recipe_of
+from coatlm.megatron import (
+    AttnMaskType,
+    ColumnParallelLinear,
+    IdentityOp,
+    MLPSubmodules,
+    ModuleSpec,
+    RowParallelLinear,
+    SelfAttentionSubmodules,
+    TransformerBlockSubmodules,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_bias_dropout_add,
+    transformer_engine,
+)
 from coatlm.model.attention import CoreAttention, SelfAttention
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.layers import MLP, RMSNorm
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
-from megatron.core.tensor_parallel.layers import (  # noqa: E402
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
-from megatron.core.transformer.attention import SelfAttentionSubmodules  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_layer import (  # noqa: E402
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
 
 CHECKPOINT_NAMES = {  # TransformerEngine, and so megatron, keeps a norm in the linear after it
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -81,15 +76,11 @@ def _te_layer(config: Config) -> ModuleSpec:
         raise ValueError(
             "model.spec=te needs the package transformer_engine, which is not installed"
         )
-    from megatron.core.extensions.transformer_engine import (
-        TELayerNormColumnParallelLinear,
-        TERowParallelLinear,
-    )
-
+    wrappers = transformer_engine()
     return _layer(
         config,
-        column=fused_weight_gradient(TELayerNormColumnParallelLinear),
-        row=fused_weight_gradient(TERowParallelLinear),
+        column=fused_weight_gradient(wrappers.TELayerNormColumnParallelLinear),
+        row=fused_weight_gradient(wrappers.TERowParallelLinear),
         norm_before_linear=IdentityOp,
         names={},
     )

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.expand import M_E4M3, V_E4M3, Expansion
-from coatlm.fp8.formats import E4M3
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.optim import formats
-from coatlm.optim.formats import GROUP, MomentFormat, Stored, WeightFormat
+from coatlm.optim.formats import MomentFormat, Stored, WeightFormat
 
 if TYPE_CHECKING:
     from coatlm.optim.fused import FusedStep
@@ -119,9 +119,11 @@ def check_recipe(
         raise ValueError(f"weight_decay={weight_decay}: must be >= 0")
     for i, shard in enumerate(shards):
         n = shard.weight.numel()
-        if n % GROUP or shard.weight.shape != (n,) or shard.grad.shape != (n,):
+        if n % SCALE_BLOCK or shard.weight.shape != (n,) or shard.grad.shape != (n,):
             shapes = f"{tuple(shard.weight.shape)} and {tuple(shard.grad.shape)}"
-            raise ValueError(f"shards[{i}]: shapes {shapes} must be one (n,), n % {GROUP} == 0")
+            raise ValueError(
+                f"shards[{i}]: shapes {shapes} must be one (n,), n % {SCALE_BLOCK} == 0"
+            )
         if shard.weight.dtype not in allowed:
             raise ValueError(f"shards[{i}].weight is {shard.weight.dtype}: recipe needs {allowed}")
         if shard.grad.dtype not in (BF16, FP32):
@@ -130,7 +132,7 @@ def check_recipe(
         if kind != [(t.dtype, t.device) for t in (shards[0].weight, shards[0].grad)]:
             raise ValueError(f"shards[{i}]: dtype or device differs from that of shards[0]")
         for start, end in (*shard.decay, *shard.params):
-            if start % GROUP or not 0 <= start <= end <= n:
+            if start % SCALE_BLOCK or not 0 <= start <= end <= n:
                 raise ValueError(f"shards[{i}]: [{start}, {end}) not in [0, {n}) from 128 j on")
 
 
@@ -212,8 +214,10 @@ class AdamW:
         # torch's fp32 root is not correctly rounded on every CPU; through fp64 it is
         root = (v * scale_v).double().sqrt().float()
         direction = (m * scale_m) / (root + self.eps)
-        decay = self._decayed[i][start // GROUP : stop // GROUP] * (lr * self.weight_decay)
-        update = -lr * direction - decay.repeat_interleave(GROUP) * w
+        decay = self._decayed[i][start // SCALE_BLOCK : stop // SCALE_BLOCK] * (
+            lr * self.weight_decay
+        )
+        update = -lr * direction - decay.repeat_interleave(SCALE_BLOCK) * w
         new_weight, new_w = recipe.weight.add(weight, named_state(old, MASTER), update)
         states = {M + suffix: tensor for suffix, tensor in new_m.items()}
         states |= {V + suffix: tensor for suffix, tensor in new_v.items()}
@@ -273,9 +277,9 @@ class AdamW:
         flat: dict[str, Tensor] = {}
         for name, moment in self.recipe.moments.items():
             flat |= {name + suffix: tensor for suffix, tensor in moment.zeros(n, device).items()}
-        sample = self.recipe.weight.split(self.shards[0].weight[:GROUP])
+        sample = self.recipe.weight.split(self.shards[0].weight[:SCALE_BLOCK])
         for suffix, tensor in sample.items():
-            size = n * tensor.numel() // GROUP
+            size = n * tensor.numel() // SCALE_BLOCK
             flat[MASTER + suffix] = torch.zeros(size, dtype=tensor.dtype, device=device)
         return flat
 
@@ -318,22 +322,22 @@ class AdamW:
 
 def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
     """Bytes a parameter of all states; the weight and its gradient are not counted."""
-    weight = torch.zeros(GROUP, dtype=weight_dtype)
+    weight = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)
     shard = Shard(weight, weight, decay=())
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return optimizer.state_bytes() / GROUP
+    return optimizer.state_bytes() / SCALE_BLOCK
 
 
 def _decayed_groups(shard: Shard) -> Tensor:
     """uint8[n / 128]: 1 for groups that decay. An end is rounded up into zero padding only."""
-    decayed = torch.zeros(shard.weight.numel() // GROUP, dtype=torch.uint8)
+    decayed = torch.zeros(shard.weight.numel() // SCALE_BLOCK, dtype=torch.uint8)
     for start, end in shard.decay:
-        decayed[start // GROUP : _round_up(end) // GROUP] = 1
+        decayed[start // SCALE_BLOCK : _round_up(end) // SCALE_BLOCK] = 1
     return decayed
 
 
 def _round_up(n: int) -> int:
-    return -(-n // GROUP) * GROUP
+    return -(-n // SCALE_BLOCK) * SCALE_BLOCK
 
 
 def _part(tensor: Tensor, start: int, stop: int, n: int) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from coatlm.fp8.expand import Expanded as ExpandedState
 from coatlm.fp8.expand import Expansion, expand_dequantize, expand_quantize
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim import expansion
 
-GROUP = 128  # consecutive elements that share a scale
 SMALLEST_SCALE = 2.0**-126  # smallest normal fp32: the scale of an all-zero tensor
 
 State = Mapping[str, Tensor]  # suffix -> flat tensor
@@ -129,8 +129,8 @@ class Expanded:
     def zeros(self, n: int, device: torch.device) -> Stored:
         return {
             "": torch.zeros(n, dtype=torch.uint8, device=device),
-            ".k": torch.zeros(n // GROUP, dtype=torch.uint8, device=device),
-            ".scale": torch.zeros(n // GROUP, device=device),
+            ".k": torch.zeros(n // SCALE_BLOCK, dtype=torch.uint8, device=device),
+            ".scale": torch.zeros(n // SCALE_BLOCK, device=device),
         }
 
     def decode(self, state: State) -> Tensor:
@@ -167,16 +167,16 @@ class TensorScaled:
 
     def zeros(self, n: int, device: torch.device) -> Stored:
         code = torch.zeros(n, dtype=self.dtype, device=device)
-        return _code_and_scale(code, torch.ones(n // GROUP, device=device))
+        return _code_and_scale(code, torch.ones(n // SCALE_BLOCK, device=device))
 
     def decode(self, state: State) -> Tensor:
         code = state[""].view(self.dtype) if self.fp8 else state[""]
-        return code.float() * state[".scale"].repeat_interleave(GROUP)
+        return code.float() * state[".scale"].repeat_interleave(SCALE_BLOCK)
 
     def encode(self, x: Tensor) -> Stored:
         """Codes and scales; the largest magnitude lands in the upper half of the format's range."""
         scale = _power_of_two_above(x.abs().amax() / self.max)
-        return _code_and_scale((x / scale).to(self.dtype), scale.expand(x.numel() // GROUP))
+        return _code_and_scale((x / scale).to(self.dtype), scale.expand(x.numel() // SCALE_BLOCK))
 
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         moment = beta * self.decode(state) + (1 - beta) * x

@@ -27,9 +27,9 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra import libdevice
 
 from coatlm.fp8.expand import expand_encode
-from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.formats import SCALE_BLOCK, Fp8Format
 from coatlm.optim import expansion, tiles
-from coatlm.optim.formats import GROUP, Expanded
+from coatlm.optim.formats import Expanded
 
 if TYPE_CHECKING:
     from coatlm.optim.adamw import Recipe
@@ -301,13 +301,13 @@ def _tables(
     """Which span each program works on, and what `_step_kernel` wants to know of each span."""
     starts = [0]
     for weight in weights:
-        starts.append(starts[-1] + weight.numel() // GROUP)
+        starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
     rows, programs, total = [], [], 0
     for shard, start, stop in spans:
         addresses = [t[shard][start:].data_ptr() for t in (weights, grads)]
         assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
-        count = (stop - start) // GROUP
-        rows.append([*addresses, starts[shard] + start // GROUP, count, total])
+        count = (stop - start) // SCALE_BLOCK
+        rows.append([*addresses, starts[shard] + start // SCALE_BLOCK, count, total])
         programs.append(triton.cdiv(count, groups))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.fp8.weight_rows import Rows
 from coatlm.parallel.collectives import Pending
 from coatlm.parallel.wire import Reduction, Tensors
 
-ALIGNMENT = 128  # elements; the group size of quantised states
 SMALLEST, MOST = 40_000_000, 48  # elements of a bucket, and buckets of a model, unless told
 
 
@@ -137,10 +137,10 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
         params.sort(key=cut.owner.__getitem__)
     ranges, end = {}, 0
     for param in params:
-        start = round_up(end, ALIGNMENT)
+        start = round_up(end, SCALE_BLOCK)
         end = start + param.numel()
         ranges[param] = (start, end)
-    sizes = _sizes(ranges, round_up(end, ALIGNMENT), cut)
+    sizes = _sizes(ranges, round_up(end, SCALE_BLOCK), cut)
     numel, first = sum(sizes), params[0]
     assert all(p.dtype == first.dtype for p in params), "one dtype a model"
     weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
@@ -152,7 +152,7 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
         param.main_grad = grads[start:end].view(param.shape)  # type: ignore[attr-defined]
     begin = sum(sizes[: cut.rank])
     owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
-    tensors = Tensors.of([p.numel() for p in params], numel // ALIGNMENT, first.device)
+    tensors = Tensors.of([p.numel() for p in params], numel // SCALE_BLOCK, first.device)
     tensors.mu.fill_(1.0 / cut.ranks)  # from where no sum saturates
     rows = None
     if fp8 and cut.fp8_rows:
@@ -182,10 +182,10 @@ def _between(flat: Tensor, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
 def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -> tuple[int, ...]:
     """Elements of each rank's part."""
     if cut.owner is None:
-        return (round_up(end, ALIGNMENT * cut.ranks) // cut.ranks,) * cut.ranks
+        return (round_up(end, SCALE_BLOCK * cut.ranks) // cut.ranks,) * cut.ranks
     sizes = [0] * cut.ranks
     for param, (start, stop) in ranges.items():
-        sizes[cut.owner[param]] += round_up(stop - start, ALIGNMENT)
+        sizes[cut.owner[param]] += round_up(stop - start, SCALE_BLOCK)
     return tuple(sizes)
 
 

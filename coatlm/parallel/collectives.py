@@ -6,24 +6,21 @@ Counted is what a rank of R sends with the algorithms that move least, whatever 
     all-reduce of n bytes                                        2 n (R - 1) / R
     reduce, broadcast of n bytes along a chain                   n, but on its last rank
 
-Bytes are added where a collective is issued, by what it carries ("grad", "weights", "tp") and by
-the format on the wire. Collectives that others issue, megatron-core's over tensor-parallel ranks,
-are counted by `TrafficMode`: a dispatch mode sees every call of torch.distributed with its tensors.
-It costs time on the host for each operation, so a run has it on for one step; steps are alike.
+Bytes of gradients and weights are added where a collective is issued, by what it carries ("grad",
+"weights") and by the format on the wire. Those that layers send over tensor- and context-parallel
+groups ("tp", "cp"), most of them in megatron-core, have a closed form: coatlm.model.traffic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 FORMATS = {
     torch.float32: "fp32",
@@ -32,17 +29,6 @@ FORMATS = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
     torch.int32: "amax",  # the bits of largest magnitudes
-}
-
-SENT: dict[str, Callable[[int, int], float]] = {  # c10d's operator -> by bytes of all and R
-    "allreduce_": lambda n, r: 2 * n * (r - 1) / r,
-    "_reduce_scatter_base_": lambda n, r: n * (r - 1) / r,
-    "_allgather_base_": lambda n, r: n * (r - 1) / r,
-    "alltoall_base_": lambda n, r: n * (r - 1) / r,
-    "allgather_": lambda n, r: n * (r - 1),
-    "reduce_scatter_": lambda n, r: n * (r - 1) / r,
-    "broadcast_": lambda n, r: n,
-    "reduce_": lambda n, r: n,
 }
 
 
@@ -55,17 +41,15 @@ class Traffic:
     def add(self, what: str, dtype: torch.dtype, sent: float) -> None:
         self.sent[what, FORMATS.get(dtype, str(dtype).removeprefix("torch."))] += round(sent)
 
-    def repeat(self, times: float) -> None:
-        """As if everything so far had been sent so many times."""
-        for key in self.sent:
-            self.sent[key] = round(self.sent[key] * times)
-
     def summary(self) -> dict[str, int]:
-        """comm_bytes_WHAT in all, and comm_bytes_WHAT_FORMAT of each format that was used."""
+        """comm_bytes_WHAT in all, and comm_bytes_WHAT_FORMAT of each format that was used.
+
+        The totals of grad, weights and tp are always there, that of cp where something was sent.
+        """
         totals = {f"comm_bytes_{what}": 0 for what in ("grad", "weights", "tp")}
         parts: dict[str, int] = {}
         for (what, form), count in sorted(self.sent.items()):
-            totals[f"comm_bytes_{what}"] += count
+            totals[f"comm_bytes_{what}"] = totals.get(f"comm_bytes_{what}", 0) + count
             parts[f"comm_bytes_{what}_{form}"] = count
         return totals | parts
 
@@ -161,30 +145,3 @@ class Comm:
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "an asynchronous collective returns its work"
     return work
-
-
-class TrafficMode(TorchDispatchMode):
-    """While on, counts every collective over `group`, whoever issues it, as `what`."""
-
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, what: str) -> None:
-        super().__init__()
-        self.group, self.traffic, self.what = group, traffic, what
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "c10d" and self._ours(args):
-            sent = SENT.get(func._opname)
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            if sent is not None and tensors:
-                largest = max(tensors, key=lambda tensor: tensor.nbytes)
-                count = sent(largest.nbytes, self.group.size())
-                self.traffic.add(self.what, largest.dtype, count)
-        return func(*args, **(kwargs or {}))
-
-    def _ours(self, args: tuple[Any, ...]) -> bool:
-        """Whether one of the arguments is our group, which operators get boxed."""
-        for arg in args:
-            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-                return bool(dist.ProcessGroup.unbox(arg).group_name == self.group.group_name)
-        return False

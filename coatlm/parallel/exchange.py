@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, Coding
-from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Coding
+from coatlm.fp8.payload import Layout, Own, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
@@ -69,7 +69,7 @@ class Fp8Exchange:
             yield from self._scatter_uneven(job, comm, shared)
             return
         part = job.sizes[0]
-        pieces = list(_pieces(part, max(self.piece // comm.size, GROUP)))
+        pieces = list(_pieces(part, max(self.piece // comm.size, SCALE_BLOCK)))
         out = job.out
         if job.whole:
             out = torch.empty(part, dtype=torch.float32, device=job.grads.device)
@@ -94,11 +94,13 @@ class Fp8Exchange:
         owner_RG = job.tensors.owner.view(comm.size, -1)
 
         def send(begin: int, end: int) -> tuple[Pending, Tensor]:
-            shared = _shared(scale, owner_RG[:, None, begin // GROUP : end // GROUP])
+            shared = _shared(scale, owner_RG[:, None, begin // SCALE_BLOCK : end // SCALE_BLOCK])
             return self._send(x_RP[:, None, begin:end], comm, shared)
 
         def land(begin: int, end: int, received: Tensor) -> None:
-            shared = _shared(scale, owner_RG[comm.rank, begin // GROUP : end // GROUP][None, None])
+            shared = _shared(
+                scale, owner_RG[comm.rank, begin // SCALE_BLOCK : end // SCALE_BLOCK][None, None]
+            )
             y, own = out[begin:end][None, None], x_RP[comm.rank, begin:end][None, None]
             self._land(received, y, Own(own, comm.rank), shared, add=self._adds(job))
 
@@ -120,11 +122,11 @@ class Fp8Exchange:
         sums_NP = torch.empty(across.size, x_LNP.shape[2], dtype=torch.float32, device=grads.device)
 
         def send(begin: int, end: int) -> tuple[Pending, Tensor]:
-            shared = _shared(scale, owner_LNG[:, :, begin // GROUP : end // GROUP])
+            shared = _shared(scale, owner_LNG[:, :, begin // SCALE_BLOCK : end // SCALE_BLOCK])
             return self._send(x_LNP[:, :, begin:end], inside, shared)
 
         def land(begin: int, end: int, received: Tensor) -> None:
-            mine = owner_LNG[inside.rank, None, :, begin // GROUP : end // GROUP]
+            mine = owner_LNG[inside.rank, None, :, begin // SCALE_BLOCK : end // SCALE_BLOCK]
             shared = _shared(scale, mine)
             y, own = sums_NP[None, :, begin:end], x_LNP[inside.rank, None, :, begin:end]
             self._land(received, y, Own(own, inside.rank), shared, add=False)
@@ -176,7 +178,7 @@ class Fp8Exchange:
         layouts = [Layout(size, self.fmt, scaled=scale is None) for size in job.sizes]
         sizes = [layout.nbytes for layout in layouts]
         sent = torch.empty(sum(sizes), dtype=torch.uint8, device=job.grads.device)
-        groups = [size // GROUP for size in job.sizes]
+        groups = [size // SCALE_BLOCK for size in job.sizes]
         owners = job.tensors.owner.split(groups)
         parts = job.grads.split(list(job.sizes))
         for rank, (x, payload, layout, owner) in enumerate(
@@ -224,7 +226,7 @@ def _shared(scale: Tensor | None, owner: Tensor) -> Shared | None:
 def _pieces(size: int, longest: int) -> Iterator[tuple[int, int]]:
     """Cut [0, size) into equal pieces, but for the last, on multiples of 128."""
     count = -(-size // longest)
-    step = -(-size // (count * GROUP)) * GROUP if count else 1
+    step = -(-size // (count * SCALE_BLOCK)) * SCALE_BLOCK if count else 1
     for begin in range(0, size, step):
         yield begin, min(begin + step, size)
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8 import weight_rows
-from coatlm.fp8.formats import E4M3
-from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK
+from coatlm.fp8.payload import Layout, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.buckets import Bucket
@@ -83,7 +83,7 @@ def _largest(bucket: Bucket) -> Tensor:
     begin, end = bucket.owned
     if bucket.rows is not None:
         return weight_rows.largest(bucket.weights, bucket.rows, begin, end)
-    owner = bucket.tensors.owner[begin // GROUP : end // GROUP]
+    owner = bucket.tensors.owner[begin // SCALE_BLOCK : end // SCALE_BLOCK]
     return largest_magnitudes(bucket.weights[begin:end], owner, len(bucket.tensors.mu))
 
 
@@ -114,7 +114,7 @@ def _by_tensor(bucket: Bucket, amax: Tensor) -> tuple[Cast, Cast]:
     scale, weights = scale_ref(amax.view(torch.float32), E4M3), bucket.weights
 
     def part(begin: int, end: int) -> tuple[Layout, Shared]:
-        owner = bucket.tensors.owner[begin // GROUP : end // GROUP]
+        owner = bucket.tensors.owner[begin // SCALE_BLOCK : end // SCALE_BLOCK]
         return Layout(end - begin, E4M3, scaled=False), Shared(scale, owner[None, None])
 
     def encode(codes: Tensor, begin: int, end: int) -> None:

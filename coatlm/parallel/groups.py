@@ -15,12 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from coatlm.config import Parallel
-from coatlm.platform import device, enable_cpu
-
-enable_cpu()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from coatlm.megatron import ProcessGroupCollection, parallel_state
+from coatlm.platform import device
 
 Group = dist.ProcessGroup
 

@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.megatron import get_forward_backward_func
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
@@ -65,7 +61,6 @@ class MicrobatchGraph:
         self.warm: set[Kind] = set()
         self.recordings: dict[Kind, Recording] = {}
         self.inputs: Batch = {}
-        self.seen = 0  # microbatches that were not replayed, for those who count by looking
 
     def run(self, batch: Batch, share: Tensor, *, first: bool, last: bool) -> Tensor:
         """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device.
@@ -80,10 +75,8 @@ class MicrobatchGraph:
             if self.paused or kind not in self.warm:
                 if not self.paused:
                     self.warm.add(kind)
-                self.seen += 1
                 return self._eager(inputs)
             if kind not in self.recordings:
-                self.seen += 1
                 sent = model.traffic.sent.copy()
                 graph, loss = self._record(inputs, kind)
                 self.recordings[kind] = Recording(graph, loss, model.traffic.sent - sent)

@@ -10,6 +10,7 @@ for tied embeddings. The global norm counts every logical gradient once:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,24 @@ from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.wire import adjust_mu
+
+
+class TensorParallelSums(NamedTuple):
+    """Sizes of what a rank sums over its tensor-parallel group once per step."""
+
+    gradients: int  # elements that it owns of gradients of which every rank holds a partial sum
+    mus: int  # tensors whose automatic scales the ranks agree on
+
+
+def tensor_parallel_sums(chunks: Sequence[FlatModel], groups: Groups) -> TensorParallelSums:
+    """What `finalize_gradients` will sum over the tensor-parallel group."""
+    if groups.tp.size() == 1:
+        return TensorParallelSums(0, 0)
+    automatic = [chunk for chunk in chunks if chunk.wire.automatic and groups.dp_cp.size() > 1]
+    return TensorParallelSums(
+        gradients=sum(part.numel() for part in _partial_gradients(chunks)),
+        mus=sum(len(bucket.tensors.mu) for chunk in automatic for bucket in chunk.buckets),
+    )
 
 
 def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
@@ -56,6 +75,17 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> None:
     if groups.tp.size() == 1:
         return
+    parts = _partial_gradients(chunks)
+    if not parts:
+        return
+    flat = _flatten_dense_tensors(parts)
+    dist.all_reduce(flat, group=groups.tp)
+    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
+        part.copy_(summed)
+
+
+def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor]:
+    """The owned parts of gradients that each tensor-parallel rank has of some tokens or heads."""
     parts = [
         chunk.bucket_of[param].summed(param)
         for chunk in chunks
@@ -64,13 +94,7 @@ def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> No
         or "q_layernorm" in name
         or "k_layernorm" in name
     ]
-    parts = [part for part in parts if len(part)]  # ranks of a group own the same parts
-    if not parts:
-        return
-    flat = _flatten_dense_tensors(parts)
-    dist.all_reduce(flat, group=groups.tp)
-    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
-        part.copy_(summed)
+    return [part for part in parts if len(part)]  # ranks of a group own the same parts
 
 
 def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:

@@ -16,14 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from coatlm.parallel.buckets import ALIGNMENT, Bucket
+from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.megatron import ShardedTensor, apply_factories, is_main_replica
+from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.buffers import FlatModel
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica  # noqa: E402
 
 METADATA = {"non_homogeneous_layers": True}  # keys name the layer: decoder.layers.7. ...
 
@@ -46,10 +42,10 @@ class Region:
         *offset, first = self.offset
         return Region(
             self.key,
-            (*shape, width // ALIGNMENT),
-            (*global_shape, global_width // ALIGNMENT),
-            (*offset, first // ALIGNMENT),
-            self.start // ALIGNMENT,
+            (*shape, width // SCALE_BLOCK),
+            (*global_shape, global_width // SCALE_BLOCK),
+            (*offset, first // SCALE_BLOCK),
+            self.start // SCALE_BLOCK,
             self.main,
         )
 
@@ -125,10 +121,10 @@ def group_regions_of(
     result = []
     for start, stop in bucket.params.values():
         inside = [region for region in regions if start <= region.start < stop]
-        if all(not region.shape[-1] % ALIGNMENT for region in inside):
+        if all(not region.shape[-1] % SCALE_BLOCK for region in inside):
             result += [region.narrowed() for region in inside]
             continue
-        count = -(-(stop - start) // ALIGNMENT)
+        count = -(-(stop - start) // SCALE_BLOCK)
         shards = tp.size() if inside[0].shape != inside[0].global_shape else 1
         result.append(
             Region(
@@ -136,7 +132,7 @@ def group_regions_of(
                 shape=(count,),
                 global_shape=(count * shards,),
                 offset=(count * tp.rank() if shards > 1 else 0,),
-                start=start // ALIGNMENT,
+                start=start // SCALE_BLOCK,
                 main=inside[0].main,
             )
         )

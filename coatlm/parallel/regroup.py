@@ -17,13 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.parallel.buckets import ALIGNMENT, Bucket
+from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.megatron import ShardedTensor
+from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.regions import Region
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 Layout = list[dict[str, Any]]  # what the groups of one tensor-parallel rank run over, in order
 FlatGroups = Mapping[str, Sequence[Layout]]  # key of a flat tensor -> its shards' layouts
@@ -108,10 +105,10 @@ class Move:
         sources = []
         for layout in layouts:
             end = max(r["start"] + torch.Size(r["shape"]).numel() for r in layout)
-            groups = -(-end // ALIGNMENT)
+            groups = -(-end // SCALE_BLOCK)
             state = {
                 suffix: torch.zeros(
-                    groups if once else groups * ALIGNMENT, dtype=dtype, device="cpu"
+                    groups if once else groups * SCALE_BLOCK, dtype=dtype, device="cpu"
                 )
                 for suffix, (dtype, once) in like.items()
             }
@@ -135,7 +132,7 @@ class Move:
                     yield _piece(key, tensor, [n], [n * shards], [n * number])
                 else:
                     (r,) = source.layout
-                    shape = [*r["shape"][:-1], r["shape"][-1] // ALIGNMENT]
+                    shape = [*r["shape"][:-1], r["shape"][-1] // SCALE_BLOCK]
                     yield _piece(prefix + r["key"], tensor, shape, shape, [0] * len(shape))
 
     def finish(
@@ -147,8 +144,8 @@ class Move:
     ) -> None:
         """Decode what was loaded, encode it here: the part of `states` that is the parameter's."""
         start, stop = self.span
-        groups = -(-(stop - start) // ALIGNMENT)
-        values = torch.zeros(groups * ALIGNMENT, device="cpu")
+        groups = -(-(stop - start) // SCALE_BLOCK)
+        values = torch.zeros(groups * SCALE_BLOCK, device="cpu")
         for source in self.sources:
             decoded = decode(self.name, source.state)
             for region in self.regions:
@@ -159,7 +156,7 @@ class Move:
         for suffix, encoded in encode(self.name, values).items():
             state = states[self.name + suffix]
             unit = (end - begin) // len(state)
-            low, high = max(start, begin), min(start + groups * ALIGNMENT, end)
+            low, high = max(start, begin), min(start + groups * SCALE_BLOCK, end)
             part = encoded[(low - start) // unit : (high - start) // unit]
             state[(low - begin) // unit : (high - begin) // unit].copy_(part)
 

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, Fp8Format, cast
-from coatlm.fp8.payload import GROUP, Layout, Shared, pack, unpack
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format, cast
+from coatlm.fp8.payload import Layout, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import count_saturated, largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
@@ -52,7 +52,7 @@ class Tensors:
     @classmethod
     def of(cls, sizes: Sequence[int], groups: int, device: torch.device) -> Tensors:
         """T tensors of `sizes` elements, one behind the other from multiples of 128 on."""
-        counts = torch.tensor([-(-size // GROUP) for size in sizes])
+        counts = torch.tensor([-(-size // SCALE_BLOCK) for size in sizes])
         counts[-1] += groups - counts.sum()  # padding
         owner = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
         return cls(
@@ -153,7 +153,7 @@ class Fp8Sum:
             begin = sum(job.sizes[: comm.rank])
             end = begin + job.sizes[comm.rank]
         total = codes.view(-1)[begin:end]
-        owner = tensors.owner[begin // GROUP : end // GROUP]
+        owner = tensors.owner[begin // SCALE_BLOCK : end // SCALE_BLOCK]
         count_saturated(total, owner, tensors.saturated, self.fmt)
         part = Layout(end - begin, self.fmt, scaled=False)
         shared = Shared(scale, owner[None, None])

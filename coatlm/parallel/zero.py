@@ -15,17 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coatlm.parallel.buckets import ALIGNMENT, Bucket
+from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.megatron import ShardedTensor
+from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.reduce import clip_coefficient, finalize_gradients, grad_norm
 from coatlm.parallel.regions import Region, group_regions_of, rectangles, regions_of
 from coatlm.parallel.regroup import FlatGroups, Layout, Move, flat_layout, whole_layouts
-from coatlm.platform import enable_cpu
-
-enable_cpu()
-
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 T = TypeVar("T")
 
@@ -182,7 +179,7 @@ class ZeroOptimizer:
         """What the groups of `param` run over, if over the ends of rows."""
         start, stop = bucket.params[param]
         inside = [r for r in self.regions[bucket] if start <= r.start < stop]
-        if all(not region.shape[-1] % ALIGNMENT for region in inside):
+        if all(not region.shape[-1] % SCALE_BLOCK for region in inside):
             return None
         return flat_layout(inside, start)
 
@@ -227,7 +224,7 @@ class ZeroOptimizer:
         for start, stop in bucket.params.values():
             inside = [r for r in self.regions[bucket] if start <= r.start < stop]
             first = max(start, begin)
-            last = min(-(-stop // ALIGNMENT) * ALIGNMENT, end)
+            last = min(-(-stop // SCALE_BLOCK) * SCALE_BLOCK, end)
             if inside[0].main and first < last:
                 yield first - begin, last - begin
 
@@ -248,7 +245,7 @@ class ZeroOptimizer:
                 prefix = f"optimizer.state.{name}."
                 regions, unit = self.regions[bucket], 1
                 if tensor.numel() < bounds[1] - bounds[0]:
-                    regions, unit = self.group_regions[bucket], ALIGNMENT
+                    regions, unit = self.group_regions[bucket], SCALE_BLOCK
                 begin, end = bounds[0] // unit, bounds[1] // unit
                 assert tensor.numel() == end - begin
                 spans = [

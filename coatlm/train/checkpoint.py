@@ -34,7 +34,7 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.console import in_bytes
 from coatlm.files import check_regular
-from coatlm.platform import enable_cpu
+from coatlm.megatron import ShardedTensor, is_main_replica
 from coatlm.train.agreement import Group, together
 from coatlm.train.manifest import (
     LATEST,
@@ -65,11 +65,6 @@ from coatlm.train.shards import (
     write_layout,
     write_tensors,
 )
-
-enable_cpu()
-
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import is_main_replica  # noqa: E402
 
 __all__ = [
     "CheckpointError",

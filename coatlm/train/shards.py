@@ -35,20 +35,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from coatlm.platform import enable_cpu
+from coatlm.megatron import (
+    CheckpointableShardedTensor,
+    CheckpointingConfig,
+    LocalShardsContainer,
+    ShardedTensor,
+)
 from coatlm.train.agreement import Group, summary, together
 from coatlm.train.manifest import CheckpointError, write_file
 from coatlm.train.metadata import read_metadata
 from coatlm.train.reports import one_line
-
-enable_cpu()
-
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.core import CheckpointingConfig  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.checkpointable import (  # noqa: E402
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
 
 
 def write_tensors(

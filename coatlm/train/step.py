@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,17 @@ from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
 from coatlm.model.scales import DelayedScales, Saved
+from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.buffers import FlatModel
-from coatlm.parallel.collectives import Comm, Traffic, TrafficMode
+from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
+from coatlm.parallel.reduce import tensor_parallel_sums
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.platform import device
@@ -48,8 +50,7 @@ class Trainer:
         if recorded and device().type != "cuda":
             raise ValueError("train.cuda_graphs=true needs a GPU")
         self.traffic = Traffic()
-        self.tp_traffic = Traffic()
-        self.tp_counted = groups.tp.size() == 1
+        self.model_traffic = Traffic()  # of the last step, over tp and cp
         modules = build_model(config, groups, vocab)
         owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.chunks = [
@@ -74,6 +75,7 @@ class Trainer:
             )
             for module in modules
         ]
+        self.tp_sums = tensor_parallel_sums(self.chunks, groups)
         self.timer = PhaseTimer(cuda=device().type == "cuda")
         t = config.train
         self.spikes = (
@@ -126,17 +128,17 @@ class Trainer:
             chunk.zero_grad_buffer()
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graph is not None:
-            self.graph.paused, self.graph.seen = calibrating, 0
-        counting: AbstractContextManager[object] = nullcontext()
-        if not self.tp_counted:  # steps are alike, but for those that calibrate: one is counted
-            self.tp_traffic, self.tp_counted = Traffic(), not calibrating
-            counting = TrafficMode(self.groups.tp, self.tp_traffic, "tp")
-        with counting:
-            loss = self._run(batches, forward_only=False)
-            if self.graph is not None and isinstance(counting, TrafficMode):
-                counting.traffic.repeat(len(batches) / self.graph.seen)  # replays are unseen
-            accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
-            norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
+            self.graph.paused = calibrating
+        self.model_traffic = step_traffic(
+            self.config,
+            stage=self.groups.pp.rank(),
+            microbatches=len(batches),
+            calibrating=calibrating,
+            once=self.tp_sums,
+        )
+        loss = self._run(batches, forward_only=False)
+        accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
+        norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
         if self.scales is not None:
             self.scales.update_()
         return loss, norm
@@ -144,7 +146,7 @@ class Trainer:
     @property
     def comm_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
-        return Traffic(self.traffic.sent + self.tp_traffic.sent).summary()
+        return Traffic(self.traffic.sent + self.model_traffic.sent).summary()
 
     def gradient_amaxes(self) -> Saved:
         """What delayed scales remember of all layers, for a checkpoint. All ranks call it."""

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from coatlm import megatron_hook
 from coatlm.config import Data, Source
 from coatlm.data import checksums, indexed
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
@@ -37,7 +38,6 @@ from coatlm.data.order import PERIOD, Blend, Stream, shuffled, split_bounds
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import Options
 from coatlm.data.tokenizer import ByteTokenizer
-from coatlm.platform import enable_cpu
 
 BYTE = ByteTokenizer()
 SEQ_LEN = 16
@@ -71,7 +71,7 @@ def copy(prefix: Path, tmp_path: Path) -> Path:
 
 def write_foreign(prefix: Path, documents: list[list[int]], dtype: type = np.int32) -> Path:
     """A dataset written with megatron's builder alone, without PREFIX.json."""
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
@@ -109,7 +109,7 @@ def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list
 
 
 def test_tokens_and_bounds_are_those_megatron_reads(prefix: Path) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     megatron = IndexedDataset(str(prefix))
@@ -120,7 +120,7 @@ def test_tokens_and_bounds_are_those_megatron_reads(prefix: Path) -> None:
 
 
 def test_documents_of_several_sequences_are_kept_together(tmp_path: Path) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)

@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coatlm import megatron_hook
 from coatlm.config import Data
 from coatlm.data import shards as shards_module
 from coatlm.data.cache import prepare_text
@@ -38,7 +39,6 @@ from coatlm.data.manifest import SUFFIXES, token_dtype
 from coatlm.data.preprocess import preprocess
 from coatlm.data.shards import Options
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.platform import enable_cpu
 
 REPOSITORY = Path(__file__).parents[2]
 TOOL = REPOSITORY / "tools" / "preprocess_data.py"
@@ -133,7 +133,7 @@ def test_every_tokenizer_gives_back_the_text(tmp_path: Path, spec: str) -> None:
 
 
 def test_megatron_reads_what_was_written(tmp_path: Path) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     path = write_jsonl(tmp_path / "x.jsonl", [*DOCUMENTS])
@@ -145,7 +145,7 @@ def test_megatron_reads_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocab_size", [257, 65499, 65500, 65536, 200_000])
 def test_dtype_is_that_of_megatron(vocab_size: int) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.datasets.indexed_dataset import DType
 
     assert token_dtype(vocab_size) is DType.optimal_dtype(vocab_size)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coatlm.fp8 import payload as module
-from coatlm.fp8.formats import E3M4, E4M3, E5M2, Coding
-from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, unpack
+from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding
+from coatlm.fp8.payload import Layout, Own, Shared, pack, unpack
 from coatlm.fp8.qtensor import TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def gradients(seed: int, *shape: int) -> Tensor:
     """Normal values whose size differs from group to group by orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator).unflatten(-1, (-1, GROUP))
+    x = torch.randn(*shape, generator=generator).unflatten(-1, (-1, SCALE_BLOCK))
     size = torch.randn(*x.shape[:-1], 1, generator=generator)
     return (x * torch.exp(3 * size)).flatten(-2)
 
@@ -42,11 +42,11 @@ def travel(x: Tensor, layout: Layout, shared: Shared | None = None, **options: A
 @settings(max_examples=20)
 @given(seed=seeds)
 def test_a_value_is_off_by_half_a_spacing_of_its_group(fmt: Coding, seed: int) -> None:
-    x = gradients(seed, 3, 2, 5 * GROUP)
+    x = gradients(seed, 3, 2, 5 * SCALE_BLOCK)
     y = travel(x, Layout(x.shape[-1], fmt, scaled=True))
-    scale = x.abs().unflatten(-1, (-1, GROUP)).amax(-1, keepdim=True) / fmt.max
-    error = ((y - x).abs().unflatten(-1, (-1, GROUP)) / scale).flatten(-2)
-    units = (x.abs().unflatten(-1, (-1, GROUP)) / scale).flatten(-2)
+    scale = x.abs().unflatten(-1, (-1, SCALE_BLOCK)).amax(-1, keepdim=True) / fmt.max
+    error = ((y - x).abs().unflatten(-1, (-1, SCALE_BLOCK)) / scale).flatten(-2)
+    units = (x.abs().unflatten(-1, (-1, SCALE_BLOCK)) / scale).flatten(-2)
     twice = 2**-6 if fmt is E3M4 else 2**-10  # E3M4 rounds to fp16 before
     bound = fmt.eps / 2 * units.clamp(min=fmt.smallest_normal) * (1 + twice)
     assert (error <= bound).all()
@@ -63,9 +63,9 @@ def test_relative_error_of_normal_gradients(fmt: Coding, bound: float) -> None:
 @settings(max_examples=10)
 @given(seed=seeds)
 def test_a_shared_scale_with_division_makes_the_codes_of_a_gemm(seed: int) -> None:
-    x = gradients(seed, 1, 1, 8 * GROUP).bfloat16()
+    x = gradients(seed, 1, 1, 8 * SCALE_BLOCK).bfloat16()
     shared = Shared(current_scale(x, E4M3)[None], torch.zeros(1, 1, 8, dtype=torch.int32))
-    layout = Layout(8 * GROUP, E4M3, scaled=False)
+    layout = Layout(8 * SCALE_BLOCK, E4M3, scaled=False)
     payloads = layout.empty(1, 1, device=CPU)
     pack(x, payloads, layout=layout, shared=shared, divide=True)
     expected = quantize(x, fmt=E4M3, granularity=TENSOR)
@@ -73,29 +73,29 @@ def test_a_shared_scale_with_division_makes_the_codes_of_a_gemm(seed: int) -> No
 
 
 def test_own_scales_are_those_of_1x128_groups() -> None:
-    x = gradients(1, 2, 2, 4 * GROUP)
-    layout = Layout(4 * GROUP, E4M3, scaled=True)
+    x = gradients(1, 2, 2, 4 * SCALE_BLOCK)
+    layout = Layout(4 * SCALE_BLOCK, E4M3, scaled=True)
     payloads = layout.empty(2, 2, device=CPU)
     pack(x, payloads, layout=layout)
-    scales = payloads[..., 4 * GROUP : 4 * GROUP + 16].contiguous().view(torch.float32)
+    scales = payloads[..., 4 * SCALE_BLOCK : 4 * SCALE_BLOCK + 16].contiguous().view(torch.float32)
     assert torch.equal(scales, quantize(x, fmt=E4M3, granularity=block(1, 128)).scale)
 
 
 def test_the_sum_over_sources_is_added_to_what_is_there_in_any_view() -> None:
-    layout = Layout(2 * GROUP, E4M3, scaled=True)
-    x = gradients(2, 3, 8 * GROUP).view(3, 2, 2, 2 * GROUP)
+    layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=True)
+    x = gradients(2, 3, 8 * SCALE_BLOCK).view(3, 2, 2, 2 * SCALE_BLOCK)
     payloads = layout.empty(3, 2, 2, device=CPU)
     for source, packed in zip(x, payloads, strict=True):
         pack(source.transpose(0, 1), packed, layout=layout)
-    whole = torch.ones(8 * GROUP)
+    whole = torch.ones(8 * SCALE_BLOCK)
     unpack(payloads, whole.view(2, 2, -1).transpose(0, 1), layout=layout, add=True)
     each = torch.stack([travel(source, layout) for source in x])
     torch.testing.assert_close(whole, 1 + each.sum(0).flatten(), rtol=2**-21, atol=2**-21)
 
 
 def test_own_values_take_the_place_of_a_source_unrounded() -> None:
-    layout = Layout(2 * GROUP, E4M3, scaled=True)
-    x = gradients(3, 3, 8 * GROUP).view(3, 2, 2, 2 * GROUP)
+    layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=True)
+    x = gradients(3, 3, 8 * SCALE_BLOCK).view(3, 2, 2, 2 * SCALE_BLOCK)
     payloads = layout.empty(3, 2, 2, device=CPU)
     for number, packed in enumerate(payloads):
         pack(x[number], packed, layout=layout)
@@ -109,9 +109,9 @@ def test_own_values_take_the_place_of_a_source_unrounded() -> None:
 def test_a_shared_scale_is_looked_up_by_the_group_in_the_view() -> None:
     owner = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3], dtype=torch.int32)
     shared = Shared(torch.tensor([1.0, 2.0, 4.0, 8.0]), owner.view(2, 2, 2).transpose(0, 1))
-    x = shared.scale[owner.long()].repeat_interleave(GROUP) * 3
+    x = shared.scale[owner.long()].repeat_interleave(SCALE_BLOCK) * 3
     view = x.view(2, 2, -1).transpose(0, 1)
-    layout = Layout(2 * GROUP, E4M3, scaled=False)
+    layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=False)
     payloads = layout.empty(2, 2, device=CPU)
     pack(view, payloads, layout=layout, shared=shared)
     assert torch.equal(payloads, cast_of(3.0).expand_as(payloads))
@@ -119,8 +119,8 @@ def test_a_shared_scale_is_looked_up_by_the_group_in_the_view() -> None:
 
 
 def test_the_sign_of_zero_arrives() -> None:
-    x = torch.full((1, 1, GROUP), -0.0)
-    assert travel(x, Layout(GROUP, E4M3, scaled=True)).signbit().all()
+    x = torch.full((1, 1, SCALE_BLOCK), -0.0)
+    assert travel(x, Layout(SCALE_BLOCK, E4M3, scaled=True)).signbit().all()
 
 
 def cast_of(value: float) -> Tensor:
@@ -133,42 +133,42 @@ def cast_of(value: float) -> Tensor:
 def test_a_value_that_is_not_finite_is_nan_in_the_sum(
     fmt: Coding, bad: float, dtype: torch.dtype
 ) -> None:
-    layout = Layout(2 * GROUP, fmt, scaled=True)
-    x = torch.ones(1, 1, 2 * GROUP, dtype=dtype)
+    layout = Layout(2 * SCALE_BLOCK, fmt, scaled=True)
+    x = torch.ones(1, 1, 2 * SCALE_BLOCK, dtype=dtype)
     x[0, 0, 7] = bad
     y = travel(x, layout)
-    assert y[..., :GROUP].isnan().all() and y[..., GROUP:].eq(1).all()
+    assert y[..., :SCALE_BLOCK].isnan().all() and y[..., SCALE_BLOCK:].eq(1).all()
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_a_shared_scale_that_is_not_finite_makes_every_code_nan(fmt: Coding) -> None:
-    layout = Layout(GROUP, fmt, scaled=False)
+    layout = Layout(SCALE_BLOCK, fmt, scaled=False)
     for bad in (torch.nan, torch.inf):
         shared = Shared(torch.tensor([bad]), torch.zeros(1, 1, 1, dtype=torch.int32))
-        assert travel(torch.ones(1, 1, GROUP), layout, shared).isnan().all()
+        assert travel(torch.ones(1, 1, SCALE_BLOCK), layout, shared).isnan().all()
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 2.0**-126, 3.0e38])
 def test_zeros_and_the_ends_of_fp32_stay_finite(value: float) -> None:
-    y = travel(torch.full((1, 1, GROUP), value), Layout(GROUP, E4M3, scaled=True))
+    y = travel(torch.full((1, 1, SCALE_BLOCK), value), Layout(SCALE_BLOCK, E4M3, scaled=True))
     assert y.isfinite().all()
     torch.testing.assert_close(y, torch.full_like(y, value), rtol=2**-4, atol=2**-136)
 
 
 def test_a_payload_takes_132_bytes_for_128_elements() -> None:
     assert Layout(1 << 20, E4M3, scaled=True).nbytes / (1 << 20) == 132 / 128
-    assert Layout(GROUP, E4M3, scaled=True).nbytes == 144  # on multiples of 16
-    assert Layout(GROUP, E4M3, scaled=False).nbytes == GROUP
+    assert Layout(SCALE_BLOCK, E4M3, scaled=True).nbytes == 144  # on multiples of 16
+    assert Layout(SCALE_BLOCK, E4M3, scaled=False).nbytes == SCALE_BLOCK
 
 
 @pytest.mark.parametrize(
     ("x", "scaled", "message"),
     [
-        (torch.zeros(1, 1, GROUP, dtype=torch.float16), True, "x.dtype=torch.float16"),
+        (torch.zeros(1, 1, SCALE_BLOCK, dtype=torch.float16), True, "x.dtype=torch.float16"),
         (torch.zeros(1, 1, 64), True, "whole groups"),
-        (torch.zeros(2, 1, GROUP), True, "payloads"),
-        (torch.zeros(1, 1, 2 * GROUP)[..., ::2], True, "strides"),
-        (torch.zeros(1, 1, GROUP), False, "scales are either"),
+        (torch.zeros(2, 1, SCALE_BLOCK), True, "payloads"),
+        (torch.zeros(1, 1, 2 * SCALE_BLOCK)[..., ::2], True, "strides"),
+        (torch.zeros(1, 1, SCALE_BLOCK), False, "scales are either"),
     ],
 )
 def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
@@ -179,7 +179,7 @@ def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
 
 def test_e3m4_with_a_scale_that_does_not_travel_is_refused() -> None:
     with pytest.raises(ValueError, match="fmt=e3m4 needs scales that travel along"):
-        Layout(GROUP, E3M4, scaled=False)
+        Layout(SCALE_BLOCK, E3M4, scaled=False)
 
 
 INTEGERS = ("groups", "outer_stride", "inner_stride", "bytes_each")

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8 import segments
-from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.payload import GROUP
+from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, Fp8Format
 from coatlm.fp8.segments import (
     ROWS,
     count_saturated,
@@ -29,7 +28,7 @@ def owners() -> Tensor:
 def values(dtype: torch.dtype = torch.float32) -> Tensor:
     """Tensors of other sizes; a NaN in the second, an infinity in the last, zeros in the first."""
     torch.manual_seed(0)
-    x = torch.randn(len(owners()), GROUP) * torch.exp2(-owners())[:, None]
+    x = torch.randn(len(owners()), SCALE_BLOCK) * torch.exp2(-owners())[:, None]
     x[:3] = 0.0
     x[1, 5] = -0.0
     x[3, 100], x[3, 3] = -torch.nan, torch.inf
@@ -40,7 +39,7 @@ def values(dtype: torch.dtype = torch.float32) -> Tensor:
 def some_codes(fmt: Fp8Format) -> Tensor:
     """Every code, +-MAX more often than the others."""
     torch.manual_seed(0)
-    codes = torch.randint(0, 256, (len(owners()) * GROUP,), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (len(owners()) * SCALE_BLOCK,), dtype=torch.uint8)
     top = torch.tensor([fmt.max, -fmt.max]).to(fmt.dtype).view(torch.uint8)
     codes[::3] = top[torch.randint(0, 2, codes[::3].shape)]
     return codes
@@ -50,7 +49,7 @@ def some_codes(fmt: Fp8Format) -> Tensor:
 def test_each_tensor_gets_its_own_largest_magnitude(dtype: torch.dtype) -> None:
     x = values(dtype)
     found = largest_magnitudes(x, owners(), COUNT).view(torch.float32)
-    for tensor, part in enumerate(x.float().split([GROUP * size for size in SIZES])):
+    for tensor, part in enumerate(x.float().split([SCALE_BLOCK * size for size in SIZES])):
         expected = part.abs().amax() if len(part) else torch.tensor(0.0)
         torch.testing.assert_close(found[tensor], expected, rtol=0, atol=0, equal_nan=True)
     assert not largest_magnitudes(x[:0], owners()[:0], COUNT).any()
@@ -58,7 +57,7 @@ def test_each_tensor_gets_its_own_largest_magnitude(dtype: torch.dtype) -> None:
 
 def test_bits_of_magnitudes_order_as_values_do_with_nan_above_infinity() -> None:
     x = torch.tensor([0.0, 2.0**-149, 1.0, 3e38, torch.inf, torch.nan])
-    bits = [int(largest_magnitudes(v.repeat(GROUP), owners()[:1], 1)) for v in x]
+    bits = [int(largest_magnitudes(v.repeat(SCALE_BLOCK), owners()[:1], 1)) for v in x]
     assert bits == sorted(set(bits))
 
 
@@ -67,7 +66,7 @@ def test_codes_at_the_largest_value_are_counted_for_their_tensor(fmt: Fp8Format)
     codes = some_codes(fmt)
     counts = torch.arange(COUNT)
     count_saturated(codes, owners(), counts, fmt)
-    full = (codes.view(fmt.dtype).float().abs() == fmt.max).split([GROUP * n for n in SIZES])
+    full = (codes.view(fmt.dtype).float().abs() == fmt.max).split([SCALE_BLOCK * n for n in SIZES])
     assert counts.tolist() == [start + int(part.sum()) for start, part in enumerate(full)]
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.expand import (
-    GROUP,
     M_E4M3,
     V_E4M3,
     V_E5M2,
@@ -26,7 +25,15 @@ from coatlm.fp8.expand import (
     expand_quantize,
     expand_quantize_ref,
 )
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent, Fp8Format, cast, decode_table
+from coatlm.fp8.formats import (
+    E4M3,
+    E5M2,
+    SCALE_BLOCK,
+    DynamicExponent,
+    Fp8Format,
+    cast,
+    decode_table,
+)
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.quantize import quantize, quantize_ref
 from coatlm.fp8.scaling import current_scale, group_amax, group_amax_ref, group_scale, scale_ref
@@ -238,8 +245,8 @@ def test_quantize_reads_nothing_back_and_runs_in_a_cuda_graph(granularity: Granu
 
 def moment(how: Expansion, n: int) -> Tensor:
     """Log-normal groups, each of its own size and spread, some with zeros or all of them zero."""
-    groups = -(-n // GROUP)
-    x = torch.exp(torch.randn(groups, GROUP) * 3 * torch.rand(groups, 1))
+    groups = -(-n // SCALE_BLOCK)
+    x = torch.exp(torch.randn(groups, SCALE_BLOCK) * 3 * torch.rand(groups, 1))
     x *= 2.0 ** torch.randint(-60, 30, (groups, 1))
     x[::5, ::9] = 0.0
     x[3::50] = 0.0
@@ -260,7 +267,7 @@ def steps_apart(a: Tensor, b: Tensor, how: Expansion) -> Tensor:
 
 @states
 def test_expand_encodes_as_the_reference_but_for_few_neighbouring_codes(how: Expansion) -> None:
-    x = moment(how, 20000 * GROUP)
+    x = moment(how, 20000 * SCALE_BLOCK)
     actual, expected = expand_quantize(x.cuda(), how), expand_quantize_ref(x, how)
     k_steps = (actual.k16.cpu().int() - expected.k16.int()).abs()
     assert k_steps.max() <= 1 and (k_steps > 0).float().mean() < 2e-3
@@ -268,7 +275,7 @@ def test_expand_encodes_as_the_reference_but_for_few_neighbouring_codes(how: Exp
     torch.testing.assert_close(
         actual.log2_scale.cpu()[same_k], expected.log2_scale[same_k], rtol=0, atol=2.0**-15
     )
-    steps = steps_apart(actual.codes, expected.codes, how).view(-1, GROUP)[same_k]
+    steps = steps_apart(actual.codes, expected.codes, how).view(-1, SCALE_BLOCK)[same_k]
     assert steps.max() <= 1
     # DE8 has up to 128 values in the last of its decades: eight times as many boundaries in t.
     assert (steps > 0).float().mean() < (1e-3 if isinstance(how.fmt, Fp8Format) else 8e-3)
@@ -276,7 +283,7 @@ def test_expand_encodes_as_the_reference_but_for_few_neighbouring_codes(how: Exp
 
 @states
 def test_expand_decodes_as_the_reference(how: Expansion) -> None:
-    state = expand_quantize_ref(moment(how, 1000 * GROUP + 17), how)
+    state = expand_quantize_ref(moment(how, 1000 * SCALE_BLOCK + 17), how)
     actual = expand_dequantize(Expanded(*(part.cuda() for part in state)), how).cpu()
     expected = expand_dequantize_ref(state, how)
     # The exponent of the result, up to 2^6, is an fp32 number: 2^-18 of it, twice, and ex2.
@@ -299,11 +306,11 @@ def test_expand_round_trip_of_any_size_is_that_of_the_reference(how: Expansion, 
 @states
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_value_makes_its_group_nan_on_the_gpu_too(how: Expansion, bad: float) -> None:
-    x = moment(how, 3 * GROUP)
-    x[GROUP + 5] = bad
+    x = moment(how, 3 * SCALE_BLOCK)
+    x[SCALE_BLOCK + 5] = bad
     state = expand_quantize(x.cuda(), how)
     assert state.log2_scale.isnan().tolist() == [False, True, False]
-    decoded = expand_dequantize(state, how).view(3, GROUP)
+    decoded = expand_dequantize(state, how).view(3, SCALE_BLOCK)
     assert decoded[1].isnan().all() and decoded[[0, 2]].isfinite().all()
 
 
@@ -327,10 +334,10 @@ def test_expand_over_2_31_elements_has_the_values_of_its_last_groups() -> None:
 @states
 def test_groups_of_denormals_are_zeros_as_in_the_reference(how: Expansion) -> None:
     """Moments of a weight that is no longer used decay through fp32's denormals to zero."""
-    x = torch.zeros(4, GROUP)
+    x = torch.zeros(4, SCALE_BLOCK)
     x[0] = 1e-39  # nothing but denormals
     x[1, :5] = 3e-45
-    x[2] = torch.logspace(-44, -30, GROUP)  # some of them
+    x[2] = torch.logspace(-44, -30, SCALE_BLOCK)  # some of them
     x[3] = 1.1754943508222875e-38  # the smallest normal
     state = expand_quantize(x.cuda(), how)
     decoded = expand_dequantize(state, how).cpu().view_as(x)

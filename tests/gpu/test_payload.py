@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8.formats import E3M4, E4M3, E5M2, Coding
-from coatlm.fp8.payload import GROUP, Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
+from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding
+from coatlm.fp8.payload import Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-A, B, N = 3, 2, 70 * GROUP  # more than two programs a payload, the last one partly empty
+A, B, N = 3, 2, 70 * SCALE_BLOCK  # more than two programs a payload, the last one partly empty
 SCALED = [(fmt, "own") for fmt in (E4M3, E5M2, E3M4)]
 SHARED = [(fmt, how) for fmt in (E4M3, E5M2) for how in ("shared", "divide")]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -20,7 +20,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 def gradients(dtype: torch.dtype) -> Tensor:
     """[A, B, N], a strided view; zeros, a NaN and an infinity among values of many sizes."""
     torch.manual_seed(0)
-    x = torch.randn(B, A, N) * torch.exp(4 * torch.randn(B, A, N // GROUP)).repeat_interleave(
+    x = torch.randn(B, A, N) * torch.exp(4 * torch.randn(B, A, N // SCALE_BLOCK)).repeat_interleave(
         128, 2
     )
     x[0, 0, :200] = 0.0
@@ -31,14 +31,14 @@ def gradients(dtype: torch.dtype) -> Tensor:
 
 def shared_scales(fmt: Coding, device: str) -> Shared:
     """Owners in an order of memory that is not the one of `gradients`."""
-    owner = torch.arange(A * B * (N // GROUP + 3), dtype=torch.int32).remainder(5)
+    owner = torch.arange(A * B * (N // SCALE_BLOCK + 3), dtype=torch.int32).remainder(5)
     scale = torch.tensor([1e-3, 2.0**-130, 7.0, torch.nan, torch.inf]) / fmt.max
     return Shared(scale.to(device), owner.to(device).view(A, B, -1)[:, :, 3:])
 
 
 def within(x: Tensor, shared: Shared) -> Tensor:
     """x as scales agreed on leave it: tiny under a tiny one, finite under a finite one."""
-    scale = shared.scale[shared.owner.long()].repeat_interleave(GROUP, 2)
+    scale = shared.scale[shared.owner.long()].repeat_interleave(SCALE_BLOCK, 2)
     x = torch.where(scale < 2.0**-126, x.float() * 2.0**-134, x.float())
     return torch.where(scale.isfinite() & x.isinf(), 1.0, x)
 
@@ -61,13 +61,13 @@ def test_payloads_have_the_bits_of_the_reference(
     payloads = layout.empty(A, B, device=torch.device("cuda"))
     there = None if how == "own" else shared_scales(fmt, "cuda")
     pack(on_gpu, payloads, layout=layout, shared=there, divide=how == "divide", skip=skip)
-    used = N + (4 * N // GROUP if how == "own" else 0)
+    used = N + (4 * N // SCALE_BLOCK if how == "own" else 0)
     rest = [a for a in range(A) if a != skip]
     payloads, expected = payloads.cpu()[rest], expected[rest]
     codes, wanted = payloads[..., :N], expected[..., :N]
     if fmt is E3M4:  # which says NaN by a scale
-        nan = ~x[rest].isfinite().view(*wanted.shape[:-1], -1, GROUP).all(-1)
-        nan = nan.repeat_interleave(GROUP, -1)
+        nan = ~x[rest].isfinite().view(*wanted.shape[:-1], -1, SCALE_BLOCK).all(-1)
+        nan = nan.repeat_interleave(SCALE_BLOCK, -1)
     else:
         nan = fmt.decode(wanted.view(fmt.dtype)).isnan()
         assert torch.equal(fmt.decode(codes.view(fmt.dtype)).isnan(), nan)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from coatlm.platform import enable_cpu
+from coatlm import megatron_hook
 
 
 @pytest.fixture
 def megatron() -> Iterator[None]:
     """megatron-core in a world of one process."""
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core import parallel_state
 
     store = dist.HashStore()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm import megatron_hook
 from coatlm.config import Config, ConfigError, OptimRecipe, PrecisionRecipe, make_config
 from coatlm.fp8.attention import SavedInFp8
 from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import RECIPES, AdamW, Shard
-from coatlm.platform import enable_cpu
 from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
 
 
@@ -223,7 +223,7 @@ def test_stage_2_keeps_a_shard_of_the_gradients_and_three_buckets() -> None:
 @pytest.mark.parametrize("vpp", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8, 32])
 def test_chunks_in_flight_are_megatrons_warmup_and_one(vpp: int, microbatches: int) -> None:
-    enable_cpu()
+    megatron_hook.install()
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
     pp = 4

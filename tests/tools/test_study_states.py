@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config import make_config
-from coatlm.fp8.expand import GROUP
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.train.checkpoint import Checkpointer
 from tests.train.layouts import pieces_of
 from tools.study_states import (
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 UPDATES, BETAS, EPS = 7, (0.9, 0.95), 1e-8
 SHAPES = {"a.weight": (16, 256), "b.weight": (30, 100), "norm.weight": (256,)}
-GROUPS = 16 * 256 // GROUP + 30 * 100 // GROUP  # in matrices
+GROUPS = 16 * 256 // SCALE_BLOCK + 30 * 100 // SCALE_BLOCK  # in matrices
 
 
 def moments_of(seed: int) -> dict[str, Tensor]:
@@ -69,18 +69,21 @@ def test_all_whole_groups_of_matrices_are_taken(checkpoint: Path) -> None:
     moments, stored = read_moments(checkpoint), moments_of(0)
     for got, key in ((moments.m, M_KEY), (moments.v, V_KEY)):
         b = stored[key + "b.weight"].flatten()
-        whole = [stored[key + "a.weight"].flatten(), b[: len(b) // GROUP * GROUP]]
+        whole = [stored[key + "a.weight"].flatten(), b[: len(b) // SCALE_BLOCK * SCALE_BLOCK]]
         assert torch.equal(got, torch.cat(whole))
     assert (moments.updates, moments.betas, moments.eps) == (UPDATES, BETAS, EPS)
 
 
 def test_a_sample_is_whole_groups_of_every_matrix(checkpoint: Path) -> None:
-    moments = read_moments(checkpoint, elements=GROUPS * GROUP // 2)
+    moments = read_moments(checkpoint, elements=GROUPS * SCALE_BLOCK // 2)
     everything = read_moments(checkpoint)
     for sample, whole in ((moments.m, everything.m), (moments.v, everything.v)):
-        rows = [whole.view(-1, GROUP).eq(row).all(1).nonzero() for row in sample.view(-1, GROUP)]
+        rows = [
+            whole.view(-1, SCALE_BLOCK).eq(row).all(1).nonzero()
+            for row in sample.view(-1, SCALE_BLOCK)
+        ]
         found = torch.cat(rows).flatten()
-        assert len(found) == len(sample) // GROUP == 16 + 11  # half of 32 and of 23
+        assert len(found) == len(sample) // SCALE_BLOCK == 16 + 11  # half of 32 and of 23
         assert (found.diff() > 0).all()
         assert found[-1] >= GROUPS - 3  # spread, so not the first half
 
@@ -89,7 +92,7 @@ def test_plain_e4m3_equals_a_direct_computation(checkpoint: Path) -> None:
     moments = read_moments(checkpoint)
 
     def stored(x: Tensor) -> Tensor:
-        x_GE = x.double().view(-1, GROUP)
+        x_GE = x.double().view(-1, SCALE_BLOCK)
         scale = x_GE.abs().amax(1, keepdim=True) / 448
         return ((x_GE / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten()
 
@@ -115,13 +118,13 @@ def test_expansion_is_better_on_log_normal_groups(checkpoint: Path) -> None:
 
 def test_v_that_becomes_zero_is_counted_and_left_out_of_what_is_kept(tmp_path: Path) -> None:
     tensors = {key: x for key, x in moments_of(0).items() if "a.weight" in key}
-    v = tensors[V_KEY + "a.weight"].view(-1, GROUP)
+    v = tensors[V_KEY + "a.weight"].view(-1, SCALE_BLOCK)
     v[:, 0], v[:, 1:9] = 1.0, 1e-8  # 1e-8 is far below 2^-9 / 448 of the largest
     v[:, 9:] = 0.5
     result = study(read_moments(saved(tmp_path, tensors)))
-    assert result.zeroed["E4M3"] == 8 / GROUP
+    assert result.zeroed["E4M3"] == 8 / SCALE_BLOCK
     assert result.zeroed["E4M3 + Expand"] == result.zeroed["E5M2 + Expand"] == 0
-    assert result.kept == result.elements * (GROUP - 8) // GROUP
+    assert result.kept == result.elements * (SCALE_BLOCK - 8) // SCALE_BLOCK
     assert result.error["E4M3"]["E4M3"] > 1 > result.error_kept["E4M3"]["E4M3"]
 
 

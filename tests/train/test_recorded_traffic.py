@@ -1,7 +1,7 @@
-"""Bytes that steps of recorded microbatches report, for replays are not seen.
+"""Bytes that steps report whose microbatches are replayed as CUDA graphs.
 
-A CPU has no recordings. Here one stands in: it runs the microbatch that is recorded where a GPU
-would only note it, and the others out of sight of whatever counts.
+A CPU has no CUDA graphs. A stand-in runs the microbatch where a GPU would capture it, and again at
+each replay but the first, without counting what that sends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.pipeline import Kind, MicrobatchGraph
@@ -45,8 +44,7 @@ class Recording(MicrobatchGraph):
             if not next(replays):
                 return
             sent = self.model.traffic.sent.copy()
-            with _disable_current_modes():
-                loss.copy_(self._work(kind))
+            loss.copy_(self._work(kind))
             self.model.traffic.sent = sent
 
         return SimpleNamespace(replay=replay, reset=lambda: self.let_go.append(kind)), loss

@@ -1,0 +1,144 @@
+"""megatron-core on machines without a GPU: an import hook that rewrites CUDA literals.
+
+megatron-core names CUDA in literals (`device="cuda"`, `torch.cuda.current_device()`, tensor-type
+strings) that no configuration reaches. Where no GPU is present, `install` adds an import hook that
+rewrites those literals in the source of `megatron.core` as it is imported. torch is never patched,
+nothing is written to disk, and on a machine with a GPU the hook does nothing.
+
+Every rule must match somewhere in the installed megatron-core: `unmatched_rules` lists those that
+do not, and a test keeps that list empty for each supported version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+PACKAGE = "megatron.core"
+RANDOM = "megatron.core.tensor_parallel.random"
+SKIPPED = ".fsdp"  # CUDA only, imported lazily by megatron and never used here
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Replace every match of `pattern` in megatron's source."""
+
+    pattern: re.Pattern[str]
+    replacement: str
+
+
+RULES = tuple(
+    Rule(re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # where tensors are made
+        (r"torch\.cuda\.current_device\(\)", "torch.device('cpu')"),
+        (r"\bdevice\s*=\s*(['\"])cuda\1", "device='cpu'"),
+        (r"\binit_data\((['\"])cuda\1\)", "init_data('cpu')"),
+        (r"(['\"])torch\.cuda\.(Float|Half|BFloat16)Tensor\b", r"\1torch.\2Tensor"),
+        (r"\bpin_memory\s*=\s*True", "pin_memory=False"),
+        # where they are moved
+        (r"\.cuda\(", ".to('cpu', "),
+        (r"\.to\('cpu', (torch\.device\('cpu'\))?\)", ".to('cpu')"),
+        # streams and synchronisation
+        (r"torch\.cuda\.synchronize\(\)", "None"),
+        (r"torch\.cuda\.current_stream\(\)", "None"),
+        # random numbers
+        (r"torch\.cuda\.random\.get_rng_state\(device=device\)", "torch.get_rng_state()"),
+        (r"torch\.cuda\.(get_rng_state|manual_seed)\b", r"torch.\1"),
+        # fusion by a compiler that a fresh machine may lack
+        (r"jit_fuser = torch\.compile", "jit_fuser = noop_decorator"),
+    )
+)
+
+
+def rewrite(source: str) -> str:
+    """`source` of a megatron module with its CUDA literals replaced, rules in order."""
+    for rule in RULES:
+        source = rule.pattern.sub(rule.replacement, source)
+    return source
+
+
+def unmatched_rules() -> list[str]:
+    """Patterns that match nothing in the installed megatron-core: its source has moved on."""
+    unmatched = {rule.pattern.pattern for rule in RULES}
+    for path in sorted(_package_directory().rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for rule in RULES:  # in order: a rule may match what an earlier one produced
+            source, count = rule.pattern.subn(rule.replacement, source)
+            if count:
+                unmatched.discard(rule.pattern.pattern)
+    return sorted(unmatched)
+
+
+def install() -> None:
+    """Make `import megatron.core` work without a GPU. Call it before the first such import."""
+    if torch.cuda.is_available() or any(isinstance(f, _Finder) for f in sys.meta_path):
+        return
+    assert PACKAGE not in sys.modules, "install the hook before the first import of megatron.core"
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not (name == PACKAGE or name.startswith(PACKAGE + ".")) or SKIPPED in name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the rewritten source; byte code is neither read nor written."""
+        source = self.get_data(self.path).decode("utf-8")
+        return compile(rewrite(source), self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == RANDOM:
+            _track_cpu_generator(module)
+
+
+def _track_cpu_generator(random: Any) -> None:
+    """Let megatron's tracker of named random states drive torch's CPU generator.
+
+    Its own `fork` switches CUDA states and objects when the CPU state has moved meanwhile.
+    """
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        outer_name, outer_state = self._current_state_name, torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        self._current_state_name = name
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer_state)
+            self._current_state_name = outer_name
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    random._set_cuda_rng_state = set_state
+    random.CudaRNGStatesTracker.fork = fork
+
+
+def _package_directory() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))

@@ -1,0 +1,192 @@
+"""The closed form of tensor- and context-parallel traffic against the collectives that are issued.
+
+A dispatch mode sees every call of torch.distributed with its tensors, whoever makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from coatlm.config import PrecisionRecipe
+from coatlm.model import traffic as closed
+from coatlm.parallel.collectives import Traffic
+from coatlm.parallel.reduce import TensorParallelSums
+from tests.distributed import run_ranks
+from tests.model.shapes import config
+
+SENT: dict[str, Callable[[int, int], float]] = {  # c10d's operator -> by bytes of all and R
+    "allreduce_": lambda n, r: 2 * n * (r - 1) / r,
+    "_reduce_scatter_base_": lambda n, r: n * (r - 1) / r,
+    "_allgather_base_": lambda n, r: n * (r - 1) / r,
+    "alltoall_base_": lambda n, r: n * (r - 1) / r,
+    "allgather_": lambda n, r: n * (r - 1),
+    "reduce_scatter_": lambda n, r: n * (r - 1) / r,
+    "broadcast_": lambda n, r: n,
+    "reduce_": lambda n, r: n,
+}
+SP = {"tp": 2, "sequence_parallel": True}
+COAT = {"precision": {"recipe": "coat"}}
+CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of the run
+    2: {
+        "tp2 bf16": {"parallel": {"tp": 2}},
+        "tp2 bf16 full": {"parallel": {"tp": 2}, "train": {"recompute": "full"}},
+        "tp2 coat": {"parallel": {"tp": 2}, **COAT},
+        "sp2 fp32": {"parallel": SP, "precision": {"recipe": "fp32"}},
+        "sp2 bf16": {"parallel": SP},
+        "sp2 bf16 full": {"parallel": SP, "train": {"recompute": "full"}},
+        "sp2 bf16 selective": {"parallel": SP, "train": {"recompute": "selective"}},
+        "sp2 fp8-linear": {"parallel": SP, "precision": {"recipe": "fp8-linear"}},
+        "sp2 coat": {"parallel": SP, **COAT},
+        "sp2 coat delayed": {"parallel": SP, "precision": {"recipe": "coat", "scaling": "delayed"}},
+        "sp2 coat full": {"parallel": SP, **COAT, "train": {"recompute": "full"}},
+        "sp2 coat tp_comm=bf16": {"parallel": {**SP, "tp_comm": "bf16"}, **COAT},
+        "sp2 coat-lean but one": {
+            "parallel": {**SP, "main_grads": "bf16"},
+            "precision": {"recipe": "coat-lean", "bf16_layers": [0, 1]},
+        },
+        "sp2 coat qk_norm": {"parallel": SP, **COAT, "model": {"qk_norm": True}},
+        "cp2 fp32": {"parallel": {"cp": 2}, "precision": {"recipe": "fp32"}},
+        "cp2 coat": {"parallel": {"cp": 2}, **COAT},
+        "cp2 bf16 selective": {"parallel": {"cp": 2}, "train": {"recompute": "selective"}},
+        "cp2 coat full": {"parallel": {"cp": 2}, **COAT, "train": {"recompute": "full"}},
+    },
+    4: {
+        "sp2 dp2 bf16": {"parallel": SP},
+        "sp2 dp2 fp8-nccl": {"parallel": {**SP, "grad_comm": "fp8-nccl"}, **COAT},
+        "sp2 cp2 coat": {"parallel": {**SP, "cp": 2}, **COAT},
+        "sp2 pp2 coat": {
+            "parallel": {**SP, "pp": 2},
+            "precision": {"recipe": "coat", "bf16_layers": [1, 0]},
+        },
+        "sp2 pp2 vpp2 bf16": {"parallel": {**SP, "pp": 2, "vpp": 2}, "model": {"layers": 4}},
+    },
+}
+
+
+class Counting(TorchDispatchMode):
+    """While on, counts the collectives of the process groups by what they are called."""
+
+    def __init__(self, groups: dict[str, dist.ProcessGroup], traffic: Traffic) -> None:
+        super().__init__()
+        self.groups = {group.group_name: what for what, group in groups.items()}
+        self.traffic = traffic
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d" and func._opname in SENT:
+            group = next(dist.ProcessGroup.unbox(a) for a in args if is_group(a))
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            if group.group_name in self.groups:
+                largest = max(tensors, key=lambda tensor: tensor.nbytes)
+                sent = SENT[func._opname](largest.nbytes, group.size())
+                self.traffic.add(self.groups[group.group_name], largest.dtype, sent)
+        return func(*args, **(kwargs or {}))
+
+
+def is_group(argument: Any) -> bool:
+    """Operators get process groups boxed."""
+    return isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
+
+
+def train(rank: int, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """For two steps of each case: bytes by format as counted, and as the trainer reports them."""
+    from coatlm.config import make_config
+    from coatlm.model import attention
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+    from tests.parallel.test_parity import batches
+
+    lower_right = attention.causal_lower_right
+
+    def outside_modes(*sizes: int) -> Any:
+        with _disable_current_modes():  # torch cannot make this mask inside one
+            return lower_right(*sizes)
+
+    attention.causal_lower_right = outside_modes
+    start_processes(Launch.from_environment())
+    found: dict[str, Any] = {}
+    for name, sections in cases.items():
+        model = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96}
+        c = make_config(
+            {
+                **sections,
+                "model": model | sections.get("model", {}),
+                "data": {"text": ["unused"], "seq_len": 32},
+                "train": {"micro_batch": 2, "global_batch": 8, **sections.get("train", {})},
+            }
+        )
+        groups = make_groups(c.parallel)
+        trainer = Trainer(c, groups, vocab=128)
+        found[name] = []
+        for step in range(2):
+            counted = Traffic()
+            with Counting({"tp": groups.tp, "cp": groups.cp}, counted):
+                trainer.train_step(trainer.place(batches(c, groups, step)), lr=1e-3)
+            reported = {k: v for k, v in trainer.comm_bytes.items() if "_tp" in k or "_cp" in k}
+            counted_bytes = {k: v for k, v in counted.summary().items() if "_tp" in k or "_cp" in k}
+            found[name].append((counted_bytes, reported))
+        trainer.close()
+        release_groups()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    launched = {size: run_ranks(size, f"{__name__}:train", cases) for size, cases in CASES.items()}
+    return {
+        name: [rank[name] for rank in ranks]
+        for size, ranks in launched.items()
+        for name in CASES[size]
+    }
+
+
+@pytest.mark.parametrize("name", [name for cases in CASES.values() for name in cases])
+def test_the_bytes_reported_are_those_of_the_collectives_that_were_issued(
+    found: dict[str, list[Any]], name: str
+) -> None:
+    for rank in found[name]:
+        for counted, reported in rank:
+            assert reported == counted and max(counted.values()) > 0
+
+
+def test_every_precision_of_the_configuration_says_what_its_layers_gather() -> None:
+    assert set(get_args(PrecisionRecipe)) == set(closed.GATHERS)
+
+
+def test_microbatches_repeat_all_but_the_sums_of_a_step() -> None:
+    c = config(parallel=SP, precision={"recipe": "coat"})
+    one, two, three = (
+        closed.step_traffic(c, stage=0, microbatches=n, once=TensorParallelSums(640, 0)).sent
+        for n in (1, 2, 3)
+    )
+    step = 640 * 4  # fp32, all-reduced by two ranks
+    assert {k: three[k] - two[k] for k in three} == {k: two[k] - one[k] for k in two}
+    assert one["tp", "fp32"] - (two["tp", "fp32"] - one["tp", "fp32"]) == step
+    assert all(2 * one[key] == two[key] for key in one if key != ("tp", "fp32"))
+
+
+def test_a_gathered_operand_costs_its_codes_scales_and_amaxes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recipe that is one row of the table: FP8 rows forward, BF16 gathers in backward."""
+    c = config(parallel=SP, precision={"recipe": "coat"})
+    before = closed.step_traffic(c, stage=0, microbatches=1, once=TensorParallelSums(0, 0)).sent
+    forward = closed.OperandGather(torch.uint8, scales=1)
+    plain = closed.OperandGather(None)
+    row = closed.LayerGathers(forward, plain, plain)
+    monkeypatch.setitem(closed.GATHERS, "coat", row)
+    after = closed.step_traffic(c, stage=0, microbatches=1, once=TensorParallelSums(0, 0)).sent
+    gathered = 4 * c.model.layers * 4 * 64 * 32 // 2  # elements of four operands per layer, sent
+    assert before["tp", "fp8"] - after["tp", "fp8"] == gathered
+    assert after["tp", "bf16"] - before["tp", "bf16"] == 2 * gathered
+    assert after["tp", "fp32"] == before["tp", "fp32"] and after["tp", "amax"] == 0

@@ -1,0 +1,38 @@
+"""megatron-core runs on a machine without a GPU because its CUDA literals are rewritten."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from coatlm import megatron_hook
+
+
+def test_every_rule_still_matches_the_installed_megatron_core() -> None:
+    assert megatron_hook.unmatched_rules() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "rewritten"),
+    [
+        ("torch.zeros(2, device='cuda')", "torch.zeros(2, device='cpu')"),
+        ("x.cuda()", "x.to('cpu')"),
+        ("x.cuda(torch.cuda.current_device())", "x.to('cpu')"),
+        ("x.cuda(non_blocking=True)", "x.to('cpu', non_blocking=True)"),
+        ("'torch.cuda.BFloat16Tensor'", "'torch.BFloat16Tensor'"),
+        ("torch.cuda.is_available()", "torch.cuda.is_available()"),
+    ],
+)
+def test_literals_are_rewritten_and_questions_are_not(source: str, rewritten: str) -> None:
+    assert megatron_hook.rewrite(source) == rewritten
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the hook stays away from GPUs")
+def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
+    before = torch.cuda.current_device
+    megatron_hook.install()
+    megatron_hook.install()
+    assert sum(type(finder) is megatron_hook._Finder for finder in sys.meta_path) == 1
+    assert torch.cuda.current_device is before
