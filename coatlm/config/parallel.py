@@ -63,10 +63,6 @@ class Parallel(Section):
     overlap_grad_reduce: StrictBool = True
     """Reduce each bucket while backward still computes the next ones."""
 
-    tp_comm: Literal["fp8", "bf16"] = "fp8"
-    """The format of all-gathers between tensor-parallel ranks in the FP8 flow under
-    sequence_parallel; both give the same bits."""
-
     overlap_param_gather: StrictBool = True
     """With zero=1 and zero=2, all-gather weights while forward already computes."""
 
