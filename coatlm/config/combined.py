@@ -119,6 +119,8 @@ class Config(Section):
             divides("model.heads*head_dim/tp", queries, operands, summed)
             both = "model.(heads + 2*kv_heads)*head_dim/tp"
             divides(both, queries + 2 * keys, operands, summed)
+            tokens = self.train.micro_batch * self.data.seq_len // self.parallel.cp
+            divides("train.micro_batch*data.seq_len/cp", tokens, "the rows of 1x128 blocks", 4)
 
     def _check_graphs(self) -> None:
         """What a CUDA graph of a microbatch cannot capture. Raises ValueError."""

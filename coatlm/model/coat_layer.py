@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from coatlm.config.recipes import FlowRecipe
 from coatlm.fp8.attention import attend_saving_fp8
+from coatlm.fp8.gemm import Plans
 from coatlm.megatron import TransformerLayer, tensor_parallel
 from coatlm.model.flow import NormQKV, ProjMLP
 from coatlm.model.flow_gemms import Flow
@@ -22,11 +23,11 @@ from coatlm.parallel.tensor import TensorParallel
 class CoatTransformerLayer(TransformerLayer):
     """megatron's layer, its parameters and checkpoints, with the FP8 flow as its forward pass."""
 
-    def __init__(self, *args: Any, recipe: FlowRecipe, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recipe: FlowRecipe, plans: Plans, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         group = self.self_attention.linear_qkv.tp_group
         parallel = TensorParallel(group, self.config.sequence_parallel)
-        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
+        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
         for weight in self.linear_weights():
             weight.main_grad_stale = False  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from coatlm.config.recipes import FlowRecipe, Operand
 from coatlm.fp8 import producers
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.gemm import matmul, tune
+from coatlm.fp8.gemm import Plans, matmul
 from coatlm.fp8.operand import emit_direct, emit_transposed, format_of, padded
 from coatlm.fp8.producers import FUSED_OF_FORWARD, FUSED_ROWS, GradientOperands
 from coatlm.fp8.qtensor import QTensor
@@ -40,7 +40,11 @@ class Fp8Weight(NamedTuple):
 class Flow:
     """What the two functions of a layer share: recipe, layout, and FP8 weights held for a step."""
 
-    def __init__(self, recipe: FlowRecipe, parallel: TensorParallel, eps: float) -> None:
+    def __init__(
+        self, recipe: FlowRecipe, parallel: TensorParallel, eps: float, plans: Plans | None = None
+    ) -> None:
+        """`plans`: of the model's GEMMs, which its layers share; None: of this layer alone."""
+        self.plans = Plans() if plans is None else plans
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
         self.holds_weights = False  # set by the layer, to what the recipe says where it trains
         self.weights: dict[Tensor, Fp8Weight] = {}
@@ -67,10 +71,10 @@ class Flow:
             kinds["device"] = weight.device.index
             n, k = weight.shape
             kinds |= {"fast": "dgrad" in fast, "accumulate": False}
-            tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
             kinds |= {"fast": "wgrad" in fast, "accumulate": True}
             summed = padded(tokens, self.recipe.wgrad.gradient.granularity)
-            tune(n, k, summed, out_dtype=grad_dtype, **kinds)
+            self.plans.tune(n, k, summed, out_dtype=grad_dtype, **kinds)
 
     # --- weights ---
 
@@ -104,20 +108,22 @@ class Flow:
 
     def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
         """y = x W^T of forward."""
-        return matmul(x, weight, fast="forward" in self.recipe.fast, **options)
+        fast = "forward" in self.recipe.fast
+        return matmul(x, weight, fast=fast, plans=self.plans, **options)
 
     def input_gradient(self, dy: QTensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """dx = dy W."""
-        return matmul(dy, self.backward_weight(weight, scale), fast="dgrad" in self.recipe.fast)
+        w, fast = self.backward_weight(weight, scale), "dgrad" in self.recipe.fast
+        return matmul(dy, w, fast=fast, plans=self.plans)
 
     def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
         """dW = dy^T x, added to `main_grad` where there is one, or written over it if it is stale."""
         fast = "wgrad" in self.recipe.fast
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
-            return matmul(dy_t, x_t, fast=fast).to(weight.dtype)
+            return matmul(dy_t, x_t, fast=fast, plans=self.plans).to(weight.dtype)
         stale = getattr(weight, "main_grad_stale", False)
-        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast)
+        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast, plans=self.plans)
         if stale:
             weight.main_grad_stale = False  # type: ignore[attr-defined]
         return None
@@ -128,9 +134,7 @@ class Flow:
         """What backward needs of the scales of a linear's input in forward, of all tokens."""
         return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
 
-    def gradient(
-        self, name: str, dy: Tensor, amaxes: Tensor | None = None
-    ) -> GradientOperands:
+    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> GradientOperands:
         """dy of a row-parallel linear, gathered over the tokens: [T, K] and [K, T'].
 
         `name`: what scales and numerics call it. `amaxes`: of dy, where they are known.

@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 from coatlm.config import Config
+from coatlm.fp8.gemm import Plans
 from coatlm.megatron import (
     AttnMaskType,
     ColumnParallelLinear,
@@ -65,7 +66,7 @@ def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
     """The modules of a local layer, and so its parameters and checkpoints, run as an FP8 flow."""
     return ModuleSpec(
         module=CoatTransformerLayer,
-        params={"recipe": config.precision.flow_recipe()},
+        params={"recipe": config.precision.flow_recipe(), "plans": Plans()},
         submodules=local.submodules,
     )
 

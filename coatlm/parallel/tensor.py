@@ -24,6 +24,7 @@ from torch import Tensor
 
 from coatlm.fp8.qtensor import TENSOR, QTensor
 
+
 @dataclass(frozen=True)
 class TensorParallel:
     """How one layer's linears are split."""

@@ -16,9 +16,9 @@ from coatlm.fp8.attention import (
     memory_order,
 )
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.qtensor import QTensor, block
+from coatlm.fp8.qtensor import block
 from coatlm.fp8.quantize import quantize
-from tests.fp8.bounds import assert_rounded, bytes_of
+from tests.fp8.bounds import assert_rounded
 
 S, B, N, D = 24, 2, 4, 32
 E8M0 = torch.float8_e8m0fnu

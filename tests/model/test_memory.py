@@ -11,8 +11,8 @@ from torch import Tensor
 
 from coatlm import megatron_hook
 from coatlm.config import Config, ConfigError, OptimRecipe, PrecisionRecipe, make_config
-from coatlm.fp8.attention import SavedInFp8
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
+from coatlm.fp8.attention import SavedInFp8
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import RECIPES, AdamW, Shard
 from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
