@@ -19,7 +19,7 @@ configuration needs no torch, and neither does this module; coatlm.fp8.operand m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:

@@ -132,7 +132,7 @@ class SavedInFp8(TorchFunctionMode):
 
         Attention for masks may write [B, S, N, D]: then codes are copied into the order of x.
         """
-        codes, order, _ = self._quantized(x)
+        codes, order = self._quantized(x).codes, memory_order(x)
         dense, inverse = [x.shape[dim] for dim in order[:-1]], _inverse(order)
         ordered, scale = (
             part.view(torch.uint8).view(*dense, -1).permute(inverse).contiguous().view(part.dtype)

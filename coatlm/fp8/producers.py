@@ -3,14 +3,14 @@
 Each function computes a tensor and returns it as the operands that are asked for. Where a kernel
 computes the tensor and writes these very operands, that kernel runs:
 
-    tensor              fused where                                                    kernel
-    any x, weights      forward takes power-of-two scales per row                      norm_quantize
-    norm output         the same; saved x in blocks with power-of-two scales, or BF16  norm_quantize
-    SwiGLU output       the same for gate | up                                         swiglu_quantize
-    x^T, W^T            one power-of-two scale from those of forward                   transpose
-    any dy              one power-of-two scale for dy and dy^T                         transpose
-    d(gate | up)        the same, and for the SwiGLU output transposed                 swiglu_quantize
-    d(q | k | v)        the same as for dy                                             rope_quantize
+    tensor              fused where                                                  kernel
+    any x, weights      forward takes power-of-two scales per row                    norm_quantize
+    norm output         the same; x is saved in power-of-two blocks or in BF16       norm_quantize
+    SwiGLU output       the same for gate | up                                       swiglu_quantize
+    x^T, W^T            one power-of-two scale from those of forward                 transpose
+    any dy              one power-of-two scale for dy and dy^T                       transpose
+    d(gate | up)        the same, and for the SwiGLU output transposed               swiglu_quantize
+    d(q | k | v)        the same as for dy                                           rope_quantize
 
 Otherwise the tensor is computed in BF16 and `emit` makes its operands (operand.py).
 """
@@ -70,7 +70,7 @@ def _alone(scale: Tensor) -> Tensor:
 
 
 def fused_gradients(recipe: FlowRecipe) -> bool:
-    """The kernels of backward write these gradients: one power-of-two scale, direct and transposed."""
+    """One power-of-two scale, direct and transposed: what the fused kernels of backward write."""
     gradient = recipe.dgrad.gradient
     return gradient.granularity == TENSOR and gradient.power_of_two
 
@@ -132,7 +132,7 @@ def swiglu_output(gate_up: Tensor, *, wanted: Operand, saved: Operand | None) ->
 def weight_transposed(
     weight: Tensor, forward: ForwardGemm, dgrad: DgradGemm, scale: Tensor | None
 ) -> QTensor:
-    """W[out, in] as dgrad takes it, [in, out]. `scale`: what forward found, for "forward" scaling."""
+    """W[out, in] as dgrad takes it, [in, out]. `scale`: that of forward, for "forward" scaling."""
     if dgrad.weight.scaling != "forward":
         return emit_transposed(weight, dgrad.weight)
     assert scale is not None

@@ -4,9 +4,11 @@
 fp8/producers.py, which knows the fused kernels; here is decided what is gathered, in which format,
 and which scales forward hands to backward:
 
-    scaling of the operand in backward   saved of forward     gathered in backward (sequence parallel)
-    "forward", one scale                 the scales           codes
-    "current"                            nothing              BF16; of a gradient with one scale codes
+    operand of wgrad                 saved of forward   gathered in backward (sequence parallel)
+    activation, "forward"            its scales         codes, under one scale
+    activation, "current"            nothing            BF16, or saved codes with their scales
+    gradient with one scale          -                  codes
+    gradient with scales per granule -                  BF16
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class Flow:
         return matmul(dy, w, fast=fast, plans=self.plans)
 
     def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
-        """dW = dy^T x, added to `main_grad` where there is one, or written over it if it is stale."""
+        """dW = dy^T x, added to `main_grad` where there is one; written over it if it is stale."""
         fast = "wgrad" in self.recipe.fast
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:

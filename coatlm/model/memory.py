@@ -172,7 +172,7 @@ class Recipe:
 
 
 def recipe_of(config: Config) -> Recipe:
-    """What `precision.recipe` means for memory; a corrected formula changes the function it names."""
+    """What `precision.recipe` means for memory: a corrected formula changes one function."""
     if config.precision.flow:
         return Recipe(flow_layer, 0)
     if config.precision.recipe in TE_RECIPES:
