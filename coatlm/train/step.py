@@ -20,7 +20,7 @@ from coatlm.fp8.qtensor import ROW
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
-from coatlm.model.scales import DelayedScales, Saved
+from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
@@ -151,11 +151,11 @@ class Trainer:
         """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
         return Traffic(self.traffic.sent + self.model_traffic.sent).summary()
 
-    def gradient_amaxes(self) -> Saved:
+    def gradient_amaxes(self) -> Histories:
         """What delayed scales remember of all layers, for a checkpoint. All ranks call it."""
         if self.scales is None:
             return {}
-        reports: list[Saved] = [{}] * self.groups.control.size()
+        reports: list[Histories] = [{}] * self.groups.control.size()
         dist.all_gather_object(reports, self.scales.state(), group=self.groups.control)
         return {number: layer for report in reports for number, layer in report.items()}
 

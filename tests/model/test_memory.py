@@ -12,6 +12,7 @@ from torch import Tensor
 from coatlm import megatron_hook
 from coatlm.config import Config, ConfigError, OptimRecipe, PrecisionRecipe, make_config
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
+from coatlm.config.recipes import ROW, TENSOR
 from coatlm.fp8.attention import SavedInFp8
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import RECIPES, AdamW, Shard
@@ -19,10 +20,9 @@ from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
 
 
 def tensors_in(saved: Any) -> list[Tensor]:
-    """What autograd, or `SavedInFp8` in its place, keeps of one tensor."""
-    if isinstance(saved, Tensor):
-        return [saved]
-    return [saved[0].codes, saved[0].scale]
+    """What autograd, or `SavedInFp8` in its place, saves of one tensor."""
+    held = saved if isinstance(saved, Tensor) else saved.held
+    return [held] if isinstance(held, Tensor) else [held.codes.codes, held.codes.scale]
 
 
 def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -48,17 +48,18 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
     hidden = torch.randn(seq, batch, c.model.hidden, dtype=transformer.params_dtype)
     mask = torch.ones(batch, 1, seq, seq).triu(1).bool() if c.data.reset_attention_mask else None
     not_activations = {t.untyped_storage().data_ptr() for t in (*block.parameters(), cos_sin)}
-    storages = {}
+    everything: list[Any] = []
 
     def keep(saved: Any) -> Any:
-        for part in tensors_in(saved):
-            storages[part.untyped_storage().data_ptr()] = part.untyped_storage()
+        everything.append(saved)
         return saved
 
     pack = SavedInFp8._pack  # its hooks come between autograd and those of this function
     monkeypatch.setattr(SavedInFp8, "_pack", lambda self, x: keep(pack(self, x)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         block(hidden.requires_grad_(), attention_mask=mask, rotary_pos_emb=cos_sin)
+    parts = [part for saved in everything for part in tensors_in(saved)]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
     kept = sum(s.nbytes() for at, s in storages.items() if at not in not_activations)
     return kept / (seq * batch * c.model.layers)
 
@@ -95,7 +96,7 @@ def test_layer_activations_are_the_bytes_autograd_keeps(
     ],
 )
 @pytest.mark.parametrize("recipe", sorted(FLOW_RECIPES))
-def test_fp8_layers_keep_what_their_recipe_says_and_a_scale_for_each_row_of_a_weight(
+def test_fp8_layers_save_what_their_recipe_says_and_the_scales_of_weights_and_whole_tensors(
     recipe: str,
     model: dict[str, Any],
     sections: dict[str, Any],
@@ -103,13 +104,19 @@ def test_fp8_layers_keep_what_their_recipe_says_and_a_scale_for_each_row_of_a_we
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = {**TINY, "layers": 2, "head_dim": 32, "ffn": 64, **model}
+    if recipe == "fp8-block":
+        sizes |= {"hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256}
     precision = {"recipe": recipe, **sections.get("precision", {})}
     c = make_config({"model": sizes, "data": DATA, **sections, "precision": precision})
     m, tokens = c.model, c.train.micro_batch * 64
     q, k = m.heads * 32, m.queries_groups * 32
     weight_rows = (q + 2 * k) + m.hidden + 2 * m.ffn + m.hidden
     kept = saved_bytes_per_token_and_layer(c, monkeypatch)
-    assert kept == mem.layer_activation_bytes(c) + 4 * weight_rows / tokens
+    row = FLOW_RECIPES[recipe]
+    scales = {ROW: weight_rows, TENSOR: 4 + 4}.get(row.forward.weight.granularity, 0)
+    if row.dgrad.weight.scaling != "forward":
+        scales = 0
+    assert kept == mem.layer_activation_bytes(c) + 4 * scales / tokens
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat-lean"])
