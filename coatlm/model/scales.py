@@ -92,7 +92,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def update_(self) -> None:
-        """Fix the scales of the next step from this one's amaxes. All ranks of the group call it."""
+        """Fix the scales of the next step from this one's amaxes. All ranks of the group call."""
         if not self.numbers:
             return
         if self.group is not None:  # NaN > Inf > numbers, as integers
