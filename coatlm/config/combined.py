@@ -113,6 +113,11 @@ class Config(Section):
             divides("model.head_dim", m.size_per_head, "precision.group_size", size)
         summed = recipe.summed_multiple
         if summed > 16:  # blocks that share a scale are whole
+            if p.fast_accumulation != Precision().fast_accumulation:
+                raise ValueError(
+                    f"precision.fast_accumulation={list(p.fast_accumulation)}: GEMMs of blocks "
+                    f"have no choice; leave it out with precision.recipe={p.recipe}"
+                )
             queries, keys = (n * m.size_per_head // tp for n in (m.heads, m.queries_groups))
             divides("model.hidden", m.hidden, operands, summed)
             divides("model.ffn/tp", m.ffn // tp, operands, summed)

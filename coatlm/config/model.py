@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from coatlm.config.fields import FOREVER, Real, Section, number
-from coatlm.config.recipes import PRECISION_RECIPES, RECIPES, FlowRecipe, Operand, with_block_size
+from coatlm.config.recipes import (
+    PRECISION_RECIPES,
+    RECIPES,
+    TENSOR,
+    FlowRecipe,
+    Operand,
+    with_block_size,
+)
 
 if TYPE_CHECKING:
     PrecisionRecipe = str
@@ -210,7 +217,7 @@ class Precision(Section):
         for gradient in (dgrad.gradient, wgrad.gradient):
             if self.grad_format is not None:
                 gradient = replace(gradient, fmt=self.grad_format)
-            if self.scaling == "delayed":
+            if self.scaling == "delayed" and gradient.granularity == TENSOR:
                 gradient = replace(gradient, scaling="delayed", power_of_two=True)
             gradients.append(gradient)
         return replace(

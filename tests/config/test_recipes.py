@@ -119,6 +119,12 @@ def test_blocks_of_128_elements_are_whole(sections: dict[str, Any], message: str
         make_config({"precision": precision, "train": train, "model": model, **sections})
 
 
+def test_blocks_refuse_a_choice_of_accumulation() -> None:
+    precision = {"recipe": "fp8-block", "fast_accumulation": ["forward"]}
+    with pytest.raises(ConfigError, match=r"precision\.fast_accumulation=\['forward'\]"):
+        make_config({"model": BLOCK_SIZES, "precision": precision})
+
+
 def test_weights_are_gathered_as_fp8_where_their_codes_do_not_change() -> None:
     assert fp8_weight_recipes() == ("te-current", "fp8-linear", "coat", "coat-lean", "coat-paper")
     assert RECIPES["coat"].gathered_weights == ROW
