@@ -186,6 +186,11 @@ class FlowRecipe:
         return self.dgrad.gradient.granularity == TENSOR
 
     @property
+    def fused_gradients(self) -> bool:
+        """Gradients have one power-of-two scale, as the fused kernels of backward write them."""
+        return self.tensor_wise_gradients and self.dgrad.gradient.power_of_two
+
+    @property
     def summed_multiple(self) -> int:
         """Elements that the summed axis of each GEMM must be a multiple of: of FP8, 16 at least."""
         return max(16, *(operand.granularity.columns or 1 for operand in self.operands))

@@ -69,12 +69,6 @@ def _alone(scale: Tensor) -> Tensor:
     return scale
 
 
-def fused_gradients(recipe: FlowRecipe) -> bool:
-    """One power-of-two scale, direct and transposed: what the fused kernels of backward write."""
-    gradient = recipe.dgrad.gradient
-    return gradient.granularity == TENSOR and gradient.power_of_two
-
-
 # --- forward ------------------------------------------------------------------------------------
 
 
@@ -189,7 +183,7 @@ def gradient(
     dy: Tensor, recipe: FlowRecipe, *, scale: Tensor | None = None, amax: Tensor | None = None
 ) -> GradientOperands:
     """dy[T, K] for dgrad and wgrad. `scale`: fp32 [], where known. `amax`: raised to max|dy|."""
-    if not fused_gradients(recipe):
+    if not recipe.fused_gradients:
         return _emit_gradient(dy, recipe, scale, amax)
     scale = gradient_scale(dy, recipe) if scale is None else scale
     fmt = format_of(recipe.dgrad.gradient)
@@ -202,7 +196,7 @@ def gradient_direct(
     """dy[T, K] for dgrad alone, where its gradients have one scale, which is given."""
     assert scale is not None
     wanted = recipe.dgrad.gradient
-    if fused_gradients(recipe):
+    if recipe.fused_gradients:
         return quantize_direct(dy, scale, fmt=format_of(wanted), amax=amax)
     made = emit(dy, direct=wanted, scale=scale, amax=amax).direct
     assert made is not None
@@ -244,7 +238,7 @@ def swiglu_gradient(
     `output_scale`: what forward found for the output, where wgrad takes scales of forward.
     """
     wanted = recipe.wgrad.activation
-    fused = fused_gradients(recipe) and wanted == FUSED_OF_FORWARD
+    fused = recipe.fused_gradients and wanted == FUSED_OF_FORWARD
     if fused and powers_of_two(gate_up):
         assert output_scale is not None
         fmt = format_of(recipe.dgrad.gradient)
@@ -272,7 +266,7 @@ def qkv_gradient(
     amax: Tensor | None,
 ) -> GradientOperands:
     """Gradients of rotated q, k and of v [S, B, heads, D] -> operands of d(q | k | v) [T, W]."""
-    if fused_gradients(recipe):
+    if recipe.fused_gradients:
         fmt = format_of(recipe.dgrad.gradient)
         made = join_quantize(*parts, cos, sin, fmt=fmt, scale=scale, amax=amax)
         return GradientOperands(*made)

@@ -281,6 +281,8 @@ def backward_bytes(config: Config) -> int:
     """
     p, kept = config.parallel, recipe_of(config).layer(config)
     gradients = 3 * config.model.ffn * element_bytes(config) - kept.swiglu
+    if config.precision.flow and not config.precision.flow_recipe().fused_gradients:
+        gradients += 4 * config.model.ffn * element_bytes(config)  # gate | up and its gradient
     each_token = layer_input_bytes(config) + gradients / p.tp
     if config.train.recompute == "full":
         each_token += layer_activation_bytes(config)
