@@ -200,7 +200,7 @@ class FlowRecipe:
         """The granularity in which weights can be all-gathered as FP8 without changing a code.
 
         The codes of forward must follow from the codes that arrive, and those of dgrad from the
-        codes of forward (coatlm/parallel/gather.py says when they do); None where they do not.
+        codes of forward (coatlm/parallel/fp8_gather.py says when they do); None where they do not.
         """
         weight = self.forward.weight
         if weight.fmt != "e4m3" or self.dgrad.weight.scaling != "forward":

@@ -199,7 +199,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 def found() -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {}
     for size, cases in CASES.items():
-        ranks = run_ranks(size, "tests.parallel.test_gather:train", cases)
+        ranks = run_ranks(size, "tests.parallel.test_fp8_gather:train", cases)
         results |= {name: [rank[name] for rank in ranks] for name in cases}
     return results
 
@@ -411,7 +411,7 @@ def compare_runs(bf16: Any, fp8: Any) -> dict[str, Any]:
 def flow_found() -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {}
     for size, cases in FLOW_CASES.items():
-        ranks = run_ranks(size, "tests.parallel.test_gather:train_flow", cases)
+        ranks = run_ranks(size, "tests.parallel.test_fp8_gather:train_flow", cases)
         results |= {name: [rank[name] for rank in ranks] for name in cases}
     return results
 
