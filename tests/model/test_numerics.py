@@ -8,14 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.config.recipes import RECIPES, ROW, TENSOR, Granularity, Operand, block
 from coatlm.fp8.formats import E5M2
 from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
+from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rope import rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from coatlm.model import numerics
-from coatlm.model.numerics import SUMS, Probe, RowSource
+from coatlm.model.coat_layer import flows_of
+from coatlm.model.numerics import SUMS, TENSORS, Probe, RowSource, watched
+from tests.model.test_flow import build, run, run_config
 
 
 def measures(source: Tensor | RowSource, quantised: QTensor) -> dict[str, float]:
@@ -102,3 +106,34 @@ def test_recomputed_sources_are_those_of_the_codes() -> None:
         assert torch.equal(
             codes.fmt.encode(torch.cat(parts) / codes.scale).float(), codes.codes.float()
         )
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, block(1, 128), block(128, 128)])
+def test_pieces_of_every_granularity_add_up(
+    granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = emit_direct(x, Operand("e4m3", granularity))
+    whole = measures(x, made)
+    exact = (made.dequantize() - x.float()).norm() / x.float().norm()
+    assert whole["relative_error"] == pytest.approx(exact.item(), rel=1e-5)
+    monkeypatch.setattr(numerics, "PIECE", 5 * 256)
+    assert measures(x, made) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_layers_of_every_recipe_show_their_tensors(name: str, megatron: None) -> None:
+    c = run_config(name)
+    model = build(c)
+    with watched(flows_of(model.decoder.layers)) as probes:
+        run(c, model)
+    saved = RECIPES[name].saved
+    missing = set() if saved.norm_input else {"norm1_saved", "norm2_saved", "gate_up_saved"}
+    missing |= set() if saved.attention else {"attention_saved"}
+    (probe,) = probes.values()
+    assert set(probe.sums) == set(TENSORS) - missing
+    for tensor, sums in probe.sums.items():
+        error, size = (float(sums[SUMS.index(k)]) for k in ("error", "size"))
+        # 2^-3 for E5M2, 2^-4 for E4M3, in the root mean square of a spacing at its worst
+        limit = 2.0**-3 if tensor.endswith("_grad") else 2.0**-4
+        assert 0 < (error / size) ** 0.5 <= limit / 3**0.5
