@@ -154,8 +154,7 @@ class Model(Section):
 class Precision(Section):
     """What GEMMs compute in and what is saved for backward.
 
-    All keys but recipe are for the FP8 flow: the recipes fp8-linear, coat, coat-lean, coat-paper,
-    rowwise and fp8-block.
+    All keys but recipe are for coatlm's FP8 recipes: fp8-linear and those listed after it.
     """
 
     recipe: PrecisionRecipe = "bf16"
