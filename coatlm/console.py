@@ -1,4 +1,4 @@
-"""What command-line tools print besides their results: one line for an error, progress, sizes."""
+"""Console output of the command-line tools besides results: errors, progress bars, byte counts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tqdm import tqdm
 
 from coatlm.config.errors import one_line, shortened
 
-DELAY = 2.0  # seconds before a progress bar appears: short work needs none
+DELAY = 2.0  # seconds before a progress bar appears, so that short work shows none
 REDRAW = 0.1  # seconds between redraws of a bar
-RARE = 60.0  # seconds between lines of progress where there is no terminal
+RARE = 60.0  # seconds between progress lines without a terminal
 
-Advance = Callable[[int], object]  # told how much has been done since the last call
+Advance = Callable[[int], object]  # called with the units of work done since the last call
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the module docstring as it is written, and reports a mistake in one line."""
+    """An argument parser that prints its description verbatim and each error in one line."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2; argparse itself would print its usage before the message."""
+        """Print `message` in one line, without argparse's usage text, and exit with code 2."""
         self.exit(2, f"error: {one_line(message)} (--help lists the options)\n")
 
 
@@ -41,14 +41,14 @@ def fail(error: Exception, code: int = 2, *, label: str = "error") -> int:
 
 
 def explain(error: BaseException) -> str:
-    """The message of an exception; that of an OSError is `path: reason`, without a number."""
+    """The message of an exception; for an OSError `path: reason`, without errno."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def in_bytes(count: float) -> str:
-    """`1.234 GiB`."""
+    """A byte count for people: `1.234 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -66,10 +66,11 @@ def progress(
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:
-    """Yield `advance(n)` for work of `total` units; `show`: whether this process reports it.
+    """Show the progress of `total` units of work; yields `advance(n)`, to call after each n units.
 
-    On a terminal a bar appears after `DELAY` and goes when the work is done. Elsewhere, as in the
-    log of a batch system, there is a line every `RARE` seconds.
+    On a terminal, a bar appears after `DELAY` seconds and disappears at the end. Elsewhere, for
+    example in the log of a batch system, a line is printed every `RARE` seconds. With `show=False`
+    this process prints nothing.
     """
     stream = stream or sys.stderr
     if not show or not stream.isatty():
@@ -92,11 +93,11 @@ def progress(
 
 
 def _silent(amount: int) -> None:
-    """The progress of a process that does not report it."""
+    """Ignore progress, in a process that does not show it."""
 
 
 class _Lines:
-    """Counts, and prints a line when `RARE` seconds have passed since the last one."""
+    """Prints the share of work done, at most once every `RARE` seconds."""
 
     def __init__(self, what: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
         self._what, self._total, self._stream, self._clock = what, total, stream, clock

@@ -1,7 +1,7 @@
-"""JSON that strangers may have written, and results that are whole or not there.
+"""Read untrusted JSON; write output files and directories atomically.
 
-A result is written under a temporary name beside its own and renamed when it is complete. Where
-that fails (the disk is full or read-only, a directory cannot be written to), the temporary one is
+Output is written under a temporary name in the same directory and renamed when it is complete. If
+that fails (the disk is full or read-only, the directory is not writable), the temporary file is
 removed and a ValueError names the path and the reason.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a pipe, a socket or a device, which may never end or never begin."""
+    """Raise OSError for a pipe, a socket or a device, whose reading may block or never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file. Raises ValueError, naming the file."""
+    """Read a JSON file that holds an object. Raises ValueError that names the file."""
     try:
         check_regular(path)
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_output(path: Path) -> None:
-    """Raise ValueError where a file cannot be written at `path`: before the work, not after it."""
+    """Raise ValueError if no file can be written at `path`; call it before work that takes long."""
     made = _make_directories(path.parent, path)
     try:
         if path.is_dir():
@@ -57,10 +57,10 @@ def check_output(path: Path) -> None:
 
 @contextmanager
 def whole_file(final: Path) -> Iterator[Path]:
-    """A path to write to; its file gets the name `final` at the end, or is removed.
+    """Yield a temporary path whose file is renamed to `final` at the end, or removed on an error.
 
-    Directories on the way are made. A device or a pipe is written to in place. Raises ValueError
-    where `final` cannot be written.
+    Missing parent directories are created. A device or a pipe is written in place. Raises
+    ValueError if `final` cannot be written.
     """
     made = _make_directories(final.parent, final)
     temporary = final if _in_place(final) else _beside(final)
@@ -80,10 +80,10 @@ def whole_file(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_directory(final: Path) -> Iterator[Path]:
-    """A new directory that gets the name `final` once it is filled, and is removed if it fails.
+    """Yield a temporary directory that is renamed to `final` at the end, or removed on an error.
 
-    Raises ValueError, before anything else, if `final` exists and is not an empty directory, and
-    where it cannot be written.
+    Raises ValueError at the start if `final` exists and is not an empty directory, and if it cannot
+    be written.
     """
     made = _make_directories(final.parent, final)
     temporary = _beside(final)
@@ -102,7 +102,7 @@ def whole_directory(final: Path) -> Iterator[Path]:
 
 
 def _is_about(temporary: Path, error: BaseException) -> bool:
-    """Whether an error comes from writing there. `write` names no file, a copy names two."""
+    """Whether an error is an OSError of writing `temporary`. `write` names no file, a copy two."""
     if not isinstance(error, OSError):
         return False
     named = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -114,19 +114,19 @@ def _beside(path: Path) -> Path:
 
 
 def _in_place(path: Path) -> bool:
-    """Whether `path` is something that must not be replaced: a device, a pipe."""
+    """Whether `path` is a device or a pipe, which must not be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _make_directories(path: Path, final: Path) -> list[Path]:
-    """Make `path` and what it lies in; returns those that were missing, innermost first."""
+    """Create a directory with its parents; returns the created ones, innermost first."""
     missing: list[Path] = []
     try:
         missing = [p for p in (path, *path.parents) if not p.exists()]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _remove_directories(missing)
-        if isinstance(error, FileExistsError):  # as mkdir calls a file in the place of a directory
+        if isinstance(error, FileExistsError):  # mkdir raises it where a parent is a file
             error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         raise _unwritable(final, error) from error
     return missing
@@ -134,7 +134,7 @@ def _make_directories(path: Path, final: Path) -> list[Path]:
 
 def _remove_directories(made: list[Path]) -> None:
     for directory in made:
-        with contextlib.suppress(OSError):  # it is not there, or something else lies in it
+        with contextlib.suppress(OSError):  # it does not exist or is not empty
             directory.rmdir()
 
 

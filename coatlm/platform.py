@@ -17,9 +17,9 @@ def device() -> torch.device:
 
 
 def device_memory(gpu: torch.device | None, processes: int) -> tuple[int, str]:
-    """Bytes that this process may fill, and what has them.
+    """Memory in bytes for this process, and a name for the device that has it.
 
-    All of a GPU, or of the host memory that is available now the share of each of `processes`.
+    It is all memory of a GPU, or else the available host memory divided by `processes`.
     """
     if gpu is not None:
         properties = torch.cuda.get_device_properties(gpu)
@@ -29,13 +29,14 @@ def device_memory(gpu: torch.device | None, processes: int) -> tuple[int, str]:
 
 
 def has_apex() -> bool:
-    """Whether NVIDIA's apex is here with the kernels that megatron-core fuses gradients with."""
+    """Whether NVIDIA's apex is installed with the kernel that fuses weight-gradient
+    accumulation."""
     kernels = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
     return torch.cuda.is_available() and kernels is not None
 
 
 def has_foreign_apex() -> bool:
-    """Whether a package called apex is here that is not NVIDIA's: PyPI's is a web library."""
+    """Whether another package named apex than NVIDIA's is installed; PyPI's is a web library."""
     found = importlib.util.find_spec("apex")
     if found is None or found.submodule_search_locations is None:
         return found is not None
@@ -44,8 +45,8 @@ def has_foreign_apex() -> bool:
 
 
 def boot_id() -> str:
-    """What tells this machine, since it was started, from all others; empty where it is hidden."""
+    """The kernel's random id of this boot of this machine; empty where /proc does not show it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # of a sandbox without it
+    except OSError:  # a sandbox without /proc
         return ""

@@ -1,16 +1,16 @@
-"""How a command meets its terminal: signals end it with one line, and a closed stdout is quiet.
+"""Signals, closed output streams and exit codes of a command.
 
-A script imports this module first, listens while the rest is imported, and ends in `run(main)`:
+A script imports this module first, calls `listen`, imports the rest and ends in `run(main)`:
 
-    while importing      SIGINT, SIGTERM, SIGHUP   one line, exit code 128 + signal, at once
-    else in main()       the same signals          one line, clean-up, exit code 128 + signal
+    while importing      SIGINT, SIGTERM, SIGHUP   one line, immediate exit, code 128 + signal
+    in main()            the same signals          one line, clean-up, exit code 128 + signal
     stdout is closed     (`| head`)                no line, exit code 141 = 128 + SIGPIPE
 
-The line is written by a thread, because Python runs signal handlers only between bytecodes of the
-main thread, which may wait in C for minutes: for other ranks, for a collective, for a device. The
-same thread ends a process whose clean-up does not end.
+A thread writes the line, because Python runs signal handlers only between bytecodes of the main
+thread, which may block in C for minutes in a collective or a device synchronization. The same
+thread ends a process whose clean-up hangs.
 
-SIGHUP stays ignored where it is ignored on entry: that is what nohup asks for.
+SIGHUP stays ignored if it was ignored at the start, as nohup requests.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-STDERR = 2  # the descriptor: it works in a thread and without sys.stderr
+STDERR = 2  # file descriptor, usable from any thread and without sys.stderr
 CLOSED_STDOUT = 128 + signal.SIGPIPE
-CLEAN_UP_S = 5.0  # seconds that an interrupted command has to release what it holds
+CLEAN_UP_S = 5.0  # seconds for the clean-up of an interrupted command
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GONE = (errno.EPIPE, errno.EIO)  # writing to a pipe without reader, to a terminal that was closed
+GONE = (errno.EPIPE, errno.EIO)  # from writing to a pipe without a reader or a closed terminal
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the command; the line about it was written already."""
+    """A signal interrupted the command; its message was already printed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -43,9 +43,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Wakeup:
-    """Calls `action(number)` in a thread as soon as a signal arrives that Python has a handler for.
+    """Calls `action(number)` in a thread as soon as a signal with a Python handler arrives.
 
-    Make and close it in the main thread. Where they are nested, the innermost one hears.
+    Create and close it in the main thread. Of nested instances only the innermost is called.
     """
 
     def __init__(self, action: Callable[[int], None]) -> None:
@@ -57,9 +57,9 @@ class Wakeup:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, after `action` was called for all signals so far."""
+        """Stop after `action` has been called for every signal received so far."""
         signal.set_wakeup_fd(self._previous)
-        os.close(self._write)  # which ends the thread
+        os.close(self._write)  # ends the thread
         self._thread.join(CLEAN_UP_S)
 
     def _listen(self) -> None:
@@ -69,19 +69,22 @@ class Wakeup:
 
 
 def say(line: str) -> None:
-    """One line on stderr, from any thread or signal handler."""
+    """Write one line to stderr; safe in any thread and signal handler."""
     with contextlib.suppress(OSError):
         os.write(STDERR, f"{line}\n".encode())
 
 
 def handled(signals: tuple[signal.Signals, ...]) -> tuple[signal.Signals, ...]:
-    """`signals` without a SIGHUP that is ignored."""
+    """`signals` without SIGHUP if that is ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(s for s in signals if s is not signal.SIGHUP or not ignored)
 
 
 def listen(*also: signal.Signals, speaks: bool = True) -> None:
-    """Until `run`, let INTERRUPTS and `also` end the process with one line: nothing is held yet."""
+    """Until `run` is called, let INTERRUPTS and `also` end the process with one line.
+
+    There is nothing to clean up yet. `speaks=False` omits the line.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         if speaks:
@@ -95,9 +98,9 @@ def listen(*also: signal.Signals, speaks: bool = True) -> None:
 def run(
     main: Callable[[], int | None], *also: signal.Signals, hint: str = "", speaks: bool = True
 ) -> NoReturn:
-    """Exit with the code of `main`. INTERRUPTS and `also` raise Interrupted in it, once.
+    """Run `main` and exit with its code. INTERRUPTS and `also` raise Interrupted in it, once.
 
-    `hint` ends the line about a signal. Processes that do not speak leave that line to another.
+    `hint` is appended to the line about a signal; `speaks=False` omits that line.
     """
     open_descriptors()
     received: list[int] = []
@@ -110,7 +113,7 @@ def run(
             raise Interrupted(number)
 
     def leave(number: int) -> None:
-        wakeup.close()  # after the line was written
+        wakeup.close()  # waits until the line is written
         os._exit(128 + number)
 
     def dropped(unraisable: Any) -> None:
@@ -121,9 +124,9 @@ def run(
     leaving = threading.Event()
 
     def insist(number: int) -> None:
-        if signal.getsignal(number) is not interrupt:  # main has a handler of its own
+        if signal.getsignal(number) is not interrupt:  # main has installed its own handler
             return
-        if leaving.is_set():  # asked twice
+        if leaving.is_set():  # the second signal
             os._exit(128 + number)
         leaving.set()
         if speaks:
@@ -140,28 +143,28 @@ def run(
     except SystemExit as error:
         code = error.code
     except OSError:
-        code = flush()  # fails again where a stream was the reason
+        code = flush()  # fails again if a closed stream was the cause
         if not code and not received and not _is_closed(sys.stdout):
             raise
         code = code or CLOSED_STDOUT
     except Interrupted as error:
         received.append(error.number)
-    except BaseException:  # what a library made of the interruption
+    except BaseException:  # an exception into which a library turned the interruption
         if not received:
             raise
     wakeup.close()
     code = flush() or code
     if received:
-        os._exit(128 + received[0])  # without waiting for threads
+        os._exit(128 + received[0])  # does not wait for threads
     sys.exit(code)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold INTERRUPTS back until the block is done. Outside the main thread nothing changes.
+    """Defer INTERRUPTS until the block is done. Outside the main thread this does nothing.
 
-    A blocked mask would not do: another thread takes the signal then, and the main thread runs its
-    handler all the same.
+    Blocking the signals in the main thread would not help: another thread would receive them, and
+    Python would still run the handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -183,9 +186,9 @@ def uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(seconds: float, problem: str) -> Iterator[None]:
-    """End the process with exit code 1 and a line unless the block is done in `seconds`.
+    """End the process with exit code 1 and the line `problem` unless the block ends in `seconds`.
 
-    For calls that wait in C for other processes, and that no exception can interrupt.
+    Use it for calls that block in C on other processes, which no exception can interrupt.
     """
 
     def end() -> None:
@@ -202,14 +205,17 @@ def within(seconds: float, problem: str) -> Iterator[None]:
 
 
 def exit_after(seconds: float, code: int) -> None:
-    """End the process in `seconds`, whatever its threads wait for."""
+    """End the process after `seconds`, even if its threads hang."""
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
 
 
 def flush() -> int:
-    """Write what the streams hold, so that nothing is left to fail at exit; a code if it cannot."""
+    """Flush stdout and stderr, so that the interpreter does not fail at exit.
+
+    Returns 0, or an exit code if a stream cannot be written.
+    """
     code = 0
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -223,16 +229,16 @@ def flush() -> int:
 
 
 def discard(descriptor: int) -> None:
-    """Send what is written to `descriptor` from now on to /dev/null."""
+    """Redirect `descriptor` to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def open_descriptors() -> None:
-    """Open those of stdin, stdout and stderr that are closed (`>&-`) on /dev/null.
+    """Open stdin, stdout and stderr on /dev/null where they are closed (`>&-`).
 
-    Otherwise the next file that the process opens, maybe a checkpoint, is what C code prints to.
+    Otherwise the next file that the process opens gets their number, and C code prints into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
@@ -242,9 +248,7 @@ def open_descriptors() -> None:
 
 
 class _Lasting(io.FileIO):
-    """An output stream that discards what is written once its reader has gone, instead of
-    raising.
-    """
+    """An output stream that discards output, instead of raising, once its reader has closed."""
 
     def write(self, data: Any) -> int:
         try:
@@ -257,25 +261,28 @@ class _Lasting(io.FileIO):
 
 
 def outlive_streams() -> None:
-    """Go on without stdout and stderr when their other ends are closed.
+    """Continue without stdout and stderr when their readers close.
 
-    For commands whose results are files: a pager or a terminal that goes away must not end them.
+    Use it for commands whose results are files, which a closed pager or terminal must not end.
     """
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """The same descriptor and encoding; streams without a descriptor stay as they are."""
+    """`stream` with the same descriptor and encoding that outlives its reader.
+
+    A stream without a descriptor is returned unchanged.
+    """
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
         descriptor = stream.fileno()
-    except io.UnsupportedOperation:  # it writes to memory
+    except io.UnsupportedOperation:  # an in-memory stream
         return stream
     stream.flush()
     raw = _Lasting(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
-        # python -u writes through to the file, and so must this
+        # unbuffered like the original under `python -u`
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=stream.errors,
@@ -285,14 +292,14 @@ def _lasting(stream: TextIO) -> TextIO:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Whether nobody reads the pipe at the other end."""
+    """Whether the reader of the pipe behind `stream` has closed."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: some drop exceptions then, even KeyboardInterrupt."""
+    """Whether a module is being imported; some modules swallow even KeyboardInterrupt there."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

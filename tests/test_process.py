@@ -248,7 +248,7 @@ def children(pid: int) -> list[int]:
 def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(tmp_path: Path) -> None:
     """The terminal sends it to all processes, also to workers that are still importing."""
     for number in range(8):
-        (tmp_path / f"{number}.txt").write_text("some words to tokenise " * 80000)
+        (tmp_path / f"{number}.txt").write_text("some words to tokenize " * 80000)
     command = [sys.executable, "tools/preprocess_data.py", "--input", f"{tmp_path}/*.txt"]
     command += ["--output-prefix", str(tmp_path / "out"), "--workers", "2", "--shard-mb", "1"]
     process = subprocess.Popen(

@@ -1,10 +1,10 @@
 """Benchmarks: `python tools/bench.py NAME [options]` prints a table and writes JSON with --out.
 
-Every row is measured in a process of its own, so that no row inherits another's memory or caches,
-one after the other; the next ones import their libraries meanwhile. (Rows of `reduce`, which are of
-several GPUs and quick, share theirs.) Peers that are not installed are left out and named. Times
-are medians over steps, by CUDA events or with the device synchronised. Compare ratios within one
-run: machines differ.
+Rows are measured one after the other, each in its own process, so that no row inherits memory or
+caches of another; the next processes import their libraries meanwhile. (The rows of `reduce` use
+several GPUs, are short and share one set of processes.) Peers that are not installed are skipped
+and named. Times are medians over steps, from CUDA events or with a synchronized device. Compare
+ratios within one run, because machines differ.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = {  # name -> module with OPTIONS, the names of what it takes, `rows(options) -> names`
-    # `gpus(options)`, how many it needs, and `measure(name, options)`, which returns a record or
-    # several; if there, `prepare(name)`
-    # imports what a row needs beforehand, `summary(records)` makes a table of the whole, and
-    # TOGETHER says that one process measures all rows, their names joined by it
+BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(options)` (names of
+    # its rows), `gpus(options)` (GPUs that it needs) and `measure(row, options)`, which returns one
+    # record or several. Optional: `prepare(row)` imports what a row needs, `summary(records)`
+    # adds a table, and TOGETHER joins the names of all rows, which one process then measures
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
@@ -43,14 +42,14 @@ BENCHMARKS = {  # name -> module with OPTIONS, the names of what it takes, `rows
     "quantize": "tools.benchmarks.quantize",
     "reduce": "tools.benchmarks.reduce",
 }
-COUNTS = (  # options that are whole numbers, in any benchmark
+COUNTS = (  # integer options of any benchmark
     *("batch", "ffn", "gpus", "hidden", "layers", "mbs", "ranks", "reps", "seq", "steps"),
     *("values", "vocab"),
 )
 LARGEST = 1 << 34
-FLAGS = ("first", "graph", "profile", "smoke")  # --profile says the same as the option profile=1
-RESULT = "RESULT "  # a row's process prints a record behind this
-AHEAD = 2  # rows whose processes import their libraries while another is measured
+FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1
+RESULT = "RESULT "  # prefix of a record in the output of a row's process
+AHEAD = 2  # processes that import their libraries while another row is measured
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 def parse(name: str, options: list[str]) -> dict[str, str]:
-    """key=value -> {key: value}. Raises ValueError for what the benchmark does not take."""
+    """Parse options key=value. Raises ValueError for options that the benchmark does not have."""
     allowed = importlib.import_module(BENCHMARKS[name]).OPTIONS
     found = {}
     for option in options:
@@ -113,8 +112,9 @@ def parse(name: str, options: list[str]) -> dict[str, str]:
 
 
 def check_gpus(names: list[str], options: list[str]) -> None:
-    """Raise ValueError where a benchmark needs more GPUs than there are: a CPU would compute, and
-    take memory, for hours.
+    """Raise ValueError if a benchmark needs more GPUs than there are.
+
+    On a CPU it would take hours, and much memory.
     """
     here = torch.cuda.device_count()
     for name in names:
@@ -127,7 +127,7 @@ def check_gpus(names: list[str], options: list[str]) -> None:
 
 
 def save(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Write the records so far. Exits with one line where the disk is full."""
+    """Write the records measured so far. Exits with one line if the disk is full."""
     try:
         with whole_file(path) as file:
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -136,18 +136,18 @@ def save(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def choose(name: str, only: list[str], options: list[str]) -> list[str]:
-    """Rows whose name contains one of `only`. Raises ValueError as `parse`."""
+    """The rows whose names contain one of `only`. Raises ValueError as `parse` does."""
     rows: list[str] = importlib.import_module(BENCHMARKS[name]).rows(parse(name, options))
     return [row for row in rows if not only or any(word in row for word in only)]
 
 
 def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
-    """Import, wait for a line on standard input: the device is free. Then measure."""
+    """Import, wait for a line on stdin, which means that the device is free, and measure."""
     benchmark = importlib.import_module(BENCHMARKS[name])
     if hasattr(benchmark, "prepare"):
         benchmark.prepare(row)
     if not sys.stdin.readline():
-        return  # nobody is left who would read the records
+        return  # the parent has exited
     measured = benchmark.measure(row, options)
     for record in [{"row": row, **measured}] if isinstance(measured, dict) else measured:
         print(RESULT + json.dumps(record), flush=True)
@@ -156,7 +156,7 @@ def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
 def run_benchmark(
     name: str, rows: list[str], options: list[str], deadline: float = float("inf")
 ) -> list[dict[str, Any]]:
-    """The records of `rows`. None begins after `deadline`, of `time.monotonic`."""
+    """Measure `rows`; returns their records. No row starts after `deadline` (time.monotonic)."""
     benchmark = importlib.import_module(BENCHMARKS[name])
     if hasattr(benchmark, "TOGETHER") and rows:
         rows = [benchmark.TOGETHER.join(rows)]
@@ -173,7 +173,7 @@ def run_benchmark(
 
 
 class Row:
-    """A row's process. It starts at once, and measures when it is told to."""
+    """The process of a row. It starts and imports immediately, and measures on demand."""
 
     def __init__(self, benchmark: str, row: str, options: list[str]) -> None:
         self.row = row
@@ -188,12 +188,12 @@ class Row:
         )
 
     def leave_out(self) -> list[dict[str, Any]]:
-        """End the process; the record says why."""
+        """End the process; returns a record with the reason."""
         self.process.communicate("")
         return [{"row": self.row, "missing": "no time left"}]
 
     def measure(self) -> list[dict[str, Any]]:
-        """The records of the row (most have one), and why there are not more where it failed."""
+        """Measure; returns the records of the row (most have one), and the reason of a failure."""
         output, errors = self.process.communicate("go\n")
         records = []
         for line in output.splitlines():
@@ -206,9 +206,9 @@ class Row:
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    """Markdown, a line a record, columns in the order in which they first appear.
+    """Print Markdown with one line per record and columns in the order of their first use.
 
-    Records that name a `table` have one of their own, before the others.
+    Records with a key `table` are printed first, in a table with that title.
     """
     titles = {record["table"]: None for record in records if "table" in record}
     for title in titles:

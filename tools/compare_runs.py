@@ -1,16 +1,16 @@
-"""Are two runs the same? Compares what they logged and how they were configured.
+"""Compare the logged values and the configurations of two runs.
 
     python tools/compare_runs.py runs/undisturbed runs/resumed
     python tools/compare_runs.py runs/one-gpu runs/two-gpus --ignore-config --rtol 1e-3
 
-Every record of metrics.jsonl, and of the other *.jsonl files that both have, is compared with the
-one of the same step and kind: all values must be equal, or with --rtol numbers within that share of
-the larger. Left out are clocks and memory (milliseconds, rates a second, GiB, mfu, the slowest
-rank), which no two runs share. config.yaml is compared key by key, but for run.name, run.dir and
-data.cache_dir.
+Every record of metrics.jsonl, and of the other *.jsonl files that both runs have, is compared with
+the record of the same step and kind. All values must be equal; with --rtol, numbers may differ by
+that share of the larger one. Times and memory (milliseconds, rates per second, GiB, mfu, the
+slowest rank) always differ and are not compared. config.yaml is compared key by key, except
+run.name, run.dir and data.cache_dir.
 
 Prints the first difference (file, step, key, both values) and for each key how many records differ
-and by how much. Exit code: 0 identical, 1 different, 2 with a line that says what is wrong.
+and by how much. Exit code: 0 identical, 1 different, 2 for an error, which one line explains.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from coatlm.config.errors import printable
 from coatlm.console import Parser, fail
 from coatlm.train.run_directory import METRICS, Record, is_value, read_records
 
-# keys that no two runs share
+# keys whose values differ between any two runs
 TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
-PLACES = {"run.name", "run.dir", "data.cache_dir"}  # where a run lies is not what it does
-ADDED = {"loss_mean"}  # keys that earlier versions did not log: compared where both runs have them
+PLACES = {"run.name", "run.dir", "data.cache_dir"}  # paths and names, which are not compared
+ADDED = {"loss_mean"}  # keys that older versions did not log; compared if both runs have them
 NOTHING = "(nothing)"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not the same."""
+    """A value that differs."""
 
     where: str  # a file, and the step of a record
     key: str
@@ -53,7 +53,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """|a - b| over the larger; inf where one of the two is no finite number."""
+        """|a - b| / max(|a|, |b|); inf if one of the two is not a finite number."""
         if not (_number(self.a) and _number(self.b)):
             return math.inf
         return abs(self.a - self.b) / max(abs(self.a), abs(self.b))
@@ -62,7 +62,7 @@ class Difference:
 def compare_records(
     a: Sequence[Record], b: Sequence[Record], *, file: str, rtol: float = 0.0
 ) -> Iterator[Difference]:
-    """Differences of two files in the order of steps; the last record of an identity counts."""
+    """The differences of two files in the order of steps; of equal identities the last counts."""
     ours, theirs = ({identity(record): record for record in records} for records in (a, b))
     logged = [{key for record in records for key in record} for records in (a, b)]
     later = ADDED - (logged[0] & logged[1])
@@ -86,13 +86,13 @@ def compare_records(
 
 
 def identity(record: Record) -> tuple[Any, ...]:
-    """What a record is about: its step, `validation`, and the names that it carries."""
+    """The identity of a record: its step, whether it is a validation, its layer and its names."""
     names = [f"{k} {v}" for k, v in record.items() if k == "layer" or isinstance(v, str)]
     return record["step"], "validation" if "val_loss" in record else "", *sorted(names)
 
 
 def compare_configs(a: Path, b: Path) -> list[Difference]:
-    """Keys of the two config.yaml that differ. Raises ValueError where one cannot be read."""
+    """The keys that differ in two config.yaml. Raises ValueError if one cannot be read."""
     ours, theirs = (dict(dotted(_config(run))) for run in (a, b))
     return [
         Difference("config.yaml", key, ours.get(key, NOTHING), theirs.get(key, NOTHING))
@@ -102,9 +102,9 @@ def compare_configs(a: Path, b: Path) -> list[Difference]:
 
 
 def compare_logs(a: Path, b: Path, *, rtol: float) -> tuple[int, list[Difference]]:
-    """Records compared and their differences; metrics.jsonl first.
+    """The number of compared records and their differences, those of metrics.jsonl first.
 
-    Raises ValueError where one of the two has logged nothing.
+    Raises ValueError if one of the runs has logged nothing.
     """
     for run in (a, b):
         if not read_records(run / METRICS):
@@ -120,7 +120,7 @@ def compare_logs(a: Path, b: Path, *, rtol: float) -> tuple[int, list[Difference
 
 
 def summary(differences: Sequence[Difference]) -> Iterator[str]:
-    """A line a key: in how many records it differs, and by how much at most."""
+    """Yield one line per key: in how many records it differs, and by how much at most."""
     keys: dict[str, list[Difference]] = {}
     for difference in differences:
         keys.setdefault(f"{difference.where.split()[0]} {difference.key}", []).append(difference)
@@ -143,13 +143,13 @@ def _show(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="a run directory")
     parser.add_argument("b", type=Path, metavar="B", help="another one")
     parser.add_argument("--rtol", type=float, default=0.0, help="allowed share (default: 0)")
     parser.add_argument(
-        "--ignore-config", action="store_true", help="tell of other options, but do not count them"
+        "--ignore-config", action="store_true", help="print different options, but ignore them"
     )
     options = parser.parse_args(arguments)
     try:

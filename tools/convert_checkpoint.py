@@ -1,15 +1,15 @@
-"""Hugging Face <-> coatlm, one tensor in memory at a time.
+"""Convert checkpoints between Hugging Face and coatlm, with one tensor in memory at a time.
 
     python tools/convert_checkpoint.py --from hf --to coatlm models/llama checkpoints/llama
     python tools/convert_checkpoint.py --from coatlm --to hf runs/mine exported --dtype bf16
 
-Hugging Face is a directory with config.json and safetensors, of Llama 1 to 3, Mistral, Qwen2, 2.5
-and 3. coatlm is a checkpoint of any layout, or a run, of which the newest checkpoint is taken. What
-a config.json says and coatlm does not compute is refused by its name. docs/guides/huggingface.md
-has the details.
+Hugging Face stands for a directory with config.json and safetensors of Llama 1 to 3, Mistral,
+Qwen2, 2.5 or 3; coatlm for a checkpoint of any layout, or a run, whose newest checkpoint is used. A
+field of config.json that coatlm does not support is an error. docs/guides/huggingface.md has the
+details.
 
-Exit code: 0, 2 with one line that says what does not fit or why DESTINATION cannot be written (a
-full disk; nothing of it is left then), or 4 where a checkpoint that is read is not whole.
+Exit code: 0; 2 with one line that says what does not fit or why DESTINATION cannot be written (for
+example a full disk, after which nothing of it is left); 4 if the checkpoint to read is damaged.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ EXPORT_ONLY = ("like", "vocab_size", "max_shard_size", "format", "fp8_scales", "
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; --help shows the module docstring."""
+    """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--from", dest="source_kind", choices=["hf", "coatlm"], required=True)
     add("--to", dest="target_kind", choices=["hf", "coatlm"], required=True)
     add("source", type=Path)
-    add("destination", type=Path, help="a directory that is not there yet")
+    add("destination", type=Path, help="a new directory")
     add("--dtype", choices=["bf16", "fp32", "fp16"], help="of the result; default: as stored")
     add("--tokenizer", help="to coatlm: a spec of data.tokenizer in place of the directory's")
     add("--vocab-multiple", type=int, help="to coatlm: pad the vocabulary to a multiple of this")
     add("--seq-len", type=int, help="to coatlm: data.seq_len; default: max_position_embeddings")
-    add("--like", type=Path, help="to hf: whose family, tokenizer and generation config to take")
+    add("--like", type=Path, help="to hf: directory that gives family, tokenizer and so on")
     add(
         "--vocab-size",
         type=int,
-        help="to hf: rows of the embedding to keep; default: see the guide",
+        help="to hf: rows of the embedding to write; default: see the guide",
     )
     add("--max-shard-size", type=_bytes, help="to hf: of a file, for example 2GB; default: 5GB")
     add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 as compressed-tensors")
@@ -65,7 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert, and turn errors of the user into one line and an exit code."""
+    """Convert; errors of the user become one line and an exit code."""
     args = parse_arguments(arguments)
     for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _bytes(text: str) -> int:
-    """`2GB` -> 2 * 10^9."""
+    """Parse a size: `2GB` -> 2 * 10^9."""
     number = text.rstrip("KMGB")
     unit = text[len(number) :]
     if not number.isdigit() or unit not in UNITS or int(number) < 1:

@@ -1,4 +1,4 @@
-"""The curves that runs have logged, by step: what tools/plot_run.py draws and compares."""
+"""Read the curves that runs have logged, for tools/plot_run.py."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from coatlm.train.run_directory import (
     read_records,
 )
 
-FINAL = 0.05  # share of the steps whose losses the final loss is the mean of
+FINAL = 0.05  # share of the last steps over which the final loss is the mean
 ACTIVATIONS = ("relative_error", "saturated", "underflow", "amax")  # keys of numerics.jsonl
-Curve = dict[int, float]  # value by step; NaN where it was not finite
+Curve = dict[int, float]  # step -> value; NaN for a value that was not finite
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What the .jsonl files say of a run."""
+    """The values in the .jsonl files of a run."""
 
     loss: Curve
     skipped: int
     val_loss: float | None  # the last
-    curves: Mapping[str, Curve] = field(default_factory=dict)  # all others, as FILE.KEY[.TENSOR]
+    curves: Mapping[str, Curve] = field(default_factory=dict)  # others, named FILE.KEY[.TENSOR]
 
     @property
     def final(self) -> float:
-        """The mean loss of the last 5 % of the steps, of those that were logged."""
+        """The mean logged loss over the last 5 % of the steps."""
         last = max(self.loss)
         losses = [loss for step, loss in self.loss.items() if step > (1 - FINAL) * last]
         return float(np.nanmean(losses)) if np.isfinite(losses).any() else float("nan")
@@ -44,17 +44,17 @@ class LoggedRun:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that belong together."""
+    """Curves that share an axis."""
 
     group: str
     label: str
-    curves: Mapping[str, str]  # name of a curve, or of all those behind it -> what to call it
+    curves: Mapping[str, str]  # name of a curve, or prefix of several -> label
     log: bool = False
-    band: tuple[str, str] | None = None  # endings that replace the name's last part
+    band: tuple[str, str] | None = None  # name endings of the curves that bound a filled area
 
 
 def read_run(directory: Path) -> LoggedRun:
-    """Raises ValueError if the directory is not that of a run that has logged a loss."""
+    """Read a run directory. Raises ValueError if it has no logged loss."""
     records = read_metrics(directory)
     steps = [record for record in records if is_value(record.get("loss", ""))]
     if not steps:
@@ -70,7 +70,7 @@ def read_run(directory: Path) -> LoggedRun:
 
 
 def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
-    """A curve for every key; null is a value that was not finite."""
+    """One curve per key; null stands for a value that was not finite."""
     curves: dict[str, Curve] = {}
     for record in records:
         for key, value in record.items():
@@ -81,7 +81,7 @@ def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
 
 
 def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:
-    """Of each tensor the largest value over the layers; one that is not finite is larger still."""
+    """For each tensor, the largest value over the layers; NaN if one was not finite."""
     curves: dict[str, Curve] = {}
     for record in records:
         for key in ACTIVATIONS:
@@ -95,9 +95,9 @@ def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:
 
 
 def read_runs(directories: Sequence[Path]) -> dict[str, LoggedRun]:
-    """Runs by the names of their directories. Raises ValueError, also for equal names.
+    """Read runs, named after their directories. Raises ValueError, also for equal names.
 
-    An earlier attempt of a run is named after both.
+    An earlier attempt is named after the run and the attempt.
     """
     runs: dict[str, LoggedRun] = {}
     for directory in directories:
@@ -111,13 +111,14 @@ def read_runs(directories: Sequence[Path]) -> dict[str, LoggedRun]:
 
 
 def shown(name: str) -> str:
-    """A directory's name on one line."""
+    """A directory's name without unprintable characters."""
     return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def smoothing(runs: Mapping[str, LoggedRun], baseline: str, smooth: int) -> int:
-    """Steps in a mean of `difference`: `smooth`, but at most half of what the runs have in common,
-    so that a short run has a curve too. Raises ValueError unless 1 <= smooth.
+    """The steps to average in `difference`: `smooth`, but at most half of the common steps.
+
+    So short runs have a curve too. Raises ValueError unless 1 <= smooth.
     """
     if smooth < 1:
         raise ValueError(f"smooth={smooth}: at least 1 step")
@@ -126,10 +127,10 @@ def smoothing(runs: Mapping[str, LoggedRun], baseline: str, smooth: int) -> int:
 
 
 def difference(run: LoggedRun, baseline: LoggedRun, *, smooth: int) -> Curve:
-    """In % of the baseline's loss, by step: the mean over the last `smooth` common steps.
+    """The difference in % of the baseline's loss, by step, averaged over `smooth` common steps.
 
-    The first `smooth` - 1 steps have too few before them and are left out, and so are losses that
-    are not finite.
+    The first `smooth` - 1 steps, which have too few predecessors, and losses that are not finite
+    are omitted.
     """
     both = run.loss.keys() & baseline.loss.keys()
     steps = sorted(s for s in both if math.isfinite(run.loss[s] - baseline.loss[s]))
@@ -143,9 +144,10 @@ def difference(run: LoggedRun, baseline: LoggedRun, *, smooth: int) -> Curve:
 
 
 def curves_of(run: LoggedRun, panel: Panel, *, merged: bool) -> dict[str, tuple[str, Curve]]:
-    """label -> (name, curve) of what a run has for a panel.
+    """label -> (name, curve) of a run's curves for a panel.
 
-    A name that stands for the tensors behind it gives a curve each, or `merged` the largest.
+    A name that is a prefix of several tensors gives one curve per tensor, or with `merged` their
+    maximum.
     """
     found: dict[str, tuple[str, Curve]] = {}
     for name, label in panel.curves.items():

@@ -1,22 +1,21 @@
-"""Does a run survive what happens to it? Faults under a tiny run, round after round.
+"""Inject faults into a tiny run, round after round, and check that it recovers.
 
     python tools/drill.py --rounds 30
     python tools/drill.py --rounds 1000 --jobs 8 --ranks 2 --out drill
     python tools/drill.py --table drill/*/rounds.jsonl             # the table, in Markdown
 
-A tiny model trains once undisturbed. Then each round lets a job of the same configuration come to
-some point (starting, training, saving), does a fault to it (tools/drilling/faults.py), starts the
-same command again, and waits for its next step. Whatever happens, the losses that the run has
-logged must be those of the undisturbed run, bit for bit and each once, and it must go on. A job is
-one process, R ranks, or R ranks under torchrun's agent. A run that has reached its end is followed
-by another one.
+A tiny model first trains undisturbed. Each round then lets a job with the same configuration reach
+some phase (starting, training, saving), injects a fault (tools/drilling/faults.py), starts the same
+command again, and waits for its next step. In every case the run must continue, and the losses that
+it logs must equal those of the undisturbed run, bit for bit and each once. A job is one process, R
+ranks, or R ranks under torchrun's agent. When a run reaches its last step, another one starts.
 
-OUT/rounds.jsonl gets a line for each round: fault, phase, exit codes, seconds from the restart to
-the next step, steps lost (done before the fault and done again), verdict. A run that fails stays in
-OUT/failed-ROUND. Exit code: 0, 1 if a round failed, 2 for a wrong call.
+OUT/rounds.jsonl gets one line per round: fault, phase, exit codes, seconds from the restart to the
+next step, lost steps (done before the fault and repeated after it), verdict. A run that fails is
+moved to OUT/failed-ROUND. Exit code: 0, 1 if a round failed, 2 for invalid arguments.
 
-The disk is filled where a small file system can be mounted (as root, or in a user namespace), else
-files are limited in size. The clock moves where there is a C compiler.
+Faults with a full disk need a small file system that can be mounted (as root, or in a user
+namespace); otherwise the size of files is limited. Faults of the clock need a C compiler.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from tools.drilling.report import ROUNDS, markdown, plain, read  # noqa: E402
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; --help shows the module docstring."""
+    """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=30, help="faults (default: %(default)s)")
-    add("--seed", type=int, help="what decides on faults and points (default: another each time)")
-    add("--ranks", type=int, default=2, help="of jobs with several; 1: none has (default: 2)")
+    add("--seed", type=int, help="seed of faults and phases (default: a random one)")
+    add("--ranks", type=int, default=2, help="of jobs with several ranks; 1: none (default: 2)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
-    add("--jobs", type=int, default=1, help="drills side by side that share the rounds")
-    add("--out", type=Path, help="a directory (default: a new one below the system's for such)")
-    add("--faults", nargs="+", metavar="NAME", help="only these, by their names in the table")
+    add("--jobs", type=int, default=1, help="drills in parallel that share the rounds")
+    add("--out", type=Path, help="a directory (default: a new temporary one)")
+    add("--faults", nargs="+", metavar="NAME", help="only these faults, named as in the table")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print rounds.jsonl as Markdown")
     parsed = parser.parse_args(arguments)
     for name in ("rounds", "ranks", "jobs"):
@@ -61,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Drill; the exit code."""
+    """Run the drill and return the exit code."""
     options = parse_arguments(arguments)
     if options.table:
         try:
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def side_by_side(options: argparse.Namespace, out: Path) -> int:
-    """Several drills at once, each in a directory and with a seed of its own; failed drills."""
+    """Run drills in parallel, each with its own directory and seed; returns how many failed."""
     share, more = divmod(options.rounds, options.jobs)
     started = []
     for job in range(options.jobs):

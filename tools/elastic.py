@@ -1,18 +1,19 @@
-"""torchrun for batch systems: signals reach the ranks, and the exit code of the ranks survives.
+"""torchrun for batch systems: forwards signals to the ranks and returns the ranks' exit code.
 
     python tools/elastic.py [torchrun's options] pretrain.py CONFIG.yaml [key=value ...]
 
-With --standalone nothing listens on the network: torchrun's own stores, which ask nobody for a
-password, would listen on all interfaces. The ranks meet at rank 0's store on the loopback address.
+With --standalone nothing listens on the network: torchrun's own stores have no authentication and
+would listen on all interfaces. The ranks use rank 0's store on the loopback address instead.
 
-torchrun dies of SIGUSR1 and, under nohup, of SIGHUP, gives its ranks 30 seconds after SIGTERM, and
-exits with 1 whatever they exit with. Here SIGINT, SIGUSR1, SIGHUP and SIGTERM are passed on to the
-ranks of this node, which save and leave in their own time, and the exit code is that of the signal,
-else of the first rank that failed. A second SIGINT ends all at once.
+torchrun itself is killed by SIGUSR1 and, under nohup, by SIGHUP, gives its ranks 30 seconds after
+SIGTERM, and always exits with 1 if a rank fails. This wrapper forwards SIGINT, SIGUSR1, SIGHUP and
+SIGTERM to the ranks of this node, which save and exit without a time limit. It exits with the code
+of the signal, else with that of the first rank that failed. A second SIGINT ends all ranks
+immediately.
 
-Ranks that were still starting end at a signal and are started again by --max-restarts. So a signal
-is repeated until all have left; those that have heard it take no notice. Only SIGINT, which means
-something else the second time, reaches each process once.
+Ranks that are still starting end at a signal, and --max-restarts starts them again. So signals are
+repeated until all ranks have exited; ranks ignore repeated signals. Only SIGINT, whose repetition
+has another meaning, is sent once to each process.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from coatlm.train.faults import SIGNALS
 
 LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
 REPEAT_S = 5.0  # seconds between signals to the ranks
-UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun serves no store for the ranks
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # makes torchrun serve no store for the ranks
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run torchrun in this process; its exit code as described above."""
+    """Run torchrun in this process; returns the exit code described above."""
     arguments = sys.argv[1:] if arguments is None else arguments
     received: list[signal.Signals] = []
-    told: set[int] = set()  # processes that have had a SIGINT
+    told: set[int] = set()  # processes that have received a SIGINT
 
     def remember(number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and signal.SIGINT in received
@@ -84,11 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def on_loopback(arguments: list[str]) -> list[str]:
-    """The arguments with --standalone replaced by a rendezvous that listens to no network."""
+    """Replace --standalone by a rendezvous that does not listen on the network."""
     if "--standalone" not in arguments:
         return arguments
     os.environ[UNSHARED] = "1"
-    file, path = tempfile.mkstemp(prefix="coatlm-rendezvous-")  # for this user alone
+    file, path = tempfile.mkstemp(prefix="coatlm-rendezvous-")  # readable by this user only
     os.close(file)
     atexit.register(lambda: Path(path).unlink(missing_ok=True))
     options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={path}"]
@@ -97,7 +98,7 @@ def on_loopback(arguments: list[str]) -> list[str]:
 
 
 def send(number: signal.Signals, told: set[int]) -> None:
-    """To the children that torchrun has given a rank; it may have others."""
+    """Send a signal to the ranks, which are not the only children of torchrun."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if "LOCAL_RANK" not in child.environ():

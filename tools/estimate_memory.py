@@ -1,20 +1,21 @@
-"""How much device memory a run takes, and what would make it fit: no GPU, no data.
+"""Estimate the device memory of a run, and what would make it fit; needs no GPU and no data.
 
     python tools/estimate_memory.py configs/llama2-7b.yaml optim.recipe=coat --ranks 8
     python tools/estimate_memory.py configs/llama2-7b.yaml --ranks 8 --memory-gib 80
     python tools/estimate_memory.py --table7
 
-Prints weights, gradients, states, activations, logits and buffers of a rank of every pipeline stage
-(the formulas are those of coatlm/model/memory.py, which `pretrain.py --dry-run` prints too), the
-peak under every optimizer recipe and gradient type, and under every precision recipe and recompute
-mode, all else as configured. With --memory-gib it names the largest train.micro_batch that fits:
-what divides the global batch, so that the run stays the same. --reserve-gib is kept free for what
-is not in the estimate: the CUDA context, NCCL's buffers and fragmentation.
+Prints weights, gradients, states, activations, logits, buffers and CUDA graphs of a rank of every
+pipeline stage (the formulas are those of coatlm/model/memory.py, which `pretrain.py --dry-run`
+prints too), the peak under every optimizer recipe and gradient type, and under every precision
+recipe and recompute mode, all else as configured. With --memory-gib it names the largest
+train.micro_batch that fits, a divisor of the global batch, so that the run stays the same.
+--reserve-gib is left free for what is not in the estimate: the CUDA context, NCCL's buffers and
+fragmentation.
 
 --table7 takes the models, GPUs and batches of COAT's Table 7 (arXiv 2410.19313) and tries layouts
 from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown.
 
-Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with a line a mistake.
+Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with one line per mistake.
 """
 
 from __future__ import annotations
@@ -39,19 +40,14 @@ from coatlm.config import (
 from coatlm.console import Parser, fail
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import model_vocab
-from coatlm.model.memory import (
-    GIB,
-    largest_micro_batch,
-    peak_bytes,
-    replaced,
-    weight_dtype,
-)
+from coatlm.model.layer_memory import weight_dtype
+from coatlm.model.memory import GIB, largest_micro_batch, peak_bytes, replaced
 from coatlm.model.plan import memory_table, stage_table
-from coatlm.optim.adamw import RECIPES
+from coatlm.optim.recipes import RECIPES
 
 RECOMPUTE = ("none", "selective", "full")
 MAIN_GRADS = ("fp32", "bf16")
-LARGEST_BATCH = 64  # samples a replica that --table7 tries
+LARGEST_BATCH = 64  # samples per replica that --table7 tries
 
 
 class Model(NamedTuple):
@@ -68,13 +64,13 @@ class Case(NamedTuple):
 
     model: str
     gpus: int
-    batch: int  # samples a GPU
+    batch: int  # samples per GPU
     seq_len: int
     peaks: dict[str, float | None]  # GB by the paper's recipe; None: out of memory
 
 
 class Recipes(NamedTuple):
-    """How a row trains."""
+    """The recipes of one row of the table."""
 
     name: str
     paper: str  # the recipe of the paper that it stands beside
@@ -123,7 +119,7 @@ def report(config: Config, vocab: int, dp: int) -> Iterator[str]:
     yield from stage_table(config, vocab, dp)
     yield from ("", "Peak in GiB by how states and gradients are stored", "")
     yield from _table("optim.recipe", MAIN_GRADS, "main grads", _by_optimizer(config), vocab, dp)
-    yield from ("", "Peak in GiB by what the layers compute in and keep", "")
+    yield from ("", "Peak in GiB by what the layers compute in and save", "")
     yield from _table("precision.recipe", RECOMPUTE, "recompute", _by_precision(config), vocab, dp)
 
 
@@ -134,10 +130,10 @@ def proposal(config: Config, vocab: int, dp: int, memory: float) -> tuple[str, b
         for mode in RECOMPUTE
     }
     as_configured = largest[config.train.recompute]
-    told = ", ".join(f"{size or 'none'} with recompute={mode}" for mode, size in largest.items())
+    by_mode = ", ".join(f"{size or 'none'} with recompute={mode}" for mode, size in largest.items())
     return (
         f"largest train.micro_batch within {memory / GIB:.1f} GiB: "
-        f"{as_configured or 'not even 1 fits'} ({told})"
+        f"{as_configured or 'not even 1 fits'} ({by_mode})"
     ), as_configured > 0
 
 
@@ -178,7 +174,7 @@ def _table(
 
 
 def table7(memory: float) -> Iterator[str]:
-    """COAT's Table 7 for `memory` bytes a GPU, in Markdown."""
+    """COAT's Table 7 for `memory` bytes per GPU, in Markdown."""
     heads = ("model", "GPUs", "batch x length", "precision and optim recipes", "layout")
     yield "| " + " | ".join((*heads, "peak GiB", "fits", "max batch", "paper")) + " |"
     yield "|---|---:|---|---|---|---:|---|---:|---|"
@@ -195,10 +191,10 @@ def table7(memory: float) -> Iterator[str]:
 
 
 def best_layout(case: Case, recipes: Recipes, memory: float) -> tuple[str, int, int]:
-    """The first layout that fits, else that of least memory: its name, peak, largest batch.
+    """The first layout that fits, else that with the lowest peak: its name, peak, largest batch.
 
-    Data parallel with ZeRO-1 comes first, then ever more tensor parallelism, which communicates
-    more. A batch is that of a replica.
+    Data parallel with ZeRO-1 comes first, then more and more tensor parallelism, which communicates
+    more. Batches are per replica.
     """
     found = []
     for tp in (n for n in (1, 2, 4, 8) if case.gpus % n == 0 and MODELS[case.model].heads % n == 0):
@@ -212,7 +208,7 @@ def best_layout(case: Case, recipes: Recipes, memory: float) -> tuple[str, int, 
 
 
 def case_config(case: Case, recipes: Recipes, tp: int) -> Config:
-    """A line of the table as a configuration."""
+    """The configuration of one row of the table."""
     dp = case.gpus // tp
     base = make_config(
         {
@@ -237,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--ranks", type=int, help="processes (default: the fewest that hold it)")
     parser.add_argument("--memory-gib", type=float, help="of a GPU (--table7: 80)")
-    parser.add_argument("--reserve-gib", type=float, default=2.0, help="kept free (default: 2)")
+    parser.add_argument("--reserve-gib", type=float, default=2.0, help="left free (default: 2)")
     parser.add_argument("--table7", action="store_true", help="COAT's Table 7, without CONFIG")
     options = parser.parse_intermixed_args(arguments)
     try:

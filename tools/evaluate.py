@@ -1,20 +1,21 @@
-"""Perplexity of a checkpoint on text, as it is and with weights and activations cast to FP8.
+"""Compute the perplexity of a checkpoint on text, also with weights and activations cast to FP8.
 
     python tools/evaluate.py runs/mine --data valid.txt --out perplexity.json
     python tools/evaluate.py runs/mine --data 'valid/*.jsonl' --window 1024 --stride 512 \\
         --cast e4m3 e5m2 --scales tensor channel --what gemm residual
 
-The checkpoint is one of any layout, a run (its newest), or what convert_checkpoint.py made of a
-Hugging Face model. One process computes, on the GPU if there is one. Text files are one document
-each; JSON lines (.gz, .zst) and parquet are documents under --field. Every token but the first of
-a document is predicted once, from at least window - stride + 1 tokens where there are so many.
+The checkpoint is one of any layout, a run (its newest one is used), or a Hugging Face model
+converted by convert_checkpoint.py. One process computes, on a GPU if there is one. A text file is
+one document; JSON lines (.gz, .zst) and parquet have documents in --field. Every token of a
+document but the first is scored once, with at least window - stride + 1 tokens of context where the
+document has so many.
 
---cast adds a row for each format, scale and --what: the values are rounded to FP8 and brought back.
---scales tensor takes one scale a weight matrix and a batch of activations, channel one an output
-channel and a token, biasN (bias7 ...) none but a fixed exponent bias N. --what gemm casts weights
-and inputs of every linear and q, k, v; residual both inputs of every residual addition as well.
+--cast adds a row per format, granularity and --what: values are rounded to FP8 and converted back.
+--scales tensor has one scale per weight matrix and per batch of activations, channel one per output
+channel and per token, biasN (bias7 ...) only a fixed exponent bias N. --what gemm casts weights and
+inputs of every linear layer and q, k, v; residual also casts both inputs of residual additions.
 
-Exit code: 0, 2 with one line for what cannot be used, or 4 for a checkpoint that is not whole.
+Exit code: 0; 2 with one line for invalid input; 4 for a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ WINDOW = 2048  # tokens, unless the model was trained with shorter samples
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; --help shows the module docstring."""
+    """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("--data", nargs="+", required=True, help="files and globs")
     add("--field", default="text", help="of JSON lines, and column of parquet (default: text)")
-    add("--tokenizer", help="where data.tokenizer of the checkpoint lies now, as such a spec")
+    add("--tokenizer", help="a spec as in data.tokenizer, if the tokenizer's file has moved")
     add(
         "--prefix",
         type=int,
         metavar="ID",
-        help="a token to put before each document (default: none)",
+        help="id of a token to put before each document (default: none)",
     )
     add("--window", type=int, help=f"tokens (default: data.seq_len, at most {WINDOW})")
     add("--stride", type=int, help="tokens between windows (default: half a window)")
@@ -71,7 +72,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Evaluate, and turn errors of the user into one line and an exit code."""
+    """Evaluate; errors of the user become one line and an exit code."""
     args = parse_arguments(arguments)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from coatlm.train.checkpoint import CheckpointError
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the table row by row; returns what goes into the JSON file."""
+    """Print the table row by row; returns the content of the JSON file."""
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
@@ -103,7 +104,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
     if not args.checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory")
-    named = os.path.join(".", args.checkpoint)  # not one of the words auto and none
+    named = os.path.join(".", args.checkpoint)  # a path even if it is named auto or none
     path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
     assert path is not None  # a path was given
     state = read_run_state(path)
@@ -137,14 +138,14 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 def measure(
     path: Path, saved: Any, documents: list[Document], casts: list[Cast], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """The table: a row without and one with each cast."""
+    """Measure and print the rows of the table: one without a cast and one per cast."""
     from coatlm.evaluation.cast import casting
     from coatlm.evaluation.model import load_weights, open_model
     from coatlm.evaluation.perplexity import score
     from coatlm.platform import device
 
     rows: list[dict[str, Any]] = []
-    # a window longer than every document would only hold padding
+    # a window longer than every document would only add padding
     width = max(min(settings["window"], max(len(document.ids) for document in documents)), 2)
     stride = min(settings["stride"], width)
     sizes = {"window": width, "stride": stride, "batch": settings["batch"]}
@@ -174,7 +175,7 @@ def measure(
 
 
 def _line(rows: list[dict[str, Any]]) -> str:
-    """The last row of the table, with its perplexity against the first."""
+    """The last row of the table, with its change of perplexity relative to the first."""
     first, last = rows[0]["perplexity"], rows[-1]
     change = f"{100 * (last['perplexity'] / first - 1):+.2f} %" if len(rows) > 1 else ""
     return (

@@ -1,21 +1,22 @@
-"""What is inside a checkpoint, whether it is whole, and how two of them differ.
+"""Show the content of a checkpoint, verify it, or compare two of them.
 
     python tools/inspect_checkpoint.py runs/quickstart                       # its newest checkpoint
     python tools/inspect_checkpoint.py runs/quickstart --tensors --verify
     python tools/inspect_checkpoint.py --diff runs/a/checkpoints/step_00000100 runs/b
 
-A PATH is a checkpoint, or a run directory whose newest checkpoint is taken. Printed are step,
-tokens seen, model, the layout that wrote it, and bytes by kind of tensor; no tensor is read for
-that. --verify reads every byte and compares sizes and checksums with the manifest. --diff reads one
-tensor of each checkpoint at a time, so that a model of any size fits:
+A PATH is a checkpoint, or a run directory, whose newest checkpoint is used. Without options, the
+step, the tokens seen, the model, the layout that wrote it, and the bytes per kind of tensor are
+printed, without reading tensors. --verify reads every byte and compares sizes and checksums with
+the manifest. --diff reads one tensor of each checkpoint at a time, so that any model fits in
+memory, and prints for each tensor that differs
 
     differing   the share of the elements whose bits differ
     max abs     max |a - b|
     relative    ||a - b|| / ||a||
 
-both for floating point alone: what uint8 holds are codes, whose difference means nothing.
+The last two are for floating point only: the difference of uint8 codes has no meaning.
 
-Exit code: 0 whole, equal; 1 damaged, different; 2 with a line that says what is wrong.
+Exit code: 0 intact or equal; 1 damaged or different; 2 for an error, which one line explains.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from coatlm.train.manifest import (
     verify,
 )
 
-with warnings.catch_warnings():  # megatron-core tells of packages that coatlm does without
+with warnings.catch_warnings():  # megatron-core warns of optional packages
     warnings.simplefilter("ignore")
     from coatlm.train.checkpoint import CHECKPOINTS, read_state
     from coatlm.train.shards import StoredTensors
 
 STATES = "optimizer.state."
 WEIGHTS = "weights"
-CHUNK = 1 << 24  # elements compared at a time: bounds the double-precision copies
+CHUNK = 1 << 24  # elements compared at once, which limits the size of fp64 copies
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class Change:
-    """How a tensor differs."""
+    """The difference of a tensor."""
 
     differing: float  # share of the elements
     max_abs: float | None  # None for codes
@@ -80,7 +81,7 @@ class Change:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a path means. Raises ValueError where there is none."""
+    """The checkpoint at a path, or a run's newest one. Raises ValueError if there is none."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such directory")
     if STEP.fullmatch(path.name) or (path / MANIFEST).exists() or (path / ".metadata").exists():
@@ -92,7 +93,7 @@ def find(path: Path) -> Path:
 
 
 def kinds(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[TensorKind]:
-    """Weights and each state of the optimizer, by format; weights first."""
+    """Sum up the tensors by kind and format: the weights, then each optimizer state."""
     weights = {key for key in described if not key.startswith(STATES)}
     grouped: dict[tuple[str, torch.dtype], list[int]] = {}
     for key, (dtype, shape) in described.items():
@@ -103,7 +104,7 @@ def kinds(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[
 
 
 def _state_name(key: str, weights: set[str]) -> str:
-    """`exp_avg.scale` of `optimizer.state.exp_avg.scale.NAME`, where NAME is a weight."""
+    """The state's name: `exp_avg.scale` for `optimizer.state.exp_avg.scale.WEIGHT`."""
     parts = key.removeprefix(STATES).split(".")
     for i in range(1, len(parts)):
         if ".".join(parts[i:]) in weights:
@@ -112,7 +113,7 @@ def _state_name(key: str, weights: set[str]) -> str:
 
 
 def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
-    """The report's lines. Raises CheckpointError for a checkpoint that cannot be read."""
+    """Yield the lines of the report. Raises CheckpointError if the checkpoint is unreadable."""
     manifest, state = read_checkpoint_manifest(checkpoint), read_state(checkpoint)
     described = StoredTensors(checkpoint).described
     found = kinds(described)
@@ -152,7 +153,7 @@ def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
 
 
 def difference(a: Tensor, b: Tensor) -> Change | None:
-    """How two tensors of one shape differ; None where type and bits are the same."""
+    """The difference of two tensors of one shape; None if their dtypes and bits are equal."""
     codes = not (a.is_floating_point() and b.is_floating_point())
     same_type, unlike, largest, squares, norm = a.dtype == b.dtype, 0, 0.0, 0.0, 0.0
     for x, y in zip(a.flatten().split(CHUNK), b.flatten().split(CHUNK), strict=True):
@@ -178,7 +179,7 @@ def difference(a: Tensor, b: Tensor) -> Change | None:
 
 
 def compare(a: Path, b: Path) -> Iterator[tuple[str, str]]:
-    """(key, what differs) of every tensor that is not the same in both; one at a time is read."""
+    """Yield (key, difference) of every tensor that differs, reading one pair at a time."""
     left, right = StoredTensors(a), StoredTensors(b)
     for key in sorted(left.described.keys() | right.described.keys()):
         if key not in right.described:
@@ -203,7 +204,7 @@ def _words(change: Change) -> str:
 
 
 def diff(a: Path, b: Path) -> int:
-    """Print what differs between two checkpoints; the exit code."""
+    """Print the differences of two checkpoints; returns the exit code."""
     for name, path in (("A", a), ("B", b)):
         state = read_state(path)
         step = printable(str(state.get("step")))
@@ -218,7 +219,7 @@ def diff(a: Path, b: Path) -> int:
 
 
 def _mapping(section: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of what was saved, empty where it is something else."""
+    """A section of the saved state, empty if it is not a mapping."""
     found = section.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -237,10 +238,10 @@ def _ordinal(number: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH")
-    parser.add_argument("--verify", action="store_true", help="read every byte, check every sum")
+    parser.add_argument("--verify", action="store_true", help="compare sizes and checksums")
     parser.add_argument("--diff", action="store_true", help="compare two, tensor by tensor")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     options = parser.parse_args(arguments)

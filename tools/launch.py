@@ -1,11 +1,11 @@
-"""Start pretrain.py on every GPU of this machine, or as one process where there is none.
+"""Start pretrain.py on all GPUs of this machine, or as one process if there is none.
 
     python tools/launch.py CONFIG.yaml [key=value ...]
 
-n processes hold dp = n / (tp * pp * cp) replicas, and each step's global_batch is split evenly over
-them: the largest n up to the number of GPUs is taken with which both divisions have no remainder.
-Where micro_batch does not divide a replica's share, their greatest common divisor takes its place;
-the samples of a step, and so the loss, stay the same.
+n processes have data-parallel size dp = n / (tp * pp * cp), and global_batch is divided by dp. The
+number of processes is the largest n, at most the number of GPUs, for which both divisions have no
+remainder. If micro_batch does not divide a data-parallel rank's share, it is replaced by their
+greatest common divisor; the samples per step, and so the loss, stay the same.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ import torch
 
 from coatlm.config import ConfigError, load_config
 
-ELASTIC = Path(__file__).resolve().parent / "elastic.py"  # torchrun, which listens to no network
+ELASTIC = Path(__file__).resolve().parent / "elastic.py"  # torchrun without open ports
 PRETRAIN = ELASTIC.parent.parent / "pretrain.py"
 
 
 def command(arguments: Sequence[str], gpus: int) -> list[str]:
-    """What to execute for these arguments of pretrain.py on so many GPUs.
+    """The command that runs pretrain.py with these arguments on `gpus` GPUs.
 
-    One process where the arguments hold a mistake or ask for no training: pretrain.py says the
-    rest. One a GPU where no number fits: it then says which field is in the way.
+    It has one process if the arguments are invalid or do not train; pretrain.py then prints the
+    reason. If no number of processes fits, it has one process per GPU, and pretrain.py names the
+    field that does not fit.
     """
     options = [word for word in arguments if word.startswith("-")]
     words = [word for word in arguments if word not in options]
@@ -44,7 +45,7 @@ def command(arguments: Sequence[str], gpus: int) -> list[str]:
 
 
 def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
-    """The number of processes for CONFIG and overrides, and the override that it asks for."""
+    """The number of processes for CONFIG and overrides, and an override that it requires."""
     try:
         config = load_config(words[0], words[1:])
     except ConfigError:

@@ -1,29 +1,28 @@
-"""Curves of one or several runs in one picture or page, and their final losses in a table.
+"""Plot the curves of one or several runs, and print their final losses as a table.
 
     python tools/plot_run.py runs/bf16 runs/coat --out loss.png --baseline bf16
     python tools/plot_run.py runs/coat --out coat.html --only loss states
 
-Drawn is whatever the runs have logged, in panels that --only names by group:
+Everything that the runs have logged is plotted, in groups of panels that --only selects:
 
-    loss         training loss, the mean of the steps since the line before; with several runs also
-                 its difference to the baseline (the first run, unless --baseline names another) in
-                 % of the baseline's loss, at the steps that both have logged, as the mean over the
-                 last --smooth of these, of fewer where the runs have less than twice as many
-    norm         of the gradients
-    throughput   tokens a second and GPU
-    states       of states.jsonl: EDQ over the update, errors of the moments m and v, the exponent k
-                 of dynamic range expansion, shares of codes at the largest value and at zero
-    activations  of numerics.jsonl: error, saturation, underflow and amax of what FP8 layers keep,
-                 of each tensor the worst layer; with several runs the worst tensor too
+    loss         training loss, the mean of the steps since the previous record; with several runs
+                 also the difference to the baseline (the first run, or --baseline) in % of the
+                 baseline's loss, at steps that both have logged, averaged over the last --smooth of
+                 these (fewer if the runs have less than twice as many)
+    norm         gradient norm
+    throughput   tokens per second per GPU
+    states       from states.jsonl: EDQ over the update, errors of the moments m and v, the exponent
+                 k of dynamic range expansion, shares of codes at the largest value and at zero
+    activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, for each
+                 tensor of the worst layer; with several runs also of the worst tensor
 
-Runs are named after their directories. --attempts adds what a run directory held before its run was
-begun anew (`attempts/`). --out is a picture, or with *.html a page of its own: curves
-as vectors, and the table. The table, printed in Markdown: the final loss is the mean over the last
-5 % of a run's steps; the difference of it to the baseline's; steps skipped for a gradient that is
-not finite; the last validation loss. A loss that was not finite is left out of means and leaves a
-gap in a curve.
+Runs are named after their directories. --attempts adds earlier attempts of the runs (`attempts/`).
+--out is an image, or with *.html a page with vector graphics and the table. The table, which is
+printed in Markdown, has the final loss, which is the mean over the last 5 % of a run's steps; its
+difference to the baseline's; the skipped steps; and the last validation loss. Losses that are NaN
+or Inf are excluded from means and leave gaps in curves.
 
-Exit code: 0, or 2 with one line that says what is wrong.
+Exit code: 0, or 2 for an error, which one line explains.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ STYLES = ("-", "--", ":", "-.")  # of the curves of one run in one panel
 
 PANELS = [
     Panel("norm", "gradient norm", {"metrics.grad_norm": ""}, log=True),
-    Panel("throughput", "tokens/s a GPU", {"metrics.tokens_per_s_per_gpu": ""}),
+    Panel("throughput", "tokens/s per GPU", {"metrics.tokens_per_s_per_gpu": ""}),
     Panel(
         "states",
         "EDQ / |update|",
@@ -76,7 +75,7 @@ PANELS = [
     ),
     Panel(
         "states",
-        "k: median, 5 to 95 % of groups",
+        "k: median, 5 to 95 % of blocks",
         {"states.exp_avg_k_p50": "m", "states.exp_avg_sq_k_p50": "v"},
         band=("p05", "p95"),
     ),
@@ -101,7 +100,7 @@ GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
 def draw(
     runs: Mapping[str, LoggedRun], baseline: str, *, smooth: int, only: Sequence[str] = GROUPS
 ) -> Figure:
-    """Every panel of the groups `only` that a run has something for. Raises ValueError."""
+    """Draw the panels of the groups `only` for which a run has data. Raises ValueError."""
     smooth = smoothing(runs, baseline, smooth)
     compared = {name: difference(run, runs[baseline], smooth=smooth) for name, run in runs.items()}
     merged = len(runs) > 1
@@ -131,7 +130,7 @@ def draw(
                 _line(ax, color, ": ".join(filter(None, (name, label))), found[1], style)
                 _band(ax, color, run, found[0], panel.band)
     labels = [
-        "loss (nats a token)",
+        "loss (nats per token)",
         f"difference to {literal(baseline)} (%)\nmean of {smooth} logged steps",
     ]
     for ax, label in zip(axes, [*labels[:losses], *(p.label for p in panels)], strict=False):
@@ -161,13 +160,13 @@ def _line(ax: Axes, color: int, label: str, curve: Curve, style: int = 0) -> Non
 
 
 def literal(text: str) -> str:
-    """`text` for matplotlib, where `$` begins a formula and a first `_` hides a label."""
+    """Escape `text` for matplotlib, where `$` begins a formula and a leading `_` hides a label."""
     escaped = text.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def _band(ax: Axes, color: int, run: LoggedRun, name: str, ends: tuple[str, str] | None) -> None:
-    """The area between two other curves of the same quantity."""
+    """Fill the area between two other curves of the same quantity."""
     if ends is None:
         return
     low, high = (run.curves.get(f"{name.rpartition('_')[0]}_{end}", {}) for end in ends)
@@ -177,10 +176,10 @@ def _band(ax: Axes, color: int, run: LoggedRun, name: str, ends: tuple[str, str]
 
 
 def save(figure: Figure, path: Path, table: Sequence[str]) -> None:
-    """Write a page for *.html, else a picture whose type is that of the path's suffix."""
+    """Write a page for *.html, else an image of the type that the suffix names."""
     kind = path.suffix.lower().removeprefix(".") or "png"
     with whole_file(path) as file, warnings.catch_warnings():
-        # a name may have characters that the font lacks; they are drawn as boxes
+        # characters that the font does not have are drawn as boxes
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
         if kind not in ("html", "htm"):
             figure.savefig(file, format=kind, dpi=130)
@@ -192,7 +191,7 @@ def save(figure: Figure, path: Path, table: Sequence[str]) -> None:
 
 
 def _page(svg: str, table: Sequence[str]) -> str:
-    """One file that needs no other."""
+    """A self-contained HTML page."""
     head, _, *rows = (
         [part.strip().replace("\\|", "|") for part in row.strip("| ").split(" |")] for row in table
     )
@@ -210,7 +209,7 @@ def _page(svg: str, table: Sequence[str]) -> str:
 
 
 def markdown(runs: Mapping[str, LoggedRun], baseline: str) -> Iterator[str]:
-    """The table's lines."""
+    """Yield the lines of the table."""
     yield f"| run | final loss | difference to {cell(baseline)} | skipped steps | last val loss |"
     yield "|---|---:|---:|---:|---:|"
     for name, run in runs.items():
@@ -220,12 +219,12 @@ def markdown(runs: Mapping[str, LoggedRun], baseline: str) -> Iterator[str]:
 
 
 def cell(name: str) -> str:
-    """A name in a row of a Markdown table."""
+    """Escape a name for a Markdown table."""
     return name.replace("|", "\\|")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="*.png, *.svg, *.pdf or *.html")

@@ -1,27 +1,27 @@
-"""Turn text files, JSON lines and parquet into the token files that training reads.
+"""Tokenize text files, JSON lines and parquet into the datasets that training reads.
 
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
         --tokenizer hf:tokenizer.json --workers 32
 
-writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset), data/corpus.json (what made
-them) and data/corpus.crc32 (checksums of the tokens, which training compares as it reads them).
+writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset), data/corpus.json (its
+manifest) and data/corpus.crc32 (checksums of the tokens, which training verifies when it reads).
 Train on them with `data.paths=[data/corpus] data.tokenizer=hf:tokenizer.json`.
 
     python tools/preprocess_data.py --verify data/corpus data/other
 
-reads datasets whole and compares them with their checksums, for example after a copy.
+reads whole datasets and verifies their checksums, for example after a copy.
 
-What a file holds follows from its name:
-  *.jsonl *.ndjson *.json    one JSON object a line; --field is the document
-  *.parquet                  one document a row, in --column
-  everything else            plain text, one document a file (or a --shard-mb piece of a larger one)
-Each but parquet may be compressed: *.gz, *.zst. Text that is not UTF-8 is replaced by U+FFFD and
-counted; documents without text are skipped and counted. Files are read in bounded memory; one that
-would exceed --max-expansion or --max-record-mb is an error.
+The name of a file determines its format:
+  *.jsonl *.ndjson *.json    one JSON object per line, with the document in --field
+  *.parquet                  one document per row, in --column
+  everything else            plain text, one document per file (or per --shard-mb of a larger one)
+All but parquet may be compressed: *.gz, *.zst. Bytes that are not UTF-8 are replaced by U+FFFD and
+counted; documents without text are skipped and counted. Memory is bounded; a file that exceeds
+--max-expansion or --max-record-mb is an error.
 
-A run that was interrupted leaves OUTPUT_PREFIX.shards behind; the same command goes on from there.
-The result is the same, byte for byte, for any number of workers and of interruptions. Exit code: 0;
-2 with one line that says what is wrong; 4 where the disk is full.
+An interrupted run leaves OUTPUT_PREFIX.shards; the same command resumes from it. The result is the
+same, byte for byte, for any number of workers and interruptions. Exit code: 0; 2 for an error,
+which one line explains; 4 if the disk is full.
 
 coatlm must be installed (`pip install -e .` in the checkout, or `make`).
 """
@@ -48,12 +48,12 @@ from coatlm.data.tokenizer import SPECS
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; --help shows the module docstring."""
+    """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", help="files, globs (** for any depth), python-stdlib")
     add("--output-prefix", type=Path, help="PREFIX of the four files to write")
-    add("--verify", nargs="+", type=Path, metavar="PREFIX", help="compare datasets with checksums")
+    add("--verify", nargs="+", type=Path, metavar="PREFIX", help="verify checksums of datasets")
     add("--tokenizer", default="byte", help=f"{SPECS} (default: byte)")
     add("--field", default="text", help="of a JSON line (default: text)")
     add("--column", default="text", help="of parquet (default: text)")
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=True,
         help="end every document with the tokenizer's end-of-document id (default: yes)",
     )
-    add("--workers", type=int, default=0, help="processes; 0: one a core (default)")
+    add("--workers", type=int, default=0, help="processes; 0: one per core (default)")
     add(
         "--shard-mb",
         type=int,
@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--overwrite",
         action="store_true",
-        help="replace a dataset made from something else, or one without checksums",
+        help="replace a dataset with other inputs or options, or one without checksums",
     )
     parsed = parser.parse_args(arguments)
     if bool(parsed.verify) == bool(parsed.input or parsed.output_prefix) or bool(
@@ -100,7 +100,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def verify(prefixes: list[Path], workers: int) -> int:
-    """Compare datasets with their checksums, one line for each; the exit code."""
+    """Verify the checksums of datasets, with one line of output each; returns the exit code."""
     code = 0
     for prefix in prefixes:
         try:
@@ -116,7 +116,7 @@ def verify(prefixes: list[Path], workers: int) -> int:
 
 
 def main() -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     arguments = parse_arguments()
     if arguments.verify:
         return verify(arguments.verify, arguments.workers)
@@ -137,7 +137,7 @@ def main() -> int:
             workers=arguments.workers,
             overwrite=arguments.overwrite,
         )
-    except OSError as error:  # of writing: errors of reading name their file
+    except OSError as error:  # from writing; errors of reading are ValueErrors with the file's name
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return fail(ValueError(f"{arguments.output_prefix}: {explain(error)}"), 4 if full else 2)
     except ValueError as error:

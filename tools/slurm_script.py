@@ -1,12 +1,13 @@
-"""The batch script that `submit_slurm.py` hands to sbatch, line by line.
+"""Generate the batch script that `submit_slurm.py` submits with sbatch.
 
-    #SBATCH options      read by sbatch, which has its own rules for quotes
-    export, --setup      before the ranks
-    srun ...             the ranks, once again after one was lost
-    scontrol requeue     or what else follows from the exit code
+    #SBATCH options      read by sbatch, which has its own quoting rules
+    export, --setup      run before the ranks
+    srun ...             starts the ranks, and restarts them after one was lost
+    scontrol requeue     or another action, depending on the exit code
 
-A configuration, a path or a name is text and never code: it is quoted for whoever reads the line.
-Words that the shell of the job is to expand are `Shell`, and only --setup lines are the user's own.
+Configurations, paths and names are quoted for the program that reads the line, so they are never
+executed. Words that the shell of the job expands are `Shell`; only --setup lines come from the user
+unquoted.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pathlib import Path
 from coatlm.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # what sbatch reads as it stands
-STRAGGLERS_S = 120  # seconds that the other ranks have once the first one has left
-# Codes after which another attempt would end alike; coatlm.train.faults.ExitCode
+SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # words that need no quotes for sbatch
+STRAGGLERS_S = 120  # seconds for the other ranks to exit after the first one has
+# exit codes (coatlm.train.faults.ExitCode) after which another attempt would end the same way
 FINAL = "0 | 2 | 3 | 4 | 85 | 129 | 130 | 138 | 143"
-# Where the nodes of a torchrun meet: a port a job, so that two jobs may share a node
+# rendezvous of torchrun over several nodes; one port per job, so that two jobs can share a node
 RENDEZVOUS = (
     'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     "port=$((29500 + SLURM_JOB_ID % 1000))",
@@ -40,7 +41,7 @@ def slurm_directory(config: Config) -> Path:
 
 
 def log_name(args: argparse.Namespace) -> str:
-    """The log's name with sbatch's placeholders: job, or array and element."""
+    """The name of the log with sbatch's placeholders for the job, or the array and its element."""
     return "%A_%a.log" if args.restarts else "%j.log"
 
 
@@ -68,8 +69,10 @@ def quote_value(item: str) -> str:
 
 
 def quote_option(option: str) -> str:
-    """One word of an #SBATCH line: sbatch splits it at blanks, starts a comment at `#`, and takes
-    a backslash for an escape, also within quotes of either kind. It expands nothing.
+    """Quote a word of an #SBATCH line.
+
+    sbatch splits the line at blanks, starts a comment at `#`, and treats a backslash as an escape,
+    also within quotes of either kind. It expands nothing.
     """
     if SBATCH_PLAIN.fullmatch(option):
         return option
@@ -77,7 +80,7 @@ def quote_option(option: str) -> str:
 
 
 def options(args: argparse.Namespace, config: Config) -> Iterator[str]:
-    """What sbatch is asked for."""
+    """Yield the options for sbatch."""
     tasks = args.gpus_per_node if args.launcher == "srun" else 1
     yield f"--job-name={args.job_name or config.run.name}"
     yield f"--nodes={args.nodes}"
@@ -100,14 +103,15 @@ def options(args: argparse.Namespace, config: Config) -> Iterator[str]:
 
 
 def cpus(args: argparse.Namespace) -> int:
-    """Cores a task, 0 for the cluster's default: a torchrun has the ranks of a node in one task."""
+    """Cores per task, 0 for the cluster's default. torchrun runs all ranks of a node in one
+    task."""
     ranks = args.gpus_per_node if args.launcher == "torchrun" else 1
     unless_given = 1 if args.cpu and args.launcher == "torchrun" else 0
     return ranks * (args.cpus_per_rank or unless_given)
 
 
 def attempts(args: argparse.Namespace, config: Config) -> Iterator[str]:
-    """The lines that start the ranks, again after a lost one."""
+    """Yield the lines that start the ranks, and restart them after one was lost."""
     words = [*launcher(args), str(slurm_directory(config) / "config.yaml")]
     resume: list[str] = []
     if config.checkpoint.resume == "none":
@@ -131,9 +135,9 @@ def attempts(args: argparse.Namespace, config: Config) -> Iterator[str]:
 
 
 def fresh_until_saved(config: Config) -> Iterator[str]:
-    """Lines that set `resume`: none, until this job has a checkpoint to go on from.
+    """Yield lines that set `resume` to none until this job has a checkpoint, then to auto.
 
-    A checkpoint is this job's if it is newer than what was written when the job was submitted.
+    A checkpoint belongs to this job if it is newer than the files written at its submission.
     """
     slurm = slurm_directory(config)
     latest, submitted = slurm.parent / "checkpoints" / "latest", slurm / "config.yaml"
@@ -142,7 +146,7 @@ def fresh_until_saved(config: Config) -> Iterator[str]:
 
 
 def launcher(args: argparse.Namespace) -> list[str]:
-    """srun, the container and what it starts, up to the configuration."""
+    """The command up to the configuration: srun, the container, the launcher and pretrain.py."""
     words = ["srun", f"--wait={STRAGGLERS_S}"]
     if cpus(args):
         words.append(f"--cpus-per-task={cpus(args)}")
@@ -178,14 +182,14 @@ def launcher(args: argparse.Namespace) -> list[str]:
 
 
 def command(words: Sequence[str]) -> Iterator[str]:
-    """One command over several lines, a word a line."""
+    """Yield one command over several lines, one word per line."""
     for index, word in enumerate(words):
         text = word if isinstance(word, Shell) else shlex.quote(word)
         yield ("" if index == 0 else "    ") + text + (" \\" if index < len(words) - 1 else "")
 
 
 def ending(args: argparse.Namespace) -> Iterator[str]:
-    """What follows from the exit code."""
+    """Yield the lines that act on the exit code."""
     if args.restarts:
         yield "case $code in  # done or of no use to go on: the rest of the array is not needed"
         yield '    0 | 2 | 3 | 4) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;'

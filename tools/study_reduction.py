@@ -1,31 +1,31 @@
-"""FP8-LM's figure 7 in miniature: what summing gradients in FP8 costs (arXiv 2310.18313, s. 3.1).
+"""Errors of summing gradients in FP8, as in figure 7 of FP8-LM (arXiv 2310.18313, section 3.1).
 
     python tools/study_reduction.py configs/llama-125m.yaml train.steps=500 --out study
 
-One process trains the run of CONFIG (overrides as for pretrain.py; it has its run directory), then
-takes the gradients of as many microbatches that follow as the largest of --ranks: what so many
-data-parallel ranks would sum. Of each, gradients.pt keeps --elements, an equal share of every
-matrix in groups of 128, and the largest magnitude of each whole matrix. --gradients FILE starts
-from there.
+One process trains the run of CONFIG (with overrides as for pretrain.py, in its run directory), then
+computes the gradients of the next microbatches, as many as the largest of --ranks; these stand for
+the gradients of so many data-parallel ranks. gradients.pt stores --elements of each, in equal
+numbers of blocks of 128 per matrix, and the amax of each whole matrix. --gradients FILE starts from
+such a file.
 
-The gradients g_1 .. g_N of N virtual ranks are summed in each way, N each of --ranks:
+The gradients g_1 .. g_N of N virtual ranks are summed in each of these ways, for each N of --ranks:
 
     pre-scaling      codes = cast(s g_i / N), added in FP8
-    post-scaling     codes = cast(s g_i), added in FP8 and divided by N after
-    auto-scaling     codes = cast(mu s g_i), added in FP8; mu starts at 1 and the sum is repeated
+    post-scaling     codes = cast(s g_i), added in FP8, then divided by N
+    auto-scaling     codes = cast(mu s g_i), added in FP8; mu starts at 1, and the sum is repeated
                      with mu / 2 while more than 1e-5 of a matrix's sums are +-MAX
-    fp8-a2a, tensor  codes = cast(s g_i), added in fp32 to what the rank that adds has, unrounded
-    fp8-a2a, block   the same with a scale for each rank's 1 x 128 elements
+    fp8-a2a, tensor  codes = cast(s g_i), added in fp32 to the unrounded values of the summing rank
+    fp8-a2a, block   the same with one scale per rank and block of 128 elements
     fp8-a2a, e3m4    the same in E3M4
     fp8-a2a, e5m2    the same in E5M2
 
-s is MAX over the largest magnitude of the matrix on any rank. Sums in FP8 round after each rank.
-With the exact sum g and the sum g' found: SNR = 10 log10 (sum g^2 / sum (g - g')^2) in dB;
-underflow is the share of all g_i != 0 whose code is 0; overflow that of sums that are +-MAX, where
-they are FP8.
+s is MAX / amax, with the amax of the matrix over all ranks. Sums in FP8 are rounded after each
+rank. For the exact sum g and the computed sum g', SNR = 10 log10 (sum g^2 / sum (g - g')^2) in dB.
+Underflow is the share of values g_i != 0 whose code is 0, overflow the share of FP8 sums that are
++-MAX.
 
-Prints a table in Markdown; writes reduction.json and reduction.png to --out. Exit code: 0, or 2
-with one line that says what is wrong.
+Prints a table in Markdown; writes reduction.json and reduction.png to --out. Exit code: 0, or 2 for
+an error, which one line explains.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of E elements in T matrices, on R ranks."""
+    """Gradients of E elements in T matrices on R ranks."""
 
     values: Tensor  # fp32 [R, E], E a multiple of 128
     amax: Tensor  # fp32 [R, T] of the whole matrices
-    owner: Tensor  # int32 [E / 128]: the matrix of each group
+    owner: Tensor  # int32 [E / 128]: the matrix of each block
     names: list[str]
 
     def save(self, path: Path) -> None:
         with whole_file(path) as temporary, temporary.open("wb") as file:
             try:
                 torch.save({**vars(self)}, file)
-            except RuntimeError as error:  # torch's zip writer hides what the disk has said
+            except RuntimeError as error:  # torch's zip writer hides the OSError of the disk
                 raise error.__context__ or error from error
 
     @classmethod
     def load(cls, path: Path) -> Gradients:
-        """Raises ValueError if the file is not one of these."""
+        """Read what `save` wrote. Raises ValueError for any other file."""
         try:
             found = cls(**torch.load(path, weights_only=True, map_location=device()))
             ranks, elements = found.values.shape
@@ -92,7 +92,7 @@ class Gradients:
             whole &= bool(((found.owner >= 0) & (found.owner < len(found.names))).all())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}") from error
-        except Exception as error:  # torch raises anything; its message advises to trust the file
+        except Exception as error:  # of any type; torch's message suggests trusting the file
             raise ValueError(f"{path}: not gradients.pt of this tool") from error
         if not whole:
             raise ValueError(f"{path}: gradients.pt with shapes that do not fit each other")
@@ -101,19 +101,19 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Found:
-    """One way of summing over N ranks."""
+    """The errors of one way of summing over N ranks."""
 
     how: str
     ranks: int
     snr: float  # dB
     relative_error: float
     underflow: float
-    overflow: float | None  # None: sums are fp32
-    mu: float | None  # smallest, where it adapts
+    overflow: float | None  # None for fp32 sums
+    mu: float | None  # the smallest mu of auto-scaling
 
 
 def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
-    """Train, then the gradients of `ranks` microbatches. Raises ValueError."""
+    """Train, then compute the gradients of `ranks` microbatches. Raises ValueError."""
     with ExitStack() as stack:
         session = start.set_up(config, Launch(), stack)
         session.run_steps()
@@ -124,7 +124,7 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
         chosen = {p: _spread(p.numel() // SCALE_BLOCK, share) for p in matrices}
         batches = microbatches(
             session.data.train,
-            session.run.samples,  # the first one that training has not read
+            session.run.samples,  # the first sample after those of training
             global_batch=ranks * t.micro_batch,
             micro_batch=t.micro_batch,
             dp_rank=0,
@@ -158,13 +158,13 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
 
 
 def _spread(groups: int, most: int) -> Tensor:
-    """At most so many of the groups, evenly."""
+    """At most `most` indices, evenly spaced in range(groups)."""
     count = min(groups, most)
     return (torch.arange(count, device=device()) * groups) // count
 
 
 def study(gradients: Gradients, ranks: Sequence[int]) -> Iterator[Found]:
-    """Every way of summing, for each number of ranks. Raises ValueError if there are too few."""
+    """Yield the errors of every way of summing, for each number of ranks. Raises ValueError."""
     most = len(gradients.values)
     if not ranks or max(ranks) > most or min(ranks) < 2:
         raise ValueError(f"ranks={list(ranks)}: from 2 to the {most} whose gradients are there")
@@ -183,14 +183,14 @@ def study(gradients: Gradients, ranks: Sequence[int]) -> Iterator[Found]:
 
 @dataclass(eq=False)
 class Total:
-    """A sum found, where it is +-MAX if that can be, and how many of the values sent became 0."""
+    """A sum, a mask of its saturated elements if it is in FP8, and the count of underflows."""
 
     value: Tensor
     full: Tensor | None = None
     lost: int = 0
 
     def add(self, values: Tensor, decoded: Tensor) -> None:
-        """Add one rank's values, in FP8 if `full` is kept."""
+        """Add the values of one rank, in FP8 if there is a mask `full`."""
         self.lost += int(((decoded == 0) & (values != 0)).sum())
         self.value = self.value + decoded
         if self.full is not None:
@@ -199,7 +199,7 @@ class Total:
 
 
 def fp8_sum(g: Gradients, mu: Tensor) -> Total:
-    """The sum over ranks in E4M3 with mu [T]."""
+    """Sum over ranks in E4M3, with mu [T] per matrix."""
     scale = (scale_ref(g.amax.amax(0), E4M3) / mu)[g.owner.long()].repeat_interleave(SCALE_BLOCK)
     total = Total(torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool))
     for values in g.values:
@@ -209,7 +209,7 @@ def fp8_sum(g: Gradients, mu: Tensor) -> Total:
 
 
 def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
-    """mu and the sum with it, once no matrix saturates by FP8-LM's rule."""
+    """mu and its sum, with mu halved until no matrix saturates by FP8-LM's rule."""
     mu = torch.ones(len(g.names), device=g.values.device)
     groups = torch.zeros_like(mu).index_add_(0, g.owner, torch.ones_like(g.owner, dtype=mu.dtype))
     while True:
@@ -224,7 +224,7 @@ def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
 
 
 def exchanged(g: Gradients, fmt: Coding, *, shared: bool) -> Total:
-    """What fp8-a2a finds: each rank rounded once, sums in fp32."""
+    """Sum as fp8-a2a does: values are rounded once, sums are fp32."""
     total = Total(torch.zeros_like(g.values[0]))
     scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(SCALE_BLOCK)
     layout = Layout(len(total.value), fmt, scaled=True)
@@ -258,7 +258,7 @@ def _judge(how: str, g: Gradients, total: Total, *, mu: float | None = None) -> 
 
 
 def markdown(found: Sequence[Found]) -> Iterator[str]:
-    """The table, a line at a time."""
+    """Yield the lines of the table."""
     yield "| sum | ranks | SNR dB | relative error | underflow | overflow | smallest mu |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for f in found:
@@ -271,7 +271,7 @@ def markdown(found: Sequence[Found]) -> Iterator[str]:
 
 
 def draw(found: Sequence[Found], path: Path) -> None:
-    """SNR, underflow and overflow over the number of ranks."""
+    """Plot SNR, underflow and overflow over the number of ranks."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     axes = figure.subplots(1, 3)
     for how in dict.fromkeys(f.how for f in found):
@@ -291,7 +291,7 @@ def draw(found: Sequence[Found], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("config", nargs="?", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_or_capture(options: Any) -> Gradients:
-    """From --gradients, or from a run, then saved as gradients.pt. Raises ValueError."""
+    """Read --gradients, or train and save gradients.pt. Raises ValueError."""
     if (options.gradients is None) == (options.config is None):
         raise ValueError("give either CONFIG or --gradients")
     if options.gradients is not None:

@@ -2,25 +2,26 @@
 
     python tools/study_states.py runs/baseline/checkpoints/step_00010000 --out study
 
-CHECKPOINT is one of a run with optim.recipe=adamw-fp32, or such a run's directory (its newest). All
-matrices are taken, each in groups of 128 consecutive elements; norms are not, nor the last elements
-of a matrix that fill no group. With --elements N an equal share of every matrix is taken, in groups
-spread evenly over it, together at most N elements but at least one group a matrix.
+CHECKPOINT is a checkpoint of a run with optim.recipe=adamw-fp32, or the directory of such a run,
+whose newest checkpoint is read. The study covers all matrices, each in blocks of 128 consecutive
+elements; it leaves out norms, and the last elements of a matrix that do not fill a block.
+--elements N takes an equal share of every matrix, in evenly spaced blocks: at most N elements
+together, but at least one block per matrix.
 
-m and v are encoded once and decoded, m as the row says and v as the column says. With the run's
-eps, and c = 1 - beta^t at its t updates,
+m is encoded and decoded in the format of the row, v in the format of the column. With eps of
+the run, and c = 1 - beta^t after its t updates,
 
     u = (m / c1) / (sqrt(v / c2) + eps)      u' = the same of the decoded m and v
     MSE = mean (u' - u)^2, in units of 1e-5   error = ||u' - u|| / ||u||
 
-The paper names no unit, so only ratios of cells compare with its tables. Where v becomes zero and m
-does not, u' is m / (c1 eps): a few such elements decide a mean over all. If there are any, all is
-also given over the elements whose v becomes zero in none of the formats; and for every format the
-share of all elements with a v that is not zero and becomes so.
+The paper names no unit, so only ratios of cells compare with its tables. Where v is rounded to zero
+and m is not, u' is m / (c1 eps), and a few such elements dominate a mean. If there are any, each
+table is also printed without the elements whose v is rounded to zero by some format. The share of
+those is printed for each format of v.
 
-    E4M3, E5M2, DE8   the largest |x| of a group becomes the format's largest number; k = 1
-    + Expand          what coatlm.fp8.expand does: M_E4M3 for rows and V_E4M3, V_E5M2 for columns,
-                      and their like for the other formats
+    E4M3, E5M2, DE8   the largest |x| of a block becomes the largest number of the format; k = 1
+    + Expand          as in coatlm.fp8.expand: M_E4M3 for m, V_E4M3 for v, and the same rules for
+                      the other formats
     paper's rule      E4M3 with R = 448 * 512 and k >= 1 for both moments; v may become zero
     published kernel  E4M3 with R = 448 * 448 / 2 and any k for both moments; v may become zero.
                       That kernel rounds k down to a multiple of 1/16, here k is the nearest one
@@ -40,6 +41,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,74 +54,36 @@ from torch import Tensor
 
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
-from coatlm.fp8.expand import (
-    K_STEPS,
-    M_E4M3,
-    SMALLEST,
-    V_E4M3,
-    V_E5M2,
-    Expansion,
-    expand_dequantize,
-    expand_quantize,
-)
-from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, DynamicExponent, Fp8Format
+from coatlm.fp8.expand import K_STEPS, M_E4M3, SMALLEST, V_E4M3, Expansion, expand_quantize
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_tensors, saved_config
 from coatlm.train.state import read_run_state
 
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
+
+from tools.studies.state_formats import (  # noqa: E402
+    M_FORMATS,
+    RULES,
+    TABLE_1,
+    TABLE_8,
+    V_FORMATS,
+    plain,
+    round_trip,
+)
+
 RECIPE = "adamw-fp32"
 M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
-PIECE = SCALE_BLOCK << 15  # elements worked on at a time
+PIECE = SCALE_BLOCK << 15  # elements studied at a time
 DRAWN = 2048 * SCALE_BLOCK  # elements drawn
 UNIT = 1e-5  # of the MSE printed
 
 
-@dataclass(frozen=True)
-class PublishedKernel(Expansion):
-    """The range to which the published kernel expands, for either moment."""
-
-    @property
-    def log2_range(self) -> float:
-        return math.log2(448 * 448 / 2)
-
-
-def plain(fmt: Fp8Format | DynamicExponent) -> Expansion:
-    """Without expansion. Also v is "signed": what is too small becomes zero."""
-    return Expansion(fmt, signed=True, k16_max=16)
-
-
-PUBLISHED = PublishedKernel(E4M3, signed=True, k16_min=1)
-DE8_M, DE8_V = DynamicExponent(signed=True), DynamicExponent(signed=False)
-M_FORMATS = {
-    "E4M3": plain(E4M3),
-    "E4M3 + Expand": M_E4M3,
-    "E5M2": plain(E5M2),
-    "E5M2 + Expand": Expansion(E5M2, signed=True),
-    "DE8": plain(DE8_M),
-    "DE8 + Expand": Expansion(DE8_M, signed=True),
-    "published kernel": PUBLISHED,
-}
-V_FORMATS = {
-    "E4M3": plain(E4M3),
-    "E4M3 + Expand": V_E4M3,
-    "E5M2": plain(E5M2),
-    "E5M2 + Expand": V_E5M2,
-    "DE8": plain(DE8_V),
-    "DE8 + Expand": Expansion(DE8_V, signed=False, k16_min=V_E4M3.k16_min),
-    "paper's rule": M_E4M3,
-    "published kernel": PUBLISHED,
-}
-TABLE_1 = ("E4M3", "E4M3 + Expand", "E5M2", "E5M2 + Expand")
-TABLE_8 = (("E4M3 + Expand", "DE8", "DE8 + Expand"), (*TABLE_1, "DE8", "DE8 + Expand"))
-RULES = (  # rows without the paper's: for m it is M_E4M3
-    ("E4M3 + Expand", "published kernel"),
-    ("E4M3 + Expand", "paper's rule", "published kernel"),
-)
 Cells = dict[str, dict[str, float]]  # by row, m, and column, v
 
 
 @dataclass(frozen=True)
 class Moments:
-    """fp32 m and v, flat and in whole groups, and what makes an update of them."""
+    """fp32 m and v, flat and in whole blocks, and the parameters of the update."""
 
     m: Tensor
     v: Tensor
@@ -135,26 +99,26 @@ class Moments:
 
 @dataclass(frozen=True)
 class Study:
-    """The tables: over all elements, and over those whose v no format rounds to zero ("kept")."""
+    """The tables over all elements, and over those whose v no format rounds to zero ("nonzero")."""
 
     elements: int
-    kept: int
+    nonzero: int
     zeroed: dict[str, float]  # by column: the share of all elements whose v becomes zero
     mse: Cells
     error: Cells
-    mse_kept: Cells
-    error_kept: Cells
+    mse_nonzero: Cells
+    error_nonzero: Cells
 
 
 def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
-    """The moments of the matrices, on the host. The module docstring says which elements.
+    """The moments of the matrices, on the host; the module docstring says of which elements.
 
     Raises CheckpointError if there is no whole checkpoint, and ValueError if it is of another
-    recipe, from before the first update, or holds no group of a matrix, or a moment that is
-    not finite or zero throughout.
+    recipe, from before the first update, or has no block of a matrix, or a moment that is not
+    finite or zero everywhere.
     """
     if elements is not None and elements < SCALE_BLOCK:
-        raise ValueError(f"elements={elements}: at least {SCALE_BLOCK}, a group")
+        raise ValueError(f"elements={elements}: at least {SCALE_BLOCK}, a block")
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}: no such directory")
     named = os.path.join(".", checkpoint)  # not one of the words auto and none
@@ -163,9 +127,11 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
     state = read_run_state(path)
     optim, updates = saved_config(path, state).optim, state["updates"]
     if optim.recipe != RECIPE:
-        raise ValueError(f"{path}: optim.recipe={optim.recipe}; only {RECIPE} keeps exact states")
+        raise ValueError(f"{path}: optim.recipe={optim.recipe}; only {RECIPE} has exact states")
     if updates < 1:
-        raise ValueError(f"{path}: updates={updates}; at least 1, before it all is zero")
+        raise ValueError(
+            f"{path}: updates={updates}; at least 1; before the first, all moments are zero"
+        )
     m, v = (_matrices(path, prefix) for prefix in (M_KEY, V_KEY))
     if not m or [x.shape for x in m] != [x.shape for x in v]:
         raise ValueError(f"{path} holds no m and v of a matrix of at least {SCALE_BLOCK} elements")
@@ -179,7 +145,7 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
 
 
 def _matrices(checkpoint: Path, prefix: str) -> list[Tensor]:
-    """Each in whole groups, [groups, 128], in the order of their names."""
+    """The matrices in the order of their names, each in whole blocks, [blocks, 128]."""
     return [
         x.flatten()[: x.numel() // SCALE_BLOCK * SCALE_BLOCK].view(-1, SCALE_BLOCK)
         for key, x in read_tensors(checkpoint)
@@ -188,20 +154,15 @@ def _matrices(checkpoint: Path, prefix: str) -> list[Tensor]:
 
 
 def _spread(x_GE: Tensor, share: float) -> Tensor:
-    """A share of the groups, evenly spaced, flat."""
+    """A share of the blocks, evenly spaced, flat."""
     count = max(1, min(len(x_GE), int(share * len(x_GE))))
     return x_GE[torch.arange(count) * len(x_GE) // count].flatten()
 
 
-def round_trip(x: Tensor, how: Expansion) -> Tensor:
-    """What a moment becomes by being stored."""
-    return expand_dequantize(expand_quantize(x, how), how)
-
-
 def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:
-    """Every row with every column. Sums are fp64, everything before them is fp32."""
+    """The errors of each format of m with each format of v, computed in fp32, summed in fp64."""
     rows, columns = list(M_FORMATS), list(V_FORMATS)
-    squares = torch.zeros(2, len(rows), len(columns), dtype=torch.float64)  # [all | kept]
+    squares = torch.zeros(2, len(rows), len(columns), dtype=torch.float64)  # [all | nonzero]
     total, count = (torch.zeros(2, dtype=torch.float64) for _ in range(2))
     zeroed = torch.zeros(len(columns), dtype=torch.float64)
     pieces = zip(moments.m.split(PIECE), moments.v.split(PIECE), strict=True)
@@ -210,13 +171,13 @@ def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:
         ms = [round_trip(m, how) for how in M_FORMATS.values()]
         vs = [round_trip(v, how) for how in V_FORMATS.values()]
         lost = torch.stack([(q == 0) & (v > 0) for q in vs])
-        kept = ~lost.any(0)
+        nonzero = ~lost.any(0)
         zeroed += lost.sum(1).cpu()
-        count += torch.tensor([kept.numel(), int(kept.sum())])
-        total += _sums(u, kept)
+        count += torch.tensor([nonzero.numel(), int(nonzero.sum())])
+        total += _sums(u, nonzero)
         for i, m_stored in enumerate(ms):
             for j, v_stored in enumerate(vs):
-                squares[:, i, j] += _sums(moments.update(m_stored, v_stored) - u, kept)
+                squares[:, i, j] += _sums(moments.update(m_stored, v_stored) - u, nonzero)
     cells = [
         {m: dict(zip(columns, row, strict=True)) for m, row in zip(rows, table, strict=True)}
         for which in (0, 1)
@@ -229,19 +190,19 @@ def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:
     return Study(int(count[0]), int(count[1]), shares, *cells)
 
 
-def _sums(x: Tensor, kept: Tensor) -> Tensor:
-    """fp64[2] on the host: the sum of squares of all and of those kept."""
+def _sums(x: Tensor, nonzero: Tensor) -> Tensor:
+    """The sums of squares over all elements and over the nonzero ones, fp64[2] on the host."""
     squares = x.double().square()
-    return torch.stack([squares.sum(), squares[kept].sum()]).cpu()
+    return torch.stack([squares.sum(), squares[nonzero].sum()]).cpu()
 
 
 def markdown(result: Study) -> Iterator[str]:
-    """Lines: Table 1, Table 8 and the rules of expansion, over all and over the kept."""
-    lost = result.elements - result.kept
+    """The lines of Table 1, Table 8 and the rules of expansion, over all and nonzero elements."""
+    lost = result.elements - result.nonzero
     views = [(f"all {result.elements:,} elements", result.mse, result.error)]
     if lost:
         which = f"all but the {lost:,} elements whose v some format rounds to zero"
-        views.append((which, result.mse_kept, result.error_kept))
+        views.append((which, result.mse_nonzero, result.error_nonzero))
     for title, rows, columns in (
         ("Table 1", TABLE_1, TABLE_1),
         ("Table 8", *TABLE_8),
@@ -277,7 +238,7 @@ def gain(mse: Cells) -> float:
 
 
 def draw(moments: Moments, path: Path) -> None:
-    """Where |m| and |v| lie in E4M3's range before and after rounding, and the k of groups."""
+    """Draw |m| and |v| in E4M3's range before and after rounding, and the k of the blocks."""
     figure = Figure(figsize=(12, 6), layout="constrained")  # without pyplot: no display, no globals
     axes = figure.subplots(2, 3)
     for row, (name, x, how) in zip(
@@ -287,14 +248,14 @@ def draw(moments: Moments, path: Path) -> None:
         _draw_range(row[0], x, plain(E4M3), f"{name}, E4M3")
         _draw_range(row[1], x, how, f"{name}, E4M3 + Expand")
         k = expand_quantize(x, how).k16.float() / K_STEPS
-        k = k[x.view(-1, SCALE_BLOCK).any(1)]  # of a group of zeros, k says nothing
+        k = k[x.view(-1, SCALE_BLOCK).any(1)]  # the k of a block of zeros means nothing
         row[2].hist(k.tolist(), bins=[i / 4 for i in range(65)], color="tab:green")
-        row[2].set(title=f"k of {name}: median {k.median():.3g}", xlabel="k", ylabel="groups")
+        row[2].set(title=f"k of {name}: median {k.median():.3g}", xlabel="k", ylabel="blocks")
     figure.savefig(path, format="png", dpi=130)
 
 
 def _draw_range(axes: Axes, x: Tensor, how: Expansion, title: str) -> None:
-    """Histograms of log2 of what is rounded, and of what it is rounded to."""
+    """Histograms of log2 of the values before and after rounding."""
     state = expand_quantize(x, how)
     k, scale = (state.k16.float() / K_STEPS)[:, None], state.log2_scale[:, None]
     a_GE = x.abs().view(-1, SCALE_BLOCK)
@@ -314,7 +275,7 @@ def _draw_range(axes: Axes, x: Tensor, how: Expansion, title: str) -> None:
 
 
 def as_json(moments: Moments, result: Study) -> dict[str, Any]:
-    """What states.json holds; the MSE is in units of 1."""
+    """The contents of states.json; the MSE is in units of 1."""
     return {
         "updates": moments.updates,
         "betas": list(moments.betas),

@@ -4,16 +4,16 @@
         --partition gpu --time 24:00:00 parallel.tp=4
     python tools/submit_slurm.py ... --dry-run        # print the script, write nothing
 
-The configuration is checked for nodes * gpus-per-node processes first. What was checked is what
-runs: it goes, resolved, to RUN/slurm/config.yaml beside the script and the logs, and later changes
-of the YAML do not reach restarts.
+The configuration is checked for nodes * gpus-per-node processes first. The job uses the resolved
+configuration, which is written to RUN/slurm/config.yaml beside the script and the logs, so later
+changes of the YAML file do not affect restarts.
 
-SIGUSR1 ahead of the time limit lets the ranks save and leave with 85; the job then requeues itself
-and goes on from there. --restarts K is for clusters where jobs may not: an array of K + 1 jobs, one
-after the other, each going on where the one before stopped.
+SIGUSR1 before the time limit makes the ranks save and exit with 85; the job then requeues itself
+and resumes. --restarts K is for clusters that do not allow this: an array of K + 1 jobs that run
+one after the other, each resuming where the previous one stopped.
 
-A configuration, a path or a name is text and never code: it is quoted for the shell and for sbatch,
-and refused where neither could express it. Only --setup lines are meant for the shell.
+Configurations, paths and names are quoted for the shell and for sbatch, and are errors if they
+cannot be. Only --setup lines are executed by the shell.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # what is checked here is what pretrain.py of this checkout reads
+sys.path.insert(0, str(ROOT))  # check with the code of this checkout, which pretrain.py uses
 
 from coatlm.config import Config, ConfigError, load_config  # noqa: E402
 from tools.slurm_script import log_name, script, slurm_directory  # noqa: E402
@@ -43,14 +43,14 @@ from tools.slurm_script import log_name, script, slurm_directory  # noqa: E402
 TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
 ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII)
 SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
-# What a mounted path cannot hold. pyxis separates mounts by commas and writes each as a line of
-# fstab: blanks separate, backslashes escape, and variables are replaced. apptainer separates at
-# commas and carets, takes backslashes for escapes and the whole for a line of CSV.
+# Characters that a mounted path cannot have. pyxis separates mounts by commas and writes each to a
+# line of fstab, where blanks separate, backslashes escape, and variables are replaced. apptainer
+# separates at commas and carets, treats backslashes as escapes, and parses the value as CSV.
 UNMOUNTABLE = {"pyxis": ", \\$", "apptainer": ',^\\"'}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, write, submit. Returns 2 for what cannot be submitted, sbatch's code if it refuses."""
+    """Check, write, submit. Returns 2 for an error, or sbatch's exit code if sbatch fails."""
     args = parse(arguments)
     try:
         config = load_config(args.config, args.overrides)
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(config: Config, files: Mapping[str, str]) -> None:
-    """Replace the files of the slurm directory, all or none. Raises ConfigError if that fails."""
+    """Replace the files of the slurm directory, all or none. Raises ConfigError on failure."""
     directory = slurm_directory(config)
     made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     temporary = {directory / f".{name}.tmp": directory / name for name in files}
@@ -80,7 +80,7 @@ def write(config: Config, files: Mapping[str, str]) -> None:
             os.replace(path, final)
     except OSError as error:
         for remove in (*(path.unlink for path in temporary), *(path.rmdir for path in made)):
-            with contextlib.suppress(OSError):  # it was not made, or somebody else uses it now
+            with contextlib.suppress(OSError):  # it was not created, or is in use
                 remove()
         raise ConfigError(
             f"run.dir={shown(config.run.dir)}: cannot be written to: {error.strerror}"
@@ -88,7 +88,7 @@ def write(config: Config, files: Mapping[str, str]) -> None:
 
 
 def submit(directory: Path, log: str) -> int:
-    """Hand the script in `directory` to sbatch and say what came of it."""
+    """Submit the script in `directory` with sbatch and print the result; returns the exit code."""
     path = directory / "job.sbatch"
     command = ["sbatch", "--parsable", str(path)]
     where = f"the script is {shown(path, limit=200)}"
@@ -102,14 +102,14 @@ def submit(directory: Path, log: str) -> int:
         reason = "; ".join(line.removeprefix("error: ") for line in lines if line)
         print(f"error: sbatch: {shown(reason, limit=150)}; {where}", file=sys.stderr)
         return done.returncode
-    job = done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
+    job = done.stdout.strip().partition(";")[0]  # JOB;CLUSTER if there are several clusters
     log = log.replace("%j", job).replace("%A_%a", f"{job}_*")
     print(f"submitted {job}: {path}, log {directory / log}")
     return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -132,19 +132,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     other = "any other as one word, repeatedly: --sbatch=--constraint=h100"
     add("--sbatch", action="append", default=[], metavar="--OPTION[=VALUE]", help=other)
     add("--launcher", choices=("srun", "torchrun"), default="srun", help="who starts the ranks")
-    again = "how often to start the ranks again after one was lost (default 3)"
+    again = "how many times to restart the ranks after one was lost (default 3)"
     add("--max-restarts", type=natural, default=3, help=again)
-    chain = "submit an array of K + 1 jobs that resume one another, instead of requeueing"
+    chain = "submit an array of K + 1 jobs, each resuming the previous one, instead of requeueing"
     add("--restarts", type=natural, default=0, metavar="K", help=chain)
     add("--save-before", type=positive, default=300, help="seconds before the time limit (300)")
     add("--python", default=sys.executable, help="interpreter on the nodes or in the container")
-    setup = "run by the shell of the job, as it stands, before the ranks; repeatedly"
+    setup = "a line that the shell of the job runs unchanged before the ranks; repeatable"
     add("--setup", action="append", default=[], metavar="LINE", help=setup)
-    variable = "exported, repeatedly; the value is not expanded"
+    variable = "an exported variable, repeatable; the value is not expanded"
     add("--env", action="append", default=[], metavar="NAME=VALUE", help=variable)
     add("--container", metavar="IMAGE")
     add("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis")
-    mount = "into the container, repeatedly"
+    mount = "a mount in the container, repeatable"
     add("--mount", action="append", default=[], metavar="PATH[:PATH[:FLAGS]]", help=mount)
     add("--dry-run", action="store_true", help="check and print the script, submit nothing")
     return parser.parse_intermixed_args(arguments)
@@ -165,7 +165,7 @@ def natural(text: str) -> int:
 
 
 def check(args: argparse.Namespace, config: Config) -> None:
-    """Raise ConfigError for what would fail or go wrong only once the job runs or restarts."""
+    """Raise ConfigError for errors that would otherwise appear only when the job runs."""
     config.data_parallel_size(args.nodes * args.gpus_per_node)
     if args.time is not None and seconds(args.time) < 2 * args.save_before:
         raise ConfigError(
@@ -198,7 +198,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
 
 
 def texts(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, str]]:
-    """What the script quotes, by the name of its option."""
+    """Yield the names and values of the options that the script quotes."""
     yield "run.dir", str(config.run.dir)
     yield "run.name", config.run.name
     for name in ("job-name", "partition", "account", "python", "container"):
@@ -213,8 +213,9 @@ def texts(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, str]]
 
 
 def check_text(name: str, value: str) -> None:
-    """Raise ConfigError for what no line of a script can hold: control characters and bytes that
-    are not UTF-8 (which Python reads as surrogates).
+    """Raise ConfigError for values that a script cannot contain.
+
+    These are control characters, and bytes that are not UTF-8, which Python reads as surrogates.
     """
     if not value:
         raise ConfigError(f"{name} is empty")
@@ -223,7 +224,7 @@ def check_text(name: str, value: str) -> None:
 
 
 def check_mount(name: str, value: str, runtime: str, *, parts: int) -> None:
-    """Raise ConfigError for a mount of more than `parts` parts, or of which one is no such path."""
+    """Raise ConfigError for a mount with more than `parts` parts or unsupported characters."""
     paths = value.split(":")
     if len(paths) > parts or not all(paths):
         form = "PATH[:PATH[:FLAGS]]" if parts == 3 else "a path without a colon"
@@ -236,7 +237,7 @@ def check_mount(name: str, value: str, runtime: str, *, parts: int) -> None:
 
 
 def shown(value: object, *, limit: int = 120) -> str:
-    """A value for a message: short, and without control characters."""
+    """A value for a message, shortened and without control characters."""
     text = str(value)
     if not text.isprintable():
         text = ascii(text)
@@ -244,7 +245,10 @@ def shown(value: object, *, limit: int = 120) -> str:
 
 
 def seconds(limit: str) -> float:
-    """sbatch's --time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED. Raises ConfigError."""
+    """Parse sbatch's --time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED, into seconds.
+
+    Raises ConfigError.
+    """
     if limit == "UNLIMITED":
         return math.inf
     match = TIME.fullmatch(limit)
@@ -255,7 +259,7 @@ def seconds(limit: str) -> float:
     days, *rest = match.groups()
     numbers = [int(part) for part in rest if part is not None]
     units = [3600, 60, 1] if days is not None or len(numbers) == 3 else [60, 1]
-    parts = zip(numbers, units, strict=False)  # what is not given is 0
+    parts = zip(numbers, units, strict=False)  # missing parts are 0
     return 86400 * int(days or 0) + sum(number * unit for number, unit in parts)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     PrecisionRecipe = str
 else:  # a type checker takes no literal that is computed
     PrecisionRecipe = Literal[PRECISION_RECIPES]
-OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
+OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recipes.RECIPES
     "adamw-fp32",
     "adamw-bf16",
     "adamw-bf16-fp32state",

@@ -1,1 +1,1 @@
-"""Text -> tokens -> batch."""
+"""Text -> tokens -> microbatches."""

@@ -1,23 +1,23 @@
-"""The cache of `data.text`: tokenised once, and shared by all runs that read the same.
+"""The cache of tokenized `data.text`, shared by all runs with the same text and tokenizer.
 
-    cache_dir/KEY/text.{bin,idx,json,crc32}   a dataset; KEY is the hash of all that it depends on
-    cache_dir/KEY/damaged                     a read found it damaged: the next start replaces it
-    cache_dir/KEY.XXXXXXXX/                   a dataset being made
-    cache_dir/KEY.XXXXXXXX/owner              locked by the process that makes it
+    cache_dir/KEY/text.{bin,idx,json,crc32}   a dataset; KEY hashes everything it depends on
+    cache_dir/KEY/damaged                     a read found damage, so the next start replaces it
+    cache_dir/KEY.XXXXXXXX/                   a dataset that is being built
+    cache_dir/KEY.XXXXXXXX/owner              locked by the process that builds it
 
-Each process works in a folder of its own and renames it last. If several processes make the same
-dataset, the first rename wins and the others are discarded. A start takes over the folder of a
-killed process that was making the same dataset, with the shards that it had finished, and removes
-what killed processes left of others.
+Each process builds in its own folder and renames it at the end. If several processes build the same
+dataset, the first rename wins and the other folders are discarded. A start takes over the folder of
+a killed process that was building the same dataset, with the shards finished so far, and removes
+folders of other datasets that killed processes left.
 
-The kernel releases an owner's lock when it dies, but a lock tells nothing about processes of
-another machine where a file system does not share locks. So the owner also writes which machine
-(its boot id) it runs on, and renews the time of the file. A folder of another machine is abandoned
-when that time is older than ABANDONED_SECONDS.
+The kernel releases an owner's lock when the owner dies. Some file systems do not share locks
+between machines, so the owner also writes the boot id of its machine into the file and renews the
+file's mtime. A folder of another machine is abandoned once its mtime is older than
+ABANDONED_SECONDS.
 
-A dataset of at most VERIFIED_BYTES is compared with its checksums whole at every start, which takes
-less than a second; of a larger one each block is compared when it is read. The next start tokenizes
-a damaged dataset again, since it can be rebuilt from data.text.
+Every start verifies all checksums of a dataset of at most VERIFIED_BYTES, which takes less than a
+second; a larger one is verified block by block when it is read. After damage is found, the next
+start tokenizes data.text again.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from coatlm.platform import boot_id
 if TYPE_CHECKING:
     from coatlm.config import Data
 
-VERIFIED_BYTES = 1 << 30  # of tokens, at 4 GB/s from the page cache
+VERIFIED_BYTES = 1 << 30  # bytes of tokens; verified at 4 GB/s from the page cache
 ABANDONED_SECONDS = 3600.0
 RENEWED_SECONDS = 60.0
 DAMAGED = "damaged"
 OWNER = "owner"
-FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]{8}")  # of a dataset being made
+FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]{8}")  # name while a dataset is being built
 
 logger = logging.getLogger("coatlm")
 
@@ -65,14 +65,17 @@ class CacheFullError(OSError):
 
 
 def open_text_dataset(data: Data, tokenizer: Tokenizer) -> Indexed:
-    """The tokens of `data.text`. Raises ValueError, or CacheFullError where the disk is full."""
+    """Open the dataset of `data.text`, tokenizing it if needed.
+
+    Raises ValueError, or CacheFullError if the disk is full.
+    """
     prefix = prepare_text(data, tokenizer)
     label = f"data.text={some(data.text)}"
     return open_indexed(prefix, tokenizer, name=label, on_damage=lambda: _mark(prefix.parent))
 
 
 def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
-    """The prefix of `data.text`, tokenised in `data.cache_dir` unless it is there already."""
+    """The prefix of the dataset of `data.text`, which is tokenized unless it is cached."""
     tokenizer = tokenizer or make_tokenizer(data.tokenizer)
     options = Options(tokenizer=data.tokenizer)
     segments = plan_segments(expand_inputs(data.text), options.shard_bytes)
@@ -83,7 +86,7 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
         found = home.exists()
         damage = _damage(home, tokenizer) if found else None
         if damage is not None:
-            logger.warning("data.cache_dir: %s; it is tokenised again", damage)
+            logger.warning("data.cache_dir: %s; it is tokenized again", damage)
         if not found or damage is not None:
             data.cache_dir.mkdir(parents=True, exist_ok=True)
             with _own_folder(data.cache_dir, key) as own:
@@ -93,7 +96,7 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
 
 
 def _damage(home: Path, tokenizer: Tokenizer) -> str | None:
-    """What is wrong with a dataset of the cache; None if nothing is."""
+    """A description of the damage to a cached dataset; None if it is intact."""
     try:
         if (home / DAMAGED).exists():
             return f"{home}: was found damaged by a run"
@@ -109,16 +112,16 @@ def _damage(home: Path, tokenizer: Tokenizer) -> str | None:
 
 
 def _mark(home: Path) -> None:
-    """Have the next start replace a dataset. A cache that is read-only stays as it is."""
+    """Make the next start replace a damaged dataset, unless the cache is read-only."""
     with contextlib.suppress(OSError):
         (home / DAMAGED).touch()
 
 
 def _publish(own: Path, home: Path, *, replace: bool) -> None:
-    """Give a finished folder its name, in place of a damaged one; an equal one of others stays."""
+    """Rename a finished folder to `home`; `replace` a damaged one, keep one of another process."""
     umask = os.umask(0o077)
     os.umask(umask)
-    own.chmod(0o777 & ~umask)  # mkdtemp's is for one user, whatever the umask allows
+    own.chmod(0o777 & ~umask)  # mkdtemp ignores the umask and admits only the user
     if replace:
         doomed = Path(tempfile.mkdtemp(prefix=f"{home.name}.", dir=home.parent))
         with contextlib.suppress(FileNotFoundError):  # another process was first
@@ -135,7 +138,7 @@ def _publish(own: Path, home: Path, *, replace: bool) -> None:
 
 @contextlib.contextmanager
 def _errors_of(cache_dir: Path) -> Iterator[None]:
-    """Errors of the file system become one line that names the option."""
+    """Turn file-system errors into a one-line error that names the option."""
     try:
         yield
     except OSError as error:
@@ -149,9 +152,9 @@ def _errors_of(cache_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_folder(cache_dir: Path, key: str) -> Iterator[Path]:
-    """A folder to make a dataset in: that of a killed process, or a new one.
+    """A folder for building a dataset: a new one, or that of a killed process.
 
-    It stays behind where the process is interrupted or the disk is full, for the next start.
+    It is left for the next start if the process is interrupted or the disk is full.
     """
     own = _take_over(cache_dir, key)
     if own is None:
@@ -176,7 +179,7 @@ def _own_folder(cache_dir: Path, key: str) -> Iterator[Path]:
             yield folder
         except LostWorkerError:
             raise
-        except ValueError:  # of the input: to go on would fail again
+        except ValueError:  # invalid input, which would fail again
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
@@ -185,12 +188,12 @@ def _own_folder(cache_dir: Path, key: str) -> Iterator[Path]:
 
 
 def _take_over(cache_dir: Path, key: str) -> tuple[Path, IO[str]] | None:
-    """An abandoned folder of `key`, now locked; those of other keys are removed."""
+    """Lock and return an abandoned folder of `key`; abandoned folders of other keys are removed."""
     found: tuple[Path, IO[str]] | None = None
     for folder in sorted(cache_dir.iterdir()):
         if not FOLDER.fullmatch(folder.name):
             continue
-        with contextlib.suppress(OSError):  # another process has removed or finished it meanwhile
+        with contextlib.suppress(OSError):  # another process has just removed or finished it
             owner = _lock_abandoned(folder)
             if owner is None:
                 continue
@@ -204,7 +207,7 @@ def _take_over(cache_dir: Path, key: str) -> tuple[Path, IO[str]] | None:
 
 
 def _lock_abandoned(folder: Path) -> IO[str] | None:
-    """The owner file of a folder whose process is gone, locked; None if it may be alive."""
+    """Lock the owner file of a folder whose process has ended; None if it may be alive."""
     path = folder / OWNER
     age = time.time() - (path if path.exists() else folder).stat().st_mtime
     if not path.exists() and age < ABANDONED_SECONDS:

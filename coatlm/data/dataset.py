@@ -1,10 +1,10 @@
-"""Prepared tokens -> the microbatches of a rank.
+"""Prepared tokens -> the microbatches of each rank.
 
-Each step of training reads the next G samples of the order in `coatlm.data.order`, G being the
-global batch, whatever the number of ranks. A sample of S + 1 tokens becomes S inputs and, one
-position later, S labels.
+Each training step reads the next G samples in the order of `coatlm.data.order`, where G is the
+global batch size, for any number of ranks. A sample of S + 1 tokens becomes S inputs and S labels,
+which are the inputs shifted by one position.
 
-Shapes: b samples of a microbatch, s = S = seq_len.
+Shapes: b samples per microbatch, s = S = seq_len.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVAL_SEED = 0  # validation samples are the same in every run
 
 @dataclass(frozen=True)
 class Dataset:
-    """Blended streams: sample i, for any i >= 0, is seq_len + 1 token ids."""
+    """A blend of streams; sample i, for any i >= 0, has seq_len + 1 token ids."""
 
     streams: Sequence[Stream]
     blend: Blend
@@ -49,24 +49,24 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The parts of data.split; a part of ratio 0 is None."""
+    """The parts of data.split; a part with ratio 0 is None."""
 
     train: Dataset
     validation: Dataset | None
     test: Dataset | None
-    sources: Sequence[Indexed]  # whole, before the split
+    sources: Sequence[Indexed]  # before the split
     weights: Sequence[float]  # of the sources in the blend
 
     def identity(self) -> list[SourceIdentity]:
-        """What tells these tokens from others: see `coatlm.data.identity`."""
+        """The identity of the tokens: see `coatlm.data.identity`."""
         return identify(self.sources, self.weights)
 
 
 def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
-    """Open (for `data.text`: first make) the sources of a run and order their samples.
+    """Open the sources of a run, tokenizing `data.text` first if needed, and order their samples.
 
-    Raises ValueError, one line that names the file, for what cannot be trained on, and
-    CacheFullError where the disk of data.cache_dir is full.
+    Raises ValueError with the file's name for data that cannot be trained on, and CacheFullError if
+    the disk of data.cache_dir is full.
     """
     if data.text:
         sources = [open_text_dataset(data, tokenizer)]
@@ -104,11 +104,11 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
 
 
 class Microbatch(TypedDict):
-    """A microbatch of one rank. Context parallelism shortens s of all but `document_ids`."""
+    """A microbatch of one rank. Context parallelism shards s, except of `document_ids`."""
 
     tokens: Tensor  # [b, s] int64
     labels: Tensor  # [b, s] int64, the tokens one position later
-    loss_mask: Tensor  # [b, s] float32, 0 where the prediction does not count
+    loss_mask: Tensor  # [b, s] float32, 0 for predictions excluded from the loss
     document_ids: Tensor | None  # [b, s] int32, with data.reset_attention_mask
 
 
@@ -122,7 +122,7 @@ def microbatches(
     dp_size: int,
     device: torch.device | str = "cpu",
 ) -> Iterator[Microbatch]:
-    """This rank's microbatches of the global batch that begins at `first_sample`, in order.
+    """Yield this rank's microbatches of the global batch that begins at `first_sample`.
 
     Row j of microbatch k is sample first_sample + k * (micro_batch * dp_size)
     + dp_rank * micro_batch + j.
@@ -138,7 +138,7 @@ def microbatches(
 
 
 def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
-    """The batch of these samples, in host memory."""
+    """Read these samples into a microbatch in host memory."""
     ids = torch.from_numpy(np.stack([dataset[i] for i in samples]))
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     ends = tokens == dataset.eod
@@ -150,7 +150,7 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
 
 
 def _map(batch: Microbatch, function: Callable[[Tensor], Tensor]) -> Microbatch:
-    """Apply `function` to every tensor."""
+    """Apply `function` to every tensor of a microbatch."""
     documents = batch["document_ids"]
     return Microbatch(
         tokens=function(batch["tokens"]),
@@ -165,9 +165,10 @@ def _to(batch: Microbatch, device: torch.device) -> Microbatch:
 
 
 class BatchIterator:
-    """The microbatches of one global batch after the other from `first_sample` on, a list each.
+    """Iterates over global batches from `first_sample` on, each as this rank's list of
+    microbatches.
 
-    A thread reads the next step while this one is computed on. Close it, or use it in `with`.
+    A thread prefetches the next global batch. Close the iterator, or use it in `with`.
     """
 
     def __init__(
@@ -197,10 +198,10 @@ class BatchIterator:
         self._next = self._thread.submit(self._prepare, self._first)
 
     def _prepare(self, first_sample: int) -> list[Microbatch]:
-        """A global batch in host memory, pinned for a GPU. Runs in the thread."""
+        """Read a global batch into host memory, pinned for a GPU. Runs in the thread."""
         batches = list(self._read(first_sample))
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on GPU 0 and would use it
+            torch.cuda.set_device(self._device)  # a new thread would use GPU 0
             batches = [_map(batch, Tensor.pin_memory) for batch in batches]
         return batches
 
@@ -220,14 +221,14 @@ class BatchIterator:
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
-    """Positions [seq_len / cp_size] of a context-parallel rank: chunks r and 2n-1-r of 2n.
+    """The positions [seq_len / cp_size] of a context-parallel rank: chunks r and 2n-1-r of 2n.
 
-    A causal query attends to what is before it; an early and a late chunk balance the work.
+    A causal query attends to all earlier positions; an early and a late chunk balance the work.
     """
     if seq_len % (2 * cp_size):
         raise ValueError(f"seq_len={seq_len} is not a multiple of 2*cp_size={2 * cp_size}")
@@ -236,7 +237,7 @@ def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
-    """The rank's positions of tokens, labels and loss_mask; document_ids stay whole, for keys."""
+    """Shard tokens, labels and loss_mask over context-parallel ranks; document_ids stay whole."""
     if cp_size == 1:
         return batch
     tokens = batch["tokens"]

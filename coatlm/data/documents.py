@@ -1,16 +1,16 @@
-"""Files -> documents: plain text, JSON lines and parquet, in pieces that can be read in parallel.
+"""Files -> documents: plain text, JSON lines and parquet, in segments that are read in parallel.
 
     file     = segment*      byte range of a plain file | row group of parquet | compressed file
     document = a JSON line's field | a parquet row's column | the text of one segment
 
-A line belongs to the segment in which it begins, so that segments are read independently and
-together give every line once. Compressed plain text is cut into documents where its plain file
-would be. A line of plain text that is longer than a segment is cut as well: text without a line end
-gives documents of a segment each. Text that is not UTF-8 is decoded with U+FFFD in place of what is
-wrong, and counted. Empty documents (no text, or null) are skipped, and counted.
+A line belongs to the segment in which it begins, so segments are read independently and together
+give every line once. Compressed plain text is cut into the same documents as the uncompressed file.
+A line of plain text that is longer than a segment is cut too: text without line ends gives one
+document per segment. Bytes that are not UTF-8 are decoded as U+FFFD and counted. Empty documents
+(no text, or null) are skipped and counted.
 
-Reading takes bounded memory: see `coatlm.data.streams` and `coatlm.data.parquet`. Only regular
-files are read: a pipe may never end, and cannot be read again.
+Memory is bounded: see `coatlm.data.streams` and `coatlm.data.parquet`. Only regular files are read,
+because a pipe may never end and cannot be read twice.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from coatlm.data.streams import (
     some,
 )
 
-STDLIB = "python-stdlib"  # stands for the sources of the running Python's standard library
-STDLIB_BYTES = 16_000_000  # of which whole files are taken in sorted order, up to this size
-WHOLE = 1 << 62  # bytes of a segment or document that is never cut
+STDLIB = "python-stdlib"  # input name of the source of the running Python's standard library
+STDLIB_BYTES = 16_000_000  # of these sources, whole files in sorted order up to this size
+WHOLE = 1 << 62  # segment_bytes or document_bytes for files that are not to be cut
 
 _BOM = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd".encode()
@@ -53,37 +53,38 @@ Kind = Literal["text", "jsonl", "parquet"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes [start, stop) of a plain file; row group `start` of parquet; a compressed file."""
+    """Bytes [start, stop) of a plain file, row group `start` of parquet, or a compressed file."""
 
     path: str  # absolute
-    size: int  # of the file, bytes; with mtime_ns, what tells that it has changed
+    size: int  # of the file, bytes; with mtime_ns, detects a changed file
     mtime_ns: int
     start: int
     stop: int
-    nbytes: int  # its part of the file on disk
+    nbytes: int  # the segment's share of the file on disk
 
 
 @dataclass(frozen=True)
 class Block:
-    """What is read at once: documents, or (of plain text) a part of the segment's one document."""
+    """Text read at once: documents, or (for plain text) a part of the segment's only document."""
 
     texts: list[str]
-    replaced: int  # U+FFFD put in place of bytes that are not UTF-8
+    replaced: int  # number of U+FFFD that replace bytes that are not UTF-8
     empty: int  # documents without text
-    nbytes: int  # read from disk since the block before
-    ends: bool = False  # of plain text: the document ends with this block
+    nbytes: int  # read from disk since the previous block
+    ends: bool = False  # for plain text: the document ends with this block
 
 
 def expand_inputs(inputs: Iterable[str]) -> list[Path]:
-    """Absolute paths of files, globs (`**` for any depth) and `python-stdlib`, each file once.
+    """The absolute paths of files, globs (`**` for any depth) and `python-stdlib`, without repeats.
 
-    Order: that of `inputs`, sorted within a glob. Raises ValueError for what names no file.
+    They are in the order of `inputs`, sorted within a glob. Raises ValueError if an input matches
+    no file.
     """
     paths: dict[Path, None] = {}
     for item in inputs:
         if item == STDLIB:
             found = stdlib_sources()
-        elif Path(item).exists():  # also names that look like globs
+        elif Path(item).exists():  # includes file names that look like globs
             found = [Path(item)]
         else:
             found = [Path(p) for p in sorted(glob.glob(item, recursive=True)) if Path(p).is_file()]
@@ -96,7 +97,7 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path]:
 
 
 def require_regular(path: Path) -> None:
-    """Raise ValueError unless `path` is a file that can be read to its end, and again."""
+    """Raise ValueError unless `path` is a regular file."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -126,7 +127,7 @@ def stdlib_sources() -> list[Path]:
 
 
 def file_kind(path: str) -> tuple[Kind, str]:
-    """What a file holds, by its name, and its compression: "", ".gz" or ".zst"."""
+    """The content type and the compression ("", ".gz" or ".zst") of a file, from its name."""
     name = Path(path)
     compression = name.suffix if name.suffix in (".gz", ".zst") else ""
     suffix = name.with_suffix("").suffix if compression else name.suffix
@@ -142,7 +143,7 @@ def file_kind(path: str) -> tuple[Kind, str]:
 
 
 def plan_segments(paths: Sequence[Path], segment_bytes: int) -> list[Segment]:
-    """The segments of all files, in order. Plain files are cut every `segment_bytes`."""
+    """Divide all files into segments, in order. Plain files are cut every `segment_bytes`."""
     segments: list[Segment] = []
     for path in paths:
         kind, compression = file_kind(str(path))
@@ -175,9 +176,9 @@ def read_segment(
     limits: Limits = DEFAULT_LIMITS,
     document_bytes: int = WHOLE,
 ) -> Iterator[Block]:
-    """The blocks of a segment. Raises ValueError naming the file for whatever is wrong with it.
+    """Yield the blocks of a segment. Raises ValueError with the file's name for any problem.
 
-    `document_bytes`: what `plan_segments` cut plain text into.
+    `document_bytes` is the `segment_bytes` with which `plan_segments` cut plain text.
     """
     path = segment.path
     kind, compression = file_kind(path)
@@ -200,7 +201,7 @@ def read_segment(
 
 
 def decode(raw: bytes) -> tuple[str, int]:
-    """Text of UTF-8 bytes, and how many U+FFFD stand for what is not UTF-8."""
+    """Decode UTF-8; returns the text and the number of U+FFFD that replace invalid bytes."""
     try:
         return raw.decode("utf-8"), 0
     except UnicodeDecodeError:
@@ -209,7 +210,7 @@ def decode(raw: bytes) -> tuple[str, int]:
 
 
 def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> Iterator[Block]:
-    """The parts of the segment's document; of a compressed file, of one document after another."""
+    """Yield the parts of the segment's document; a compressed file has several documents."""
     compressed = file_kind(segment.path)[1]
     stops = itertools.count(document_bytes, document_bytes) if compressed else [segment.stop]
     if not compressed:
@@ -228,7 +229,7 @@ def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> I
 
 
 def _jsonl_blocks(segment: Segment, stream: TextStream, field: str) -> Iterator[Block]:
-    """The documents of lines that begin in the segment, about BLOCK_BYTES of lines at a time."""
+    """Yield the documents of lines that begin in the segment, about BLOCK_BYTES at a time."""
     compressed = file_kind(segment.path)[1]
     if not compressed:
         stream.skip_to_line(segment.start)
@@ -253,7 +254,7 @@ def _jsonl_blocks(segment: Segment, stream: TextStream, field: str) -> Iterator[
 
 
 def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
-    """The text under `field` of a JSON object, and the number of U+FFFD put into it."""
+    """The text in `field` of a JSON object, and the number of U+FFFD in place of invalid bytes."""
     source, wrong = decode(line)
     try:
         record = json.loads(source)
@@ -275,7 +276,7 @@ def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
 
 
 def _parquet_blocks(segment: Segment, column: str, limits: Limits) -> Iterator[Block]:
-    """A document a row; rows without text are counted."""
+    """Yield one document per row; rows without text are counted."""
     batches = read_column(segment.path, segment.start, column, segment.size, limits)
     for values, share in batches:
         decoded = [decode(value) for value in values if value]

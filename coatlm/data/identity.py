@@ -1,13 +1,12 @@
-"""Which tokens a run trains on, told by their content.
+"""The identity of the training data, computed from its content.
 
     identity = for each source of the blend: documents, tokens, weight, SHA-256 of the content
 
-A copy of a dataset in another place has the same identity; an edited text, another order of the
-sources or another weight has not. The hash covers the document bounds and the checksums that a
-dataset brings of all its tokens (`coatlm.data.checksums`). Of a dataset without checksums it covers
-the tokens themselves. There is one gap: where these take more than HASHED_BYTES, only evenly spaced
-blocks of them are hashed, and a change between the blocks is not noticed. Adding checksums to a
-dataset changes its identity.
+A copy of a dataset at another path has the same identity; an edited text, another order of sources
+or another weight changes it. The hash covers the document bounds and the checksums of all tokens
+(`coatlm.data.checksums`), or, for a dataset without checksums, the tokens themselves. If these take
+more than HASHED_BYTES, only evenly spaced blocks are hashed, and a change between the blocks is not
+detected. Adding checksums to a dataset changes its identity.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from numpy.typing import NDArray
 
 from coatlm.data.indexed import Indexed
 
-HASHED_BYTES = 1 << 28  # per source: some tenths of a second at each start
+HASHED_BYTES = 1 << 28  # per source; hashing them takes some tenths of a second
 BLOCK_BYTES = 1 << 20
 
 
 class SourceIdentity(TypedDict):
-    """One source of the blend."""
+    """The identity of one source of the blend."""
 
     documents: int
     tokens: int
@@ -35,7 +34,7 @@ class SourceIdentity(TypedDict):
 
 
 def identify(sources: Sequence[Indexed], weights: Sequence[float]) -> list[SourceIdentity]:
-    """The identity of the data, source by source, in their order."""
+    """The identity of each source, in order."""
     return [
         SourceIdentity(
             documents=len(source.bounds_D1) - 1,
@@ -48,7 +47,7 @@ def identify(sources: Sequence[Indexed], weights: Sequence[float]) -> list[Sourc
 
 
 def content_hash(source: Indexed) -> str:
-    """SHA-256, in hexadecimal, of type, document bounds, and checksums or tokens."""
+    """The hexadecimal SHA-256 of dtype, document bounds, and checksums or tokens."""
     digest = hashlib.sha256(f"{source.tokens.dtype} {len(source.tokens)}\n".encode())
     digest.update(np.ascontiguousarray(source.bounds_D1).data)
     sums = source.file.sums
@@ -58,7 +57,7 @@ def content_hash(source: Indexed) -> str:
 
 
 def _blocks(tokens: NDArray[Any]) -> list[NDArray[Any]]:
-    """All tokens, or evenly spaced blocks of together HASHED_BYTES."""
+    """All tokens, or evenly spaced blocks that add up to HASHED_BYTES."""
     if tokens.nbytes <= HASHED_BYTES:
         return [tokens]
     size, count = BLOCK_BYTES // tokens.itemsize, HASHED_BYTES // BLOCK_BYTES
@@ -67,7 +66,7 @@ def _blocks(tokens: NDArray[Any]) -> list[NDArray[Any]]:
 
 
 def describe_identity(identity: Sequence[SourceIdentity]) -> str:
-    """An identity in a few words, for messages."""
+    """A short description of an identity, for messages."""
     parts = [f"{s['tokens']:,} tokens ({s['sha256'][:8]})" for s in identity]
     more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
     return " + ".join(parts[:3]) + more

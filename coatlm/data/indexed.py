@@ -1,20 +1,20 @@
-"""Indexed datasets on disk: PREFIX.bin holds tokens, PREFIX.idx where documents lie, PREFIX.json
-what made them, PREFIX.crc32 the checksums of PREFIX.bin.
+"""Read indexed datasets: PREFIX.bin has the tokens, PREFIX.idx the document offsets, PREFIX.json
+the manifest, PREFIX.crc32 the checksums of PREFIX.bin.
 
     .idx = magic (9 B) | version u64 | dtype code u8 | sequences u64 | bounds u64
          | length i32 per sequence | byte offset i64 per sequence | i64 per document bound
 
-The first two are the format of `megatron.core.datasets.indexed_dataset`, written with its builder.
-They are read here rather than by its reader, which unmaps the tokens when it is collected even
-while arrays still look into them, and which trusts files that do not fit.
+The first two files have the format of `megatron.core.datasets.indexed_dataset` and are written with
+its builder. Its reader is not used, because it unmaps the tokens when it is garbage-collected even
+while arrays refer to them, and does not check that the files are consistent.
 
-No damaged byte is trained on. .idx and .crc32, a fiftieth of the data, are compared with the
-checksums in PREFIX.json when a dataset is opened, and blocks of tokens with those in .crc32 each
-time that they are read: `coatlm.data.checksums`.
+No damaged byte is trained on. .idx and .crc32, 2 % of the data, are compared with the checksums in
+PREFIX.json when a dataset is opened, and blocks of tokens with those in .crc32 on every read: see
+`coatlm.data.checksums`.
 
-Datasets of other tools come without PREFIX.json, so without proof of the tokenizer that made them
-and without checksums; those of coatlm's version 1 come without checksums. Every id that is read is
-compared with the vocabulary, and of datasets without PREFIX.json some more when they are opened.
+Datasets of other tools have no PREFIX.json, so their tokenizer is unknown and they have no
+checksums; nor have datasets of coatlm's version 1. Every id that is read is compared with the
+vocabulary; a dataset without PREFIX.json is also sampled when it is opened.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES: dict[int, type[np.number[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
-SCANNED_TOKENS = 1 << 26  # ids compared with the vocabulary; beyond, evenly spaced blocks
+SCANNED_TOKENS = 1 << 26  # ids that are checked when a dataset without PREFIX.json is opened
 SCANNED_BLOCK = 1 << 16
 
 logger = logging.getLogger("coatlm")
@@ -53,17 +53,17 @@ logger = logging.getLogger("coatlm")
 
 @dataclass(frozen=True)
 class Indexed:
-    """An open dataset: document d is tokens[bounds[d]:bounds[d + 1]]."""
+    """An open dataset; document d is tokens[bounds[d]:bounds[d + 1]]."""
 
     name: str  # for messages
-    tokens: NDArray[Any]  # of the whole .bin, mapped; not compared with checksums
-    bounds_D1: NDArray[np.int64]  # token offsets, one more than documents
+    tokens: NDArray[Any]  # the whole .bin, memory-mapped and not verified
+    bounds_D1: NDArray[np.int64]  # token offsets of the D documents, and the end
     file: CheckedFile  # .bin
     tokenizer: Tokenizer
     on_damage: Callable[[], object]  # called before a read raises DatasetError
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Tokens [begin, end). Raises DatasetError for a damaged byte or an unknown id."""
+        """Read tokens [begin, end). Raises DatasetError for damaged bytes and unknown ids."""
         size = self.tokens.itemsize
         try:
             ids = np.frombuffer(self.file.read(begin * size, end * size), self.tokens.dtype)
@@ -74,7 +74,7 @@ class Indexed:
         return ids
 
     def _check_ids(self, ids: NDArray[Any], begin: int) -> None:
-        """Raise DatasetError for an id that the embedding does not have."""
+        """Raise DatasetError for an id outside the vocabulary."""
         vocab = self.tokenizer.vocab_size
         if len(ids) and (ids.max() >= vocab or ids.min() < 0):
             at = int(np.argmax((ids >= vocab) | (ids < 0)))
@@ -93,7 +93,7 @@ def open_indexed(
     name: str = "",
     on_damage: Callable[[], object] = lambda: None,
 ) -> Indexed:
-    """Open PREFIX for reading. Raises DatasetError naming the file and what is wrong with it."""
+    """Open PREFIX for reading. Raises DatasetError with the file's name and the problem."""
     manifest = read_dataset_manifest(prefix)
     dtype, bounds_D1 = _read_index(prefix, manifest)
     if bounds_D1[-1] == 0:
@@ -111,9 +111,9 @@ def open_indexed(
 
 
 def open_checked(prefix: Path) -> CheckedFile:
-    """PREFIX.bin to be verified, of a dataset of any tokenizer.
+    """Open PREFIX.bin for verification, without its tokenizer.
 
-    Raises DatasetError where the other files are damaged or there are no checksums.
+    Raises DatasetError if other files of the dataset are damaged or it has no checksums.
     """
     manifest = read_dataset_manifest(prefix)
     if manifest is None or manifest.version == 1:
@@ -132,7 +132,7 @@ def _open_bin(prefix: Path, manifest: DatasetManifest | None, nbytes: int) -> Ch
 def _read_index(
     prefix: Path, manifest: DatasetManifest | None
 ) -> tuple[type[np.number[Any]], NDArray[np.int64]]:
-    """dtype and document bounds, in tokens, of an .idx file that fits its .bin file."""
+    """Read dtype and document bounds (in tokens) from .idx. Raises DatasetError if inconsistent."""
     idx, bin_ = suffixed(prefix, ".idx"), suffixed(prefix, ".bin")
     for path in (idx, bin_):
         if not path.is_file():
@@ -195,7 +195,7 @@ def _check_manifest(
     dtype: type[np.number[Any]],
     bounds_D1: NDArray[np.int64],
 ) -> None:
-    """Raise DatasetError unless PREFIX.json fits the run's tokenizer and the two other files."""
+    """Raise DatasetError unless PREFIX.json agrees with the run's tokenizer and the other files."""
     path = suffixed(prefix, ".json")
     if (manifest.fingerprint, manifest.vocab_size, manifest.eod) != (
         tokenizer.fingerprint,
@@ -217,10 +217,10 @@ def _check_manifest(
 
 
 def _scan(data: Indexed) -> None:
-    """Raise DatasetError if an id is unknown; samples what is over SCANNED_TOKENS."""
+    """Raise DatasetError for unknown ids, in at most SCANNED_TOKENS evenly spaced ids."""
     total = len(data.tokens)
     last = max(total - SCANNED_BLOCK, 0)
     blocks = min(-(-total // SCANNED_BLOCK), SCANNED_TOKENS // SCANNED_BLOCK)
-    for number in range(blocks):  # from end to end; together all tokens, if they are few enough
+    for number in range(blocks):  # covers all tokens if there are at most SCANNED_TOKENS
         start = number * last // max(blocks - 1, 1)
         data.read(start, min(start + SCANNED_BLOCK, total))

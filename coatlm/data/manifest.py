@@ -1,4 +1,4 @@
-"""PREFIX.json: what made a prepared dataset, and the CRC-32 of PREFIX.idx and of PREFIX.crc32."""
+"""PREFIX.json: how a dataset was prepared, and the CRC-32 of PREFIX.idx and PREFIX.crc32."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from coatlm.data.checksums import SUM_BYTES, DatasetError
 from coatlm.data.streams import quoted, some
 
 FORMAT = "coatlm-tokens"
-VERSION = 2  # 1: without checksums
-SUFFIXES = (".bin", ".crc32", ".json", ".idx")  # .idx, without which there is no dataset, last
+VERSION = 2  # version 1 has no checksums
+SUFFIXES = (".bin", ".crc32", ".json", ".idx")  # in the order of writing: .idx completes a dataset
 
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """PREFIX.json."""
+    """The content of PREFIX.json."""
 
     tokenizer: str  # spec
     fingerprint: str  # of the tokenizer
     vocab_size: int
     eod: int
-    append_eod: bool  # every document ends with it
+    append_eod: bool  # whether every document ends with `eod`
     dtype: str  # of PREFIX.bin
     documents: int
     tokens: int
-    replaced_utf8: int  # U+FFFD put in place of bytes that are not UTF-8
-    empty_documents: int  # without text, skipped
-    inputs: str  # sha256 of the files (path, size, mtime) and options
+    replaced_utf8: int  # number of U+FFFD that replace bytes that are not UTF-8
+    empty_documents: int  # skipped documents without text
+    inputs: str  # SHA-256 of the input files (path, size, mtime) and options
     index_crc32: int  # of PREFIX.idx
     sums_crc32: int  # of PREFIX.crc32
     format: str = FORMAT
@@ -43,7 +43,7 @@ class DatasetManifest:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Of the files that make up the dataset."""
+        """The suffixes of the dataset's files."""
         return SUFFIXES if self.version >= 2 else tuple(s for s in SUFFIXES if s != ".crc32")
 
 
@@ -51,17 +51,17 @@ _SINCE_2 = {"index_crc32", "sums_crc32"}
 
 
 def token_dtype(vocab_size: int) -> type[np.number[Any]]:
-    """What ids are stored in: that of megatron's `DType.optimal_dtype`."""
+    """The dtype in which ids are stored, which equals megatron's `DType.optimal_dtype`."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 def suffixed(prefix: Path, suffix: str) -> Path:
-    """PREFIX + suffix; a dot in the prefix stays."""
+    """Append a suffix to PREFIX, which may itself contain dots."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def read_dataset_manifest(prefix: Path) -> DatasetManifest | None:
-    """PREFIX.json, or None where there is none. Raises DatasetError if it is broken or not ours."""
+    """Read PREFIX.json; None if it does not exist. Raises DatasetError if it is not a manifest."""
     path = suffixed(prefix, ".json")
     if path.exists() and not path.is_file():
         raise DatasetError(f"{path}: is not a regular file")
@@ -89,7 +89,7 @@ def read_dataset_manifest(prefix: Path) -> DatasetManifest | None:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a file whole or not at all, and on disk when this returns."""
+    """Write a JSON file atomically and fsync it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(json.dumps(record, indent=2, sort_keys=True) + "\n")
@@ -99,7 +99,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_sums(prefix: Path, manifest: DatasetManifest, nbytes: int) -> NDArray[np.uint32]:
-    """PREFIX.crc32, compared with its own checksum; `nbytes` of PREFIX.bin."""
+    """Read and verify PREFIX.crc32; `nbytes` is the size of PREFIX.bin."""
     path = suffixed(prefix, ".crc32")
     try:
         sums = np.fromfile(path, "<u4") if path.is_file() else None

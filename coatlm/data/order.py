@@ -1,18 +1,19 @@
 """The order of samples: sample i is a pure function of (seed, i).
 
-    stream(e) = documents of a part in the order of shuffled(documents; seed, source, e), joined
+    stream(e) = documents of a part, concatenated in the order shuffled(documents; seed, source, e)
     window(e, w) = stream(e)[w * S : w * S + S + 1],  w = 0 .. (tokens - 1) // S - 1
     sample j of a source = window(e, shuffled(windows; seed, source, e)[j mod windows]),
                            e = j // windows
-    sample i of a blend  = sample number (samples before i from s) of s = source(i)
+    sample i of a blend  = sample n of source s = source(i), n = number of samples j < i from s
 
-S = seq_len. Each epoch cuts its windows anew; the tokens after its last window are dropped. Nothing
-depends on the number of ranks or of training steps, so a run may be resumed, lengthened or spread
-differently and still reads the same samples in the same order.
+S = seq_len and e is the epoch. Every epoch shuffles documents, cuts windows and shuffles them; the
+tokens after its last window are dropped. Nothing depends on the number of ranks or training steps,
+so a run that is resumed, extended or moved to another layout reads the same samples in the same
+order.
 
-A source is split by tokens into train, validation and test: contiguous parts whose boundaries move
-to the nearest document boundary, unless that would take more than half of its tokens from a part
-(few or huge documents), where they stay and cut a document.
+A source is split by tokens into contiguous training, validation and test parts. Their boundaries
+move to the nearest document boundary, unless a part would lose more than half of its tokens (with
+few or huge documents); then they stay where they are and cut a document.
 
 Shapes: D documents, W windows, P = PERIOD samples of a blend.
 """
@@ -28,15 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-PERIOD = 1 << 18  # samples after which a blend repeats its order of sources
+PERIOD = 1 << 18  # samples after which the order of sources in a blend repeats
 
 
 def shuffled(count: int, *key: object) -> NDArray[np.int64]:
-    """The numbers 0..count-1 sorted by hash: a permutation that is a pure function of (count, key).
+    """A permutation of 0..count-1 that is a pure function of (count, key): sorted by hash.
 
     hash(i) = mix(h + i * golden), h = sha256(key), mix = SplitMix64's finaliser (Steele et al.,
-    2014). The map is one-to-one on 64-bit words, so hashes never tie. Unlike a generator's
-    shuffle, this does not change with the version of a library.
+    2014). `mix` is a bijection of 64-bit words, so hashes never tie. Unlike a random generator's
+    shuffle, the permutation does not depend on the version of a library.
     """
     digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
     x = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -47,7 +48,7 @@ def shuffled(count: int, *key: object) -> NDArray[np.int64]:
 
 
 def split_bounds(bounds_D1: NDArray[np.int64], ratios: Sequence[float]) -> list[NDArray[np.int64]]:
-    """Document bounds (token offsets) of each contiguous part; rule in the module docstring."""
+    """The document bounds (token offsets) of each part, by the rule in the module docstring."""
     total = int(bounds_D1[-1])
     share = np.asarray(ratios, dtype=np.float64) / sum(ratios)
     exact = np.rint(total * np.cumsum(share)).astype(np.int64)[:-1]
@@ -65,7 +66,7 @@ def split_bounds(bounds_D1: NDArray[np.int64], ratios: Sequence[float]) -> list[
 
 
 class _Epoch(NamedTuple):
-    """One order of a part's tokens: token p of the stream is tokens[p + shift_D[d(p)]]."""
+    """The order of one epoch: token p of the stream is tokens[p + shift_D[d(p)]]."""
 
     ends_D: NDArray[np.int64]  # stream offset at which the d-th document ends
     shift_D: NDArray[np.int64]
@@ -73,7 +74,7 @@ class _Epoch(NamedTuple):
 
 
 class Stream:
-    """One part of one source as an endless, randomly accessible sequence of windows."""
+    """One part of one source as an infinite sequence of windows with random access."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Stream:
         self._epochs: dict[int, _Epoch] = {}
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        """The s + 1 tokens of a sample, sample >= 0."""
+        """The seq_len + 1 tokens of a sample, for sample >= 0."""
         number, place = divmod(sample, self.windows)
         epoch = self._epochs.get(number) or self._open_epoch(number)
         begin = int(epoch.windows_W[place]) * self._seq_len
@@ -114,21 +115,21 @@ class Stream:
 
 
 class Blend:
-    """Sources mixed by weight: which source, and which sample of it, is sample i.
+    """A blend of sources by weight, which maps sample i to a source and a sample of that source.
 
-    After n samples, every source has floor(n * w) or ceil(n * w) of them, for its share w of the
-    weights. w is rounded to 1/PERIOD, so the order repeats every PERIOD samples and a table of one
-    period places any i.
+    Of the first n samples, floor(n * w) or ceil(n * w) come from a source whose share of the
+    weights is w. w is rounded to 1/PERIOD, so the order repeats every PERIOD samples and a table
+    of one period is enough for any i.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self._quota: list[int] = []  # one source needs no table
+        self._quota: list[int] = []  # empty for a single source, which needs no table
         if len(weights) > 1:
             self._quota = _quotas(weights)
             self._source_P, self._rank_P = _blend_period(self._quota)
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(source, number of the sample within that source), for sample >= 0."""
+        """The source of a sample and the sample's number within that source, for sample >= 0."""
         if not self._quota:
             return 0, sample
         period, place = divmod(sample, PERIOD)
@@ -137,7 +138,7 @@ class Blend:
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-    """Weights as whole samples of PERIOD, by largest remainder."""
+    """Samples of each source per PERIOD, rounded by the largest-remainder method."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * PERIOD
     quota = np.floor(exact).astype(np.int64)
     quota[np.argsort(quota - exact, kind="stable")[: PERIOD - quota.sum()]] += 1
@@ -150,11 +151,12 @@ def _quotas(weights: Sequence[float]) -> list[int]:
 
 
 def _blend_period(quota: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
-    """Source of each of PERIOD samples, and how many of that source came before it.
+    """The source of each of PERIOD samples, and the number of earlier samples from that source.
 
-    Sample c of a source with share w belongs to places floor(c / w) .. ceil((c + 1) / w) - 1. Going
-    for the earliest deadline among those whose places have begun meets every deadline: unit jobs on
-    one machine whose shares sum to 1 (Baruah et al., "Proportionate progress", 1996).
+    Sample c of a source with share w must come at a place in floor(c / w) .. ceil((c + 1) / w) - 1.
+    Choosing the earliest deadline among samples whose interval has begun meets every deadline, as
+    for unit jobs on one machine whose shares sum to 1 (Baruah et al., "Proportionate progress",
+    1996).
     """
     source_P = np.zeros(PERIOD, dtype=np.int16)
     rank_P = np.zeros(PERIOD, dtype=np.int32)

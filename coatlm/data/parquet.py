@@ -1,10 +1,10 @@
-"""One column of strings of a parquet file, a row group at a time, in bounded memory.
+"""Read a string column of a parquet file, one row group at a time, in bounded memory.
 
-Rows may repeat a value of the column's dictionary page, so that a page of 1 MB can stand for 1 TB.
-Therefore the longest value of that page decides how many rows are decoded together: at most
-`BATCH_BYTES`, or one value. Outside the dictionary, values are as long as what the column declares
-for the row group, which is compared with `Limits.max_expansion` first. Pages are decompressed
-whole; the format allows 2 GiB for each.
+Rows may repeat a value of the column's dictionary page, so a page of 1 MB can expand to 1 TB.
+Therefore the number of rows decoded together depends on the longest value of that page: together
+they have at most `BATCH_BYTES`, or a single value. The total size of values outside the dictionary
+is declared for the row group, and compared with `Limits.max_expansion` first. Pages are
+decompressed whole; the format limits each to 2 GiB.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from coatlm.data.streams import Limits, quoted, some
 
-ROWS = 64  # decoded at once
-BATCH_BYTES = 64 << 20  # decoded at once where rows repeat long values
-READ_BYTES = 1 << 20  # read at once; without it pyarrow reads a row group's column whole
+ROWS = 64  # rows decoded at once
+BATCH_BYTES = 64 << 20  # bytes decoded at once if rows repeat long values
+READ_BYTES = 1 << 20  # bytes per read; by default pyarrow reads the whole column of a row group
 
 
 def row_groups(path: str) -> int:
-    """How many row groups a file has. Raises ValueError where it is not parquet."""
+    """The number of row groups in a file. Raises ValueError if it is not parquet."""
     with _open(path) as file:
         return int(file.metadata.num_row_groups)
 
@@ -28,9 +28,9 @@ def row_groups(path: str) -> int:
 def read_column(
     path: str, group: int, column: str, nbytes: int, limits: Limits
 ) -> Iterator[tuple[list[bytes | None], float]]:
-    """(values as UTF-8, their share of the rows) of a row group of a file of `nbytes`.
+    """Yield (UTF-8 values, their share of the rows) of a row group; the file has `nbytes`.
 
-    Raises ValueError in one line for a file, column or value that cannot be read.
+    Raises a one-line ValueError for a file, column or value that cannot be read.
     """
     import pyarrow
 
@@ -43,7 +43,7 @@ def read_column(
         try:
             at_once = _rows_at_once(path, group, column)
             for batch in file.iter_batches(at_once, row_groups=[group], columns=[column]):
-                # as bytes, because pyarrow hands out strings only if they are valid UTF-8
+                # as bytes, because pyarrow returns strings only if they are valid UTF-8
                 values: list[bytes | None] = (
                     batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
                 )
@@ -70,7 +70,7 @@ def _open(path: str, **options: Any) -> Any:
 
 
 def _string_type(path: str, file: Any, column: str) -> Any:
-    """The column's type, which must be one of strings."""
+    """The type of the column. Raises ValueError unless it is a string type."""
     import pyarrow
 
     names = file.schema_arrow.names
@@ -85,17 +85,17 @@ def _string_type(path: str, file: Any, column: str) -> Any:
 
 
 def _declared_bytes(file: Any, group: int, column: str) -> int:
-    """What the pages of a column are said to take when they are decompressed."""
+    """The declared size of a column's decompressed pages."""
     row_group = file.metadata.row_group(group)
     parts = [row_group.column(i) for i in range(row_group.num_columns)]
     return sum(part.total_uncompressed_size for part in parts if part.path_in_schema == column)
 
 
 def _rows_at_once(path: str, group: int, column: str) -> int:
-    """Rows of a row group that are decoded together.
+    """The number of rows of a row group to decode together.
 
-    With `read_dictionary` the first row comes with the whole dictionary page, and values of the
-    page are not repeated.
+    With `read_dictionary`, the first row comes with the whole dictionary page, without repeating
+    its values.
     """
     import pyarrow
     import pyarrow.compute

@@ -1,11 +1,12 @@
-"""Documents -> tokens on disk: PREFIX.bin, PREFIX.idx (Megatron's indexed dataset), PREFIX.json and
-PREFIX.crc32 (what they must be).
+"""Tokenize documents to disk: PREFIX.bin and PREFIX.idx (Megatron's indexed dataset), PREFIX.json
+(manifest) and PREFIX.crc32 (checksums).
 
     inputs -> segments -> shards -> PREFIX
 
-Shards are made by any number of processes and joined in the order of the input. Hence the result
-does not depend on the number of processes, nor on interruptions: finished shards stay. Checksums
-are taken of what was tokenised, and compared when shards are joined and when datasets are read.
+Any number of processes write the shards, which are joined in the order of the input. So the result
+depends neither on the number of processes nor on interruptions, after which finished shards are
+reused. Checksums are computed at tokenization, and verified when shards are joined and when
+datasets are read.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from coatlm.data.manifest import (
     token_dtype,
     write_record,
 )
-from coatlm.data.shards import Options, TokenShard, fingerprint, plan_shards, tokenise
+from coatlm.data.shards import Options, TokenShard, fingerprint, plan_shards, tokenize
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
-COPIED_BYTES = 1 << 24  # of a shard, at once
+COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
 
 
 def preprocess(
@@ -49,11 +50,11 @@ def preprocess(
     workers: int = 0,
     overwrite: bool = False,
 ) -> DatasetManifest:
-    """Tokenise files, globs or `python-stdlib` into PREFIX.bin, .idx, .json and .crc32.
+    """Tokenize files, globs or `python-stdlib` into PREFIX.bin, .idx, .json and .crc32.
 
-    An interrupted call leaves PREFIX.shards behind, from which the same call goes on. If PREFIX is
-    already what is asked for, nothing is done. `workers`: processes, 0 for one a core.
-    Raises ValueError, one line that names the file, and OSError where writing fails.
+    An interrupted call leaves PREFIX.shards, from which the same call continues. Does nothing if
+    PREFIX already has this content. `workers` is the number of processes, 0 for one per core.
+    Raises a one-line ValueError with the file's name, and OSError if writing fails.
     """
     tokenizer = make_tokenizer(options.tokenizer)
     segments = plan_segments(expand_inputs(inputs), options.shard_bytes)
@@ -61,12 +62,12 @@ def preprocess(
     done = _existing(prefix, key, segments, overwrite)
     directory = suffixed(prefix, ".shards")
     if done is not None:
-        shutil.rmtree(directory, ignore_errors=True)  # of a run that ended just before removing it
+        shutil.rmtree(directory, ignore_errors=True)  # left by a call that ended before removing it
         return done
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         shards = plan_shards(segments, options, tokenizer, directory)
-        tokenise(shards, options, limits, workers)
+        tokenize(shards, options, limits, workers)
         crc32 = _join(shards, _joined(prefix), token_dtype(tokenizer.vocab_size))
         manifest = _describe(shards, options, tokenizer, key, crc32)
         if manifest.documents:
@@ -84,7 +85,10 @@ def _shortened(inputs: Sequence[str]) -> str:
 def _existing(
     prefix: Path, key: str, segments: Sequence[Segment], overwrite: bool
 ) -> DatasetManifest | None:
-    """The manifest if PREFIX is what is asked for. Raises ValueError where it must not be."""
+    """The manifest if PREFIX already has this content, else None.
+
+    Raises ValueError if PREFIX is an input, or exists with other content without `overwrite`.
+    """
     targets = [suffixed(prefix, suffix) for suffix in SUFFIXES]
     inputs = {segment.path for segment in segments}
     for target in targets:
@@ -108,13 +112,13 @@ def _existing(
 
 
 def _joined(prefix: Path) -> Path:
-    """Where the joined files lie until they get their names, .bin first and .idx last."""
+    """The prefix of the joined files until they are renamed, .bin first and .idx last."""
     return suffixed(prefix, ".shards") / "joined"
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other runs out of `directory`; the lock ends with the process."""
+    """Lock `directory` against other processes; the kernel releases the lock with the process."""
     with open(directory / "lock", "w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,9 +128,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _join(shards: Sequence[TokenShard], base: Path, dtype: type[np.number[Any]]) -> tuple[int, int]:
-    """Write the documents of all shards, in order, to BASE.bin, .idx and .crc32, onto the disk.
+    """Write the documents of all shards, in order, to BASE.bin, .idx and .crc32, with fsync.
 
-    Returns the CRC-32 of .idx and of .crc32. Raises ValueError where a shard was damaged.
+    Returns the CRC-32 of .idx and of .crc32. Raises ValueError if a shard is damaged.
     """
     with warnings.catch_warnings():  # about GPU packages, which this does not need
         warnings.simplefilter("ignore")
@@ -153,7 +157,7 @@ def _join(shards: Sequence[TokenShard], base: Path, dtype: type[np.number[Any]])
 
 
 def _publish(prefix: Path, manifest: DatasetManifest) -> None:
-    """Give the joined files their names; PREFIX.idx, without which there is no dataset, last."""
+    """Rename the joined files to PREFIX; PREFIX.idx, which completes the dataset, comes last."""
     base = _joined(prefix)
     suffixed(prefix, ".idx").unlink(missing_ok=True)
     os.replace(suffixed(base, ".bin"), suffixed(prefix, ".bin"))
@@ -169,7 +173,7 @@ def _describe(
     key: str,
     crc32: tuple[int, int],
 ) -> DatasetManifest:
-    """The manifest of finished shards; `crc32` of the files .idx and .crc32."""
+    """The manifest of finished shards; `crc32` has the CRC-32 of .idx and .crc32."""
     records = [shard.record() for shard in shards]
 
     def total(name: str) -> int:

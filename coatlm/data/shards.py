@@ -1,12 +1,12 @@
-"""Shards: the units of tokenising. Processes take them in turn; each leaves three files.
+"""Shards: the units of tokenization, which worker processes take in turn.
 
     segments, in order -> shards of about `shard_bytes` -> NAME.bin, NAME.lengths.npy, NAME.json
 
-NAME is the hash of all that the tokens depend on: files with size and time of change, tokenizer,
-options. The record NAME.json is written last, so a shard that has one is whole, is what is asked
-for, and is taken over by the next run. It holds the CRC-32 of the tokens, which is compared when
-the shards are joined. A document is written in parts as it is read, so that its length takes no
-memory; it may have up to 2^31 - 1 tokens, the most that the length in PREFIX.idx can tell.
+NAME is the hash of everything that the tokens depend on: files with size and mtime, tokenizer,
+options. The record NAME.json is written last, so a shard with a record is complete and can be
+reused by the next run. It has the CRC-32 of the tokens, which is verified when the shards are
+joined. A document is written in parts as it is read, so memory does not grow with its length; it
+may have up to 2^31 - 1 tokens, the largest length in PREFIX.idx.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from coatlm.data.streams import BLOCK_BYTES, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.process import uninterrupted
 
-SHARD_BYTES = 64 << 20  # of input
-POLL_SECONDS = 0.2  # between looks at the worker processes
-MAX_CHARACTERS = 2 * BLOCK_BYTES  # encoded at once; a longer document is encoded in parts
+SHARD_BYTES = 64 << 20  # bytes of input per shard
+POLL_SECONDS = 0.2  # between checks of the worker processes
+MAX_CHARACTERS = 2 * BLOCK_BYTES  # encoded at once; a longer text is encoded in parts
 MAX_LENGTH = 2**31 - 1  # tokens of a document
 
 COUNTS = {"bytes", "crc32", "documents", "empty_documents", "replaced_utf8", "tokens"}
@@ -49,30 +49,30 @@ Report = Callable[[int, int], None]  # (documents, input bytes) since the last r
 
 
 class LostWorkerError(ValueError):
-    """A tokenising process died; the same call goes on from the finished shards."""
+    """A tokenizing process died; the same call continues from the finished shards."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What decides on the tokens, beside the files."""
+    """The options that determine the tokens, besides the input files."""
 
     tokenizer: str = "byte"  # spec
-    field: str = "text"  # of a JSON line
-    column: str = "text"  # of parquet
-    append_eod: bool = True  # to every document
-    shard_bytes: int = SHARD_BYTES  # a plain text file beyond it becomes several documents
+    field: str = "text"  # of JSON lines
+    column: str = "text"  # of parquet files
+    append_eod: bool = True  # whether to end every document with end-of-document
+    shard_bytes: int = SHARD_BYTES  # a larger plain text file becomes several documents
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Segments that one process turns into DIRECTORY/NAME.bin, .lengths.npy and .json."""
+    """Segments that one process tokenizes into DIRECTORY/NAME.bin, .lengths.npy and .json."""
 
     base: Path  # DIRECTORY/NAME
     segments: tuple[Segment, ...]
-    nbytes: int  # of input
+    nbytes: int  # bytes of input
 
     def record(self) -> dict[str, Any] | None:
-        """What was written of a finished shard: crc32, bytes, documents and other counts."""
+        """The record of a finished shard: crc32, bytes, documents and other counts; else None."""
         try:
             record = json.loads(suffixed(self.base, ".json").read_text(encoding="utf-8"))
             whole = record["bytes"] == suffixed(self.base, ".bin").stat().st_size
@@ -82,9 +82,9 @@ class TokenShard:
         return record if whole else None
 
     def read(self, dtype: type[np.number[Any]]) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """Tokens, mapped, and the lengths of documents. Raises ValueError where they are damaged.
+        """The memory-mapped tokens and the document lengths. Raises ValueError if damaged.
 
-        A damaged shard loses its record, so that the next run writes it again.
+        The record of a damaged shard is removed, so that the next run writes the shard again.
         """
         record = self.record()
         path = suffixed(self.base, ".bin")
@@ -103,7 +103,7 @@ class TokenShard:
 
 
 def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokenizer) -> str:
-    """sha256 of all that the tokens depend on."""
+    """The SHA-256 of everything that the tokens depend on."""
     described = dataclasses.asdict(options) | {"tokenizer": tokenizer.fingerprint}
     parts = [json.dumps(described, sort_keys=True)]
     parts += [json.dumps(dataclasses.astuple(segment)) for segment in segments]
@@ -113,7 +113,7 @@ def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokeni
 def plan_shards(
     segments: Sequence[Segment], options: Options, tokenizer: Tokenizer, directory: Path
 ) -> list[TokenShard]:
-    """Consecutive segments, together of about options.shard_bytes."""
+    """Group consecutive segments into shards of about options.shard_bytes."""
     shards: list[TokenShard] = []
     group: list[Segment] = []
     size = 0
@@ -127,13 +127,13 @@ def plan_shards(
     return shards
 
 
-def tokenise(shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int) -> None:
-    """Write the shards that are missing, and show how far it is."""
+def tokenize(shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int) -> None:
+    """Write the missing shards, with a progress bar."""
     missing = [shard for shard in shards if shard.record() is None]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     total = sum(shard.nbytes for shard in shards)
     bar = tqdm(
-        desc="tokenise",
+        desc="tokenize",
         total=total,
         initial=total - sum(shard.nbytes for shard in missing),
         unit="B",
@@ -161,8 +161,8 @@ def tokenise(shards: Sequence[TokenShard], options: Options, limits: Limits, wor
 def _run_workers(
     shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int, report: Report
 ) -> None:
-    """Spread shards over processes. Raises the first worker's ValueError or OSError."""
-    context = multiprocessing.get_context("spawn")  # fork would copy a CUDA context and threads
+    """Distribute shards over worker processes. Raises the first worker's ValueError or OSError."""
+    context = multiprocessing.get_context("spawn")  # fork would copy CUDA contexts and threads
     counters: Any = context.Array("q", 3)  # next shard, documents, bytes
     complaints = context.SimpleQueue()
     processes = [
@@ -173,8 +173,8 @@ def _run_workers(
     ]
     seen = [0, 0]
     try:
-        # A worker whose parent stops in the middle of starting it ends with a traceback. And Ctrl-C
-        # reaches all processes of a terminal: workers inherit the mask and leave it to this one.
+        # A worker whose parent is interrupted while starting it would print a traceback. Ctrl-C
+        # reaches all processes of a terminal; workers inherit the mask, so only the parent acts.
         with uninterrupted():
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
@@ -183,7 +183,7 @@ def _run_workers(
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         while True:
-            alive = any(process.is_alive() for process in processes)  # before the last look
+            alive = any(process.is_alive() for process in processes)  # before the counters are read
             _, *now = counters.get_obj()  # without the lock, which a killed process may hold
             report(now[0] - seen[0], now[1] - seen[1])
             seen = now
@@ -191,7 +191,7 @@ def _run_workers(
                 raise complaints.get()
             if died := [p.exitcode for p in processes if p.exitcode]:
                 raise LostWorkerError(
-                    f"a tokenising process ended with exit code {died[0]} (-9: out of memory?); "
+                    f"a tokenizing process ended with exit code {died[0]} (-9: out of memory?); "
                     "finished shards stay, run again with fewer workers"
                 )
             if not alive:
@@ -200,14 +200,14 @@ def _run_workers(
     finally:
         for process in processes:
             if process.pid is not None:
-                process.terminate()  # at any time: only a whole shard gets a record
+                process.terminate()  # safe at any time: only a complete shard gets a record
                 process.join()
 
 
 def _work(
     shards: Sequence[TokenShard], options: Options, limits: Limits, counters: Any, complaints: Any
 ) -> None:
-    """A worker process: take the next shard until there is none."""
+    """Tokenize the next shard until there is none. Runs in a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def report(documents: int, nbytes: int) -> None:
@@ -227,11 +227,11 @@ def _work(
     except OSError as error:
         complaints.put(OSError(error.errno, error.strerror or str(error)))
     except ValueError as error:
-        complaints.put(ValueError(str(error)))  # of a type that can be pickled
+        complaints.put(ValueError(str(error)))  # a type that can be pickled
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, however that ended."""
+    """End this process once its parent has ended for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -239,23 +239,23 @@ def _end_with_parent() -> None:
 
 
 class _Documents:
-    """Token ids on their way into a file: document after document, each in parts."""
+    """Writes the token ids of documents to a file, in parts of documents."""
 
     def __init__(self, file: IO[bytes], dtype: type[np.number[Any]], end: Sequence[int]) -> None:
         self.lengths: list[int] = []  # tokens of each document
         self.crc32 = self.empty = 0
         self._file, self._dtype, self._end = file, dtype, end
-        self._length = 0  # of the document that is being written
+        self._length = 0  # of the current document
 
     def write(self, ids: Sequence[int]) -> None:
-        """Add to the document."""
+        """Append ids to the current document."""
         raw = np.asarray(ids, dtype=self._dtype).tobytes()
         self.crc32 = zlib.crc32(raw, self.crc32)
         self._file.write(raw)
         self._length += len(ids)
 
     def end_document(self) -> None:
-        """Count the document, and an empty one as such. Raises ValueError where it is too long."""
+        """End and count the current document. Raises ValueError if it is too long."""
         if not self._length:
             self.empty += 1
             return
@@ -269,7 +269,7 @@ class _Documents:
 def _write_shard(
     shard: TokenShard, options: Options, limits: Limits, tokenizer: Tokenizer, report: Report
 ) -> None:
-    """Tokenise one shard. Files appear under their names when they are whole, the record last."""
+    """Tokenize one shard. Each file is renamed once complete; the record comes last."""
     dtype = token_dtype(tokenizer.vocab_size)
     replaced = empty = 0
     with _atomic(suffixed(shard.base, ".bin")) as file:
@@ -314,7 +314,7 @@ def _write_shard(
 
 @contextlib.contextmanager
 def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name once it is whole and on disk."""
+    """Yield a temporary file that is renamed to `path` after fsync."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         yield file

@@ -1,12 +1,12 @@
-"""The bytes of plain and compressed text, front to back, in bounded memory.
+"""Read plain and compressed text sequentially, in bounded memory.
 
     file -> [gzip | zstandard] -> pieces of about BLOCK_BYTES that end with a line | lines
 
-No file can take more than a bound of memory, however it was made. A decompressor hands out a few
-MiB at a time. A line of plain text beyond a block is handed out in parts, cut between characters.
-A JSON line, which is parsed whole, and the window of a zstandard frame are at most
-`Limits.max_record` bytes. `Limits.max_expansion` bounds what a compressed file may grow to, and
-with it the time and the disk that a small file can take: 128 KiB of zstandard can expand to 4 GiB.
+Memory is bounded for any input, also a malicious one. Decompressors return a few MiB at a time. A
+line of plain text that is longer than a block is returned in parts, cut between characters. A JSON
+line, which is parsed whole, and the window of a zstandard frame may have at most
+`Limits.max_record` bytes. `Limits.max_expansion` limits the decompressed size of a file, and so the
+time and disk space that a small file can take: 128 KiB of zstandard can expand to 4 GiB.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-BLOCK_BYTES = 1 << 20  # read, and of plain text encoded, at once; ends with a line
-EXPANSION_FLOOR = 64 << 20  # bytes that a compressed file may grow to, however small it is
+BLOCK_BYTES = 1 << 20  # read at once and, for plain text, encoded at once; extended to a line end
+EXPANSION_FLOOR = 64 << 20  # decompressed bytes that are allowed for any compressed file
 MIN_WINDOW = 8 << 20  # zstandard asks every decoder to support this window (RFC 8878, 3.1.1.1.2)
-# Fed at once to zstandard. A block of 4 bytes may decompress to 128 KiB, so that 1 KiB becomes at
-# most 32 MiB; a larger feed is not measurably faster.
+# Bytes passed to zstandard at once. A block of 4 bytes may decompress to 128 KiB, so 1 KiB becomes
+# at most 32 MiB; larger inputs are not measurably faster.
 FEED_BYTES = 1 << 10
-SHOWN = 150  # characters that a message quotes of what a file or a library says
+SHOWN = 150  # characters of a quotation in a message
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What reading a file may take."""
+    """Limits on the input, which bound memory, time and disk space."""
 
     max_expansion: float = 1000.0  # bytes of text per byte of a compressed file
     max_record: int = 128 << 20  # bytes of a JSON line, a parquet value or a zstandard window
 
     def text_bytes(self, nbytes: int) -> int:
-        """The most bytes of text that `nbytes` of a compressed file may hold."""
+        """The allowed bytes of text in a compressed file of `nbytes`."""
         return max(EXPANSION_FLOOR, int(self.max_expansion * nbytes))
 
     def expansion_error(self, path: str, nbytes: int) -> ValueError:
-        """What to raise where there are more."""
+        """The error for a compressed file with more text than allowed."""
         return ValueError(
             f"{path}: its {nbytes:,} compressed bytes hold more than {self.text_bytes(nbytes):,} "
             f"bytes of text; data.max_expansion={self.max_expansion:g} (--max-expansion), the "
@@ -47,7 +47,7 @@ class Limits:
         )
 
     def record_error(self, where: str, what: str) -> ValueError:
-        """What to raise for a record that is too long."""
+        """The error for a record that is too long."""
         return ValueError(
             f"{where}: {what} of more than data.max_record={self.max_record:,} bytes "
             "(--max-record-mb), which can be raised"
@@ -58,13 +58,13 @@ DEFAULT_LIMITS = Limits()
 
 
 class TextStream:
-    """A file's text from its first byte or from the beginning of a line."""
+    """The bytes of a text file after decompression, from its start or from the start of a line."""
 
     def __init__(
         self, raw: IO[bytes], path: str, compression: str, nbytes: int, limits: Limits
     ) -> None:
         self.offset = 0  # of the next byte, after decompression
-        self._inside = False  # a line: the last byte read was not a line end
+        self._inside = False  # a line; that is, the last byte read was not a line end
         self._raw, self._at_disk = raw, 0
         self._path, self._nbytes, self._limits = path, nbytes, limits
         self._most = limits.text_bytes(nbytes) if compression else None
@@ -76,9 +76,9 @@ class TextStream:
         self._file = file
 
     def seek_line(self, start: int, reach: int) -> None:
-        """Go to the first line that begins at or after `start` of a plain file.
+        """Seek to the first line that begins at or after `start` of a plain file.
 
-        Where none begins before `start + reach`, go there, or to the next character.
+        If no line begins before `start + reach`, seek to the first character there.
         """
         if start:
             self._file.seek(start - 1)
@@ -91,10 +91,10 @@ class TextStream:
             self._rest_of_character(3)
 
     def read_piece(self, stop: int, reach: int) -> bytes:
-        """The next bytes before `stop`, about a block, with the rest of the line they end in.
+        """Read about a block of bytes before `stop`, and the rest of the line in which they end.
 
-        That line is cut into pieces where it is longer than a block, and left where it goes on
-        beyond `stop + reach`. Empty at the end.
+        A line longer than a block is returned in pieces, up to `stop + reach`. Returns b"" at the
+        end.
         """
         end = stop + reach
         piece = b""
@@ -109,7 +109,7 @@ class TextStream:
         return piece
 
     def read_line(self) -> bytes:
-        """The next line, whole. Raises ValueError where it is too long to be held in memory."""
+        """Read a whole line. Raises ValueError if it is longer than `Limits.max_record`."""
         begin, most = self.offset, self._limits.max_record
         line = self._take(self._file.readline(most + 1))
         if len(line) > most:
@@ -117,23 +117,23 @@ class TextStream:
         return line
 
     def skip_to_line(self, start: int) -> None:
-        """As `seek_line`, for lines that cannot be cut. Raises ValueError like `read_line`."""
+        """`seek_line` for lines that are never cut. Raises ValueError as `read_line` does."""
         self.seek_line(start, self._limits.max_record)
         if self._inside and self._file.peek(1):
             where = f"{self._path}: before byte {self.offset}"
             raise self._limits.record_error(where, "a JSON line")
 
     def at_end(self) -> bool:
-        """Whether all has been read."""
+        """Whether the whole text has been read."""
         return not self._file.peek(1)
 
     def bytes_from_disk(self) -> int:
-        """Bytes read from the file, as it lies on disk, since the last call."""
+        """Bytes of the file on disk that were read since the last call."""
         before, self._at_disk = self._at_disk, self._raw.tell()
         return self._at_disk - before
 
     def _take(self, data: bytes) -> bytes:
-        """Account for what was read."""
+        """Update offset and line state for data that was read, and check the size limit."""
         if data:
             self.offset += len(data)
             self._inside = not data.endswith(b"\n")
@@ -142,7 +142,7 @@ class TextStream:
         return data
 
     def _rest_of_character(self, most: int) -> bytes:
-        """Up to `most` continuation bytes of UTF-8, which a cut would part from what they end."""
+        """Read up to `most` UTF-8 continuation bytes, so that no character is cut."""
         rest = b""
         while len(rest) < most and self._file.peek(1)[:1] and 0x80 <= self._file.peek(1)[0] < 0xC0:
             rest += self._file.read(1)
@@ -153,24 +153,24 @@ class TextStream:
 def open_text_stream(
     path: str, compression: str, nbytes: int, limits: Limits
 ) -> Iterator[TextStream]:
-    """The text of a file of `nbytes` that is compressed in one of "", ".gz" and ".zst"."""
+    """Open the text of a file of `nbytes`; `compression` is "", ".gz" or ".zst"."""
     with open(path, "rb") as raw:
         yield TextStream(raw, path, compression, nbytes, limits)
 
 
 def quoted(message: object) -> str:
-    """What a library says, as far as a message of one line can hold it."""
+    """A library's message on one line, cut to SHOWN characters."""
     text = " ".join(str(message).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def some(names: Iterable[str]) -> str:
-    """Names that a file gives, as far as a message can hold them."""
+    """Names from a file as a list for a message, cut to SHOWN characters."""
     return quoted(", ".join(names)) or "none"
 
 
 class _ZstdReader(io.RawIOBase):
-    """Frames of zstandard, decompressed; unlike the library's reader it notices a cut-off end."""
+    """Decompresses zstandard frames; unlike the library's reader it detects a truncated file."""
 
     def __init__(self, raw: IO[bytes], path: str, limits: Limits) -> None:
         try:
@@ -181,9 +181,9 @@ class _ZstdReader(io.RawIOBase):
         window = max(limits.max_record, MIN_WINDOW)
         self._make = zstandard.ZstdDecompressor(max_window_size=window).decompressobj
         self._error = zstandard.ZstdError
-        self._frame: Any = None  # of the frame being read
+        self._frame: Any = None  # decompressor of the current frame
         self._compressed = memoryview(b"")  # read, not yet decompressed
-        self._ready = memoryview(b"")  # decompressed, not yet asked for
+        self._ready = memoryview(b"")  # decompressed, not yet returned
 
     def readable(self) -> bool:
         return True
@@ -202,7 +202,7 @@ class _ZstdReader(io.RawIOBase):
         return count
 
     def _decompress(self) -> None:
-        """Feed the frame, and begin another one where it ends."""
+        """Decompress the next input of the current frame, or begin a new frame."""
         self._frame = self._frame or self._make()
         feed = self._compressed[:FEED_BYTES]
         try:

@@ -1,4 +1,4 @@
-"""Text <-> token ids, one interface over four kinds of tokenizers.
+"""Text <-> token ids: one interface over four kinds of tokenizers.
 
     spec = byte
          | hf:tokenizer.json               [?eod=TOKEN]
@@ -6,11 +6,11 @@
          | tiktoken:NAME
          | tiktoken:FILE.tiktoken?pattern=REGEX
 
-Text is data, never instruction: a document that spells out `<|endoftext|>` gets the ids of those
-characters and not the end-of-document id. Nothing is added, truncated or padded. `TOKEN` is needed
-where a vocabulary has none of `EOD_NAMES`. A rank file holds no rule for cutting text into words,
-so `pattern` (the rest of the spec, taken literally) gives it; text that no match covers is lost,
-and the end-of-document id follows the last rank.
+Special tokens in text have no effect: a document that contains `<|endoftext|>` gets the ids of
+those characters, not the end-of-document id. Nothing is added, truncated or padded. `TOKEN` is
+needed if a vocabulary has none of `EOD_NAMES`. A .tiktoken rank file does not define how text is
+split into words; `pattern` (the rest of the spec, taken literally) does. Text that the pattern does
+not match is lost, and the end-of-document id follows the last rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coatlm.data.streams import quoted
 if TYPE_CHECKING:
     import tiktoken
 
-EOD_NAMES = (  # end-of-document tokens by the names that published vocabularies use
+EOD_NAMES = (  # names of end-of-document tokens in published vocabularies
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|eod|>",
@@ -40,29 +40,29 @@ EOD_NAMES = (  # end-of-document tokens by the names that published vocabularies
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 SPECS = "byte, hf:tokenizer.json, sentencepiece:FILE.model, tiktoken:NAME, tiktoken:FILE?pattern=.."
-MAX_IDS = 1 << 31  # ids are stored in 32 bits with a sign
+MAX_IDS = 1 << 31  # ids are stored as signed 32-bit integers
 _OPTIONS = re.compile(r"(?:eod=(?P<eod>[^&]+))?&?(?:pattern=(?P<pattern>.+))?", re.DOTALL)
 
 
 class Tokenizer(Protocol):
-    """What the rest of coatlm knows of a tokenizer."""
+    """The interface of a tokenizer."""
 
-    spec: str  # what `make_tokenizer` made it from
+    spec: str  # the argument of `make_tokenizer`
     vocab_size: int  # ids are in [0, vocab_size)
     eod: int  # the id that ends a document
-    fingerprint: str  # sha256 of what defines the ids; the same wherever the file lies
+    fingerprint: str  # SHA-256 of what defines the ids; does not depend on the file's path
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without end-of-document. `text` holds no lone surrogates."""
+        """The ids of `text`, without end-of-document. `text` has no lone surrogates."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """256 bytes of UTF-8 and end-of-document, which decodes to nothing."""
+    """UTF-8 bytes as ids 0 to 255, and end-of-document, which decodes to nothing."""
 
     spec = "byte"
     vocab_size = 257
@@ -85,12 +85,12 @@ class HuggingFaceTokenizer:
         content = _read(spec, path)
         with _library_errors(f"{path}: not a tokenizer.json"), _silent():
             self._model = tokenizers.Tokenizer.from_buffer(content)
-        self._model.no_truncation()  # both may be switched on in the file, which is for serving
+        self._model.no_truncation()  # files for serving may turn on truncation and padding
         self._model.no_padding()
         self._model.encode_special_tokens = True
         vocab = self._model.get_vocab(with_added_tokens=True)
         self.spec = spec
-        self.vocab_size = max(vocab.values(), default=-1) + 1  # ids may have holes
+        self.vocab_size = max(vocab.values(), default=-1) + 1  # some ids may be unused
         self.eod = _find_eod(spec, vocab, eod)
         self.fingerprint = _fingerprint("hf", content, self.eod)
 
@@ -142,7 +142,7 @@ class TiktokenTokenizer:
             if pattern is not None:
                 raise ValueError(f"data.tokenizer={spec!r}: {target} brings its own pattern")
             self._model = _named_encoding(spec, target)
-            content = target.encode()  # tiktoken checks the ranks against a hash of its own
+            content = target.encode()  # tiktoken itself verifies a hash of the ranks
         else:
             content, ranks = _read_ranks(spec, Path(target))
             if pattern is None:
@@ -171,12 +171,12 @@ class TiktokenTokenizer:
     def _piece(self, number: int) -> bytes:
         try:
             return self._model.decode_single_token_bytes(number)
-        except KeyError:  # ranks may have holes
+        except KeyError:  # some ranks may be unused
             return "\ufffd".encode()
 
 
 def make_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` describes (see the module). Raises ValueError in one line."""
+    """Create the tokenizer of a spec (see the module docstring). Raises a one-line ValueError."""
     kind, _, rest = spec.partition(":")
     target, _, tail = rest.partition("?")
     options = _OPTIONS.fullmatch(tail)
@@ -212,7 +212,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
 
 
 def _read(spec: str, path: Path) -> bytes:
-    """The bytes of a tokenizer file."""
+    """Read a tokenizer file. Raises ValueError if it is empty or not readable."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError(f"data.tokenizer={spec!r}: {path}: is not a regular file")
@@ -225,7 +225,7 @@ def _read(spec: str, path: Path) -> bytes:
 
 
 def _find_eod(spec: str, vocab: dict[str, int], name: str | None) -> int:
-    """The id of token `name`, or of the first of EOD_NAMES that the vocabulary has."""
+    """The id of token `name`, or of the first of EOD_NAMES in the vocabulary."""
     for candidate in EOD_NAMES if name is None else (name,):
         if candidate in vocab:
             return vocab[candidate]
@@ -238,7 +238,7 @@ def _find_eod(spec: str, vocab: dict[str, int], name: str | None) -> int:
 
 
 def _named_encoding(spec: str, name: str) -> tiktoken.Encoding:
-    """One of tiktoken's own encodings, from its cache; tiktoken fetches what the cache lacks."""
+    """One of tiktoken's own encodings; tiktoken downloads it if its cache does not have it."""
     import tiktoken
 
     try:
@@ -251,14 +251,14 @@ def _named_encoding(spec: str, name: str) -> tiktoken.Encoding:
 
 
 def _read_ranks(spec: str, path: Path) -> tuple[bytes, dict[bytes, int]]:
-    """Content and ranks of a .tiktoken file: lines of base64(token), space, rank."""
+    """The content and ranks of a .tiktoken file, whose lines are base64(token), space, rank."""
     content = _read(spec, path)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split()
             number_of = int(rank)
-            if not 0 <= number_of < MAX_IDS - 1:  # the last id is that of end-of-document
+            if not 0 <= number_of < MAX_IDS - 1:  # the last id is for end-of-document
                 raise ValueError
             ranks[base64.b64decode(token, validate=True)] = number_of
         except ValueError:
@@ -276,9 +276,9 @@ def _fingerprint(kind: str, content: bytes, eod: int) -> str:
 
 @contextlib.contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Whatever a tokenizer library raises becomes a ValueError of one line, `what: reason`.
+    """Turn any exception of a tokenizer library into a one-line ValueError, `what: reason`.
 
-    A panic in Rust arrives as a BaseException of pyo3's, which no module exports.
+    A Rust panic is a BaseException of pyo3, whose class no module exports.
     """
     try:
         yield
@@ -290,10 +290,10 @@ def _library_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard what native code writes to stderr: of a panic, 50 lines beside its reason."""
+    """Discard what native code writes to stderr, such as 50 lines for a Rust panic."""
     try:
         saved = os.dup(2)
-    except OSError:  # stderr is closed: nothing can be written
+    except OSError:  # stderr is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,19 +1,19 @@
 """Post-training casts to FP8, as in the study of the FP8 formats (arXiv 2209.05433, section 4.3).
 
-Values are rounded to FP8 and brought back, X' = S cast(X / S), and the model computes with X' in
-the wide type, so what is seen is the effect of the format and not of an FP8 GEMM's accumulation.
+Values are rounded to FP8 and converted back, X' = S cast(X / S), and the model computes with X' in
+its own type. So the result shows the effect of the format alone, not of FP8 GEMM accumulation.
 
-    scales      S of a weight                  S of an activation
-    tensor      amax / MAX of the matrix       amax / MAX of the batch
-    channel     amax / MAX of an output row    amax / MAX of a token (of q, k, v: and a head)
-    biasN       2^(B - N), a fixed exponent bias N for everything; B is the format's own, 7 or 15
+    scales      S of a weight                    S of an activation
+    tensor      amax / MAX per matrix            amax / MAX per batch
+    channel     amax / MAX per output channel    amax / MAX per token (q, k, v: per token and head)
+    biasN       2^(B - N), a fixed exponent bias N for all; B is the bias of the format, 7 or 15
 
-    what        is cast
-    gemm        weights and inputs of every linear, the output layer among them, and q, k, v. The
-                probabilities that multiply v are not: they exist only inside the attention kernel
-    residual    those, and both inputs of every residual addition
+    what        tensors that are cast
+    gemm        weights and inputs of every linear layer and of the output layer, and q, k, v; not
+                the attention probabilities, which exist only inside the attention kernel
+    residual    the same, and both inputs of every residual addition
 
-With tied embeddings the output layer's weight is the embedding, which is then cast as well.
+With tied embeddings the output layer's weight is the embedding, which is then cast too.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from coatlm.model.builder import Llama
 
 What = Literal["gemm", "residual"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-NORMS = ("input_layernorm", "pre_mlp_layernorm")  # what reads the residual stream
-BRANCHES = ("self_attention", "mlp")  # what is added to it
-BIAS = re.compile(r"bias(-?\d{1,2})")  # 2^(B - N) is then a normal number of fp32
+NORMS = ("input_layernorm", "pre_mlp_layernorm")  # modules that read the residual stream
+BRANCHES = ("self_attention", "mlp")  # modules whose outputs are added to it
+BIAS = re.compile(r"bias(-?\d{1,2})")  # two digits keep 2^(B - N) a normal fp32 number
 SCALES = "tensor, channel, or biasN with a whole number N from -99 to 99"
 
 
 @dataclass(frozen=True)
 class Cast:
-    """One way of casting. Raises ValueError for names that are not in the tables above."""
+    """How values are cast to FP8. Raises ValueError for names that are not in the tables above."""
 
     format: str  # e4m3 | e5m2
     scales: str = "tensor"
@@ -61,7 +61,7 @@ class Cast:
         return f"{self.format} {self.scales} {self.what}"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """X' in the type of x; a row is an output channel or a token."""
+        """X' in the dtype of x; the last dimension of x is the one that a channel scale covers."""
         fmt = FORMATS[self.format]
         fixed = BIAS.fullmatch(self.scales)
         if fixed:
@@ -72,7 +72,7 @@ class Cast:
 
 @contextmanager
 def casting(model: Llama, how: Cast) -> Iterator[None]:
-    """Cast the weights, and the activations of every forward pass inside. Weights stay cast."""
+    """Cast the weights, permanently, and the activations of every forward pass in the block."""
     hooks: list[Any] = []
     try:
         with torch.no_grad():
@@ -90,7 +90,7 @@ def casting(model: Llama, how: Cast) -> Iterator[None]:
 
 
 def _weights(model: Llama) -> Iterator[Tensor]:
-    """The weights of the linears, the output layer's last."""
+    """The weights of the linear layers, then that of the output layer."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in LINEARS:
             yield module.weight
@@ -113,7 +113,7 @@ def _hooks(kind: str, module: nn.Module, how: Cast) -> list[Any]:
 
 
 def _cast_inputs(how: Cast, count: int) -> Callable[..., Any]:
-    """The first `count` arguments."""
+    """A pre-forward hook that casts the first `count` arguments."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*(how(x) for x in inputs[:count]), *inputs[count:])
@@ -122,7 +122,7 @@ def _cast_inputs(how: Cast, count: int) -> Callable[..., Any]:
 
 
 def _cast_stream(how: Cast) -> Callable[..., None]:
-    """In place: the layer adds to the very tensor that it normalises."""
+    """A pre-forward hook that casts in place, because the layer later adds to the same tensor."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         inputs[0].copy_(how(inputs[0]))
@@ -138,6 +138,6 @@ def _cast_output(how: Cast) -> Callable[..., Any]:
 
 
 def _with_bias(x: Tensor, fmt: Fp8Format, bias: int) -> Tensor:
-    """A power of two as scale, which changes no significand."""
+    """Cast with a power of two as scale, which does not change significands."""
     scale = 2.0 ** (fmt.bias - bias)
     return (cast(x.float() / scale, fmt).float() * scale).to(x.dtype)

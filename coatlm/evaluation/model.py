@@ -1,4 +1,4 @@
-"""One whole model in this process, with the weights of a checkpoint and nothing to train with."""
+"""Load a whole model from a checkpoint into this process for evaluation."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from coatlm.train.setup import Launch, start_processes
 from coatlm.train.shards import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
-STATES = "optimizer.state."  # what the names of tensors begin with that are no weights
-PRECISIONS = ("fp32", "bf16")  # what a model without TransformerEngine computes in
+STATES = "optimizer.state."  # prefix of tensors that are not weights
+PRECISIONS = ("fp32", "bf16")  # supported without TransformerEngine
 
 
 @contextmanager
 def open_model(
     checkpoint: Path, saved: dict[str, Any], *, window: int, precision: str
 ) -> Iterator[Llama]:
-    """The model of a checkpoint, for batches of `window` tokens, on this process's device.
+    """Load the model of a checkpoint, for sequences of `window` tokens, on this process's device.
 
-    `saved` is the configuration in the checkpoint's state. `precision`: fp32 or bf16, whatever the
-    checkpoint has. The process must not have joined others. Raises ValueError and CheckpointError.
+    `saved` is the configuration in the checkpoint's state. `precision` is fp32 or bf16 and may
+    differ from the checkpoint's. torch.distributed must not be initialized. Raises ValueError and
+    CheckpointError.
     """
     config = _evaluation_config(saved, window, precision)
     stored = StoredTensors(checkpoint)
@@ -54,7 +55,7 @@ def open_model(
 
 @torch.no_grad()
 def load_weights(model: Llama, checkpoint: Path) -> None:
-    """Copy the weights of a checkpoint into a whole model, in the model's type."""
+    """Copy the weights of a checkpoint into a whole model, converted to the model's dtype."""
     stored = StoredTensors(checkpoint)
     key, whole = "", torch.empty(0)
     for _, item in sharded_tensors(model):
@@ -72,7 +73,7 @@ def load_weights(model: Llama, checkpoint: Path) -> None:
 
 
 def _check_parameters(checkpoint: Path, model: Model, stored: StoredTensors, vocab: int) -> None:
-    """Raise ValueError for a configuration of another size, before such a model is built."""
+    """Raise ValueError if the stored weights do not have the model's number of parameters."""
     described, wanted = 0, parameters(model, vocab)
     for key, (_, shape) in stored.described.items():
         if not key.startswith(STATES):
@@ -88,7 +89,7 @@ def _part(whole: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Ten
 
 
 def _evaluation_config(saved: dict[str, Any], window: int, precision: str) -> Config:
-    """One process, coatlm's own layers; of the saved configuration only the model counts."""
+    """The saved configuration's model with coatlm's own layers; all other sections are default."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: one of {', '.join(PRECISIONS)}")
     return make_config(

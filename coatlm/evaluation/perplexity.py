@@ -1,9 +1,10 @@
-"""Perplexity of documents longer than a window: exp of the mean loss a token.
+"""Perplexity of documents longer than a window: exp of the mean loss per token.
 
-A document of tokens t_0 .. t_(n-1) is read in windows of W tokens, each S after the one before. A
-window predicts the tokens that no window before it has predicted, so each token but the first is
-predicted once, with at least W - S tokens before it as soon as there are so many. S = W is fast
-and S = 1 is exact. Tokenizers compare by bits a byte, sum of losses / (ln 2 * bytes of the text).
+A document of tokens t_0 .. t_(n-1) is read in windows of W tokens with stride S. A window scores
+the tokens that earlier windows have not scored, so every token but the first is scored once, with
+at least W - S tokens of context as soon as the document has so many. S = W is the fastest, S = 1
+gives each token the most context. Bits per byte, sum of losses / (ln 2 * bytes of text), compare
+models with different tokenizers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from coatlm.console import progress
 from coatlm.data.documents import expand_inputs, file_kind, plan_segments, read_segment
 from coatlm.data.tokenizer import Tokenizer
 
-IGNORE = -100  # label of a token that is not predicted, as the loss knows it
-WHOLE = 1 << 62  # bytes a segment: a text file is one document
+IGNORE = -100  # label that the loss ignores
+WHOLE = 1 << 62  # bytes per segment, so that a text file is one document
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, and the bytes of UTF-8 that they stand for."""
+    """The token ids of a document, and the size of its text in UTF-8 bytes."""
 
     ids: tuple[int, ...]
     nbytes: int
@@ -33,7 +34,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Window:
-    """Inputs and labels, both at most W long; labels that are not counted are IGNORE."""
+    """Inputs and labels, both of length at most W; labels of tokens scored before are IGNORE."""
 
     tokens: tuple[int, ...]
     labels: tuple[int, ...]
@@ -43,8 +44,8 @@ class Window:
 class Score:
     """The result over all documents."""
 
-    loss: float  # nats a token
-    tokens: int  # predicted
+    loss: float  # nats per token
+    tokens: int  # scored tokens
     nbytes: int
 
     @property
@@ -59,9 +60,9 @@ class Score:
 def read_documents(
     inputs: Sequence[str], tokenizer: Tokenizer, *, field: str = "text", prefix: int | None = None
 ) -> list[Document]:
-    """The documents of files as training reads them; `prefix` is put before each.
+    """Read and tokenize documents as for training; `prefix` is a token id put before each.
 
-    Raises ValueError where nothing is left that could be predicted.
+    Raises ValueError if no document has a token to predict.
     """
     documents = []
     for text in _texts(inputs, field):
@@ -70,12 +71,12 @@ def read_documents(
         if len(start) + len(ids) > 1:
             documents.append(Document((*start, *ids), len(text.encode())))
     if not documents:
-        raise ValueError(f"{', '.join(inputs)}: no document has a token that could be predicted")
+        raise ValueError(f"{', '.join(inputs)}: no document has a token to predict")
     return documents
 
 
 def check_windows(window: int, stride: int, batch: int) -> None:
-    """Raise ValueError for sizes that windows cannot have."""
+    """Raise ValueError for invalid sizes."""
     if window < 2:
         raise ValueError(f"window={window}: at least 2 tokens")
     if not 1 <= stride <= window:
@@ -86,7 +87,7 @@ def check_windows(window: int, stride: int, batch: int) -> None:
 
 def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[Window]:
     """The windows of one document, in order."""
-    done = 1  # tokens predicted, or never to be: the first
+    done = 1  # tokens scored so far, and the first one, which is never scored
     for start in range(0, len(ids), stride):
         stop = min(start + window, len(ids) - 1)
         labels = ids[start + 1 : stop + 1]
@@ -109,8 +110,9 @@ def score(
     device: torch.device,
     what: str = "evaluating",
 ) -> Score:
-    """`model(tokens, labels)` gives losses [B, W]; short windows are filled up on the right. `what`
-    names the work where its progress is shown.
+    """Score documents with `model(tokens, labels)`, which returns losses [B, W].
+
+    Short windows are padded on the right. `what` is the label of the progress bar.
     """
     documents = list(documents)
     pieces = [p for d in documents for p in windows(d.ids, window=window, stride=stride)]
@@ -133,7 +135,7 @@ def _filled(rows: Sequence[Sequence[int]], width: int, fill: int, device: torch.
 
 
 def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
-    """The text of each document."""
+    """Yield the text of each document."""
     for segment in plan_segments(expand_inputs(inputs), WHOLE):
         blocks = read_segment(segment, field, field)
         if file_kind(segment.path)[0] == "text":

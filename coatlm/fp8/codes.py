@@ -1,11 +1,13 @@
-"""Codes inside kernels: E4M3 and E5M2 by the device's own casts, E3M4 (uint8) by way of fp16.
+"""Casts inside kernels: E4M3 and E5M2 by the casts of the device, E3M4 (uint8) by way of fp16.
 
-    encode    fp32 values -> codes, no larger than MAX; the bits of `ShortFloat.encode` in E3M4
+    encode    fp32 values -> codes. E3M4 has the bits of `ShortFloat.encode`
     decode    codes -> fp32 values, exact
 
-E3M4 is made four values at a time, as two pairs of fp16 numbers. To round is to add 31 and the last
-bit that stays; two bits to the left, the bits that stay are the upper byte of each number, but for
-the sign, which was there before. NaN has no code: a scale beside the codes says it (payload.py).
+Values must be at most MAX: the scale of their block, amax / MAX, makes them so. E3M4 is converted
+four values at a time, as two pairs of fp16 numbers. Adding 31 and the last bit that stays rounds to
+nearest even. After a shift by two bits the bits that stay are the upper byte of each number, apart
+from the sign, which was saved before. E3M4 has no code for NaN: the scale of the block is NaN
+instead (payload.py).
 """
 
 import triton
@@ -51,7 +53,7 @@ FROM_E3M4 = tl.constexpr("""{
 
 @triton.jit
 def encode(x, CODE: tl.constexpr):
-    """Codes of fp32 values, of the type CODE."""
+    """Cast fp32 values to codes of the type CODE."""
     if CODE.is_fp8():
         code = x.to(CODE)
     else:
@@ -63,7 +65,7 @@ def encode(x, CODE: tl.constexpr):
 
 @triton.jit
 def decode(code):
-    """fp32 values of codes."""
+    """Cast codes to the fp32 values that they stand for."""
     if code.dtype.is_fp8():
         value = code.to(tl.float32)
     else:

@@ -1,42 +1,46 @@
 """Dynamic Range Expansion: optimizer states in FP8 (COAT, arXiv 2410.19313, section 4, appendix A).
 
-G groups of E = 128 consecutive elements; the last may be shorter. A group stores a code an
-element, one byte k16 = 16 k and one fp32 L, the log2 of its scale: 133 bytes for 128 elements.
+A state is cut into G blocks of E = 128 consecutive elements, of which the last may be shorter. A
+block stores one code per element, one byte k16 = 16 k and one fp32 L, the log2 of its scale: 133
+bytes for 128 elements.
 
     k = round(16 log2(R) / log2(max|x| / min|x|)) / 16        L = log2(max|x|) - log2(MAX) / k
     encode  c = cast(sign(x) 2^t), t = k (log2|x| - L)        decode  x = sign(c) 2^(log2|c|/k + L)
 
-The largest element of a group becomes MAX and the smallest MAX / R. All is fp32 and in log2: one
-logarithm and one exponential an element in each direction, and no scale that can underflow.
+The largest element of a block becomes MAX and the smallest MAX / R. The arithmetic is fp32 in
+log2: one logarithm and one exponential per element in each direction, and no scale can underflow.
 
-R, the rounding of k and its bounds were chosen by the error they leave, ||u' - u|| / ||u|| with
-u = mhat / (sqrt(vhat) + eps), in steps 21 to 200 of AdamW on simulated gradients, states encoded at
-every step. In a group the gradients' scale is log-normal with sigma 0.5 (narrow) or 1.5 (wide):
+R, the rounding of k and the bounds of k were chosen by the error of the update that they leave,
+||u' - u|| / ||u|| with u = mhat / (sqrt(vhat) + eps), over steps 21 to 200 of AdamW on simulated
+gradients, with states encoded at every step. The magnitudes of the gradients inside a block are
+log-normal with sigma 0.5 (narrow) or 1.5 (wide):
 
     m and v                                narrow, beta2 .95   .999      wide .95   .999
     E4M3, not expanded                     .065                .078      77         119
     E4M3, R and k of the published kernel  .0395               .0469     .0710      .0910
     E4M3, R of the paper, k >= 1           .0382               .0481     79         121
     M_E4M3, V_E4M3 but for k >= 1          .0370               .0452     .162       .174
-    M_E4M3, V_E5M2                         .0377               .0477     .0699      .0924
+    M_E4M3, v in E5M2                      .0377               .0477     .0699      .0924
     M_E4M3, V_E4M3                         .0371               .0452     .0687      .0904
 
-- Where v becomes zero and m does not, the update is m / eps: the errors of 77 and more. An
-  unsigned state (v) therefore never rounds a non-zero value to zero.
-- R is the paper's 448 * 512 for m: 13 % less error than with the published kernel's 448 * 448 / 2,
-  in the moments of a small transformer. v divides, so its relative error counts everywhere: its R
-  ends at the smallest normal, as the precision of the format does.
-- k is rounded to nearest. Rounded down, the smallest element of a group decodes to less than it
-  was, again at every step: .112 instead of .048 for the paper's k at beta2 = .999.
-- 1 <= k < 16 for m. Some groups of v are wider than R; compressing them to k >= 1/2 costs
-  precision for all their elements, but k >= 1 lifts the smallest ones to MAX / R. E5M2 has that
-  range itself.
-- L is fp32. As an fp16 rounded up it saves 2 bytes a group, but the largest element is then no
-  longer exact and grows a little at every step: .077 instead of .045 at beta2 = .999.
+- Where v is rounded to zero and m is not, the update is m / eps, which causes the errors of 77 and
+  more. An unsigned state (v) therefore never rounds a non-zero value to zero.
+- R is the paper's 448 * 512 for m. In the moments of a small transformer its error is 13 % lower
+  than with the published kernel's 448 * 448 / 2. The update is divided by sqrt(v), so relative
+  errors of v count for all elements: its R ends at the smallest normal number, where the format
+  begins to lose precision.
+- k is rounded to nearest. If k is rounded down, the smallest element of a block decodes to less
+  than it was, and shrinks again at every step: .112 instead of .048 for the paper's k at
+  beta2 = .999.
+- 1 <= k < 16 for m. Some blocks of v are wider than R. Compressing them with k >= 1/2 costs all of
+  their elements precision, while k >= 1 would lift the smallest ones to MAX / R. E5M2 covers that
+  range without compression.
+- L is fp32. An fp16 L that is rounded up saves 2 bytes per block, but then the largest element is
+  not exact and grows a little at every step: .077 instead of .045 at beta2 = .999.
 
-Zeros, and subnormal fp32 values with them, become zero and do not count for min|x|: with them k
-would mean nothing. A group with a NaN or an infinity has L = NaN and decodes to NaN throughout.
-FP8 states whose bytes are all zero decode to zero, which is how they start.
+Zeros and subnormal fp32 values become zero and are left out of min|x|, which would otherwise be
+zero. A block that holds a NaN or an infinity has L = NaN, and all of it decodes to NaN. States
+start as zero bytes, which decode to zeros.
 """
 
 import math
@@ -48,24 +52,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, DynamicExponent, Fp8Format
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format
 
 K_STEPS = 16  # k16 = K_STEPS * k
 SMALLEST = 2.0**-126  # smallest normal fp32
-BLOCK = 32  # groups a program
+BLOCK = 32  # scale blocks per program
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """How one moment is stored. Kernels take it whole, as a constexpr.
+    """How one moment is stored. Kernels take the object as a constexpr.
 
     Raises ValueError unless 1 <= k16_min <= k16_max <= 255.
     """
 
-    fmt: Fp8Format | DynamicExponent
-    signed: bool  # False: x >= 0, and what is not zero stays so
-    k16_min: int = 16  # 16 k of the widest groups
-    k16_max: int = 255  # 16 k of groups of equal elements; 16 is plain FP8, without expansion
+    fmt: Fp8Format
+    signed: bool  # False: x >= 0, and non-zero values are never rounded to zero
+    k16_min: int = 16  # lower bound of k16, for the widest blocks
+    k16_max: int = 255  # upper bound, for blocks of equal elements; 16 is plain FP8
 
     def __post_init__(self) -> None:
         if not 1 <= self.k16_min <= self.k16_max <= 255:
@@ -79,18 +83,17 @@ class Expansion:
 
     @property
     def log2_range(self) -> float:
-        """log2(R): what a group's range is expanded to."""
+        """log2(R), the range that a block is expanded to."""
         smallest = self.fmt.smallest_subnormal if self.signed else self.fmt.smallest_normal
         return math.log2(self.fmt.max / smallest)
 
 
 M_E4M3 = Expansion(E4M3, signed=True)
-V_E5M2 = Expansion(E5M2, signed=False)
 V_E4M3 = Expansion(E4M3, signed=False, k16_min=8)
 
 
 class Expanded(NamedTuple):
-    """A stored state of n elements in G = ceil(n / 128) groups."""
+    """A stored state of n elements in G = ceil(n / 128) blocks."""
 
     codes: Tensor  # FP8, the shape of x
     k16: Tensor  # uint8[G]
@@ -98,17 +101,17 @@ class Expanded(NamedTuple):
 
 
 def expand_quantize_ref(x: Tensor, how: Expansion) -> Expanded:
-    """The definition; x of any shape counts as flat."""
+    """The definition of `expand_quantize`. x of any shape is taken as flat."""
     n = x.numel()
-    groups = -(-n // SCALE_BLOCK)
-    x_GE = torch.nn.functional.pad(x.float().flatten(), (0, groups * SCALE_BLOCK - n)).view(
+    blocks = -(-n // SCALE_BLOCK)
+    x_GE = torch.nn.functional.pad(x.float().flatten(), (0, blocks * SCALE_BLOCK - n)).view(
         -1, SCALE_BLOCK
     )
     a_GE = x_GE.abs()
     a_GE = torch.where(a_GE < SMALLEST, 0.0, a_GE)  # NaN stays
     high = a_GE.amax(1)
     low = torch.where(a_GE > 0, a_GE, torch.inf).amin(1)
-    k16, log2_scale = _group_parameters_ref(high, low, how)
+    k16, log2_scale = _block_parameters_ref(high, low, how)
     y_GE = torch.exp2((k16 / K_STEPS)[:, None] * (a_GE.log2() - log2_scale[:, None]))
     if how.signed:
         y_GE = torch.copysign(y_GE, x_GE)
@@ -119,9 +122,9 @@ def expand_quantize_ref(x: Tensor, how: Expansion) -> Expanded:
     return Expanded(codes, k16.to(torch.uint8), log2_scale)
 
 
-def _group_parameters_ref(high: Tensor, low: Tensor, how: Expansion) -> tuple[Tensor, Tensor]:
-    """16 k and L, both fp32[G], from the largest and the smallest non-zero |x| of each group."""
-    span = (high.log2() - low.log2()).clamp(min=0.5)  # so short that k16 is k16_max
+def _block_parameters_ref(high: Tensor, low: Tensor, how: Expansion) -> tuple[Tensor, Tensor]:
+    """16 k and L, both fp32[G], from the largest and the smallest non-zero |x| of each block."""
+    span = (high.log2() - low.log2()).clamp(min=0.5)  # where k16 is k16_max anyway
     k16 = (K_STEPS * how.log2_range / span + 0.5).floor().clamp(how.k16_min, how.k16_max)
     k16 = torch.where(high < torch.inf, k16, how.k16_min)
     log2_scale = high.log2() - how.log2_max * (K_STEPS / k16)
@@ -130,7 +133,7 @@ def _group_parameters_ref(high: Tensor, low: Tensor, how: Expansion) -> tuple[Te
 
 
 def expand_dequantize_ref(state: Expanded, how: Expansion) -> Tensor:
-    """The definition of decoding, with the `how` of encoding: fp32 in the shape of the codes."""
+    """The definition of `expand_dequantize`."""
     n = state.codes.numel()
     c = how.fmt.decode(state.codes).flatten()
     c_GE = torch.nn.functional.pad(c, (0, -n % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
@@ -163,9 +166,9 @@ def _with_sign_of(a, x):
 
 @triton.jit
 def expand_parameters(high, low, HOW: tl.constexpr):
-    """Largest |x| and smallest non-zero |x| of each group -> 16 k and L, all fp32 of one shape.
+    """Largest |x| and smallest non-zero |x| of each block -> 16 k and L, all fp32 of one shape.
 
-    `high` is 0 for a group of zeros (then `low` is not looked at) and NaN or Inf where x has one.
+    `high` is 0 for a block of zeros, whose `low` has no effect, and NaN or Inf if x has one.
     """
     log2_high = _lg2(high)
     span = tl.maximum(log2_high - _lg2(low), 0.5)
@@ -179,7 +182,7 @@ def expand_parameters(high, low, HOW: tl.constexpr):
 
 @triton.jit
 def expand_power(x, k, log2_scale, HOW: tl.constexpr):
-    """sign(x) 2^t, elementwise: what a cast turns into codes. k and L broadcast against x."""
+    """sign(x) 2^t of each element, to be cast to codes. k and L broadcast against x."""
     a = tl.abs(x)
     y = _ex2(k * (_lg2(a) - log2_scale))
     if HOW.signed:
@@ -190,45 +193,37 @@ def expand_power(x, k, log2_scale, HOW: tl.constexpr):
 
 @triton.jit
 def expand_value(c, inverse_k, log2_scale, HOW: tl.constexpr):
-    """x of fp32 code values, elementwise; 1 / k and L broadcast against them."""
+    """Decode fp32 values of codes. 1 / k and L broadcast against them."""
     a = _ex2(_lg2(tl.abs(c)) * inverse_k + log2_scale)
     return _with_sign_of(a, c) if HOW.signed else a
 
 
 @triton.jit
-def expand_group(x_GE, HOW: tl.constexpr):
-    """fp32 [groups, 128] -> 16 k and L, fp32 [groups]."""
-    bits = x_GE.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers NaN > Inf > any number
+def expand_block(x_GE, HOW: tl.constexpr):
+    """fp32 [G, 128] -> 16 k and L, fp32 [G]."""
+    bits = x_GE.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, NaN > Inf > any number
     high = tl.max(bits, 1)
-    high = tl.where(high < 0x00800000, 0, high).to(tl.float32, bitcast=True)  # as lg2 counts it
-    # Less than the smallest normal wraps around to the top, so that the minimum passes it over.
+    high = tl.where(high < 0x00800000, 0, high).to(
+        tl.float32, bitcast=True
+    )  # lg2 flushes subnormals
+    # Bits below the smallest normal wrap around to large integers, which the minimum leaves out.
     low = tl.min((bits - 0x00800000).to(tl.uint32, bitcast=True), 1) + 0x00800000
     return expand_parameters(high, low.to(tl.float32, bitcast=True), HOW)
 
 
 @triton.jit
 def expand_encode(x_GE, HOW: tl.constexpr):
-    """fp32 [groups, 128] -> FP8 codes [groups, 128], k16 uint8 [groups], L fp32 [groups]."""
-    k16, log2_scale = expand_group(x_GE, HOW)
+    """fp32 [G, 128] -> FP8 codes [G, 128], k16 uint8 [G], L fp32 [G]."""
+    k16, log2_scale = expand_block(x_GE, HOW)
     y = expand_power(x_GE, (k16 * 0.0625)[:, None], log2_scale[:, None], HOW)
     return y.to(HOW.fmt.triton_dtype), k16.to(tl.uint8), log2_scale
 
 
 @triton.jit
 def expand_decode(code_GE, k16_G, log2_scale_G, HOW: tl.constexpr):
-    """The inverse: FP8 [groups, 128], uint8 [groups], fp32 [groups] -> fp32 [groups, 128]."""
+    """FP8 codes [G, 128], k16 uint8 [G], L fp32 [G] -> fp32 [G, 128]."""
     inverse_k = 16.0 / k16_G.to(tl.float32)
     return expand_value(code_GE.to(tl.float32), inverse_k[:, None], log2_scale_G[:, None], HOW)
-
-
-@triton.jit
-def _nearest(y, midpoint_ptr):
-    # The number of the 255 midpoints below y, bit by bit from the highest.
-    code = tl.zeros(y.shape, tl.int32)
-    for bit in tl.static_range(8):
-        ahead = code + (128 >> bit)
-        code = tl.where(tl.load(midpoint_ptr + ahead - 1) < y, ahead, code)
-    return code.to(tl.uint8)
 
 
 @triton.jit
@@ -237,23 +232,17 @@ def _quantize_kernel(
     code_ptr,
     k16_ptr,
     log2_scale_ptr,
-    midpoint_ptr,  # None unless DE8
     n,
     HOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    if midpoint_ptr is None:
-        code, k16, log2_scale = expand_encode(x, HOW)
-    else:
-        k16, log2_scale = expand_group(x, HOW)
-        y = expand_power(x, (k16 * 0.0625)[:, None], log2_scale[:, None], HOW)
-        code = _nearest(y, midpoint_ptr)
+    code, k16, log2_scale = expand_encode(x, HOW)
     tl.store(code_ptr + at, code, mask=at < n)
-    tl.store(k16_ptr + group, k16.to(tl.uint8), mask=group * 128 < n)
-    tl.store(log2_scale_ptr + group, log2_scale, mask=group * 128 < n)
+    tl.store(k16_ptr + block, k16, mask=block * 128 < n)
+    tl.store(log2_scale_ptr + block, log2_scale, mask=block * 128 < n)
 
 
 @triton.jit
@@ -261,55 +250,47 @@ def _dequantize_kernel(
     code_ptr,
     k16_ptr,
     log2_scale_ptr,
-    table_ptr,  # None unless DE8
     x_ptr,
     n,
     HOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     code = tl.load(code_ptr + at, mask=at < n)
-    k16 = tl.load(k16_ptr + group, mask=group * 128 < n)
-    log2_scale = tl.load(log2_scale_ptr + group, mask=group * 128 < n)
-    if table_ptr is None:
-        x = expand_decode(code, k16, log2_scale, HOW)
-    else:
-        value = tl.load(table_ptr + code.to(tl.int32), mask=at < n)
-        inverse_k = 16.0 / k16.to(tl.float32)
-        x = expand_value(value, inverse_k[:, None], log2_scale[:, None], HOW)
+    k16 = tl.load(k16_ptr + block, mask=block * 128 < n)
+    log2_scale = tl.load(log2_scale_ptr + block, mask=block * 128 < n)
+    x = expand_decode(code, k16, log2_scale, HOW)
     tl.store(x_ptr + at, x, mask=at < n)
 
 
 def expand_quantize(x: Tensor, how: Expansion) -> Expanded:
-    """x (any shape, floating) -> its state. The kernel's codes may differ from the reference's by
-    one step where t is within 1e-4 of a rounding boundary: its lg2 and ex2 are approximate.
+    """Encode x, of any shape and floating type.
+
+    lg2 and ex2 of the kernel are approximate: its codes may differ from those of the reference by
+    one step where t is within 1e-4 of a rounding boundary.
     """
     if not x.is_cuda:
         return expand_quantize_ref(x, how)
     x = x.contiguous()
-    groups = triton.cdiv(x.numel(), SCALE_BLOCK)
+    blocks = triton.cdiv(x.numel(), SCALE_BLOCK)
     state = Expanded(
         torch.empty_like(x, dtype=how.fmt.dtype),
-        torch.empty(groups, dtype=torch.uint8, device=x.device),
-        torch.empty(groups, dtype=torch.float32, device=x.device),
+        torch.empty(blocks, dtype=torch.uint8, device=x.device),
+        torch.empty(blocks, dtype=torch.float32, device=x.device),
     )
-    if groups:
-        de8 = how.fmt if isinstance(how.fmt, DynamicExponent) else None
-        midpoints = de8.midpoints().to(x.device) if de8 else None
-        grid = (triton.cdiv(groups, BLOCK),)
-        _quantize_kernel[grid](x, *state, midpoints, x.numel(), how, BLOCK)
+    if blocks:
+        grid = (triton.cdiv(blocks, BLOCK),)
+        _quantize_kernel[grid](x, *state, x.numel(), how, BLOCK)
     return state
 
 
 def expand_dequantize(state: Expanded, how: Expansion) -> Tensor:
-    """The fp32 values of a state that was encoded with `how`, in the shape of its codes."""
+    """Decode a state that was encoded with the same `how` to fp32, in the shape of its codes."""
     if not state.codes.is_cuda:
         return expand_dequantize_ref(state, how)
     x = torch.empty_like(state.codes, dtype=torch.float32)
     if x.numel():
-        de8 = how.fmt if isinstance(how.fmt, DynamicExponent) else None
-        table = de8.table().to(x.device) if de8 else None
         grid = (triton.cdiv(state.k16.numel(), BLOCK),)
-        _dequantize_kernel[grid](*state, table, x, x.numel(), how, BLOCK)
+        _dequantize_kernel[grid](*state, x, x.numel(), how, BLOCK)
     return x

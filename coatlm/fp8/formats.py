@@ -1,15 +1,15 @@
-"""8-bit numbers: E4M3 and E5M2 (Micikevicius et al. 2022, arXiv 2209.05433; OCP OFP8 1.0), and DE8.
+"""8-bit float formats: E4M3, E5M2 (Micikevicius et al. 2022, arXiv 2209.05433; OCP OFP8 1.0), E3M4.
 
 An FP8 code has a sign bit s, E exponent bits e and M mantissa bits m; with b = 2^(E-1) - 1 it is
 
     (-1)^s 2^(e-b) (1 + m/2^M)      where e > 0   (normal)
     (-1)^s 2^(1-b) (m/2^M)          where e = 0   (subnormal, zero)
 
-E4M3 has no infinity, and a NaN only where all bits of e and m are set: 448 = 0x7E is its largest.
-E5M2 follows IEEE 754: e = 31 is Inf (m = 0) or NaN, and 57344 = 0x7B is its largest.
+E4M3 has no infinity, and NaN is the code whose bits of e and m are all set; the largest number is
+448 = 0x7E. E5M2 follows IEEE 754: e = 31 is Inf (m = 0) or NaN; the largest number is 57344 = 0x7B.
 
-`cast` rounds to nearest, ties to even, and keeps the sign of zero. What becomes of values that do
-not fit is defined here and not by torch, whose casts differ between versions above MAX:
+`cast` rounds to nearest, ties to even, and preserves the sign of zero. Values out of range are
+defined here, because torch's casts above MAX differ between versions:
 
     input                                overflow="saturate"    overflow="propagate"
     |x| > MAX that rounds to MAX         +-MAX                  +-MAX
@@ -17,15 +17,11 @@ not fit is defined here and not by torch, whose casts differ between versions ab
     +-Inf                                NaN                    E4M3 +-NaN, E5M2 +-Inf
     NaN of either sign                   NaN                    NaN
 
-NaN is the code 0x7F, -NaN (E4M3) 0xFF, +-Inf (E5M2) 0x7C and 0xFC. Saturation is for finite values:
-an infinity that became MAX, as in OFP8's SAT mode and in the hardware's conversion, would be lost.
+NaN is the code 0x7F, -NaN (E4M3) 0xFF, +-Inf (E5M2) 0x7C and 0xFC. Only finite values saturate: the
+SAT mode of OFP8 and the hardware's conversion turn an infinity into MAX, which hides the overflow.
 
-E3M4 has b = 15, as fp16, and numbers only: 31 / 4096 = 0x7F is its largest. It is for values with a
-scale beside them, which says NaN.
-
-DE8, the 8-bit dynamic exponent (Dettmers et al. 2022, arXiv 2110.02861, section 1.3), lies in
-[-1, 1]: a sign bit, z zero bits, a one, and f = 6 - z bits j; without the sign bit f = 7 - z. Its
-values are 0, 1 and +-10^-z (0.1 + 0.9 (j + 1/2) / 2^f), z = 0..6; a code is a value's rank in them.
+E3M4 has b = 15 as fp16 has, and neither NaN nor Inf; the largest number is 31 / 4096 = 0x7F. It is
+meant for codes with a scale, which can be NaN.
 """
 
 from dataclasses import dataclass
@@ -37,14 +33,14 @@ from torch import Tensor
 
 Overflow = Literal["saturate", "propagate"]
 SCALE_BLOCK = 128  # consecutive elements of states and gradients that share a scale
-EXPONENT = 0x7F800000  # bits of an fp32 number that are all set in NaN and Inf
-NAN_CODE = 0x7F  # the one NaN that casts produce from a NaN
+EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in NaN and Inf
+NAN_CODE = 0x7F  # the code that casts make of any NaN
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """An 8-bit float as a value: its types and its constants."""
+    """An FP8 format as a value: its dtypes and constants."""
 
     name: str
     dtype: torch.dtype
@@ -72,20 +68,20 @@ class Fp8Format:
 
     @property
     def dynamic_range(self) -> float:
-        """R: the largest over the smallest positive value (COAT section 4.1)."""
+        """R, the ratio of the largest to the smallest positive value (COAT section 4.1)."""
         return self.max / self.smallest_subnormal
 
     @property
     def eps(self) -> float:
-        """Spacing at 1: rounding moves a normal by at most eps / 2 of its value."""
+        """The spacing at 1: rounding changes a normal number by at most eps / 2 of its value."""
         return 2.0**-self.mantissa_bits
 
     def encode(self, x: Tensor) -> Tensor:
-        """`cast`, saturating."""
+        """The codes of fp32 values: `cast` with overflow="saturate"."""
         return cast(x, self)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """fp32, exact."""
+        """The fp32 values of codes, exact."""
         return codes.float()
 
 
@@ -97,7 +93,7 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 def decode_table(fmt: Fp8Format) -> Tensor:
-    """fp32[256] on the CPU: the value of every code, by the formula above."""
+    """The value of each code by the formula above, fp32[256] on the CPU."""
     code = torch.arange(256, dtype=torch.int32)
     e = (code >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
     fraction = (code & (2**fmt.mantissa_bits - 1)) * fmt.eps
@@ -111,7 +107,7 @@ def decode_table(fmt: Fp8Format) -> Tensor:
 
 
 def cast(x: Tensor, fmt: Fp8Format, *, overflow: Overflow = "saturate") -> Tensor:
-    """x in FP8, same shape; the table above says what happens to values that do not fit.
+    """x in FP8, in the same shape; the table above defines values out of range.
 
     Takes fp32, BF16 or FP16 on any device and gives the same bits everywhere. Raises ValueError for
     other types: a float64 would be rounded twice, 17 + 2^-30 first to 17 and then down to 16.
@@ -131,7 +127,7 @@ def cast(x: Tensor, fmt: Fp8Format, *, overflow: Overflow = "saturate") -> Tenso
 
 @dataclass(frozen=True)
 class ShortFloat:
-    """E3M4 as a value. Its codes are uint8: devices have no such type, but all have fp16.
+    """E3M4 as a value. Its codes are uint8: no device has the format, but all have fp16.
 
     A code's sign, two zeros, its other seven bits and six zeros are the fp16 number that it stands
     for, subnormal ones too. `encode` rounds to fp16 and then to these bits, to the nearest both
@@ -153,7 +149,7 @@ class ShortFloat:
         return (code | (x.signbit().int() << 7)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """fp32, exact."""
+        """The fp32 values of codes, exact."""
         code = codes.int()
         half = ((code & 0x7F) << 6) | ((code & 0x80) << 8)
         return half.to(torch.int16).view(torch.float16).float()
@@ -161,49 +157,3 @@ class ShortFloat:
 
 E3M4 = ShortFloat()
 Coding = Fp8Format | ShortFloat  # what a code of a payload may be
-
-
-@dataclass(frozen=True)
-class DynamicExponent:
-    """DE8 as a value; for the study of optimizer states. Its codes are uint8."""
-
-    signed: bool
-    max: float = 1.0
-    dtype: torch.dtype = torch.uint8
-
-    @property
-    def smallest_normal(self) -> float:
-        return float(self.positive()[0])
-
-    @property
-    def smallest_subnormal(self) -> float:
-        return self.smallest_normal
-
-    def positive(self) -> Tensor:
-        """fp64, ascending: the positive values below 1, 127 with a sign bit and 254 without."""
-        f_of_z = [(6 if self.signed else 7) - z for z in range(6, -1, -1)]
-        decades = [
-            10.0 ** -(6 - i) * (0.1 + 0.9 * (torch.arange(2**f, dtype=torch.float64) + 0.5) / 2**f)
-            for i, f in enumerate(f_of_z)
-        ]
-        return torch.cat(decades)
-
-    def table(self) -> Tensor:
-        """fp32[256] on the CPU: the value of every code, ascending."""
-        positive = self.positive()
-        negative = -positive.flip(0) if self.signed else positive[:0]
-        ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
-        return torch.cat([negative, ends[:1], positive, ends[1:]]).float()
-
-    def midpoints(self) -> Tensor:
-        """fp32[255] on the CPU: between neighbouring values."""
-        table = self.table()
-        return (table[1:] + table[:-1]) / 2
-
-    def encode(self, x: Tensor) -> Tensor:
-        """uint8 codes of fp32 values: the number of midpoints below x, so a tie goes down."""
-        return torch.searchsorted(self.midpoints().to(x.device), x.contiguous()).to(torch.uint8)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """fp32, exact."""
-        return self.table().to(codes.device)[codes.int()]

@@ -1,23 +1,24 @@
-"""Gradients and weights as FP8 payloads: what travels between ranks.
+"""FP8 payloads: the bytes in which gradients and weights travel between ranks.
 
     pack      x [A, B, n] -> payloads [A, B, bytes]        code = cast(x r), r = 1 / S
     unpack    payloads [R, A, B, bytes] -> y [A, B, n]     y = sum over R of code * S
 
-A rank that takes part in a sum itself need not round what it has: `pack` leaves out a payload, and
-`unpack` adds the values themselves, `Own`, to what the others sent. The payload keeps its place:
-NCCL exchanges parts of one size, its own among them, faster than all but its own.
+A payload holds n codes and, unless the ranks share scales, behind them the fp32 scales S of its
+blocks (S = amax / MAX by the rules of scaling.py). A block is 128 consecutive elements of a flat
+buffer and takes 132 bytes. Each function is one kernel, which reads and writes every element once.
+A shared scale belongs to a tensor; `Shared` says which tensor a block belongs to.
 
-A payload is n codes and, unless the ranks share scales, the scales S of its groups of 128 behind
-them (fp32, S = amax / MAX by the rules of scaling.py): 132 bytes for 128 elements. Groups are those
-of flat buffers: 128 consecutive elements, and both functions are one kernel that reads and writes
-each element once. Shared scales belong to tensors; `Shared` says which group is whose.
+A rank that takes part in a sum does not round its own values: `pack` skips their payload, and
+`unpack` adds the values themselves (`Own`) to the decoded payloads of the others. The skipped
+payload keeps its place in the buffer, because NCCL is faster at exchanging parts of equal size than
+at exchanging all parts but one.
 
-S, r and x r are rounded once each, so a code may differ from cast(x / S) where x / S is within a
-2^-22 of the middle between two codes; with `divide` it is cast(x / S), as `quantize` makes it. r is
-at most the largest fp32 number: where S is smaller than its inverse, codes are smaller than x / S.
-With E3M4 a group that has a value beyond 2^121 has no finite scale either.
-A group with a NaN or an infinity has a scale that is not finite, which makes NaN of every code, so
-the sum is NaN wherever one source was. Sums are fp32, over R in order: every run adds alike.
+S, r and x r are each rounded once, so a code may differ from cast(x / S) where x / S is within a
+relative 2^-22 of the midpoint between two codes. With `divide` the code is cast(x / S), as in
+`quantize`. r is clamped to the largest fp32 number: where 1 / S overflows, codes are smaller than
+x / S. Sums are in fp32 and in the order of the ranks, so every run gives the same bits. A block
+with a NaN or an infinity has a scale that is not finite: all of it decodes to NaN, and the sum is
+NaN on every rank. In E3M4 the scale also overflows where a block holds a value beyond 2^121.
 """
 
 from dataclasses import dataclass
@@ -32,23 +33,23 @@ from coatlm.fp8.formats import E3M4, SCALE_BLOCK, Coding
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
 
-ALIGN = 16  # bytes: payloads start where vector accesses may
-ROWS = 32  # groups a program: 4096 elements, 128 bytes of scales
-WARPS = 4  # 32 elements a thread
+ALIGN = 16  # bytes: every payload starts where vector accesses are possible
+ROWS = 32  # blocks per program: 4096 elements and 128 bytes of scales
+WARPS = 4  # 32 elements per thread
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Scales that all ranks know. `owner[g]` is the tensor that group g of x or y belongs to."""
+    """Scales that all ranks know, one per tensor. `owner` is the tensor of each block of x or y."""
 
     scale: Tensor  # fp32 [T]
-    owner: Tensor  # int32 [A, B, groups], any view whose rows are contiguous
+    owner: Tensor  # int32 [A, B, blocks], any view whose rows are contiguous
 
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """What the source number `rank` would have sent, unrounded: [A, B, n], a view as y."""
+    """The unrounded values [A, B, n] of the rank itself, which is source number `rank` of R."""
 
     values: Tensor
     rank: int
@@ -56,47 +57,43 @@ class Own:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of a payload of `elements` values, a multiple of 128."""
+    """The bytes of a payload of `elements` values, which are a multiple of 128."""
 
     elements: int
     fmt: Coding
-    scaled: bool  # scales travel along
+    scaled: bool  # the payload carries the scales of its blocks
 
     def __post_init__(self) -> None:
         if self.fmt is E3M4 and not self.scaled:
-            raise ValueError("fmt=e3m4 needs scales that travel along: it has no code for NaN")
+            raise ValueError("fmt=e3m4 needs scaled=True: the format has no code for NaN")
 
     @property
-    def groups(self) -> int:
+    def blocks(self) -> int:
         return self.elements // SCALE_BLOCK
 
     @property
     def nbytes(self) -> int:
-        size = self.elements + (4 * self.groups if self.scaled else 0)
+        size = self.elements + (4 * self.blocks if self.scaled else 0)
         return -(-size // ALIGN) * ALIGN
 
     def empty(self, *shape: int, device: torch.device) -> Tensor:
-        """uint8 [*shape, bytes] of payloads to be."""
+        """Uninitialised payloads, uint8 [*shape, bytes]."""
         return torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=device)
 
 
 def pack_ref(
-    x: Tensor,
-    payloads: Tensor,
-    layout: Layout,
-    shared: Shared | None = None,
-    divide: bool = False,
+    x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None = None, divide: bool = False
 ) -> None:
-    """The definition, and the CPU path."""
+    """The definition of `pack`, and its CPU path."""
     n = layout.elements
     if shared is None:
         scale = scale_ref(group_amax_ref(x, SCALE_BLOCK), layout.fmt)
-        payloads[..., n : n + 4 * layout.groups] = scale.contiguous().view(torch.uint8)
+        payloads[..., n : n + 4 * layout.blocks] = scale.contiguous().view(torch.uint8)
     else:
         scale = shared.scale[shared.owner.long()].view(*x.shape[:-1], -1)
-    grouped = x.float().unflatten(-1, (-1, SCALE_BLOCK))
-    scale = _known(scale)[..., None]
-    scaled = grouped / scale if divide else grouped * (1.0 / scale).clamp(max=LARGEST)
+    blocked = x.float().unflatten(-1, (-1, SCALE_BLOCK))
+    scale = _nan_unless_finite(scale)[..., None]
+    scaled = blocked / scale if divide else blocked * (1.0 / scale).clamp(max=LARGEST)
     payloads[..., :n] = layout.fmt.encode(scaled).view(torch.uint8).view(x.shape)
 
 
@@ -108,29 +105,29 @@ def unpack_ref(
     own: Own | None = None,
     add: bool = False,
 ) -> None:
-    """The definition, and the CPU path."""
+    """The definition of `unpack`, and its CPU path."""
     n = layout.elements
-    shape = (*y.shape[:-1], layout.groups, SCALE_BLOCK)
-    total = torch.full(shape, -0.0, device=y.device)  # keeps a -0
+    shape = (*y.shape[:-1], layout.blocks, SCALE_BLOCK)
+    total = torch.full(shape, -0.0, device=y.device)  # -0 + -0 is -0
     for number, source in enumerate(payloads):
         if own is not None and number == own.rank:
             continue
         codes = source[..., :n].contiguous().view(layout.fmt.dtype)
         value = layout.fmt.decode(codes).unflatten(-1, (-1, SCALE_BLOCK))
         if shared is None:
-            scale = source[..., n : n + 4 * layout.groups].contiguous().view(torch.float32)
-            value = value * _known(scale)[..., None]
+            scale = source[..., n : n + 4 * layout.blocks].contiguous().view(torch.float32)
+            value = value * _nan_unless_finite(scale)[..., None]
         total += value
     if shared is not None:
         scale = shared.scale[shared.owner.long()].view(*y.shape[:-1], -1)
-        total = total * _known(scale)[..., None]
+        total = total * _nan_unless_finite(scale)[..., None]
     total = total.view(y.shape)
     if own is not None:
         total = total + own.values.float()
     y.copy_(total + y.float() if add else total)
 
 
-def _known(scale: Tensor) -> Tensor:
+def _nan_unless_finite(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
@@ -138,30 +135,30 @@ def _known(scale: Tensor) -> Tensor:
 def _pack_kernel(
     x_ptr,
     code_ptr,
-    scale_ptr,  # where the payloads' scales begin, or None
+    scale_ptr,  # the scales of the first payload, or None
     shared_ptr,  # fp32 [T], or None
     owner_ptr,
-    groups,  # of a payload
+    blocks,  # per payload
     inner,  # B
     outer_stride,  # of x, in elements
     inner_stride,
     owner_outer_stride,
     owner_inner_stride,
-    bytes_each,  # of a payload
-    skip,  # a that is left out, or -1
+    bytes_each,  # per payload
+    skip,  # the index a whose payloads are not written, or -1
     TOP: tl.constexpr,
     LARGEST: tl.constexpr,
     DIVIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(groups, ROWS)
+    tiles = tl.cdiv(blocks, ROWS)
     payload = program // tiles
     a, b = payload // inner, payload % inner
     start = a * outer_stride + b * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    some = (g < groups) & (a != skip)
+    some = (g < blocks) & (a != skip)
     mask = some[:, None]
     x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
     if shared_ptr is None:
@@ -187,9 +184,9 @@ def _unpack_kernel(
     scale_ptr,
     shared_ptr,
     owner_ptr,
-    own_ptr,  # instead of source `skip`, or None
+    own_ptr,  # the values that stand for source `skip`, or None
     y_ptr,
-    groups,
+    blocks,
     inner,
     outer_stride,  # of y, in elements
     inner_stride,
@@ -199,23 +196,23 @@ def _unpack_kernel(
     owner_inner_stride,
     bytes_each,
     skip,
-    source_bytes,  # from one source's payloads to the next one's
+    source_bytes,  # from the payloads of one source to those of the next
     SOURCES: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(groups, ROWS)
+    tiles = tl.cdiv(blocks, ROWS)
     payload = program // tiles
     start = payload // inner * outer_stride + payload % inner * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = g[:, None] < groups
+    mask = g[:, None] < blocks
     code_ptr += payload * bytes_each
-    total = tl.full([ROWS, 128], -0.0, tl.float32)  # keeps a -0
+    total = tl.full([ROWS, 128], -0.0, tl.float32)  # -0 + -0 is -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source * source_bytes.to(tl.int64)
-        some = (g < groups) & (source != skip)
+        some = (g < blocks) & (source != skip)
         value = decode(tl.load(code_ptr + begin + at, mask=some[:, None], other=0.0))
         if shared_ptr is None:
             scales = scale_ptr + (begin + payload * bytes_each) // 4
@@ -226,7 +223,7 @@ def _unpack_kernel(
     if shared_ptr is not None:
         owners = owner_ptr + payload // inner * owner_outer_stride
         owners += payload % inner * owner_inner_stride
-        owner = tl.load(owners + g, mask=g < groups, other=0)
+        owner = tl.load(owners + g, mask=g < blocks, other=0)
         scale = tl.load(shared_ptr + owner)
         total *= tl.where(scale < float("inf"), scale, float("nan"))[:, None]
     if own_ptr is not None:
@@ -247,11 +244,11 @@ def pack(
     divide: bool = False,
     skip: int = -1,
 ) -> None:
-    """Fill `payloads` uint8 [A, B, bytes] (contiguous) from x [A, B, n], fp32 or BF16.
+    """Encode x [A, B, n], fp32 or BF16, into the contiguous `payloads` uint8 [A, B, bytes].
 
-    `skip` is an a in 0 .. A - 1 whose payloads are not needed: what they hold is undefined.
-    x may be any view of a flat buffer whose rows are contiguous and start on multiples of 128.
-    Raises ValueError where shapes, strides or scales do not fit the layout.
+    The payloads of index a = `skip` are not needed, and their contents are undefined. x may be any
+    view of a flat buffer whose rows are contiguous and start at multiples of 128 elements. Raises
+    ValueError if shapes, strides or scales do not fit the layout.
     """
     _check(x, payloads[None], layout, shared)
     if not x.numel():
@@ -260,13 +257,13 @@ def pack(
         pack_ref(x, payloads, layout, shared, divide)
         return
     a, b, _ = x.shape
-    _pack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
+    _pack_kernel[(a * b * triton.cdiv(layout.blocks, ROWS),)](
         x,
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
         None if shared is None else shared.scale,
         None if shared is None else shared.owner,
-        layout.groups,
+        layout.blocks,
         b,
         x.stride(0),
         x.stride(1),
@@ -290,10 +287,11 @@ def unpack(
     own: Own | None = None,
     add: bool = False,
 ) -> None:
-    """Write (or add) to y [A, B, n], fp32 or BF16, the sum over `payloads` uint8 [R, A, B, bytes].
+    """Write the sum over R of the decoded `payloads` uint8 [R, A, B, bytes] to y [A, B, n].
 
-    `own.values`, a view as y and maybe y itself, are added last. y may be a view as x of `pack`.
-    Raises ValueError as `pack` does.
+    With `add` the sum is added to what y holds. y is fp32 or BF16 and may be a view, as x of `pack`
+    may. `own.values` are added last; they have the shape of y and may be y itself. Raises
+    ValueError as `pack` does.
     """
     _check(y, payloads, layout, shared)
     if own is not None:
@@ -305,14 +303,14 @@ def unpack(
         return
     a, b, _ = y.shape
     mine = y if own is None else own.values
-    _unpack_kernel[(a * b * triton.cdiv(layout.groups, ROWS),)](
+    _unpack_kernel[(a * b * triton.cdiv(layout.blocks, ROWS),)](
         payloads.view(layout.fmt.dtype),
         _scales(payloads, layout),
         None if shared is None else shared.scale,
         None if shared is None else shared.owner,
         None if own is None else mine,
         y,
-        layout.groups,
+        layout.blocks,
         b,
         y.stride(0),
         y.stride(1),
@@ -334,30 +332,26 @@ def _owner_strides(shared: Shared | None) -> tuple[int, ...]:
 
 
 def _scales(payloads: Tensor, layout: Layout) -> Tensor | None:
-    """fp32 memory from the first payload's scales on."""
+    """The buffer of payloads as fp32, from the scales of the first payload on."""
     if not layout.scaled:
         return None
     return payloads.view(-1)[layout.elements :].view(torch.float32)
 
 
 def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -> None:
-    """Raise ValueError for what the kernels cannot address."""
+    """Raise ValueError for tensors that the kernels cannot address."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"x.dtype={x.dtype}: torch.float32 or torch.bfloat16")
     if layout.elements % SCALE_BLOCK or x.ndim != 3 or x.shape[-1] != layout.elements:
-        raise ValueError(
-            f"x {list(x.shape)}: [A, B, {layout.elements}], whole groups of {SCALE_BLOCK}"
-        )
+        raise ValueError(f"x {list(x.shape)}: [A, B, {layout.elements}], n % {SCALE_BLOCK} == 0")
     wanted = (*x.shape[:2], layout.nbytes)
     if payloads.shape[1:] != wanted or not payloads.is_contiguous():
         raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
     if x.numel() and (x.stride(2) != 1 or x.stride(0) % SCALE_BLOCK or x.stride(1) % SCALE_BLOCK):
-        raise ValueError(
-            f"x has strides {x.stride()}: 1 inside rows, else multiples of {SCALE_BLOCK}"
-        )
+        raise ValueError(f"strides {x.stride()} of x: multiples of {SCALE_BLOCK}, the last one 1")
     if layout.scaled == (shared is not None):
-        raise ValueError(f"scaled={layout.scaled}: scales are either shared or travel along")
+        raise ValueError(f"scaled={layout.scaled}: scales are either shared or part of the payload")
     if shared is not None:
-        owners = (*x.shape[:2], layout.groups)
+        owners = (*x.shape[:2], layout.blocks)
         if shared.owner.shape != owners or shared.owner.stride(2) != 1:
-            raise ValueError(f"owner {list(shared.owner.shape)}: {list(owners)}, rows contiguous")
+            raise ValueError(f"owner {list(shared.owner.shape)}: {list(owners)}, contiguous rows")

@@ -1,22 +1,28 @@
-"""Weights as the codes that the FP8 flow makes of them: rows of matrices in a flat buffer.
+"""FP8 codes of weight rows in a flat buffer, equal to those that a layer of the FP8 flow computes.
 
-A linear of the flow casts a row w of its BF16 weight with a power-of-two scale (`quantize_rows`):
-code = cast(w / S), 224 < max|w| / S <= 448. Here the same is done before weights travel:
+A linear of the flow casts each row w of its BF16 weight with a power-of-two scale S
+(`quantize_rows`): code = cast(w / S), 224 < max|w| / S <= 448. ZeRO gathers the same codes, so the
+cast happens before the all-gather:
 
-    largest   bits of max|w| of what is here of each row; ranks agree on the largest, and so on S
-    encode    code = cast(w / S), one byte an element
-    decode    w' = code S, but 225 S where code is 224 and -225 S where it is -224
+    row_amax       bits of max|w| over the local part of each row; an all-reduce MAX of them sets S
+    encode_rows    code = cast(w / S), one byte per element
+    decode_rows    w' = code S, but 225 S where code is 224 and -225 S where it is -224
 
-The layer that casts w' finds S and the codes again, also where a part of the row is w itself, which
-its owner has. w' is a number of BF16, also below its smallest normal: w and then code S are
-multiples of 2^-133. It is at most 448 S, so the scale found is no larger; and it is no smaller, as
-max|w| is above 224 S and what it became is too: max|w| up to 232 S has the code 224, from which
-S / 2 would follow, and with it another scale of the whole tensor in backward. That is what 225 is
-for; its code is 224 again. (From 248 * 2^120 = 3.3e38 on, code S is beyond BF16.)
+The layer then casts w' and has to find the same S and the same codes, also where a part of the row
+is w itself, which its owner holds. Why it does:
 
-Row r of matrix t are `width[t]` elements from start[t] + (r - first[t]) width[t] on. Starts are
-multiples of 128 and widths of 16, as the GEMMs need them; ranges of elements begin and end on
-multiples of 16. A program takes what is in a range of one row, so nothing is stored but T numbers.
+- w' is a BF16 number, also below the smallest normal: w, and so code S, are multiples of 2^-133.
+- The S that is found is no larger, because |w'| <= 448 S.
+- It is no smaller either, because max|w'| > 224 S. Without the 225 that would fail: a max|w| of up
+  to 232 S has the code 224, and 224 S leads to S / 2, which also changes the tensor-wise scale in
+  backward. 225 S is cast to 224 again.
+
+From 248 * 2^120 = 3.3e38 on, code S exceeds BF16.
+
+Row r of matrix t is `width[t]` elements from start[t] + (r - first[t]) width[t] on. Starts are
+multiples of 128 and widths multiples of 16, as GEMMs need them, and ranges of elements begin and
+end on multiples of 16. A program takes the part of one row that is inside a range, so that nothing
+is stored but a table of T matrices.
 """
 
 from __future__ import annotations
@@ -40,22 +46,22 @@ from coatlm.fp8.scaling import (
 )
 
 ALIGNMENT = 16  # elements
-BLOCK = 4096  # elements that a program takes at a time, at most
-THREAD = 16  # elements a thread
+BLOCK = 4096  # most elements that a program takes at a time
+THREAD = 16  # elements per thread
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where the rows of T matrices lie. Numbers of rows run through all matrices."""
+    """Where the rows of T matrices lie. Rows are numbered through all matrices."""
 
     start: tuple[int, ...]  # [T], ascending
-    width: tuple[int, ...]  # [T], elements a row
-    first: tuple[int, ...]  # [T + 1], the number of a matrix's first row; the last one is of all
-    table: Tensor  # int64 [3, T'], first, start and width for kernels; T' is a power of two
+    width: tuple[int, ...]  # [T], elements per row
+    first: tuple[int, ...]  # [T + 1], the number of the first row of each matrix, then of all rows
+    table: Tensor  # int64 [3, T'] for kernels: first, start and width; T' is a power of two
 
     @classmethod
     def of(cls, matrices: Sequence[tuple[int, int, int]], device: torch.device) -> Rows:
-        """Matrices as (start, rows, width). Raises ValueError for what kernels cannot address."""
+        """Lay out matrices (start, rows, width). Raises ValueError if rows are not aligned."""
         first = [0]
         for start, rows, width in matrices:
             if start % ALIGNMENT or width % ALIGNMENT:
@@ -76,7 +82,7 @@ class Rows:
         return self.first[-1]
 
     def inside(self, begin: int, end: int) -> tuple[int, int]:
-        """The numbers [first, stop) of rows that may have elements in [begin, end)."""
+        """The range [first, stop) of rows that may have elements in [begin, end)."""
         stop, last = 0, self.count
         for t, (start, width) in enumerate(zip(self.start, self.width, strict=True)):
             rows = self.first[t + 1] - self.first[t]
@@ -88,7 +94,7 @@ class Rows:
 
 
 def row_numbers_ref(rows: Rows, begin: int, end: int) -> Tensor:
-    """int64 [end - begin]: the row of each element; -1 between matrices."""
+    """The row of each element, int64 [end - begin]; -1 between matrices."""
     number = torch.full((end - begin,), -1)
     for t, (start, width) in enumerate(zip(rows.start, rows.width, strict=True)):
         stop = start + (rows.first[t + 1] - rows.first[t]) * width
@@ -100,39 +106,39 @@ def row_numbers_ref(rows: Rows, begin: int, end: int) -> Tensor:
     return number
 
 
-def largest_ref(weights: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
-    """The definition, and the CPU path."""
+def row_amax_ref(weights: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
+    """The definition of `row_amax`, and its CPU path."""
     number = row_numbers_ref(rows, begin, end)
     bits = weights[begin:end].float().abs().view(torch.int32)
     largest = torch.zeros(rows.count, dtype=torch.int32)
     return largest.scatter_reduce_(0, number[number >= 0], bits[number >= 0], "amax")
 
 
-def encode_ref(
+def encode_rows_ref(
     weights: Tensor, codes: Tensor, amax: Tensor, rows: Rows, begin: int, end: int
 ) -> None:
-    """The definition, and the CPU path."""
+    """The definition of `encode_rows`, and its CPU path."""
     number = row_numbers_ref(rows, begin, end)
     scale = power_of_two_ref(amax.view(torch.float32), E4M3)[number.clamp(min=0)]
-    made = scaled_codes_ref(weights[begin:end].float(), scale, E4M3).view(torch.uint8)
-    codes[begin:end] = torch.where(number >= 0, made, codes[begin:end])
+    code = scaled_codes_ref(weights[begin:end].float(), scale, E4M3).view(torch.uint8)
+    codes[begin:end] = torch.where(number >= 0, code, codes[begin:end])
 
 
-def decode_ref(
+def decode_rows_ref(
     codes: Tensor, weights: Tensor, amax: Tensor, rows: Rows, begin: int, end: int
 ) -> None:
-    """The definition, and the CPU path."""
+    """The definition of `decode_rows`, and its CPU path."""
     number = row_numbers_ref(rows, begin, end)
     scale = power_of_two_ref(amax.view(torch.float32), E4M3)[number.clamp(min=0)]
     code = E4M3.decode(codes[begin:end].view(E4M3.dtype))
     code = torch.where(code.abs() == 224.0, 225.0 * code.sign(), code)
-    made = (code * scale).to(weights.dtype)
-    weights[begin:end] = torch.where(number >= 0, made, weights[begin:end])
+    value = (code * scale).to(weights.dtype)
+    weights[begin:end] = torch.where(number >= 0, value, weights[begin:end])
 
 
 @triton.jit
 def _span(table_ptr, row, begin, end, MATRICES: tl.constexpr):
-    """The elements [from, to) of a row that are in [begin, end)."""
+    """The elements [start, stop) of a row that are in [begin, end)."""
     first = tl.load(table_ptr + tl.arange(0, MATRICES))
     table_ptr += tl.sum((first <= row).to(tl.int32), 0) - 1
     width = tl.load(table_ptr + 2 * MATRICES)
@@ -143,7 +149,7 @@ def _span(table_ptr, row, begin, end, MATRICES: tl.constexpr):
 
 
 @triton.jit
-def _largest_kernel(
+def _row_amax_kernel(
     weight_ptr, amax_ptr, table_ptr, first_row, begin, end,
     MATRICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +164,7 @@ def _largest_kernel(
 
 
 @triton.jit
-def _encode_kernel(
+def _encode_rows_kernel(
     weight_ptr, code_ptr, amax_ptr, table_ptr, first_row, begin, end,
     TOP: tl.constexpr, MATRICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +179,7 @@ def _encode_kernel(
 
 
 @triton.jit
-def _decode_kernel(
+def _decode_rows_kernel(
     code_ptr, weight_ptr, amax_ptr, table_ptr, first_row, begin, end,
     TOP: tl.constexpr, MATRICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -188,38 +194,42 @@ def _decode_kernel(
         tl.store(weight_ptr + at, (code * scale).to(weight_ptr.dtype.element_ty), mask=at < stop)
 
 
-def largest(weights: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
-    """int32 [rows]: bits of max|w| of what is in [begin, end) of each row, 0 where nothing is."""
+def row_amax(weights: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
+    """The bits of max|w| over [begin, end), int32 [rows]; 0 for rows without elements there."""
     if not weights.is_cuda:
-        return largest_ref(weights, rows, begin, end)
+        return row_amax_ref(weights, rows, begin, end)
     amax = torch.zeros(rows.count, dtype=torch.int32, device=weights.device)
-    _launch(_largest_kernel, (weights, amax), rows, begin, end)
+    _launch(_row_amax_kernel, (weights, amax), rows, begin, end)
     return amax
 
 
-def encode(weights: Tensor, codes: Tensor, amax: Tensor, rows: Rows, begin: int, end: int) -> None:
-    """Fill codes[begin:end], uint8, from BF16 weights, by the agreed `amax` of the rows.
+def encode_rows(
+    weights: Tensor, codes: Tensor, amax: Tensor, rows: Rows, begin: int, end: int
+) -> None:
+    """Write codes[begin:end], uint8, from BF16 weights. `amax` [rows] is that of all ranks.
 
-    What lies between matrices stays as it is.
+    Elements between matrices are left as they are.
     """
     if not weights.is_cuda:
-        encode_ref(weights, codes, amax, rows, begin, end)
+        encode_rows_ref(weights, codes, amax, rows, begin, end)
         return
     tensors = weights, codes.view(E4M3.dtype), amax
-    _launch(_encode_kernel, tensors, rows, begin, end, TOP=top_exponent(E4M3))
+    _launch(_encode_rows_kernel, tensors, rows, begin, end, TOP=top_exponent(E4M3))
 
 
-def decode(codes: Tensor, weights: Tensor, amax: Tensor, rows: Rows, begin: int, end: int) -> None:
-    """Fill weights[begin:end] from codes; the arguments are those of `encode`."""
+def decode_rows(
+    codes: Tensor, weights: Tensor, amax: Tensor, rows: Rows, begin: int, end: int
+) -> None:
+    """Write weights[begin:end], BF16, from codes. The arguments are those of `encode_rows`."""
     if not weights.is_cuda:
-        decode_ref(codes, weights, amax, rows, begin, end)
+        decode_rows_ref(codes, weights, amax, rows, begin, end)
         return
     tensors = codes.view(E4M3.dtype), weights, amax
-    _launch(_decode_kernel, tensors, rows, begin, end, TOP=top_exponent(E4M3))
+    _launch(_decode_rows_kernel, tensors, rows, begin, end, TOP=top_exponent(E4M3))
 
 
 def row_tile(rows: Rows) -> dict[str, int]:
-    """Launch shape, by the widest row."""
+    """The launch options of kernels, by the widest row."""
     block = min(triton.next_power_of_2(max(rows.width)), BLOCK)
     warps = max(block // (32 * THREAD), 1)
     return {"MATRICES": rows.table.shape[1], "BLOCK": block, "num_warps": warps}

@@ -1,16 +1,17 @@
-"""A Hugging Face config.json and coatlm's `Model`, one from the other, with nothing dropped.
+"""Convert between a Hugging Face config.json and coatlm's `Model`, without dropping anything.
 
-Every field of a config.json is one of three things: it says what coatlm's model is (`MODEL_FIELDS`
-and the rotary ones), it must have a value that coatlm computes with (`_check_fixed`), or it has no
-part in the logits (`HARMLESS`) and is carried along. Any other is refused by its name.
+Every field of a config.json has one of three roles: it is a field of coatlm's model (`MODEL_FIELDS`
+and the rotary fields), it must have a value that coatlm supports (`_check_fixed`), or it does not
+affect the logits (`HARMLESS`). Any other field is an error.
 
-    family      q, k, v bias       q, k norm a head    sliding window
+    family      q, k, v bias       q, k norm per head  sliding window
     llama       attention_bias     no                  no
-    mistral     no                 no                  refused where it acts
-    qwen2       yes                no                  refused where it acts
-    qwen3       attention_bias     yes                 refused where it acts
+    mistral     no                 no                  refused if it has an effect
+    qwen2       yes                no                  refused if it has an effect
+    qwen3       attention_bias     yes                 refused if it has an effect
 
-`attention_bias` also gives the output projection a bias, which coatlm's has not: it must be zero.
+`attention_bias` also adds a bias to the output projection, which coatlm does not have; it must be
+zero.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ REQUIRED = (
     "intermediate_size",
     "vocab_size",
 )
-DEFAULTS: Mapping[str, Json] = {  # what transformers fills in for fields that are not there
+DEFAULTS: Mapping[str, Json] = {  # transformers' defaults for missing fields
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
         "num_key_value_heads": 8,
@@ -58,7 +59,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-CARRIED = (  # no part in the logits of a text; written back on the way to Hugging Face
+CARRIED = (  # no effect on the logits; written back by a conversion to Hugging Face
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -72,7 +73,7 @@ HARMLESS = frozenset(CARRIED) | {
     "is_llama_config",
     "max_sequence_length",
     "model_type",
-    "pretraining_tp",  # cut GEMMs of early checkpoints into parts, which add up to the same
+    "pretraining_tp",  # splits GEMMs of early checkpoints, without changing the result
     "torch_dtype",
     "transformers_version",
     "unsloth_fixed",
@@ -88,7 +89,7 @@ FIXED = (
     "use_mrope",
     "rope_interleaved",
 )
-COUNTS = (  # whole numbers; the other fields have the types that `Model` checks
+COUNTS = (  # integers; `Model` checks the types of the other fields
     "num_hidden_layers",
     "hidden_size",
     "num_attention_heads",
@@ -109,14 +110,14 @@ LLAMA3 = (
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
 WRONG_LAYER = {
     "olmo2": "it normalises the outputs of attention and MLP, and q and k over all heads at once, "
-    "where coatlm's layer normalises inputs, and q and k a head"
+    "where coatlm's layer normalises inputs, and q and k per head"
 }
 
 
 def read_model(raw: Mapping[str, Any]) -> Json:
-    """The `model` section for a config.json. Raises ValueError, naming the field that does not fit.
+    """The `model` section for a config.json. Raises ValueError with the name of a wrong field.
 
-    Fields that are not there have the values that transformers gives them.
+    Missing fields have transformers' defaults.
     """
     family = raw.get("model_type")
     if not isinstance(family, str):
@@ -149,11 +150,11 @@ def read_model(raw: Mapping[str, Any]) -> Json:
 def make_hf_config(
     config: Config, vocab: int, *, dtype: str, like: Mapping[str, Any] | None = None
 ) -> Json:
-    """A config.json for the model of a run, for any transformers since 4.51.
+    """A config.json for the model of a run, for transformers 4.51 or later.
 
-    `vocab` is the rows of the embedding to be written, `dtype` what the weights are stored in.
-    `like`: the config.json of a relative (what the run started from), for the fields in `CARRIED`
-    and for the family where it fits. Raises ValueError for a relative of another shape.
+    `vocab` is the number of embedding rows, `dtype` the type of the stored weights. `like` is the
+    config.json of the model that the run started from; it gives the fields in `CARRIED`, and the
+    family if that fits. Raises ValueError if it describes a model of another shape.
     """
     model = config.model
     if like:
@@ -189,17 +190,17 @@ def make_hf_config(
     if family in ("qwen2", "qwen3"):
         result["use_sliding_window"] = False
     if family == "qwen2" and model.size_per_head * model.heads == model.hidden:
-        del result["head_dim"]  # the family has no such field; transformers honours it if needed
+        del result["head_dim"]  # not a field of this family, though transformers reads it
     return result
 
 
 def output_bias(raw: Mapping[str, Any]) -> bool:
-    """Whether the family gives the attention's output projection a bias."""
+    """Whether the attention's output projection has a bias in this config.json."""
     return raw["model_type"] in ("llama", "qwen3") and bool(raw.get("attention_bias"))
 
 
 def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precision: str) -> Config:
-    """A whole configuration around a converted model; data and training are the defaults."""
+    """A complete configuration for a converted model, with defaults for all other sections."""
     return make_config(
         {
             "model": dict(model),
@@ -210,7 +211,7 @@ def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precis
 
 
 def _check_shape(model: Model, other: Model) -> None:
-    """Raise ValueError for a relative that cannot be one."""
+    """Raise ValueError if two models have different shapes."""
     for name in SHAPE:
         if getattr(model, name) != getattr(other, name):
             raise ValueError(
@@ -220,9 +221,9 @@ def _check_shape(model: Model, other: Model) -> None:
 
 
 def _family(model: Model, wanted: str | None) -> str:
-    """The family that has this model's features; `wanted` where several have."""
+    """A family that has this model's features, preferably `wanted`."""
     biased, normed = model.qkv_bias, model.qk_norm
-    even = model.hidden % model.heads == 0  # what transformers asks of llama alone
+    even = model.hidden % model.heads == 0  # transformers requires this for llama only
     fits = {
         "llama": not biased and not normed and even,
         "mistral": not biased and not normed,
@@ -235,7 +236,7 @@ def _family(model: Model, wanted: str | None) -> str:
 
 
 def _check_types(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError where a field that is computed with here is not of its type."""
+    """Raise ValueError if a field that this module computes with has a wrong type."""
     wanted: list[
         tuple[str, Any, bool, str]
     ] = []  # name, value, whether it is right, what it must be
@@ -259,14 +260,14 @@ def _check_types(raw: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that a float holds."""
+    """Whether a JSON value is a number in the range of float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= sys.float_info.max
 
 
 def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError where a field has a value that coatlm does not compute with."""
+    """Raise ValueError if a field has a value that coatlm does not support."""
     allowed: list[tuple[str, tuple[Any, ...]]] = [
         ("hidden_act", (None, "silu")),
         ("attention_dropout", (None, 0)),
@@ -288,7 +289,7 @@ def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
 
 
 def _check_window(family: str, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError where some layer would attend to a window only."""
+    """Raise ValueError if a layer would use sliding-window attention."""
     longest, window = raw["max_position_embeddings"], raw.get("sliding_window")
     if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window"):
         window = None  # transformers ignores it then
@@ -305,10 +306,10 @@ def _check_window(family: str, raw: Mapping[str, Any]) -> None:
 
 
 def check_token_ids(file: str, raw: Mapping[str, Any], rows: int) -> None:
-    """Raise ValueError where a config.json or generation_config.json has a token that is no id.
+    """Raise ValueError if a config.json or generation_config.json has an invalid token id.
 
-    `rows`: of the embedding. Only the end of a text is looked up there: files of early models say
-    -1 for a padding token that they do not have.
+    `rows` is the number of embedding rows, which limits only the end-of-text id: early models use
+    -1 for a missing padding token.
     """
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = raw.get(name)
@@ -322,7 +323,7 @@ def check_token_ids(file: str, raw: Mapping[str, Any], rows: int) -> None:
 
 
 def _rotary(raw: Mapping[str, Any]) -> Json:
-    """rope_theta and rope_scaling, from the one field of transformers 5 or the two before it."""
+    """rope_theta and rope_scaling, from transformers 5's single field or the two earlier ones."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = dict(raw.get(name) or {})
     kind = given.pop("rope_type", given.pop("type", "default"))

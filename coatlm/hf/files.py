@@ -1,10 +1,10 @@
-"""safetensors on disk, one tensor in memory at a time.
+"""Read and write safetensors files with one tensor in memory at a time.
 
-A file is 8 bytes with the length of a JSON header, the header (name -> type, shape, byte range) and
-the tensors' bytes. The library writes a file from a dict of all its tensors; the writer here knows
-types and shapes beforehand, so it writes the header first and asks for each tensor when its turn
-comes. Reading is the library's; a file is opened for each tensor, because what a mapping has read
-counts as this process's memory until it is closed.
+A file has 8 bytes with the length of a JSON header, the header (name -> type, shape, byte range)
+and the bytes of the tensors. The library writes a file from a dict of all tensors. This writer
+knows types and shapes beforehand, so it writes the header first and then computes one tensor at a
+time. Reading uses the library and opens the file for each tensor, because pages that a mapping has
+read count as memory of this process until it is closed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 from coatlm.files import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NAMES = {  # of the types in a header
+NAMES = {  # torch dtype -> name in the header
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-ALIGNMENT = 8  # of the first tensor in a file
+ALIGNMENT = 8  # bytes, of the first tensor in a file
 
 
 class Described(NamedTuple):
-    """What a stored tensor is."""
+    """The dtype and shape of a stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,11 +47,11 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion wrote."""
+    """The result of a conversion."""
 
     tensors: int
-    bytes: int  # of tensors
-    notes: tuple[str, ...] = ()  # what the user should know
+    bytes: int  # of all tensors
+    notes: tuple[str, ...] = ()  # messages for the user
 
     @classmethod
     def of(cls, written: Sequence[Described], notes: tuple[str, ...]) -> Report:
@@ -60,14 +60,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a directory, from one file or from several with an index."""
+    """The tensors of a directory, in one file or in several with an index."""
 
     directory: Path
     files: Mapping[str, str]  # tensor -> file
 
     @classmethod
     def open(cls, directory: Path) -> Weights:
-        """Raises ValueError where there is no safetensors, or an index that does not fit them."""
+        """Open a directory. Raises ValueError if it has no safetensors or an invalid index."""
         if (directory / INDEX).exists():
             files = read_json(directory / INDEX).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
@@ -81,7 +81,8 @@ class Weights:
         return cls(directory, files)
 
     def describe(self) -> dict[str, Described]:
-        """Type and shape of every tensor. Raises ValueError, naming the file, for a damaged one."""
+        """The dtype and shape of every tensor. Raises ValueError with the name of a damaged
+        file."""
         headers = {
             file: _header(self.directory / file) for file in sorted(set(self.files.values()))
         }
@@ -91,7 +92,7 @@ class Weights:
         return {name: headers[file][name] for name, file in self.files.items()}
 
     def read(self, name: str) -> Tensor:
-        """A copy in memory."""
+        """Read a tensor into memory."""
         path = self.directory / self.files[name]
         try:
             with safe_open(path, framework="pt") as file:
@@ -107,8 +108,10 @@ def write_weights(
     *,
     shard_bytes: int,
 ) -> None:
-    """Write `make(name)` for each name, in order, to files of at most `shard_bytes` where a tensor
-    allows it; several get an index."""
+    """Write `make(name)` for each name, in order, to files of at most `shard_bytes`.
+
+    A larger tensor gets a larger file. Several files get an index.
+    """
     shards: list[dict[str, Described]] = [{}]
     for name, described in tensors.items():
         filled = sum(d.nbytes for d in shards[-1].values())
@@ -128,7 +131,7 @@ def write_weights(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Indented, as Hugging Face writes it."""
+    """Write JSON with the indentation that Hugging Face uses."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -161,7 +164,7 @@ def _write_tensor(file: IO[bytes], tensor: Tensor, described: Described) -> None
 
 
 def _header(path: Path) -> dict[str, Described]:
-    """Type and shape of each tensor in a file."""
+    """The dtype and shape of each tensor in a file."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

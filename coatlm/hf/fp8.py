@@ -1,12 +1,12 @@
-"""Weights in E4M3 with scales, in the layout of compressed-tensors that vLLM and transformers read.
+"""Export weights in E4M3 with scales, in the compressed-tensors format of vLLM and transformers.
 
     NAME.weight         float8_e4m3fn [out, in]      W / S, rounded to nearest
-    NAME.weight_scale   S, fp32: [out, 1] a channel, or [1] for the whole matrix
+    NAME.weight_scale   S, fp32: [out, 1] per output channel, or [1] per tensor
 
-S = amax / 448. The linears inside the blocks are stored so; embedding, output layer, norms and
-biases keep the type of the export. `quantization_config` in config.json says how it is to be read:
-with dynamic activations the reader casts the inputs of those linears to E4M3 too, with one scale a
-token (channel) or for the whole tensor (tensor).
+S = amax / 448. This applies to the linear layers inside the blocks; embedding, output layer, norms
+and biases have the dtype of the export. `quantization_config` in config.json describes the format.
+With dynamic activations the reader also casts the inputs of these layers to E4M3, with one scale
+per token (channel) or per tensor (tensor).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Scales = Literal["channel", "tensor"]
 
 @dataclass(frozen=True)
 class Fp8Export:
-    """How the weights are to be stored."""
+    """The scale granularity of an FP8 export, and whether readers also cast activations."""
 
     scales: Scales = "channel"
     dynamic_activations: bool = True
 
     def describe(self, name: str, shape: tuple[int, ...]) -> dict[str, Described]:
-        """What takes the place of a linear's weight."""
+        """The stored tensors that replace the weight of a linear layer."""
         scale = (shape[0], 1) if self.scales == "channel" else (1,)
         return {
             name: Described(torch.float8_e4m3fn, shape),
@@ -41,7 +41,7 @@ class Fp8Export:
         }
 
     def encode(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors of `describe`. Raises ValueError for a weight with NaN or Inf."""
+        """Quantize a weight into the tensors of `describe`. Raises ValueError for NaN or Inf."""
         granularity = ROW if self.scales == "channel" else TENSOR
         quantized = quantize(weight.float(), fmt=E4M3, granularity=granularity)
         if not bool(quantized.scale.isfinite().all()):
@@ -50,7 +50,7 @@ class Fp8Export:
         return {name: quantized.codes, f"{name}_scale": scale}
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
+        """The `quantization_config` of config.json."""
         number = {"num_bits": 8, "type": "float", "symmetric": True}
         token = "token" if self.scales == "channel" else "tensor"
         weights = {**number, "strategy": self.scales, "dynamic": False, "observer": "minmax"}

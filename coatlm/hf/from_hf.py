@@ -1,10 +1,10 @@
-"""A Hugging Face directory into a checkpoint of coatlm, one tensor at a time.
+"""Convert a Hugging Face directory into a checkpoint of coatlm, one tensor at a time.
 
-Values are copied bit by bit unless another type is asked for. The checkpoint holds logical tensors,
-so it loads into any layout; it has weights and no optimizer states, and a run starts from it with
-`checkpoint.resume=PATH checkpoint.weights_only=true`. Beside the weights it keeps what the
-directory had: config.json, the tokenizer's files and generation_config.json, all in the manifest,
-and a config.yaml with the keys that a run from it needs.
+Values are copied bit by bit unless another dtype is requested. The checkpoint holds global tensors,
+so it loads into any layout. It has weights but no optimizer states; a run starts from it with
+`checkpoint.resume=PATH checkpoint.weights_only=true`. It also has config.json, the tokenizer files
+and generation_config.json of the directory, all listed in the manifest, and a config.yaml with the
+keys for a run that starts from it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from coatlm.train.manifest import STATE, File, sha256, write_file, write_manifes
 from coatlm.train.shards import write_layout, write_one_by_one
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # what coatlm trains in
-COMPUTED = ".rotary_emb.inv_freq"  # kept by early checkpoints; follows from config.json
-LARGEST_MULTIPLE = 1 << 16  # rows that --vocab-multiple may add to an embedding
-SEQ_LEN = 2048  # where config.json does not say
+COMPUTED = ".rotary_emb.inv_freq"  # in early checkpoints; computed from config.json
+LARGEST_MULTIPLE = 1 << 16  # the largest --vocab-multiple
+SEQ_LEN = 2048  # if config.json does not give it
 
 
 def from_huggingface(
@@ -54,11 +54,11 @@ def from_huggingface(
 ) -> Report:
     """Write `destination`, a checkpoint, from a directory with config.json and safetensors.
 
-    `dtype` (bf16, fp32): None keeps the stored type. `tokenizer`: a spec of `data.tokenizer` in
-    place of the directory's. `vocab_multiple`: rows of zeros are added until the embedding has a
-    multiple of it; each adds exp(0) to the softmax. `seq_len`: of the runs to come; None: the
-    longest that the model was made for. Raises ValueError, naming what does not fit, before
-    anything is written, and CheckpointError where writing fails.
+    `dtype` is bf16, fp32, or None for the stored dtype. `tokenizer` is a spec as in
+    `data.tokenizer` that replaces the directory's. Rows of zeros pad the embedding to a multiple of
+    `vocab_multiple`; each adds exp(0) to the softmax. `seq_len` is for later runs; None means the
+    longest that the model supports. Raises ValueError with the field that does not fit before
+    anything is written, and CheckpointError if writing fails.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: coatlm trains in {' or '.join(DTYPES)}")
@@ -117,7 +117,7 @@ def _notes(added: int) -> tuple[str, ...]:
 def _tokenizer(
     source: Path, raw: Mapping[str, Any], given: str | None, rows: int
 ) -> tuple[str, str]:
-    """Spec and fingerprint of the tokenizer, read where it lies now."""
+    """The spec and the fingerprint of the tokenizer, read from its current path."""
     eos = first_eos(raw)
     if eos is None and (source / GENERATION).exists():
         eos = first_eos(read_json(source / GENERATION))
@@ -149,7 +149,7 @@ def _check_stored(
     biases: bool,
     config: Config,
 ) -> None:
-    """Raise ValueError unless the directory has exactly the tensors that the model consists of."""
+    """Raise ValueError unless the directory has exactly the tensors of the model."""
     wanted = {name: shape for entry in plan.values() for name, shape in entry.parts.items()}
     zeros = zero_biases(config.model) if biases else {}
     for name, shape in {**wanted, **zeros}.items():
@@ -176,7 +176,7 @@ def _check_stored(
 
 
 def _shape(entry: Entry, rows: int) -> tuple[int, ...]:
-    """In the checkpoint, where the vocabulary may have more rows."""
+    """The shape of a tensor in the checkpoint, where the vocabulary is padded to `rows`."""
     vocabulary = entry.parts.keys() & {EMBEDDING, HEAD}
     return (rows, *entry.shape[1:]) if vocabulary else entry.shape
 
@@ -189,7 +189,7 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _state(config: Config, fingerprint: str) -> bytes:
-    """state.json of a run that has done nothing yet."""
+    """The state.json of a run at step 0."""
     state = {
         "step": 0,
         "tokens": 0,
@@ -202,7 +202,7 @@ def _state(config: Config, fingerprint: str) -> bytes:
 
 
 def _start_yaml(config: Config, destination: Path) -> bytes:
-    """What a run from the checkpoint must be given; `data.text` or `data.paths` is to be added."""
+    """A config.yaml for runs from the checkpoint, without `data.text` or `data.paths`."""
     resolved = config.model_dump(mode="json")
     keys = {
         "model": resolved["model"],

@@ -1,12 +1,12 @@
-"""Where each tensor of a Llama lies in coatlm's checkpoint and in Hugging Face's.
+"""Map the tensors of a Llama between coatlm's checkpoint and Hugging Face's.
 
-coatlm's (megatron-core's) layer keeps q, k and v in one matrix and gate and up in another:
+A layer of coatlm (and megatron-core) has q, k and v in one matrix and gate and up in another:
 
-    linear_qkv.weight [(N + 2 G) D, H]  = for each of G groups: N/G query heads, one key, one value
+    linear_qkv.weight [(N + 2 G) D, H]  = for each of G key/value heads: N/G query heads, key, value
     linear_fc1.weight [2 F, H]          = gate, then up
 
-N query heads, G key/value heads, D elements a head, H hidden, F ffn. Rotary embeddings rotate the
-same pairs on both sides, so rows are moved and values never change.
+N query heads, G key/value heads, D elements per head, H hidden, F ffn. Rotary embeddings rotate the
+same pairs of elements in both, so rows are only moved and values do not change.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of coatlm, and the tensors of Hugging Face that it consists of."""
+    """A tensor of coatlm, and the tensors of Hugging Face that it consists of."""
 
     key: str
     shape: Shape
     parts: Mapping[str, Shape]  # in order
-    fusion: Literal["rows", "groups"] = "rows"  # one after the other | q, k, v a group
-    groups: int = 1  # key/value heads, for "groups"
+    fusion: Literal["rows", "groups"] = "rows"  # concatenated | interleaved q, k, v per kv head
+    groups: int = 1  # number of key/value heads, for "groups"
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """coatlm's tensor from Hugging Face's."""
+        """Join Hugging Face's tensors into coatlm's."""
         if len(parts) == 1:
             return parts[0]
         if self.fusion == "rows":
@@ -44,7 +44,7 @@ class Entry:
         return torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], 1).flatten(0, 1)
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Hugging Face's tensors from coatlm's, in the order of `parts`, contiguous."""
+        """Split coatlm's tensor into Hugging Face's, contiguous and in the order of `parts`."""
         rows = [shape[0] for shape in self.parts.values()]
         if len(rows) == 1:
             return [whole]
@@ -55,7 +55,7 @@ class Entry:
 
 
 def entries(model: Model, vocab: int) -> Iterator[Entry]:
-    """All tensors of a model, in the order of a forward pass. `vocab`: rows of the embedding."""
+    """All tensors of a model in the order of a forward pass. `vocab`: rows of the embedding."""
     H = model.hidden
     yield _same("embedding.word_embeddings.weight", EMBEDDING, (vocab, H))
     for layer in range(model.layers):
@@ -66,9 +66,9 @@ def entries(model: Model, vocab: int) -> Iterator[Entry]:
 
 
 def check_layers(model: Model, stored: Collection[str], where: str) -> None:
-    """Raise ValueError where a model has more layers than there are tensors.
+    """Raise ValueError if a model has more layers than there are stored tensors.
 
-    `entries` takes memory per layer, and a configuration may come from a stranger.
+    `entries` takes memory per layer, and the configuration may be untrusted.
     """
     if model.layers > len(stored):
         raise ValueError(
@@ -77,7 +77,7 @@ def check_layers(model: Model, stored: Collection[str], where: str) -> None:
 
 
 def zero_biases(model: Model) -> dict[str, Shape]:
-    """Biases that Hugging Face's `attention_bias` brings and coatlm has not."""
+    """Biases that Hugging Face's `attention_bias` adds and coatlm does not have."""
     return {
         f"model.layers.{layer}.self_attn.o_proj.bias": (model.hidden,)
         for layer in range(model.layers)
@@ -85,7 +85,7 @@ def zero_biases(model: Model) -> dict[str, Shape]:
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor of Hugging Face is the weight of a linear layer inside a block."""
+    """Whether a tensor of Hugging Face is the weight of a linear layer in a transformer block."""
     return name.endswith("_proj.weight")
 
 

@@ -1,9 +1,9 @@
-"""A checkpoint of coatlm into a Hugging Face directory, one tensor at a time.
+"""Convert a checkpoint of coatlm into a Hugging Face directory, one tensor at a time.
 
-The weights are those that the model computed with, unless fp32 is asked for and the checkpoint
-knows them better: then what the optimizer kept beside each BF16 weight (a master, a remainder, the
-low half of a pair) is decoded too. config.json, the tokenizer and generation_config.json come from
-the checkpoint's own run, or from a relative that it was trained from.
+The weights are those that the model computed with. If fp32 is requested and the optimizer stored
+more precise weights (a master weight, a remainder, the low half of a pair beside each BF16 weight),
+those are decoded. config.json, the tokenizer and generation_config.json come from the checkpoint's
+own run, or from the Hugging Face model that it was trained from.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coatlm.hf.tokenizer import (
     copy_files,
     export_tokenizer,
 )
-from coatlm.optim.adamw import MASTER, find_recipe
+from coatlm.optim.recipes import MASTER, find_recipe
 from coatlm.train.checkpoint import find_checkpoint, saved_config
 from coatlm.train.shards import StoredTensors
 from coatlm.train.state import read_run_state
@@ -62,12 +62,13 @@ def to_huggingface(
 ) -> Report:
     """Write `destination`, which AutoModelForCausalLM.from_pretrained reads.
 
-    `source`: a checkpoint, or a run, of which the newest is taken; its checksums are compared.
-    `dtype` (bf16, fp32, fp16): None keeps the model's. `like`: a Hugging Face directory or a
-    converted checkpoint, for the family, the tokenizer and what has no part in the logits; by
-    default the checkpoint itself, where it was converted. `vocab_size`: rows of the embedding to
-    keep; None: as many as the relative has, else all. `shard_bytes`: the largest file.
-    Raises ValueError, naming what does not fit, before anything is written, and CheckpointError.
+    `source` is a checkpoint, or a run, whose newest checkpoint is used; checksums are verified.
+    `dtype` is bf16, fp32, fp16, or None for the model's. `like` is a Hugging Face directory or a
+    converted checkpoint that gives the family, the tokenizer and fields without effect on the
+    logits; the default is `source` itself if it was converted. `vocab_size` is the number of
+    embedding rows to write; None means that of `like`, else all. `shard_bytes` is the largest file
+    size. Raises ValueError with the field that does not fit before anything is written, and
+    CheckpointError.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -75,7 +76,7 @@ def to_huggingface(
         raise ValueError(f"shard_bytes={shard_bytes}: at least 1")
     if not source.is_dir():
         raise ValueError(f"{source}: no such directory")
-    named = os.path.join(".", source)  # not one of the words auto and none
+    named = os.path.join(".", source)  # a path even if `source` is named auto or none
     checkpoint = find_checkpoint(named, source, logger)
     assert checkpoint is not None  # a path was given
     state = read_run_state(checkpoint)
@@ -116,9 +117,9 @@ def to_huggingface(
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint as a Hugging Face model is to have them.
+    """The weights of a checkpoint in the dtype of the export.
 
-    Raises ValueError where the checkpoint does not have exactly the tensors of its configuration.
+    Raises ValueError if the checkpoint does not have exactly the tensors of its configuration.
     """
 
     def __init__(self, checkpoint: Path, config: Config, dtype: torch.dtype | None) -> None:
@@ -134,7 +135,7 @@ class CheckpointWeights:
         check_layers(config.model, described, str(checkpoint))
         masters = [name for name in names if exact and name.startswith(MASTER)]
         plan = {entry.key: entry.shape for entry in entries(config.model, self.rows)}
-        self._suffixes = {  # of what is kept beside each weight
+        self._suffixes = {  # names of the states that the optimizer stores beside each weight
             key: [n[len(MASTER) : -len(key) - 1] for n in masters if n.endswith(f".{key}")]
             for key in plan
         }
@@ -147,7 +148,7 @@ class CheckpointWeights:
             raise ValueError(f"{checkpoint}: {extra[0]} has no place in a Hugging Face model")
 
     def read(self, key: str) -> Tensor:
-        """Raises ValueError where a finite value does not fit the type."""
+        """Read a weight. Raises ValueError if a finite value overflows the dtype."""
         weight = self._stored.read(key)
         if self._suffixes[key]:
             weight = self._decode(key, weight)
@@ -159,7 +160,7 @@ class CheckpointWeights:
         return result
 
     def _decode(self, key: str, weight: Tensor) -> Tensor:
-        """The weight with what the optimizer knows beyond its BF16."""
+        """Decode the optimizer's more precise weight."""
         flat = _padded(weight)
         state: dict[str, Tensor] = {}
         for suffix in self._suffixes[key]:
@@ -177,7 +178,7 @@ class CheckpointWeights:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Flat, with zeros up to a multiple of 128, as the optimizer saw it."""
+    """Flatten and pad with zeros to a multiple of 128, as in the optimizer."""
     flat = tensor.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK))
 
@@ -191,7 +192,7 @@ def _rows(wanted: int | None, stored: int) -> int:
 def _describe(
     plan: list[Entry], zeros: Mapping[str, Any], dtype: torch.dtype, fp8: Fp8Export | None
 ) -> dict[str, Described]:
-    """What is to be written, in the order of `_tensors`."""
+    """The dtype and shape of the tensors to write, in the order of `_tensors`."""
     described: dict[str, Described] = {}
     for entry in plan:
         for name, shape in entry.parts.items():
@@ -209,7 +210,7 @@ def _tensors(
     rows: int,
     fp8: Fp8Export | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor to be written, made when it is asked for."""
+    """Yield each tensor to write, one at a time."""
     for entry in plan:
         whole = weights.read(entry.key)
         if EMBEDDING in entry.parts or entry.key == "output_layer.weight":
@@ -230,7 +231,7 @@ def _write_tokenizer(
     fingerprint: str,
     result: dict[str, Any],
 ) -> tuple[str, ...]:
-    """Carry the tokenizer along; sets the ids of `result` where its origin does not give them."""
+    """Write the tokenizer's files; sets ids that are missing in `result`, a config.json."""
     if relative is not None:
         copy_files(relative, directory, (GENERATION,))
         if copy_files(relative, directory, TOKENIZER_FILES):

@@ -1,8 +1,8 @@
-"""Tokenizers carried between a Hugging Face directory and a checkpoint of coatlm.
+"""Convert tokenizers between a Hugging Face directory and a checkpoint of coatlm.
 
-The files go along unchanged. What coatlm's own runs name in `data.tokenizer` becomes a directory
-that transformers' AutoTokenizer reads: a tokenizer.json as it is, a sentencepiece model as
-tokenizer.model, and bytes as a byte-level BPE without merges, whose ids are the same. A tiktoken
+Files of a Hugging Face directory are copied unchanged. `data.tokenizer` of coatlm's own runs is
+exported for transformers' AutoTokenizer: a tokenizer.json is copied, a sentencepiece model becomes
+tokenizer.model, and bytes become a byte-level BPE without merges that has the same ids. A tiktoken
 encoding has no such form.
 """
 
@@ -34,9 +34,9 @@ GENERATION = "generation_config.json"
 
 
 def check_files(source: Path, names: tuple[str, ...], rows: int) -> None:
-    """Raise ValueError, naming the file, where one of `names` would not be read after a copy.
+    """Raise ValueError with the file's name if one of `names` is not valid.
 
-    `rows`: of the embedding, in which a generation_config.json has its tokens.
+    `rows` is the number of embedding rows, the limit for token ids in generation_config.json.
     """
     for path in (source / name for name in names if name.endswith(".json")):
         if path.is_file():
@@ -46,7 +46,7 @@ def check_files(source: Path, names: tuple[str, ...], rows: int) -> None:
 
 
 def copy_files(source: Path, destination: Path, names: tuple[str, ...]) -> list[str]:
-    """Copy those of `names` that are there; returns them."""
+    """Copy those of `names` that exist; returns them."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, destination / name)
@@ -54,9 +54,9 @@ def copy_files(source: Path, destination: Path, names: tuple[str, ...]) -> list[
 
 
 def spec_in(directory: Path, eos: int | None) -> str | None:
-    """`data.tokenizer` for a Hugging Face directory; None where it has no tokenizer for coatlm.
+    """The `data.tokenizer` for a Hugging Face directory; None if coatlm cannot use its tokenizer.
 
-    `eos`: the id that its config.json says ends a text.
+    `eos` is the end-of-text id of its config.json.
     """
     fast = directory / "tokenizer.json"
     if fast.exists():
@@ -67,14 +67,15 @@ def spec_in(directory: Path, eos: int | None) -> str | None:
 
 
 def moved(spec: str, source: Path, destination: Path) -> str:
-    """The same spec after its file went from one directory to another."""
+    """The spec for a tokenizer file that moved from one directory to another."""
     return spec.replace(f":{source}/", f":{destination}/", 1)
 
 
 def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[int | None, str]:
-    """Write what AutoTokenizer reads. Returns its end-of-document id, and a note if it could not.
+    """Write the files for AutoTokenizer.
 
-    Raises ValueError where the files that `spec` names are not those of `fingerprint`.
+    Returns the end-of-document id, and a note if the tokenizer could not be exported. Raises
+    ValueError if the files of `spec` do not have this `fingerprint`.
     """
     try:
         tokenizer = make_tokenizer(spec)
@@ -88,7 +89,7 @@ def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[in
         _write_byte_tokenizer(destination)
     elif kind == "hf":
         shutil.copyfile(path, destination / "tokenizer.json")
-        if path.name == "tokenizer.json":  # then what lies beside it belongs to it
+        if path.name == "tokenizer.json":  # then the files beside it belong to it
             others = tuple(n for n in TOKENIZER_FILES if n not in ("tokenizer.json", "vocab.json"))
             copy_files(path.parent, destination, others)
         if not (destination / "tokenizer_config.json").exists():
@@ -107,7 +108,7 @@ def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[in
 
 
 def first_eos(raw: Mapping[str, Any]) -> int | None:
-    """The id in a config.json that ends a text; the first where it lists several."""
+    """The end-of-text id of a config.json; the first one of a list."""
     eos = raw.get("eos_token_id")
     if isinstance(eos, list):
         eos = eos[0] if eos else None
@@ -115,7 +116,7 @@ def first_eos(raw: Mapping[str, Any]) -> int | None:
 
 
 def check_rows(tokenizer: Tokenizer, rows: int) -> None:
-    """Raise ValueError where the tokenizer has ids that the embedding has not."""
+    """Raise ValueError if the tokenizer has more ids than the embedding has rows."""
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"tokenizer {tokenizer.spec}: has ids up to {tokenizer.vocab_size - 1}, "
@@ -135,7 +136,7 @@ def _token(path: Path, index: int) -> str | None:
 
 
 def _write_byte_tokenizer(destination: Path) -> None:
-    """A BPE over the 256 characters that stand for bytes, in the order of the bytes."""
+    """Write a BPE over the 256 characters that represent bytes, in the order of the bytes."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -151,9 +152,9 @@ def _write_byte_tokenizer(destination: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level BPE writes for each byte.
+    """The character that represents each byte in byte-level BPE.
 
-    A printable character of Latin-1 stands for itself, the others for the next one from 256 on.
+    Printable Latin-1 characters represent themselves, the other bytes characters from 256 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
@@ -171,7 +172,7 @@ def _write_fast_config(destination: Path, end: str | None) -> None:
 
 
 def _is_like_llama(path: Path) -> bool:
-    """Whether transformers' LlamaTokenizer cuts text as this sentencepiece model does."""
+    """Whether transformers' LlamaTokenizer splits text as this sentencepiece model does."""
     try:
         protocol: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError as error:

@@ -7,13 +7,13 @@ s sequence length, all in elements.
     vectors of a layer    2 h [+ q + 2k] [+ 2 head_dim] two norms [qkv bias] [query, key norm]
     parameters            L (matrices + vectors) + h V + h [+ h V]
                           embedding, final norm [output layer, unless tied]
-    FLOPs a token         6 (L matrices + h V) + 6 L s q
+    FLOPs per token       6 (L matrices + h V) + 6 L s q
 
-A multiply-add is two FLOPs; the backward pass costs twice the forward pass, hence 6 a weight
+A multiply-add is two FLOPs; the backward pass costs twice the forward pass, hence 6 per weight
 (Kaplan et al. 2020, section 2.1). Attention takes 2 s q for the scores and 2 s q for their use,
 halved because a causal mask leaves half of them, times 3 for forward and backward. Counted: every
-matrix product of the model, the output layer included. Not counted: the embedding lookup, norms,
-activations, and what recomputation does again. This is the convention of MFU (Chowdhery et al.
+GEMM of the model, the output layer included. Not counted: the embedding lookup, norms,
+activations, and recomputation. This is the convention of MFU (Chowdhery et al.
 2022, appendix B) with causal attention.
 """
 
@@ -82,28 +82,28 @@ def model_vocab(config: Config, tokenizer_vocab: int | None = None) -> int:
 
 
 def query_size(m: Model) -> int:
-    """q: elements of all queries of a token."""
+    """The elements of a token's queries."""
     return m.heads * m.size_per_head
 
 
 def key_size(m: Model) -> int:
-    """k: elements of all keys, or of all values, of a token."""
+    """The elements of a token's keys, which are those of its values."""
     return m.queries_groups * m.size_per_head
 
 
 def layer_matrices(m: Model) -> int:
-    """Weights of a layer that enter matrix products; divided over tensor-parallel ranks."""
+    """The weights of a layer's matrices; divided over tensor-parallel ranks."""
     attention = m.hidden * (query_size(m) + 2 * key_size(m)) + query_size(m) * m.hidden
     return attention + 3 * m.hidden * m.ffn
 
 
 def layer_biases(m: Model) -> int:
-    """The bias of qkv; divided over tensor-parallel ranks as its matrix is."""
+    """The biases of a layer, all of qkv; divided over tensor-parallel ranks as its matrix is."""
     return query_size(m) + 2 * key_size(m) if m.qkv_bias else 0
 
 
 def layer_norms(m: Model) -> int:
-    """Weights of the norms of a layer; the same on every tensor-parallel rank."""
+    """The weights of a layer's norms; every tensor-parallel rank has all of them."""
     return 2 * m.hidden + (2 * m.size_per_head if m.qk_norm else 0)
 
 
@@ -115,14 +115,14 @@ def parameters(m: Model, vocab: int) -> int:
 
 
 def matmul_parameters(m: Model, vocab: int) -> int:
-    """Weights that every token is multiplied with: the layers and the output layer."""
+    """Weights that multiply every token: those of the layers' matrices and the output layer."""
     return m.layers * layer_matrices(m) + m.hidden * vocab
 
 
 def rank_parameters(m: Model, vocab: int, *, tp: int = 1, pp: int = 1, stage: int = 0) -> int:
-    """Parameters that a tensor-parallel rank of pipeline stage `stage` (0 .. pp - 1) holds.
+    """Parameters on a tensor-parallel rank of pipeline stage `stage`, 0 to pp - 1.
 
-    Tied embeddings in a pipeline are held twice, by the first and by the last stage.
+    A pipeline has tied embeddings twice, on the first and on the last stage.
     """
     layer = (layer_matrices(m) + layer_biases(m)) // tp + layer_norms(m)
     count = m.layers // pp * layer

@@ -55,7 +55,7 @@ class Llama(GPTModel):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """The last stage returns the loss [B, S] in fp32; without labels, logits [B, S, V/tp]."""
+        """The last stage returns fp32 losses [B, S], or without labels the logits [B, S, V/tp]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin

@@ -1,6 +1,6 @@
 """Whether a run fits the memory of its device, from its configuration alone.
 
-    needed = weights + FP8 weights + gradients + optimizer states       of the largest stage
+    needed = weights + FP8 weights + gradients + optimizer states       of the stage with most
     refused  <=>  needed > memory   or   peak > 2 * memory
 
 `needed` is exact but for padding: these tensors are allocated whatever the implementation does. The
@@ -18,7 +18,7 @@ from coatlm.model.memory import GIB, stage_bytes
 
 MARGIN = 2  # the factor by which an estimated peak must exceed the memory
 SUGGESTIONS = 3
-WHAT = ("weights, gradients and optimizer states need", "a step needs an estimated")
+KINDS = ("weights, gradients and optimizer states need", "a step needs an estimated")
 MORE_RANKS = "or more ranks with a larger parallel.tp or parallel.pp"
 
 CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the cheapest first
@@ -37,31 +37,31 @@ def check_memory(
     config: Config, vocab: int, *, data_parallel: int, memory: int, device: str
 ) -> None:
     """Raise ConfigError where a rank cannot fit the `memory` bytes of `device`; name remedies."""
-    limits, sizes = (memory, MARGIN * memory), largest(config, vocab, data_parallel)
-    beyond = [kind for kind in range(len(WHAT)) if sizes[kind] > limits[kind]]
+    limits, sizes = (memory, MARGIN * memory), requirements(config, vocab, data_parallel)
+    beyond = [kind for kind in range(len(KINDS)) if sizes[kind] > limits[kind]]
     if not beyond:
         return
     kind, *_ = beyond
-    less = {key: largest(c, vocab, data_parallel)[kind] for key, c in remedies(config)}
+    less = {key: requirements(c, vocab, data_parallel)[kind] for key, c in remedies(config)}
     enough = [key for key in less if less[key] <= limits[kind]]
     helpful = sorted((key for key in less if less[key] < sizes[kind]), key=less.__getitem__)
     named = [f"{key} ({less[key] / GIB:,.1f} GiB)" for key in (enough or helpful)[:SUGGESTIONS]]
     raise ConfigError(
-        f"model.layers={config.model.layers}, model.hidden={config.model.hidden}: {WHAT[kind]} "
+        f"model.layers={config.model.layers}, model.hidden={config.model.hidden}: {KINDS[kind]} "
         f"{sizes[kind] / GIB:,.1f} GiB per rank, and {device} has {memory / GIB:,.1f} GiB; "
         f"try {', '.join([*named, MORE_RANKS])}"
     )
 
 
-def largest(config: Config, vocab: int, data_parallel: int) -> tuple[int, int]:
-    """(needed, peak) in bytes, each on the stage where it is largest."""
+def requirements(config: Config, vocab: int, data_parallel: int) -> tuple[int, int]:
+    """`needed` and peak in bytes, each of the pipeline stage where it is highest."""
     stages = stage_bytes(config, vocab, data_parallel)
     needed = (s.weights + s.fp8_weights + s.main_grads + s.optim_states for s in stages)
     return max(needed), max(s.total for s in stages)
 
 
 def remedies(config: Config) -> Iterator[tuple[str, Config]]:
-    """Single changes that the rest of the configuration allows: as an override, and made."""
+    """Single changes that the configuration allows: (`section.key=value`, the changed one)."""
     for section, key, value in CHANGES:
         data = config.model_dump(mode="json")
         if data[section][key] == value:

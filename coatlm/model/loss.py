@@ -4,18 +4,18 @@
     dlogits = (exp(logits - lse) - onehot(label)) * dloss
     dhidden = dlogits @ weight      dweight = dlogits^T @ hidden
 
-Both passes walk over chunks of the vocabulary; backward computes each chunk's logits again and
-turns them into dlogits in place. A chunk is to a rank what a rank is to its tensor-parallel group:
-it yields (max, sum of exp, label's logit) per token, and those combine as
+Both passes loop over chunks of the vocabulary; backward recomputes each chunk's logits and
+overwrites them with dlogits. Each chunk, and then each tensor-parallel rank, yields (max, sum of
+exp, label's logit) per token, and those combine as
 
     max = max_i max_i       sum = sum_i sum_i * exp(max_i - max)       target = sum_i target_i
 
-Chunks of the vocabulary rather than of the tokens, because a chunk's dweight is then one GEMM over
-all tokens: the gradient, the largest tensor here, is read and written once instead of once a chunk,
-and needs no accumulator of its own. What accumulates is dhidden, in fp32, which is [T, H].
+Chunks are cut from the vocabulary rather than from the tokens, because a chunk's dweight is then
+one GEMM over all tokens: the gradient, the largest tensor here, is read and written once instead of
+once per chunk, and needs no accumulator of its own. The accumulator is dhidden, [T, H] in fp32.
 
 Shapes: S tokens of a sample, B samples, T = S * B, H hidden, V rows of weight on this rank.
-Rounding: logits and dlogits to the dtype of hidden, everything per token in fp32.
+Logits and dlogits are rounded to the dtype of hidden; everything per token is fp32.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # this label has no loss and no gradient
-CHUNK_BYTES = 256 * 2**20  # logits that exist at a time
+CHUNK_BYTES = 256 * 2**20  # logits of one chunk
 CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
-BLOCK = 4096  # logits a program handles at a time
+BLOCK = 4096  # logits per iteration of a Triton program
 WARPS = 8
 
 
@@ -73,7 +73,7 @@ def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.c
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * C
     col = tl.arange(0, BLOCK)
-    # every lane keeps its own maximum and sum, so that nothing synchronises inside the loop; the
+    # every lane has its own maximum and sum, so that nothing synchronises inside the loop; the
     # start is finite because the difference of two infinities is not a number
     top = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -124,7 +124,7 @@ def _launch_grad_(
 
 
 def _combine(stats_N3T: Tensor) -> Tensor:
-    """Statistics of N disjoint parts of the vocabulary -> of their union."""
+    """Statistics [N, 3, T] of N disjoint parts of the vocabulary -> [3, T] of their union."""
     top_NT, total_NT, target_NT = stats_N3T.unbind(1)
     top_T = top_NT.amax(0)
     total_T = (total_NT * (top_NT - top_T).exp()).sum(0)
@@ -132,7 +132,7 @@ def _combine(stats_N3T: Tensor) -> Tensor:
 
 
 def _combine_over_group_(stats_3T: Tensor, group: dist.ProcessGroup) -> None:
-    """The same over the ranks, in two all-reduces of fp32: [T] and [2, T]."""
+    """Combine the statistics of all ranks in place, by two all-reduces of fp32: [T] and [2, T]."""
     top_T = stats_3T[0].clone()
     dist.all_reduce(top_T, dist.ReduceOp.MAX, group=group)
     stats_3T[1] *= (stats_3T[0] - top_T).exp()
@@ -150,8 +150,8 @@ def _chunks(hidden_TH: Tensor, weight_VH: Tensor, chunk: int) -> Iterator[tuple[
         yield rows, torch.mm(hidden_TH, weight_VH[rows].t(), out=logits_TC)
 
 
-def _add_product_(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into += a @ b; where dtypes differ, the product is not rounded before it is added."""
+def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b; where dtypes differ, a @ b is not rounded before it is added."""
     if into.dtype == a.dtype:
         into.addmm_(a, b)
     elif into.is_cuda and into.dtype == torch.float32:
@@ -200,9 +200,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows, logits_TC in _chunks(hidden_TH, weight_VH, ctx.chunk):
             d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, ctx.first + rows.start)
             if dhidden_TH is not None:
-                _add_product_(dhidden_TH, d_TC, weight_VH[rows])
+                _add_gemm_(dhidden_TH, d_TC, weight_VH[rows])
             if main_grad is not None:
-                _add_product_(main_grad[rows], d_TC.t(), hidden_TH)
+                _add_gemm_(main_grad[rows], d_TC.t(), hidden_TH)
             elif dweight_VH is not None:
                 torch.mm(d_TC.t(), hidden_TH, out=dweight_VH[rows])
         if dhidden_TH is not None:
@@ -224,7 +224,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Loss of each token, fp32 [S, B], in nats; differentiable in hidden and weight.
+    """The loss per token in nats, fp32 [S, B]; differentiable in hidden and weight.
 
     With a tensor-parallel `group`, `weight` is this rank's V rows of the vocabulary in rank order,
     hidden, labels and the result are the same on every rank, and the gradient of hidden is this
@@ -233,7 +233,7 @@ def linear_cross_entropy(
 
     `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
-    GPU). `chunk` is the vocabulary rows to handle at a time; by default CHUNK_BYTES decides.
+    GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag

@@ -1,46 +1,50 @@
 """Bytes that each rank of a run takes at its peak, from its configuration alone.
 
     peak = weights + FP8 weights + gradients + states + activations + max(loss, backward) + buffers
+           + graphs
 
-Activations are what autograd keeps of every layer and microbatch in flight. The peak is reached as
-backward begins, in the loss or in the last layer: whichever of the two holds more on top of that.
-With recompute=full the layer's own activations are made again there, and belong to `backward`.
+Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
+peak is reached as backward begins, in the loss or in the last layer: whichever of the two holds
+more on top of the activations. With recompute=full the layer's own activations are recomputed
+there, and belong to `backward`. Not counted are the CUDA context, buffers that NCCL allocates
+outside of torch, buckets of gradients in transit, amaxes that delayed scales remember (0.3 kB per
+layer), and fragmentation.
 
-Legend, in elements: h hidden, f ffn, q = heads head_dim, k = kv_heads head_dim. A layer keeps, in
-bytes a token, of norms | attention | the MLP, and fp32 statistics of norms and softmax:
-
-    bf16          inputs 4h, outputs 4h | q, k, v 2(q + 2k), output 2q | gate, up 4f, SwiGLU 2f
-    FP8 linears   inputs 4h, outputs 2h | the same, and a copy 1q      | gate, up 4f, SwiGLU 1f
-    coat          inputs 2 (1 + 1/G) h  | as in bf16                   | 2 (1 + 1/G) f
-    coat-lean     inputs 2 (1 + 1/G) h  | (1 + 1/G) (2q + 2k)          | 2 (1 + 1/G) f
-
-COAT (arXiv 2410.19313, s5) keeps groups of G = 16 in FP8 with a scale each, here of one byte; norm
-and SwiGLU outputs are made again from their inputs. coatlm's FP8 layers also keep the row scales of
-four linear inputs. What is not counted: the CUDA context, buffers that NCCL takes outside of torch,
-scales of weights, amaxes that delayed scales remember (0.3 kB a layer), and fragmentation.
+CUDA graphs of microbatches (train.cuda_graphs) have a private memory pool, in which activations
+and temporaries of a microbatch stand where they stood without graphs: one pool for all graphs, as
+no two run at the same time, and no more than that once every kind of microbatch has its graph. What
+they add are their static inputs, and the pool beside a microbatch that runs eagerly: a step of four
+or more captures its third microbatch before its last, which reduces gradients and is of another
+kind, has run. torch counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does
+not show it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
 from coatlm.config import Config, ConfigError
-from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
-from coatlm.model.accounting import key_size, layer_matrices, query_size, rank_parameters
+from coatlm.model.accounting import layer_matrices, rank_parameters
+from coatlm.model.layer_memory import (
+    STATISTIC,
+    element_bytes,
+    layer_activation_bytes,
+    layer_backward_bytes,
+    layer_input_bytes,
+    precision_memory,
+    weight_dtype,
+)
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
 from coatlm.parallel.buckets import bucket_elements
 from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
-STATISTIC = 4  # bytes of an fp32 number that a kernel keeps a row
-ROW_SCALES = 4 * STATISTIC  # bytes a token of a flow's linear inputs, kept on every rank
 WORKSPACE = 32 * 2**20  # of cuBLAS on Hopper, one for each of the threads of forward and backward
+GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
+EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
 
 
 @dataclass(frozen=True)
@@ -55,22 +59,13 @@ class RankBytes:
     loss: int
     backward: int
     buffers: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """The peak; `loss` is over as `backward` begins, so the larger of the two counts."""
         everything = sum(getattr(self, field.name) for field in fields(self))
         return everything - min(self.loss, self.backward)
-
-
-def weight_dtype(config: Config) -> torch.dtype:
-    """Of weights, and of activations between layers."""
-    return torch.float32 if config.precision.recipe == "fp32" else torch.bfloat16
-
-
-def element_bytes(config: Config) -> int:
-    """Bytes of a weight, and of an activation between layers."""
-    return weight_dtype(config).itemsize
 
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
@@ -81,132 +76,20 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
     return config.model_copy(update=updated)
 
 
-# --- a layer ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes a token that a layer keeps for its backward pass, before any division over ranks."""
-
-    stream: float  # as wide as the residual stream: sequence parallelism divides it
-    inner: float  # between the matrices: tensor parallelism divides it
-    swiglu: float = 0  # of `inner`, the SwiGLU's output: the first to be let go
-    scales: float = 0  # of the rows of linear inputs: every rank keeps those of all its tokens
-
-
-def bf16_layer(config: Config) -> LayerBytes:
-    """Every tensor that a backward pass reads, in the model's dtype."""
-    return _plain_layer(config, element_bytes(config))
-
-
-def fp8_linear_layer(config: Config) -> LayerBytes:
-    """The same, and in FP8 with one scale a tensor what linear layers keep of their inputs."""
-    return _plain_layer(config, 1)
-
-
-def _plain_layer(config: Config, x: int) -> LayerBytes:
-    m, e = config.model, element_bytes(config)
-    inner = attention(config, e, x) + 2 * m.ffn * e + m.ffn * x
-    return LayerBytes(2 * m.hidden * (e + x) + 2 * STATISTIC, inner, swiglu=m.ffn * x)
-
-
-def flow_layer(config: Config) -> LayerBytes:
-    """An FP8 flow: every saved tensor as its recipe says (coatlm/config/recipes.py)."""
-    m, recipe, e = config.model, config.precision.flow_recipe(), element_bytes(config)
-    saved, code = recipe.saved, _code_bytes(recipe.forward.activation)
-    norm_input, gate_up, attended = (
-        e if operand is None else operand.bytes_per_element
-        for operand in (saved.norm_input, saved.gate_up, saved.attention)
-    )
-    inputs = code if saved.linear_input else 0  # bytes of norm and SwiGLU outputs
-    projected = code if saved.projection_input else attended
-    inner = attention(config, attended, projected) + (2 * gate_up + inputs) * m.ffn
-    stream = 2 * m.hidden * (norm_input + inputs) + 2 * STATISTIC
-    return LayerBytes(stream, inner, swiglu=inputs * m.ffn, scales=_row_scales(recipe))
-
-
-def _code_bytes(operand: Operand) -> float:
-    """Bytes per element of an operand of a GEMM, whose scales are fp32; those per row left out."""
-    columns = operand.granularity.columns
-    return 1 + STATISTIC / columns if columns else 1
-
-
-def _row_scales(recipe: FlowRecipe) -> int:
-    """Bytes per token of row scales that are saved: with the codes, or alone for wgrad."""
-    if recipe.forward.activation.granularity != ROW:
-        return 0
-    if recipe.wgrad.activation.scaling == "forward":
-        return ROW_SCALES
-    saved = 3 * recipe.saved.linear_input + recipe.saved.projection_input
-    return saved * ROW_SCALES // 4
-
-
-def attention(config: Config, e: float, x: float) -> float:
-    """Bytes a token that attention keeps between the output of qkv and the input of the projection.
-
-    Kept are q, k, v after RoPE and the output, `e` bytes an element, and what the projection keeps
-    of it: the same tensor where its elements too have `e` = `x` bytes. Norms of queries and keys
-    add their inputs. Context parallelism gathers keys and values and keeps the output in two parts
-    beside the whole. An attention mask becomes a bias of S elements a token. `selective` keeps the
-    output of qkv alone, and an FP8 flow q, k, v and what their norms need.
-    """
-    m, cp, width = config.model, config.parallel.cp, element_bytes(config)
-    q, k = query_size(m), key_size(m)
-    norms = ((q + k) * width + STATISTIC * (m.heads + m.queries_groups)) if m.qk_norm else 0
-    if config.train.recompute == "selective":
-        return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
-    kept = (q + 2 * k * cp) * e + STATISTIC * m.heads + q * x + norms
-    if cp > 1 or x != e:
-        kept += q * e
-    if config.data.reset_attention_mask:
-        kept += config.data.seq_len * width
-    return kept
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a precision recipe means for memory."""
-
-    layer: Callable[[Config], LayerBytes]
-    weight_copies: int  # FP8 copies of each matrix that always live: W, its transpose
-
-
-def recipe_of(config: Config) -> Recipe:
-    """What `precision.recipe` means for memory: a corrected formula changes one function."""
-    if config.precision.flow:
-        return Recipe(flow_layer, 0)
-    if config.precision.recipe in TE_RECIPES:
-        return Recipe(fp8_linear_layer, 2)
-    return Recipe(bf16_layer, 0)
-
-
-def layer_activation_bytes(config: Config) -> float:
-    """Bytes a token that one layer keeps on a rank, without full recomputation."""
-    p, kept = config.parallel, recipe_of(config).layer(config)
-    stream = kept.stream / (p.tp if p.sequence_parallel else 1)
-    return stream + kept.inner / p.tp + kept.scales
-
-
-def layer_input_bytes(config: Config) -> float:
-    """Bytes a token of a layer's input: all that full recomputation keeps of a layer."""
-    p = config.parallel
-    return config.model.hidden * element_bytes(config) / (p.tp if p.sequence_parallel else 1)
-
-
-# --- what a stage keeps -------------------------------------------------------------------------
+# --- a pipeline stage ----------------------------------------------------------------------------
 
 
 def fp8_weight_bytes(config: Config) -> int:
-    """FP8 copies of the matrices of a rank."""
-    p, copies = config.parallel, recipe_of(config).weight_copies
+    """Bytes of the FP8 copies of a rank's matrices."""
+    p, copies = config.parallel, precision_memory(config).weight_copies
     copies += 2 * config.precision.keep_weights
     return copies * (config.model.layers // p.pp) * layer_matrices(config.model) // p.tp
 
 
 def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
-    """The buffers that `count` gradients are accumulated and reduced in.
+    """Bytes of the buffers in which `count` gradients are accumulated and reduced.
 
-    Whole on every rank; with zero=2 a shard of them, one bucket that fills and those that travel.
+    Every rank has all of them; with zero=2 a shard, one bucket that fills and those in flight.
     """
     p = config.parallel
     each = 4 if p.main_grads == "fp32" else 2
@@ -218,14 +101,14 @@ def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
 
 
 def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
-    """States of `count` parameters; with zero > 0 divided over data- and context-parallel ranks."""
+    """Bytes of the states of `count` parameters; zero > 0 shards them over dp and cp ranks."""
     each = bytes_per_parameter(config.optim.recipe, weight_dtype(config))
     ranks = data_parallel * config.parallel.cp if config.parallel.zero else 1
     return math.ceil(count * each / ranks)
 
 
 def chunks_in_flight(config: Config, stage: int, microbatches: int) -> int:
-    """Model chunks whose activations a stage holds at its peak; a chunk is L / (pp vpp) layers.
+    """The model chunks whose activations a stage holds at its peak; a chunk is L / (pp vpp) layers.
 
     1F1B (Narayanan et al. 2021, section 2.2) lets stage p start pp - p microbatches before its
     first backward pass. Interleaved: 2 (pp - p - 1) + (vpp - 1) pp chunks to warm up, and one more.
@@ -237,7 +120,7 @@ def chunks_in_flight(config: Config, stage: int, microbatches: int) -> int:
 
 
 def bf16_share(config: Config, stage: int) -> float:
-    """Of a stage's layers, the part that `precision.bf16_layers` leaves in BF16."""
+    """The share of a stage's layers that `precision.bf16_layers` leaves in BF16."""
     m, p, (head, tail) = config.model, config.parallel, config.precision.bf16_layers
     count = m.layers // (p.pp * p.vpp)
     firsts = [(chunk * p.pp + stage) * count for chunk in range(p.vpp)]
@@ -246,7 +129,7 @@ def bf16_share(config: Config, stage: int) -> float:
 
 
 def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
-    """Activations on a stage at its peak: of layers, and on the last one of norm and output."""
+    """Bytes of a stage's activations at its peak: of its layers, of final norm and output layer."""
     m, p = config.model, config.parallel
     layers = chunks_in_flight(config, stage, microbatches) * m.layers // (p.pp * p.vpp)
     full = config.train.recompute == "full"
@@ -262,10 +145,10 @@ def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
 
 
 def loss_bytes(config: Config, vocab: int) -> int:
-    """What `loss.py` holds on the last stage as backward begins.
+    """Bytes that `loss.py` holds on the last stage as backward begins.
 
-    Logits of one chunk of the vocabulary, and the gradient of the last hidden state, once in fp32
-    and once as it is handed on.
+    They are the logits of one chunk of the vocabulary, and the gradient of the last hidden state,
+    in fp32 and in the dtype in which it is returned.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
     rows = default_chunk(tokens, weight_dtype(config))
@@ -273,27 +156,22 @@ def loss_bytes(config: Config, vocab: int) -> int:
 
 
 def backward_bytes(config: Config) -> int:
-    """What the backward pass of a layer holds on top of what was kept.
+    """Bytes that the backward pass of a layer holds on top of what was saved.
 
-    The most is there within the MLP: the gradients of the residual stream, of the SwiGLU's output
-    and of gate and up, while the SwiGLU's output itself has been let go. With full recomputation
-    also everything that the layer keeps; its input, counted before, stands for its output here.
+    With full recomputation that includes everything that the layer saves; its input, counted among
+    the activations, stands for its output here.
     """
-    p, kept = config.parallel, recipe_of(config).layer(config)
-    gradients = 3 * config.model.ffn * element_bytes(config) - kept.swiglu
-    if config.precision.flow and not config.precision.flow_recipe().fused_gradients:
-        gradients += 4 * config.model.ffn * element_bytes(config)  # gate | up and its gradient
-    each_token = layer_input_bytes(config) + gradients / p.tp
+    each_token = layer_backward_bytes(config)
     if config.train.recompute == "full":
         each_token += layer_activation_bytes(config)
     return round(microbatch_tokens(config) * each_token)
 
 
 def buffer_bytes(config: Config) -> int:
-    """What is allocated once: cuBLAS's workspaces, tables of RoPE, and hidden states on their way.
+    """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
-    Those are received and sent between pipeline stages, and gathered whole from the parts that
-    sequence parallelism makes of them.
+    Hidden states are received from and sent to other pipeline stages, and all-gathered under
+    sequence parallelism.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
@@ -302,16 +180,31 @@ def buffer_bytes(config: Config) -> int:
     return 2 * WORKSPACE + tables + between + (hidden if p.sequence_parallel else 0)
 
 
+def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
+    """Bytes that CUDA graphs add: static inputs, and the pool beside an eager microbatch.
+
+    `microbatch`: bytes of activations and temporaries at the peak of a microbatch.
+    """
+    if not config.train.cuda_graphs:
+        return 0
+    cp, each_token = config.parallel.cp, GRAPH_INPUTS
+    if config.data.reset_attention_mask:  # a bool per query and key, int32 document ids
+        each_token += config.data.seq_len + 4 * cp
+    reduces = data_parallel * cp > 1
+    eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
+    return microbatch_tokens(config) * each_token + (microbatch if reduces and eager else 0)
+
+
 # --- a rank -------------------------------------------------------------------------------------
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Tokens of a forward pass on one rank; context parallelism divides them."""
+    """Tokens of a microbatch on one rank; context parallelism divides them."""
     return config.train.micro_batch * config.data.seq_len // config.parallel.cp
 
 
 def microbatches_per_step(config: Config, data_parallel: int) -> int:
-    """Forward passes of a rank in one step."""
+    """Microbatches of a rank in one step."""
     return config.train.global_batch // (config.train.micro_batch * data_parallel)
 
 
@@ -319,16 +212,19 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     """Bytes by kind on every rank of a pipeline stage."""
     p = config.parallel
     count = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
-    microbatches = microbatches_per_step(config, data_parallel)
+    activations = activation_bytes(config, stage, microbatches_per_step(config, data_parallel))
+    loss = loss_bytes(config, vocab) if stage == p.pp - 1 else 0
+    backward = backward_bytes(config)
     return RankBytes(
         weights=count * element_bytes(config),
         fp8_weights=fp8_weight_bytes(config),
         main_grads=main_grad_bytes(config, count, data_parallel),
         optim_states=optim_state_bytes(config, count, data_parallel),
-        activations=activation_bytes(config, stage, microbatches),
-        loss=loss_bytes(config, vocab) if stage == p.pp - 1 else 0,
-        backward=backward_bytes(config),
+        activations=activations,
+        loss=loss,
+        backward=backward,
         buffers=buffer_bytes(config),
+        graphs=graph_bytes(config, data_parallel, activations + max(loss, backward)),
     )
 
 
@@ -338,22 +234,21 @@ def stage_bytes(config: Config, vocab: int, data_parallel: int) -> list[RankByte
     return [rank_bytes(config, vocab, stage=s, data_parallel=data_parallel) for s in stages]
 
 
-def fullest_stage(config: Config, vocab: int, data_parallel: int) -> int:
-    """The pipeline stage whose ranks need most memory."""
-    sizes = [kept.total for kept in stage_bytes(config, vocab, data_parallel)]
+def highest_stage(config: Config, vocab: int, data_parallel: int) -> int:
+    """The pipeline stage whose ranks have the highest peak."""
+    sizes = [rank.total for rank in stage_bytes(config, vocab, data_parallel)]
     return sizes.index(max(sizes))
 
 
 def peak_bytes(config: Config, vocab: int, data_parallel: int) -> int:
-    """Of the fullest rank."""
-    return max(kept.total for kept in stage_bytes(config, vocab, data_parallel))
+    """The peak of the rank that needs most memory."""
+    return max(rank.total for rank in stage_bytes(config, vocab, data_parallel))
 
 
 def micro_batches(config: Config, data_parallel: int) -> list[int]:
-    """Every micro batch that divides a replica's share of the global batch, the largest first.
+    """Every micro_batch that divides a replica's share of the global batch, the largest first.
 
-    Interleaved stages need a number of microbatches that is a multiple of pp; one more microbatch
-    than there is never helps.
+    Interleaved stages need a number of microbatches that is a multiple of pp.
     """
     share, p = config.train.global_batch // data_parallel, config.parallel
     small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
@@ -364,7 +259,7 @@ def micro_batches(config: Config, data_parallel: int) -> list[int]:
 def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: float) -> int:
     """The largest train.micro_batch whose peak is within `memory` bytes; 0 if none is.
 
-    The global batch stays: of its divisions over `data_parallel` replicas, all are tried.
+    The global batch stays as it is: all its divisors over `data_parallel` replicas are tried.
     """
     if config.train.global_batch % data_parallel:
         raise ConfigError(

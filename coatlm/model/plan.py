@@ -1,4 +1,4 @@
-"""What a run will be, in words: sizes, layout, compute and memory, before anything is allocated."""
+"""A run in words, before anything is allocated: sizes, layout, compute and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coatlm.model.memory import (
     GIB,
     RankBytes,
     chunks_in_flight,
-    fullest_stage,
+    highest_stage,
     microbatches_per_step,
     rank_bytes,
     stage_bytes,
@@ -25,7 +25,7 @@ from coatlm.model.memory import (
 def plan(
     config: Config, world_size: int | None = None, *, tokenizer_vocab: int | None = None
 ) -> str:
-    """The run as a table of several lines without a final newline.
+    """The table of a run, several lines without a final newline.
 
     `world_size=None` plans for the fewest processes that hold the model, tp * pp * cp.
     `tokenizer_vocab` is used where `model.vocab` is null. Raises ConfigError where `world_size`
@@ -40,62 +40,64 @@ def plan(
     total, active = parameters(m, vocab), matmul_parameters(m, vocab)
     heads = f"{m.heads} heads of {m.size_per_head} ({m.queries_groups} kv)"
     chunks = f", {p.vpp} chunks of {m.layers // (p.pp * p.vpp)}" if p.vpp > 1 else ""
-    microbatches = f"microbatches: {microbatches_per_step(config, dp)} of {t.micro_batch} a rank"
+    microbatches = f"microbatches: {microbatches_per_step(config, dp)} of {t.micro_batch} per rank"
     batch = f"{t.global_batch} samples x {config.data.seq_len}"
     work = [f"{short(flops * n)}FLOP" for n in (1, tokens, tokens * t.steps)]
     rows = [
         ("model", f"{m.layers} layers, hidden {m.hidden}, {heads}, ffn {m.ffn}, vocab {vocab}"),
         ("parameters", f"{total:,} ({short(total)}); {short(active)} multiply each token"),
         ("ranks", f"{world_size} = tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {dp}"),
-        ("stages", f"{m.layers // p.pp} layers a stage{chunks}"),
+        ("stages", f"{m.layers // p.pp} layers per stage{chunks}"),
         ("step", f"{tokens:,} tokens = {batch}; {microbatches}"),
         ("run", f"{t.steps:,} steps, {short(t.steps * tokens)} tokens"),
-        ("compute", f"{work[0]} a token, {work[1]} a step, {work[2]} in total"),
+        ("compute", f"{work[0]} per token, {work[1]} per step, {work[2]} in total"),
     ]
     lines = [f"{name:<14}{text}" for name, text in rows] + memory_table(config, vocab, dp)
     return "\n".join(lines + (stage_table(config, vocab, dp) if p.pp > 1 else []))
 
 
 def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
-    """The lines about bytes of the fullest rank."""
+    """Lines with the bytes by kind of the rank with the highest peak."""
     p, t = config.parallel, config.train
-    stage = fullest_stage(config, vocab, dp)
-    kept = rank_bytes(config, vocab, stage=stage, data_parallel=dp)
+    stage = highest_stage(config, vocab, dp)
+    rank = rank_bytes(config, vocab, stage=stage, data_parallel=dp)
     in_flight = chunks_in_flight(config, stage, microbatches_per_step(config, dp)) / p.vpp
-    held = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
-    shards = dp * p.cp if p.zero else 1
+    in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
+    states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
     smaller = "(not in the sum: one is over as the other begins)"
     rows = [
-        ("weights", kept.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
-        ("fp8 weights", kept.fp8_weights, "W and its transpose"),
-        ("main grads", kept.main_grads, p.main_grads),
-        ("optim states", kept.optim_states, f"{config.optim.recipe}, cut in {shards}"),
-        ("activations", kept.activations, held),
+        ("weights", rank.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
+        ("fp8 weights", rank.fp8_weights, "W and its transpose"),
+        ("main grads", rank.main_grads, p.main_grads),
+        ("optim states", rank.optim_states, states),
+        ("activations", rank.activations, in_memory),
         (
             "logits",
-            kept.loss,
+            rank.loss,
             "a chunk of them, the gradient of the hidden state "
-            + (smaller if kept.loss < kept.backward else ""),
+            + (smaller if rank.loss < rank.backward else ""),
         ),
         (
             "backward",
-            kept.backward,
-            "gradients within a layer " + (smaller if kept.backward <= kept.loss else ""),
+            rank.backward,
+            "gradients within a layer " + (smaller if rank.backward <= rank.loss else ""),
         ),
-        ("buffers", kept.buffers, "of cuBLAS and between ranks"),
-        ("sum", kept.total, "the peak, without CUDA context, NCCL and fragmentation"),
+        ("buffers", rank.buffers, "workspaces of cuBLAS, hidden states in transit"),
+        ("cuda graphs", rank.graphs, "static inputs, a pool beside eager microbatches"),
+        ("sum", rank.total, "the peak, without CUDA context, NCCL and fragmentation"),
     ]
-    head = f"{'memory':<14}GiB on a rank of stage {stage}" + (", the fullest" if p.pp > 1 else "")
+    which = ", the highest peak" if p.pp > 1 else ""
+    head = f"{'memory':<14}GiB on a rank of stage {stage}{which}"
     table = [f"  {name:<12}{size / GIB:10.3f}  {note}" for name, size, note in rows if size]
     return [head, *(line.rstrip() for line in table)]
 
 
 def stage_table(config: Config, vocab: int, dp: int) -> list[str]:
-    """GiB by kind, a line a pipeline stage."""
+    """GiB by kind, one line per pipeline stage."""
     names = [field.name.replace("_", " ") for field in fields(RankBytes)]
     lines = [f"{'stage':<6}" + "".join(f"{name:>13}" for name in [*names, "sum"])]
-    for stage, kept in enumerate(stage_bytes(config, vocab, dp)):
-        sizes = [*(getattr(kept, field.name) for field in fields(RankBytes)), kept.total]
+    for stage, rank in enumerate(stage_bytes(config, vocab, dp)):
+        sizes = [*(getattr(rank, field.name) for field in fields(RankBytes)), rank.total]
         lines.append(f"{stage:<6}" + "".join(f"{size / GIB:13.3f}" for size in sizes))
     return lines
 

@@ -7,20 +7,18 @@ n (R - 1) / R bytes of an all-gather or reduce-scatter of n bytes in all, twice 
 all-reduce. Below, x is the residual stream of a microbatch on a context-parallel rank: T tokens of
 h elements in the model's dtype.
 
-    tensor parallel          sequence parallel                    all-reduces without it
-    embedding, first stage   reduce-scatter x | all-gather x      x | nothing
-    BF16 layer               2 (all-gather + reduce-scatter) x    2 x | 2 x
-                             | 2 (2 all-gathers + reduce-scatter) x
-    FP8 flow                 2 (gather operand, reduce-scatter x)  2 x | 2 x
-                             | 2 (2 gather operand, reduce-scatter x)
-    output, last stage       all-gather x | reduce-scatter x      nothing | x
-    loss, last stage         all-reduces of 3 T fp32 | nothing    the same
+    sequence parallelism     forward                            backward
+    embedding, first stage   reduce-scatter x                   all-gather x
+    layer                    2 all-gathers of inputs,           2 all-gathers of inputs, 2 of
+                             2 reduce-scatters of x             gradients, 2 reduce-scatters of x
+    output, last stage       all-gather x                       reduce-scatter x
+    loss, last stage         all-reduce 3 T fp32
 
-Left of the bar is forward, right of it backward; recompute=full adds a layer's forward to its
-backward. What a gather of operands carries is a row of `GATHERS`. Once per step the gradients of
-weights that every rank holds, but with part of the tokens or heads, are summed. Context parallelism
-gathers keys and values of all tokens in forward, and again where attention is recomputed, and
-reduce-scatters their gradients.
+Without sequence parallelism nothing is gathered, and sums are all-reduces. What a gather of a layer
+carries is a row of `GATHERS`. recompute=full adds a layer's forward to its backward. Once per step
+the gradients of replicated weights are summed, to which each rank adds its tokens or heads. Context
+parallelism all-gathers the keys and values of each layer in forward, and again where attention is
+recomputed, and reduce-scatters their gradients.
 
 TransformerEngine's layers gather FP8 codes under its FP8 recipes; the amaxes that its ranks agree
 on, some bytes per layer, are left out.
@@ -34,8 +32,10 @@ import torch
 
 from coatlm.config import Config
 from coatlm.config.recipes import TENSOR
+from coatlm.fp8.qtensor import Granularity
 from coatlm.model.accounting import key_size
-from coatlm.model.memory import bf16_share, microbatch_tokens, weight_dtype
+from coatlm.model.layer_memory import weight_dtype
+from coatlm.model.memory import bf16_share, microbatch_tokens
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.finalize_grads import TensorParallelSums
 
@@ -50,7 +50,7 @@ class OperandGather:
     """What the all-gather of one GEMM operand [T, h] over the tokens carries."""
 
     dtype: torch.dtype | None  # of the elements; None: the model's
-    scales: int = 0  # fp32 scales per token
+    scales: Granularity | None = None  # of the fp32 scales that travel with the elements
     amaxes: int = 0  # all-reduces of one number, for a scale that the ranks agree on
 
 
@@ -82,10 +82,10 @@ def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
     """
     if not config.precision.flow:
         return GATHERS[config.precision.recipe]
-    recipe, hidden = config.precision.flow_recipe(), config.model.hidden
-    columns = recipe.forward.activation.granularity.columns
-    whole = recipe.forward.activation.granularity == TENSOR
-    scales = 0 if whole else hidden // columns if columns else 1
+    recipe = config.precision.flow_recipe()
+    granularity = recipe.forward.activation.granularity
+    whole = granularity == TENSOR
+    scales = None if whole else granularity
     inputs = OperandGather(CODES, scales, amaxes=int(whole))
     again = UNQUANTISED
     if recipe.wgrad.activation.scaling == "forward":
@@ -111,23 +111,24 @@ def step_traffic(
     """
     traffic = Traffic()
     if config.parallel.tp > 1:
-        _Sender(config, traffic, "tp", microbatches).tensor_parallel(stage, calibrating, once)
+        _Sender(config, traffic, "tp", microbatches).tensor_parallel(stage, calibrating)
+        _Sender(config, traffic, "tp", 1).sums(once)
     if config.parallel.cp > 1:
         _Sender(config, traffic, "cp", microbatches).context_parallel()
     return traffic
 
 
 class _Sender:
-    """Collectives of one group, added up in `traffic`."""
+    """Adds to `traffic` what one process group sends, "tp" or "cp", as often as `times` says."""
 
-    def __init__(self, config: Config, traffic: Traffic, what: str, microbatches: int) -> None:
+    def __init__(self, config: Config, traffic: Traffic, what: str, times: int) -> None:
         p = config.parallel
-        self.config, self.traffic, self.what = config, traffic, what
-        self.microbatches = microbatches
+        self.config, self.traffic, self.what, self.times = config, traffic, what, times
         self.ranks = p.tp if what == "tp" else p.cp
         self.tokens, self.dtype = microbatch_tokens(config), weight_dtype(config)
 
-    def tensor_parallel(self, stage: int, calibrating: bool, once: TensorParallelSums) -> None:
+    def tensor_parallel(self, stage: int, calibrating: bool) -> None:
+        """A microbatch over the tensor-parallel group."""
         c = self.config
         p, m = c.parallel, c.model
         layers = m.layers // p.pp
@@ -146,12 +147,15 @@ class _Sender:
             self._gather(gathers.inputs, 2 * count * forwards)
             self._gather(gathers.again, 2 * count)
             self._gather(gathers.gradients, 2 * count)
-        self.microbatches = 1
-        self._all_reduce(once.gradients, MAIN_GRADS[p.main_grads])
+
+    def sums(self, once: TensorParallelSums) -> None:
+        """What a step sums over the tensor-parallel group after its last microbatch."""
+        self._all_reduce(once.gradients, MAIN_GRADS[self.config.parallel.main_grads])
         self._all_reduce(once.mus, torch.int64)
         self._all_reduce(once.mus, torch.int32)
 
     def context_parallel(self) -> None:
+        """A microbatch over the context-parallel group."""
         c, p = self.config, self.config.parallel
         keys = self.tokens * p.cp * key_size(c.model) // p.tp
         forwards = 1 if c.train.recompute == "none" else 2
@@ -170,18 +174,20 @@ class _Sender:
         dtype = operand.dtype or self.dtype
         if not self.config.parallel.sequence_parallel:
             return
-        self._move(self.tokens * self.config.model.hidden, dtype, count)
-        self._move(self.tokens * operand.scales, SCALES, count)
+        shape = torch.Size((self.tokens, self.config.model.hidden))
+        self._move(shape.numel(), dtype, count)
+        if operand.scales is not None:
+            self._move(torch.Size(operand.scales.scale_shape(shape)).numel(), SCALES, count)
         self._all_reduce(operand.amaxes, AMAX, count)
 
     def _move(self, elements: int, dtype: torch.dtype, count: int) -> None:
-        """All-gathers or reduce-scatters of `elements` in all, `count` per microbatch."""
+        """All-gather or reduce-scatter `elements` in all, `count` times."""
         self._add(elements, dtype, count, 1)
 
     def _all_reduce(self, elements: int, dtype: torch.dtype, count: int = 1) -> None:
         self._add(elements, dtype, count, 2)
 
-    def _add(self, elements: int, dtype: torch.dtype, count: int, times: int) -> None:
-        each = round(times * elements * dtype.itemsize * (self.ranks - 1) / self.ranks)
+    def _add(self, elements: int, dtype: torch.dtype, count: int, legs: int) -> None:
+        each = round(legs * elements * dtype.itemsize * (self.ranks - 1) / self.ranks)
         if each and count:
-            self.traffic.add(self.what, dtype, each * count * self.microbatches)
+            self.traffic.add(self.what, dtype, each * count * self.times)

@@ -1,113 +1,58 @@
-"""The one AdamW: its arithmetic is fixed, how m, v and the weight are stored is a recipe.
+"""AdamW with one definition of its arithmetic; how m, v and the weight are stored is a recipe.
 
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2         g = clip * gradient
     w = w - lr (m / c1) / (sqrt(v / c2) + eps) - lr wd w         c = 1 - b^t
 
-Decoupled weight decay: Loshchilov & Hutter 2019 (arXiv 1711.05101), algorithm 2. What a step uses
-are the moments it has computed, before they are rounded to be stored; Collage (arXiv 2405.03637)
-computes them in BF16 in the first place.
+Decoupled weight decay: Loshchilov & Hutter 2019 (arXiv 1711.05101), algorithm 2. An update uses the
+new moments before they are rounded to their storage format; the recipes of Collage (arXiv
+2405.03637) compute the moments in BF16 in the first place.
 
-The optimizer sees flat shards and no process groups. Everything about a step is decided on the
-device: where the clip coefficient is not finite nothing changes, and the host does not learn of it.
+The optimizer sees flat shards and no process groups. Whether a step is skipped is decided on the
+device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
+On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from coatlm.fp8.expand import M_E4M3, V_E4M3, Expansion
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim import formats
-from coatlm.optim.formats import MomentFormat, Stored, WeightFormat
-
-if TYPE_CHECKING:
-    from coatlm.optim.fused import FusedStep
+from coatlm.optim.formats import Stored
+from coatlm.optim.fused import FusedStep
+from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
-MASTER, M, V = "fp32_param", "exp_avg", "exp_avg_sq"  # names in checkpoints, as megatron-core's
-BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A flat run of weights that this rank updates.
+class FlatShard:
+    """A contiguous flat range of n weights and their gradients, which this rank updates.
 
-    n is a multiple of 128; parameters inside start on multiples of 128, gaps are zero padding.
+    n is a multiple of 128. Each parameter inside starts at a multiple of 128; gaps between
+    parameters are zero padding.
     """
 
-    weight: Tensor  # [n] a view into the parameter buffer, bf16 or fp32; updated in place
-    grad: Tensor  # [n] reduced gradients, a view too, fp32 or bf16; only read
+    weight: Tensor  # [n] view into the parameter buffer, bf16 or fp32; updated in place
+    grad: Tensor  # [n] view into the buffer of reduced gradients, fp32 or bf16; only read
     decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
-    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter: FP8-LM's tensors
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Where each tensor lives."""
-
-    m: MomentFormat
-    v: MomentFormat
-    weight: WeightFormat
-    weights: tuple[torch.dtype, ...] = (BF16,)  # that the model may have
-    strict: bool = False  # gradients are rounded to BF16, and so is whatever follows from them
-
-    @property
-    def tensor_scaled(self) -> bool:
-        """Whether a scale belongs to a whole parameter."""
-        return any(part.kind == "scaled" for part in (self.m, self.v, self.weight))
-
-    @property
-    def moments(self) -> dict[str, MomentFormat]:
-        return {M: self.m, V: self.v}
-
-
-def _recipes() -> dict[str, Recipe]:
-    fp32, bf16, pair = formats.Fp32(), formats.Bf16(), formats.Bf16Pair()
-    m, v = formats.Expanded(M_E4M3), formats.Expanded(V_E4M3)
-    plain = formats.Expanded(Expansion(E4M3, signed=True, k16_min=16, k16_max=16))
-    fp8, fp16 = (formats.TensorScaled(t) for t in (torch.float8_e4m3fn, torch.float16))
-    master, both = formats.Master(), (BF16, FP32)
-    return {
-        "adamw-fp32": Recipe(fp32, fp32, master, both),  # Collage's option D
-        "adamw-bf16": Recipe(bf16, bf16, formats.Direct(), strict=True),  # A
-        "adamw-bf16-fp32state": Recipe(fp32, fp32, formats.Direct()),  # D without master weights
-        "kahan": Recipe(bf16, bf16, formats.Kahan(), strict=True),
-        "collage-light": Recipe(bf16, bf16, formats.Pair(), strict=True),  # B
-        "collage-plus": Recipe(bf16, pair, formats.Pair(), strict=True),  # C
-        "fp8lm": Recipe(fp8, fp16, formats.TensorScaledMaster()),
-        "coat": Recipe(m, v, master, both),
-        "coat-lean": Recipe(m, v, formats.Remainder(16)),
-        "coat-24": Recipe(m, v, formats.Remainder(8)),
-        "fp8-plain": Recipe(plain, plain, master, both),  # no expansion: what COAT improves on
-    }
-
-
-RECIPES = _recipes()
-
-
-def find_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe by name, or the one given. Raises ValueError with the names there are."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r}: one of {', '.join(RECIPES)}")
-    return RECIPES[recipe]
+    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter; fp8lm scales those
 
 
 def check_recipe(
     recipe: str | Recipe,
-    shards: Sequence[Shard],
+    shards: Sequence[FlatShard],
     *,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Raise ValueError, with the field and what is allowed, where AdamW could not run."""
+    """Raise ValueError, with the field and what is allowed, for arguments AdamW cannot run with."""
     allowed = find_recipe(recipe).weights
     if not shards:
         raise ValueError("shards=(): there is nothing to update")
@@ -137,19 +82,19 @@ def check_recipe(
 
 
 class Proposal(NamedTuple):
-    """What a step would do to a run of elements."""
+    """The result of a step for a range of elements, before it is written."""
 
-    update: Tensor  # fp32, what is to be added to the weights
+    update: Tensor  # fp32, to be added to the weights
     weight: Tensor  # in the model's dtype
     states: Stored
 
 
 class AdamW:
-    """Updates shards in place. `states[i]` are the flat tensors that belong to shard i."""
+    """The optimizer. It updates shards in place; `states[i]` are the flat states of shard i."""
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[FlatShard],
         *,
         recipe: str | Recipe,
         betas: tuple[float, float],
@@ -164,16 +109,28 @@ class AdamW:
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
         flat = self._allocate(device)
         self.states = [dict(zip(flat, parts, strict=True)) for parts in self._cut(flat.values())]
-        decayed = torch.cat([_decayed_groups(shard) for shard in shards]).to(device)
+        decayed = torch.cat([_decayed_blocks(shard) for shard in shards]).to(device)
         self._decayed = [parts[0] for parts in self._cut([decayed])]
         self.reload_from_weights()
-        self.fused = self._fuse(flat, decayed) if device.type == "cuda" else None
+        self.fused: FusedStep | None = None  # the reference runs without it
+        if device.type == "cuda":
+            self.fused = FusedStep(
+                self.recipe,
+                weights=[shard.weight for shard in shards],
+                grads=[shard.grad for shard in shards],
+                spans=list(self.spans(sum(shard.weight.numel() for shard in shards))),
+                states=flat,
+                decayed=decayed,
+                betas=self.betas,
+                eps=eps,
+            )
 
     @torch.no_grad()
     def step(self, *, lr: float, clip_coefficient: Tensor | None = None) -> None:
-        """One update with learning rate `lr` >= 0 of gradients times `clip_coefficient` (fp32[]).
+        """Update all shards with learning rate `lr` >= 0; gradients are multiplied by
+        `clip_coefficient` (fp32[], 1 if None).
 
-        Nothing changes, not even `step_count`, where the coefficient is NaN or Inf.
+        If the coefficient is NaN or Inf, nothing changes, not even `step_count`.
         """
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
@@ -201,7 +158,7 @@ class AdamW:
     def propose(
         self, i: int, start: int, stop: int, *, lr: float, clip_coefficient: Tensor
     ) -> Proposal:
-        """The definition of a step, for elements [start, stop) of shard i; changes nothing."""
+        """The reference of a step: its result for elements [start, stop) of shard i, unwritten."""
         recipe, old = self.recipe, self.state_of(i, start, stop)
         weight = self.shards[i].weight[start:stop]
         g = self.shards[i].grad[start:stop].float() * clip_coefficient
@@ -226,19 +183,21 @@ class AdamW:
 
     @torch.no_grad()
     def reload_from_weights(self) -> None:
-        """Make anew what is kept beside each weight, after the weights alone were loaded."""
+        """Reset the weight states (master, remainder, low half) to the weights: call it after
+        weights were loaded without optimizer states.
+        """
         for i, start, stop in self.spans(CHUNK):
-            state = self.recipe.weight.split(self.shards[i].weight[start:stop])
+            state = self.recipe.weight.initial(self.shards[i].weight[start:stop])
             for suffix, tensor in state.items():
                 self.state_of(i, start, stop)[MASTER + suffix].copy_(tensor)
 
     def state_bytes(self) -> int:
-        """Bytes of all states; weights and gradients are not counted."""
+        """Bytes of all states, without weights and gradients."""
         return sum(t.numel() * t.element_size() for states in self.states for t in states.values())
 
     @torch.no_grad()
     def decode(self, i: int, name: str) -> Tensor:
-        """fp32[n] of shard i: a moment, or "fp32_param", the weight as well as it is known."""
+        """fp32[n] of shard i: a moment, or for "fp32_param" the weight at its full precision."""
         if name == MASTER:
             state = named_state(self.states[i], MASTER)
             return self.recipe.weight.decode(self.shards[i].weight, state).float()
@@ -248,22 +207,25 @@ class AdamW:
 
     @torch.no_grad()
     def decode_parts(self, name: str, state: Stored) -> Tensor:
-        """fp32[n] of a moment (or FP8-LM's master) from its stored parts, by suffix."""
-        return self._grouped_format(name).decode(state)
+        """fp32[n] of a moment or of FP8-LM's master, decoded from its stored tensors by suffix."""
+        return self._scaled_format(name).decode(state)
 
     @torch.no_grad()
     def encode_parts(self, name: str, values: Tensor) -> Stored:
-        """What would be stored of fp32 `values` [n], n a multiple of 128: rounds them."""
-        return self._grouped_format(name).encode(values)
+        """The stored tensors, by suffix, of fp32 `values` [n]; n is a multiple of 128."""
+        return self._scaled_format(name).encode(values)
 
-    def _grouped_format(self, name: str) -> formats.Expanded | formats.TensorScaled:
-        """A format with scales: for those alone it matters which elements form a group."""
+    def _scaled_format(self, name: str) -> formats.ExpandedFp8 | formats.TensorScaled:
+        """The format of a state with scales: only there it matters which elements form a block."""
         found = formats.MASTER16 if name == MASTER else self.recipe.moments[name]
-        assert isinstance(found, formats.Expanded | formats.TensorScaled), name
+        assert isinstance(found, formats.ExpandedFp8 | formats.TensorScaled), name
         return found
 
     def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, start, stop) of runs that can be updated one by one, on multiples of 128."""
+        """(shard, start, stop) of ranges that can be updated one at a time; multiples of 128.
+
+        A range has at most `longest` elements, but with tensor scales it is a whole parameter.
+        """
         for i, shard in enumerate(self.shards):
             n = shard.weight.numel()
             if self.recipe.tensor_scaled:
@@ -272,19 +234,19 @@ class AdamW:
                 yield from ((i, at, min(at + longest, n)) for at in range(0, n, longest))
 
     def _allocate(self, device: torch.device) -> dict[str, Tensor]:
-        """Zero states of all shards end to end, so that one kernel can walk over them."""
+        """Zero states, those of all shards concatenated, so that one launch covers all shards."""
         n = sum(shard.weight.numel() for shard in self.shards)
         flat: dict[str, Tensor] = {}
         for name, moment in self.recipe.moments.items():
             flat |= {name + suffix: tensor for suffix, tensor in moment.zeros(n, device).items()}
-        sample = self.recipe.weight.split(self.shards[0].weight[:SCALE_BLOCK])
+        sample = self.recipe.weight.initial(self.shards[0].weight[:SCALE_BLOCK])
         for suffix, tensor in sample.items():
             size = n * tensor.numel() // SCALE_BLOCK
             flat[MASTER + suffix] = torch.zeros(size, dtype=tensor.dtype, device=device)
         return flat
 
     def _cut(self, flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Views of each shard's part of flat tensors."""
+        """For each shard, its views into tensors over all shards."""
         n = sum(shard.weight.numel() for shard in self.shards)
         start = 0
         for shard in self.shards:
@@ -293,43 +255,25 @@ class AdamW:
             start = stop
 
     def state_of(self, i: int, start: int, stop: int) -> dict[str, Tensor]:
-        """Views of what is stored for elements [start, stop) of shard i, multiples of 128."""
+        """Views of the states of elements [start, stop) of shard i; both are multiples of 128."""
         n = self.shards[i].weight.numel()
         return {name: _part(tensor, start, stop, n) for name, tensor in self.states[i].items()}
 
     def _inverse_correction(self, beta: float) -> Tensor:
-        """1 / (1 - beta^t) of the step under way, fp32."""
+        """1 / (1 - beta^t) of the current step, fp32."""
         return (1.0 / (1.0 - beta ** (self.step_count + 1).double())).float()
-
-    def _fuse(self, flat: Mapping[str, Tensor], decayed: Tensor) -> FusedStep | None:
-        """The kernel for this recipe. None leaves it to the reference: FP8 formats of studies."""
-        from coatlm.optim import fused  # Gluon is young: only CUDA depends on it
-
-        if not fused.covers(self.recipe):
-            return None
-        n = sum(shard.weight.numel() for shard in self.shards)
-        return fused.FusedStep(
-            self.recipe,
-            weights=[shard.weight for shard in self.shards],
-            grads=[shard.grad for shard in self.shards],
-            spans=list(self.spans(n)),
-            states=flat,
-            decayed=decayed,
-            betas=self.betas,
-            eps=self.eps,
-        )
 
 
 def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
-    """Bytes a parameter of all states; the weight and its gradient are not counted."""
+    """Bytes per parameter of all states, without the weight and its gradient."""
     weight = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)
-    shard = Shard(weight, weight, decay=())
+    shard = FlatShard(weight, weight, decay=())
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return optimizer.state_bytes() / SCALE_BLOCK
 
 
-def _decayed_groups(shard: Shard) -> Tensor:
-    """uint8[n / 128]: 1 for groups that decay. An end is rounded up into zero padding only."""
+def _decayed_blocks(shard: FlatShard) -> Tensor:
+    """uint8[n / 128]: 1 for blocks with weight decay. An end is rounded up, into zero padding."""
     decayed = torch.zeros(shard.weight.numel() // SCALE_BLOCK, dtype=torch.uint8)
     for start, end in shard.decay:
         decayed[start // SCALE_BLOCK : _round_up(end) // SCALE_BLOCK] = 1
@@ -341,12 +285,12 @@ def _round_up(n: int) -> int:
 
 
 def _part(tensor: Tensor, start: int, stop: int, n: int) -> Tensor:
-    """What belongs to elements [start, stop) of n in a state of n entries or one a group."""
+    """The entries of elements [start, stop) of n, in a state of n entries or of one per block."""
     each = n // tensor.numel()
     return tensor[start // each : stop // each]
 
 
 def named_state(states: Mapping[str, Tensor], name: str) -> Stored:
-    """The state called `name`, by suffix."""
+    """The tensors of the state `name`, by suffix, out of those of all states."""
     parts = [key.partition(".") for key in states]
     return {dot + rest: states[key + dot + rest] for key, dot, rest in parts if key == name}

@@ -1,16 +1,17 @@
-"""How much of a step survives being stored: measured for metrics, changing nothing.
+"""Metrics of the information that storing an optimizer step loses. Measuring changes no state.
 
     EDQ = <D / |D|, Dhat>
 
-is the effective descent quality of Collage (arXiv 2405.03637, section 3.2): D is the update that
-AdamW asks for, Dhat what the stored weight changes by: the model's weight w alone, or w + dw with
-its low half, remainder or master. EDQ / |D| is 1 where nothing is lost. It says nothing about v, so
-that is reported too: stored v against the fp64 average of what was stored before and the gradient,
-relative to that average and relative to the change that was due. The latter is 1 for an average
-that stands still. Both are the errors of one step; no second v in fp32 is kept to compare with.
+is the effective descent quality of Collage (arXiv 2405.03637, section 3.2). D is the update that
+AdamW computes, Dhat the change of the stored weight: of the model's weight w alone, or of w + dw
+with its low half, remainder or master. EDQ / |D| is 1 if nothing is lost. EDQ does not see errors
+of v, so these are reported too: the stored v is compared with the fp64 average of the stored v
+before and the gradient, relative to that average and relative to the change that was due. The
+latter is 1 if the stored v did not change at all. Both are errors of one step: there is no second
+v in fp32 to accumulate the errors of all steps.
 
-The step is that of the reference, `AdamW.propose`. All of it follows from sums over elements, so
-ranks add theirs: `collect`, all-reduce, `report`.
+The step is that of the reference, `AdamW.propose`. All metrics follow from sums over elements, so
+ranks add theirs: `local_sums`, all-reduce, `to_metrics`.
 """
 
 from __future__ import annotations
@@ -20,37 +21,39 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from coatlm.fp8.formats import Fp8Format, decode_table
-from coatlm.optim.adamw import MASTER, AdamW, Recipe, named_state
-from coatlm.optim.formats import Expanded
+from coatlm.fp8.formats import decode_table
+from coatlm.optim.adamw import AdamW, named_state
+from coatlm.optim.formats import ExpandedFp8
+from coatlm.optim.recipes import MASTER, Recipe
 
-PIECE = 1 << 20  # elements at a time; 110 bytes of temporaries for each, 0.12 GB
-CODES = 256
+PIECE = 1 << 20  # elements measured at a time; 110 bytes of temporaries each, 0.12 GB in all
+CODES = 256  # values of a byte: bins for codes, and for 16 k
 SUMS = ("update", "inner", "inner_weight", "asked", "lost")
 SUMS_OF_MOMENT = ("error", "size", "change", "nonzero", "zeroed")
-Runs = Sequence[Sequence[tuple[int, int]]]  # for each shard [start, stop), multiples of 128
+Ranges = Sequence[Sequence[tuple[int, int]]]  # per shard: [start, stop), multiples of 128
 
 
 def measure(
     optimizer: AdamW, *, lr: float, clip_coefficient: Tensor | None = None
 ) -> dict[str, float]:
-    """`report` of a step with these arguments, where one process has all shards."""
-    return report(optimizer.recipe, collect(optimizer, lr=lr, clip_coefficient=clip_coefficient))
+    """The metrics of a step with these arguments, if one process holds all shards."""
+    sums = local_sums(optimizer, lr=lr, clip_coefficient=clip_coefficient)
+    return to_metrics(optimizer.recipe, sums)
 
 
 @torch.no_grad()
-def collect(
+def local_sums(
     optimizer: AdamW,
     *,
     lr: float,
     clip_coefficient: Tensor | None = None,
-    owned: Runs | None = None,
+    counted: Ranges | None = None,
 ) -> dict[str, Tensor]:
-    """Sums that tell what a step with these arguments would lose; to be called before that step.
+    """The sums of this rank for the metrics of a step with these arguments, called before it.
 
-    fp64 on the device, with the same names and shapes on every rank. `owned` are the runs of each
-    shard that count, everything by default. Takes `PIECE` elements at a time; with tensor scales a
-    parameter of the shard, which may be many more.
+    They are fp64 on the device, with the same names and shapes on every rank. `counted` are the
+    ranges of each shard that count (default: all), so that elements which several ranks hold count
+    once. `PIECE` elements are measured at a time; with tensor-wise scales a whole parameter.
     """
     clip = torch.ones(()) if clip_coefficient is None else clip_coefficient
     clip = clip.to(optimizer.step_count.device)
@@ -58,24 +61,24 @@ def collect(
         name: torch.zeros(size, dtype=torch.float64, device=clip.device)
         for name, size in _sizes(optimizer.recipe).items()
     }
-    for i, start, stop in _runs(optimizer, owned):
+    for i, start, stop in _pieces(optimizer, counted):
         for name, value in _sums(optimizer, i, start, stop, lr, clip).items():
             sums[name] += value
     return sums
 
 
-def report(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """What the sums of all ranks say; waits for the device.
+def to_metrics(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The metrics of a step from the sums of all ranks; waits for the device.
 
-    "edq" and "edq_ratio" (EDQ / |D|) of w + dw, "edq_weight" and "edq_weight_ratio" of w alone,
-    "update_lost" (share of the non-zero updates that leave their weight, w + dw, as it is). For m
-    ("exp_avg") and v ("exp_avg_sq") the relative "_error", the "_stalled" error relative to the
-    change due, and "_underflow" (share of non-zero values stored as zero).
+    "edq" and "edq_ratio" (EDQ / |D|) of w + dw; "edq_weight" and "edq_weight_ratio" of w alone;
+    "update_lost", the share of non-zero updates that leave w + dw unchanged. For m ("exp_avg") and
+    v ("exp_avg_sq"): the relative "_error"; "_stalled", the error relative to the change due;
+    "_underflow", the share of non-zero values stored as zero.
 
-    Of moments in FP8 with expansion also k over the groups, "_k_mean", "_k_p05", "_k_p50" and
-    "_k_p95"; "_k_lowest" and "_k_highest", the shares of groups whose k is at its bounds (wider
-    than the format; nearly equal elements); the shares of codes "_zero" and "_saturated", at MAX.
-    By construction one code a group is at MAX: 0.8% at least.
+    For moments in FP8 with expansion also the distribution of k over blocks, "_k_mean", "_k_p05",
+    "_k_p50" and "_k_p95"; the shares of blocks with the smallest and the largest k, "_k_lowest"
+    (wider than the format) and "_k_highest" (nearly equal elements); and the shares of codes
+    "_zero" and "_saturated" (at MAX: at least one per block by construction, 0.8 %).
     """
     known = {name: value.cpu() for name, value in sums.items()}
     total = {name: value.item() for name, value in known.items() if value.numel() == 1}
@@ -92,7 +95,7 @@ def report(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
         result[name + "_error"] = _ratio(error, total[name + ".size"]) ** 0.5
         result[name + "_stalled"] = _ratio(error, total[name + ".change"]) ** 0.5
         result[name + "_underflow"] = _ratio(total[name + ".zeroed"], total[name + ".nonzero"])
-        if isinstance(moment, Expanded):
+        if isinstance(moment, ExpandedFp8):
             shares = _k_statistics(known[name + ".k"], moment)
             shares |= _share_at_ends(known[name + ".codes"], moment)
             result |= {f"{name}_{key}": value for key, value in shares.items()}
@@ -100,18 +103,19 @@ def report(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _sizes(recipe: Recipe) -> dict[str, int]:
-    """Names and lengths of the sums."""
+    """The names of the sums and their lengths."""
     sizes = dict.fromkeys(SUMS, 1)
     for name, moment in recipe.moments.items():
         sizes |= {f"{name}.{part}": 1 for part in SUMS_OF_MOMENT}
-        if isinstance(moment, Expanded):
+        if isinstance(moment, ExpandedFp8):
             sizes |= {name + ".k": CODES, name + ".codes": CODES}
     return sizes
 
 
-def _runs(optimizer: AdamW, owned: Runs | None) -> Iterator[tuple[int, int, int]]:
+def _pieces(optimizer: AdamW, counted: Ranges | None) -> Iterator[tuple[int, int, int]]:
+    """(shard, start, stop) of the elements that count, at most `PIECE` at a time."""
     for i, start, stop in optimizer.spans(PIECE):
-        for first, last in ((start, stop),) if owned is None else owned[i]:
+        for first, last in ((start, stop),) if counted is None else counted[i]:
             if max(start, first) < min(stop, last):
                 yield i, max(start, first), min(stop, last)
 
@@ -119,7 +123,7 @@ def _runs(optimizer: AdamW, owned: Runs | None) -> Iterator[tuple[int, int, int]
 def _sums(
     optimizer: AdamW, i: int, start: int, stop: int, lr: float, clip: Tensor
 ) -> dict[str, Tensor]:
-    """The sums of one run of elements."""
+    """The sums over elements [start, stop) of shard i."""
     recipe, old = optimizer.recipe, optimizer.state_of(i, start, stop)
     new = optimizer.propose(i, start, stop, lr=lr, clip_coefficient=clip)
     weight = optimizer.shards[i].weight[start:stop]
@@ -148,14 +152,14 @@ def _sums(
             name + ".nonzero": (due != 0).sum(),
             name + ".zeroed": ((due != 0) & (stored == 0)).sum(),
         }
-        if isinstance(moment, Expanded):
+        if isinstance(moment, ExpandedFp8):
             sums[name + ".k"] = torch.bincount(state[".k"], minlength=CODES)
             sums[name + ".codes"] = torch.bincount(state[""], minlength=CODES)
     return sums
 
 
-def _k_statistics(count: Tensor, moment: Expanded) -> dict[str, float]:
-    """count[k16], fp64[256]: groups with that k. k16 = 0 is a group nothing was stored in yet."""
+def _k_statistics(count: Tensor, moment: ExpandedFp8) -> dict[str, float]:
+    """Statistics of k; count[k16], fp64[256], are blocks. k16 = 0 marks blocks never stored to."""
     count[0] = 0
     groups = count.sum().clamp(min=1)
     share = count / groups
@@ -170,10 +174,10 @@ def _k_statistics(count: Tensor, moment: Expanded) -> dict[str, float]:
     }
 
 
-def _share_at_ends(count: Tensor, moment: Expanded) -> dict[str, float]:
-    """count[code], fp64[256] -> shares of the codes of zero and of the largest magnitude."""
+def _share_at_ends(count: Tensor, moment: ExpandedFp8) -> dict[str, float]:
+    """The shares of codes of zero and of +-MAX; count[code], fp64[256]."""
     fmt = moment.how.fmt
-    value = decode_table(fmt) if isinstance(fmt, Fp8Format) else fmt.table()
+    value = decode_table(fmt)
     share = count / count.sum().clamp(min=1)
     return {
         "zero": share[value == 0].sum().item(),
@@ -182,5 +186,5 @@ def _share_at_ends(count: Tensor, moment: Expanded) -> dict[str, float]:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """part / whole; where there was nothing to lose, nothing is lost: 0 / 0 = 0."""
+    """part / whole, with 0 / 0 = 0: nothing was lost of nothing."""
     return part / whole if whole else 0.0

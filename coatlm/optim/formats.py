@@ -1,12 +1,13 @@
-"""How the optimizer stores m, v and the weight: one class a format, all of them values.
+"""Storage formats of the optimizer: of the moments m and v, and of the weight. Each is a value.
 
-A moment format decodes what is stored to fp32 and takes one step of an exponential moving average;
-a weight format adds an update to what is stored. None writes in place: `AdamW` does that once, for
-all formats, so that skipping a step is one `where`.
+A moment format decodes a state to fp32 and computes a step of an exponential moving average; a
+weight format adds an update to the weight. No format writes in place: `AdamW` writes the results
+of all formats, so that skipping a step is one `where`.
 
-A state is a dict of flat tensors by suffix: "" is the moment or the master itself, ".scale" and
-others are what decoding needs besides. A tensor has an entry for each of n elements, or for each of
-n / 128 groups. FP8 codes are uint8, which every collective, comparison and file format takes.
+A state is a dict of flat tensors by suffix: "" is the moment or the master itself; ".scale", ".k"
+and others are what decoding needs besides. A tensor has one entry for each of n elements, or for
+each of n / 128 blocks of consecutive elements. FP8 codes are stored as uint8, which every
+collective, comparison and file format supports.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from coatlm.fp8.expand import Expanded as ExpandedState
-from coatlm.fp8.expand import Expansion, expand_dequantize, expand_quantize
+from coatlm.fp8.expand import Expanded, Expansion, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import SCALE_BLOCK
-from coatlm.optim import expansion
+from coatlm.optim import collage
 
 SMALLEST_SCALE = 2.0**-126  # smallest normal fp32: the scale of an all-zero tensor
 
@@ -30,33 +30,35 @@ Stored = dict[str, Tensor]
 
 
 class MomentFormat(Protocol):
-    """Storage of m or v; `kind` is its name in kernels."""
+    """The storage format of m or v; kernels branch on `kind`."""
 
     kind: ClassVar[str]
 
     def zeros(self, n: int, device: torch.device) -> Stored:
-        """The state of n zeros."""
+        """The state of a moment of n zeros."""
 
     def decode(self, state: State) -> Tensor:
-        """fp32[n]."""
+        """The moment, fp32[n]."""
 
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
-        """beta * state + (1 - beta) * x for x fp32[n]: the fp32 value to use now, and to store."""
+        """beta * state + (1 - beta) * x for x fp32[n]: its fp32 value before rounding, which the
+        current update uses, and the state to store.
+        """
 
 
 class WeightFormat(Protocol):
-    """Storage of what is known of a weight beyond the tensor that the model computes with."""
+    """The storage format of the bits of a weight that the model's own tensor does not hold."""
 
     kind: ClassVar[str]
 
-    def split(self, weight: Tensor) -> Stored:
-        """The state of a weight of which nothing more is known."""
+    def initial(self, weight: Tensor) -> Stored:
+        """The state with which `decode` gives the weight as the model has it."""
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
-        """fp32[n], as precisely as it is known; may be the very tensor that is stored."""
+        """The weight at its full precision, fp32[n]; may be the stored tensor, not a copy."""
 
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
-        """weight + update, for update fp32[n]: the model's weight, and the state."""
+        """weight + update for update fp32[n]: the model's new weight, and the state to store."""
 
 
 # --- moments ------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ class WeightFormat(Protocol):
 
 @dataclass(frozen=True)
 class Fp32:
-    """The moment itself."""
+    """The moment in fp32."""
 
     kind: ClassVar[str] = "fp32"
 
@@ -81,7 +83,10 @@ class Fp32:
 
 @dataclass(frozen=True)
 class Bf16:
-    """BF16 throughout: bf16(bf16(beta m) + bf16((1 - beta) x)), used as it is stored."""
+    """The moment in BF16, arithmetic too: bf16(bf16(beta m) + bf16((1 - beta) x)).
+
+    The update uses the rounded moment.
+    """
 
     kind: ClassVar[str] = "bf16"
 
@@ -98,9 +103,10 @@ class Bf16:
 
 @dataclass(frozen=True)
 class Bf16Pair:
-    """Collage-plus: a BF16 pair times a BF16 pair, grown by a BF16 number (Collage section 4.2).
+    """The moment as a BF16 pair: v of Collage-plus (Collage section 4.2).
 
-    beta needs its low half too: 0.999 alone rounds to 1 in BF16, and the average would never decay.
+    Each step is `grow(mul(moment, beta), bf16((1 - beta) x))`. beta is a pair as well: 0.999 rounds
+    to 1 in BF16, and the average would never decay.
     """
 
     kind: ClassVar[str] = "pair"
@@ -112,16 +118,16 @@ class Bf16Pair:
         return state[""].float() + state[".low"].float()
 
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
-        factor = [state[""].new_tensor(part) for part in expansion.split(beta)]
-        decayed = expansion.mul(state[""], state[".low"], factor[0], factor[1])
-        high, low = expansion.grow(*decayed, ((1 - beta) * x).bfloat16())
+        factor = [state[""].new_tensor(part) for part in collage.bf16_pair(beta)]
+        decayed = collage.mul(state[""], state[".low"], factor[0], factor[1])
+        high, low = collage.grow(*decayed, ((1 - beta) * x).bfloat16())
         stored = {"": high, ".low": low}
         return self.decode(stored), stored
 
 
 @dataclass(frozen=True)
-class Expanded:
-    """COAT: FP8 codes, k and log2 of a scale for each group (`fp8.expand`)."""
+class ExpandedFp8:
+    """COAT's expanded FP8: a code per element, k and log2(scale) per block (`fp8.expand`)."""
 
     kind: ClassVar[str] = "expanded"
     how: Expansion
@@ -135,7 +141,7 @@ class Expanded:
 
     def decode(self, state: State) -> Tensor:
         codes = state[""].view(self.how.fmt.dtype)
-        return expand_dequantize(ExpandedState(codes, state[".k"], state[".scale"]), self.how)
+        return expand_dequantize(Expanded(codes, state[".k"], state[".scale"]), self.how)
 
     def encode(self, x: Tensor) -> Stored:
         codes, k, scale = expand_quantize(x, self.how)
@@ -148,10 +154,10 @@ class Expanded:
 
 @dataclass(frozen=True)
 class TensorScaled:
-    """FP8-LM: a code times one power of two for the whole tensor, repeated for each group.
+    """FP8-LM: codes with tensor-wise scaling; the scale is stored once per block.
 
-    x is a whole parameter, or this rank's part of it. A power of two changes no significand, so a
-    value whose scale moves keeps its bits.
+    x is a parameter, or the shard of it on this rank. The scale is a power of two, so that a
+    representable value keeps its bits when the scale changes.
     """
 
     kind: ClassVar[str] = "scaled"
@@ -174,7 +180,7 @@ class TensorScaled:
         return code.float() * state[".scale"].repeat_interleave(SCALE_BLOCK)
 
     def encode(self, x: Tensor) -> Stored:
-        """Codes and scales; the largest magnitude lands in the upper half of the format's range."""
+        """Codes and scales; max|x| / scale is in (MAX / 2, MAX] of the format."""
         scale = _power_of_two_above(x.abs().amax() / self.max)
         return _code_and_scale((x / scale).to(self.dtype), scale.expand(x.numel() // SCALE_BLOCK))
 
@@ -188,7 +194,7 @@ def _code_and_scale(code: Tensor, scale: Tensor) -> Stored:
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:
-    """The smallest normal power of two that is not below x, exactly."""
+    """The smallest normal power of two >= x, exact."""
     bits = x.clamp(min=SMALLEST_SCALE).view(torch.int32)
     return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
 
@@ -198,11 +204,11 @@ def _power_of_two_above(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Master:
-    """An fp32 master; an fp32 weight is its own."""
+    """An fp32 master weight. A weight that is fp32 itself needs no state."""
 
     kind: ClassVar[str] = "master"
 
-    def split(self, weight: Tensor) -> Stored:
+    def initial(self, weight: Tensor) -> Stored:
         return {} if weight.dtype == torch.float32 else {"": weight.float()}
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
@@ -215,9 +221,9 @@ class Master:
 
 @dataclass(frozen=True)
 class Remainder:
-    """What a master of 16 + `bits` bits has beyond its BF16 weight: the low ones, as an integer.
+    """The master's low bits as an integer: master = BF16 weight (16 bits) and `bits` bits more.
 
-    With 16 bits the two together are the fp32 master exactly; with 8 it is rounded to 24 bits.
+    With bits=16 the two are the fp32 master exactly; with bits=8 the master is rounded to 24 bits.
     """
 
     kind: ClassVar[str] = "remainder"
@@ -225,15 +231,15 @@ class Remainder:
 
     @property
     def shift(self) -> int:
-        """Bits of fp32 that are not stored."""
+        """The number of low bits of fp32 that are not stored."""
         return 16 - self.bits
 
-    def split(self, weight: Tensor) -> Stored:
+    def initial(self, weight: Tensor) -> Stored:
         dtype = torch.int16 if self.bits == 16 else torch.int8
         return {".remainder": torch.zeros_like(weight, dtype=dtype)}
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
-        # where the remainder is negative it rounded the weight up, and is taken off again
+        # a negative remainder means that the weight was rounded up: adding it undoes that
         high = weight.view(torch.int16).int() << 16
         return (high + (state[".remainder"].int() << self.shift)).view(torch.float32)
 
@@ -248,13 +254,13 @@ MASTER16 = TensorScaled(torch.float16)
 
 @dataclass(frozen=True)
 class TensorScaledMaster:
-    """FP8-LM: an FP16 master with a scale for the whole tensor."""
+    """FP8-LM: an FP16 master weight with tensor-wise scaling."""
 
     kind: ClassVar[str] = "scaled"
     fp8: ClassVar[bool] = MASTER16.fp8
     max: ClassVar[float] = MASTER16.max
 
-    def split(self, weight: Tensor) -> Stored:
+    def initial(self, weight: Tensor) -> Stored:
         return MASTER16.encode(weight.float())
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
@@ -267,11 +273,11 @@ class TensorScaledMaster:
 
 @dataclass(frozen=True)
 class Direct:
-    """Nothing but the BF16 weight: w + bf16(update), rounded."""
+    """No state: the new weight is bf16(w + bf16(update))."""
 
     kind: ClassVar[str] = "direct"
 
-    def split(self, weight: Tensor) -> Stored:
+    def initial(self, weight: Tensor) -> Stored:
         return {}
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
@@ -283,11 +289,11 @@ class Direct:
 
 @dataclass(frozen=True)
 class Kahan:
-    """Compensated summation: what rounding took from the last update is added to the next."""
+    """Kahan summation: the rounding error of an update is stored and added to the next one."""
 
     kind: ClassVar[str] = "kahan"
 
-    def split(self, weight: Tensor) -> Stored:
+    def initial(self, weight: Tensor) -> Stored:
         return {".compensation": torch.zeros_like(weight)}
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
@@ -301,34 +307,34 @@ class Kahan:
 
 @dataclass(frozen=True)
 class Pair:
-    """Collage: the weight is the high half of a BF16 pair."""
+    """Collage: the weight is the high half of a BF16 pair; the low half is the state."""
 
-    kind: ClassVar[str] = "grown"
+    kind: ClassVar[str] = "pair"
 
-    def split(self, weight: Tensor) -> Stored:
+    def initial(self, weight: Tensor) -> Stored:
         return {".low": torch.zeros_like(weight)}
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
         return weight.float() + state[".low"].float()
 
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
-        high, low = expansion.grow(weight, state[".low"], update.bfloat16())
+        high, low = collage.grow(weight, state[".low"], update.bfloat16())
         return high, {".low": low}
 
 
 def nearest_bf16(x: Tensor) -> Tensor:
-    """fp32 -> BF16, to nearest, ties away from zero.
+    """x fp32 in BF16, rounded to nearest, ties away from zero.
 
-    Ties to even would have 2^16 + 1 masters round to an even weight, one more than 16 bits of
-    remainder can tell apart. The other recipes round likewise, so that weights can be compared.
+    With ties to even, 2^16 + 1 masters would round to each even weight, one more than a remainder
+    of 16 bits can distinguish. The other recipes round the same way, so that their weights compare.
     """
     return (_round_bits(x, 16) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _round_bits(x: Tensor, bits: int) -> Tensor:
-    """int32 bits of fp32 x, rounded to nearest (ties away from zero) to a multiple of 2^bits.
+    """The int32 bits of fp32 x, rounded to a multiple of 2^bits: to nearest, ties away from zero.
 
-    The bound keeps a NaN of all ones, which is what NVIDIA GPUs make, from wrapping to zero.
+    Without the clamp the NaN of NVIDIA GPUs, 0x7FFFFFFF, would overflow and become zero.
     """
     half = (1 << bits) >> 1
     raw = x.view(torch.int32).clamp(max=0x7FFFFFFF - half)

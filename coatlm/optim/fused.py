@@ -1,22 +1,25 @@
-"""The AdamW step as one streaming kernel for every recipe; its reference is `adamw.AdamW.propose`.
+"""The fused AdamW step: one streaming kernel for every recipe. Its reference: `AdamW.propose`.
 
-A program loads gradient, weight and states of a few groups of 128 elements, computes and stores:
-each byte moves once and nothing of full size is ever decoded. The states of all shards lie behind
-one another, so one launch serves any number of shards; a table says whose groups a program has.
+A program loads gradient, weight and states of a few blocks of 128 elements, computes the update and
+stores the results: each byte moves once, and no state is ever decoded in full. The states of all
+shards are contiguous, so one launch covers any number of shards; a table maps programs to spans,
+the ranges of elements of one shard.
 
-Gluon is Triton with layouts spelled out. 8 threads hold a group here, 16 elements each, so what is
-computed once a group (k, L and their logarithms) costs a sixteenth of that an element. Triton's own
-layout for such a tile spreads a group over a warp and repeats that work 32 times.
+The kernel is written in Gluon, which is Triton with explicit layouts. 8 threads hold a block,
+16 elements each, so that arithmetic per block (k, L and their logarithms) costs a sixteenth of
+arithmetic per element. Triton's default layout for such a tile distributes a block over a whole
+warp and repeats the per-block arithmetic 32 times.
 
-FP8-LM's scales need the largest magnitude of a whole tensor before the first code can be stored, so
-its recipe runs the kernel twice; with MEASURE it finds the maxima and stores nothing else.
+FP8-LM's scales need the largest magnitude of a tensor before its first code can be stored. Its
+recipe launches the kernel twice; the first launch, with MEASURE, only finds those maxima.
 
-Launched without contraction into fused multiply-adds, but for COAT's moments: the bits are those of
-the reference wherever the arithmetic is IEEE, which is everywhere but in COAT's recipes.
+Kernels are compiled without contraction into fused multiply-adds, except for COAT's recipes with
+BF16 gradients (`contracts`). Results are bit-identical to the reference wherever the arithmetic is
+IEEE, that is in all recipes but COAT's.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,26 +30,24 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra import libdevice
 
 from coatlm.fp8.expand import expand_encode
-from coatlm.fp8.formats import SCALE_BLOCK, Fp8Format
-from coatlm.optim import expansion, tiles
-from coatlm.optim.formats import Expanded
-
-if TYPE_CHECKING:
-    from coatlm.optim.adamw import Recipe
+from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.optim import collage, tiles
+from coatlm.optim.formats import ExpandedFp8
+from coatlm.optim.recipes import MASTER, Recipe
 
 TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
 
 
-class Tile(NamedTuple):
-    """How a program's groups lie in its threads."""
+class TileLayout(NamedTuple):
+    """How the blocks of a program are distributed over its threads."""
 
-    groups: int = 16
-    warps: int = 4  # of 4 groups each at a time
-    run: int = 16  # consecutive elements of a thread: 4, 8 or 16
+    blocks: int = 16  # of 128 elements, per program
+    warps: int = 4  # per program
+    run: int = 16  # consecutive elements per thread: 4, 8 or 16
 
 
 class Slots(NamedTuple):
-    """Where a moment or a weight is stored; None for what its format lacks."""
+    """The tensors of a moment or a weight state; None for those that its format does not have."""
 
     main: Any = None  # [n]
     low: Any = None  # [n] BF16: low half, compensation
@@ -61,14 +62,14 @@ SLOTS |= {"scale": "scale", "k": "k"}
 @triton.jit
 def _load(pointer, first, at, mask):
     if pointer is None:
-        return 0  # nobody looks at it
+        return 0  # never used
     else:
         return tl.load(pointer + first + at, mask=mask)
 
 
 @triton.jit
 def _encode_and_store(M: tl.constexpr, state, main, low, amax_ptr, first, at, row, count):
-    """A moment or master into its slots; `amax_ptr` has the bits of its tensor's largest."""
+    """Store a moment or a master. `amax_ptr` points to the bits of its tensor's max |x|."""
     mask = (row < count)[:, None]
     if M.kind == "expanded":
         HOW: tl.constexpr = M.how
@@ -92,18 +93,18 @@ def _encode_and_store(M: tl.constexpr, state, main, low, amax_ptr, first, at, ro
 
 @triton.jit
 def _raise_to_amax(pointer, x, mask):
-    bits = tl.abs(x).to(tl.int32, bitcast=True)  # ordered as the numbers are, NaN last
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN above all
     largest = tl.max(tl.max(tl.where(mask, bits, 0), 1), 0)
-    # it only grows, so a look at an old value spares nearly all programs the atomic
+    # the maximum only grows, so a stale value is enough to skip nearly all atomics
     tl.atomic_max(pointer, largest, mask=largest > tl.load(pointer))
 
 
 @gluon.jit
 def _step_kernel(
     span_of_ptr,  # int32[programs]
-    span_ptr,  # int64[spans, 5]: addresses of weight and gradient, first group, groups, program
-    scalar_ptr,  # fp32[4]: 1 or 0 (skip), clip coefficient, 1 / c1, 1 / c2
-    decayed_ptr,  # uint8[groups]
+    span_ptr,  # int64[spans, 5]: weight's and gradient's address, first block, blocks, program
+    scalar_ptr,  # fp32[4]: 1 or 0 (skip the step), clip coefficient, 1 / c1, 1 / c2
+    decayed_ptr,  # uint8[blocks]
     amax_ptr,  # int32[spans, 3]: bits of the largest |m|, |v| and |master|
     m,
     v,
@@ -128,7 +129,7 @@ def _step_kernel(
     scale_m, scale_v = gl.load(scalar_ptr + 2), gl.load(scalar_ptr + 3)
     span = gl.load(span_of_ptr + program)
     span_ptr, amax_ptr = span_ptr + span * 5, amax_ptr + span * 3
-    skipped = (program - gl.load(span_ptr + 4)) * TILE.groups  # groups of other programs
+    skipped = (program - gl.load(span_ptr + 4)) * TILE.blocks  # blocks of earlier programs
     first, count = gl.load(span_ptr + 2) + skipped, gl.load(span_ptr + 3) - skipped
     weight_ptr = gl.load(span_ptr).to(gl.pointer_type(WEIGHT)) + skipped * 128
     grad_ptr = gl.load(span_ptr + 1).to(gl.pointer_type(GRAD)) + skipped * 128
@@ -136,7 +137,7 @@ def _step_kernel(
     if go == 0.0:
         return
 
-    row = gl.arange(0, TILE.groups, gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, TILE.blocks, gl.SliceLayout(1, LAYOUT))
     at = row[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
     mask = (row < count)[:, None]
     grad = gl.load(grad_ptr + at, mask=mask)
@@ -176,7 +177,7 @@ def _step_kernel(
 
 @triton.jit
 def _prepare_kernel(step_count_ptr, clip_ptr, scalar_ptr, BETA1: tl.constexpr, BETA2: tl.constexpr):
-    """Decide whether to step, count the step, and write the scalars of `_step_kernel`."""
+    """Decide whether the step is skipped, count it, and write the scalars of `_step_kernel`."""
     clip = 1.0
     if clip_ptr is not None:
         clip = tl.load(clip_ptr)
@@ -195,46 +196,43 @@ def _inverse_correction(BETA: tl.constexpr, step_count):
     return (1.0 / (1.0 - power)).to(tl.float32)
 
 
-def covers(recipe: "Recipe") -> bool:
-    """Whether the kernel knows every format of `recipe`: all but DE8 codes."""
-    moments = [moment for moment in (recipe.m, recipe.v) if isinstance(moment, Expanded)]
-    return all(isinstance(moment.how.fmt, Fp8Format) for moment in moments)
+def fastest_tile(recipe: Recipe, grad: torch.dtype) -> TileLayout:
+    """The fastest layout on an H200 of those that `tools/bench.py optimizer tiles=1` measures.
 
-
-def fastest_tile(recipe: "Recipe", grad: torch.dtype) -> Tile:
-    """The layout that an H200 runs fastest, of those that tools/bench.py optimizer tiles=1 tries.
-
-    A thread's run of fp32 states is best short, so that a warp's access is contiguous; what is
-    computed once a group wants it long.
+    For fp32 states short runs per thread are faster, as a warp's accesses are then contiguous;
+    arithmetic per block is cheaper with long runs.
     """
     fp32 = [part.kind in ("fp32", "master") for part in (recipe.m, recipe.v, recipe.weight)]
-    expanded = any(isinstance(moment, Expanded) for moment in (recipe.m, recipe.v))
+    expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))
     if not any(fp32):
-        return Tile()
+        return TileLayout()
     if expanded:
-        return Tile(run=8 if grad == torch.bfloat16 else 16)
-    return Tile(run=4)
+        return TileLayout(run=8 if grad == torch.bfloat16 else 16)
+    return TileLayout(run=4)
 
 
-def contracts(recipe: "Recipe", grad: torch.dtype) -> bool:
-    """Whether multiplications and additions may fuse: with BF16 gradients COAT's recipes are bound
-    by instructions and gain 3%. Their bits are their own in any case.
+def contracts(recipe: Recipe, grad: torch.dtype) -> bool:
+    """Whether the compiler may contract multiplications and additions into fused multiply-adds.
+
+    COAT's recipes with BF16 gradients are bound by instructions and gain 3 %; their approximate
+    logarithms differ from the reference's in any case.
     """
-    expanded = any(isinstance(moment, Expanded) for moment in (recipe.m, recipe.v))
+    expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))
     return expanded and grad == torch.bfloat16
 
 
 class FusedStep:
-    """A step of all shards in two launches, four with tensor scales, on the current stream.
+    """A step of all shards on the current stream: two launches, four with tensor-wise scales.
 
-    `weights` and `grads` are flat CUDA tensors, one a shard, that stay where they are. `spans` are
-    (shard, start, stop) in elements; programs and tensor scales belong to one span. `states` are
-    those of all shards end to end, `decayed` (uint8) has one entry for each of their groups.
+    `weights` and `grads` are flat CUDA tensors, one per shard, whose addresses must not change.
+    `spans` are (shard, start, stop) in elements; a program works on one span, and a tensor-wise
+    scale covers one span. `states` are the states of all shards, concatenated; `decayed` (uint8)
+    has one entry for each of their blocks.
     """
 
     def __init__(
         self,
-        recipe: "Recipe",
+        recipe: Recipe,
         *,
         weights: Sequence[Tensor],
         grads: Sequence[Tensor],
@@ -248,7 +246,7 @@ class FusedStep:
         self.decayed, self.betas = decayed, betas
         self.scalars = torch.zeros(4, device=decayed.device)
         self.amax = torch.zeros(len(spans), 3, dtype=torch.int32, device=decayed.device)
-        self.slots = [_slots(states, name) for name in ("exp_avg", "exp_avg_sq", "fp32_param")]
+        self.slots = [_slots(states, name) for name in (*recipe.moments, MASTER)]
         self.passes = (True, False) if recipe.tensor_scaled else (False,)
         self.constants: dict[str, Any] = {
             "M": recipe.m,
@@ -258,22 +256,22 @@ class FusedStep:
             "GRAD": TYPES[grads[0].dtype],
             "STRICT": recipe.strict,
             "BETAS": betas,
-            "PAIR": expansion.split(betas[1]),
+            "PAIR": collage.bf16_pair(betas[1]),
             "EPS": eps,
             "enable_fp_fusion": contracts(recipe, grads[0].dtype),
         }
         self.use(fastest_tile(recipe, grads[0].dtype))
 
-    def use(self, tile: Tile) -> None:
-        """Lay programs out like this from now on; nothing but speed depends on it."""
-        span_of, table = _tables(self.weights, self.grads, self.spans, tile.groups)
+    def use(self, tile: TileLayout) -> None:
+        """Set the layout of later launches; it affects speed only."""
+        span_of, table = _tables(self.weights, self.grads, self.spans, tile.blocks)
         self.span_of, self.table = (t.to(self.decayed.device) for t in (span_of, table))
         self.constants |= {"TILE": tile, "num_warps": tile.warps}
 
     def __call__(
         self, *, lr: float, decay: float, clip_coefficient: Tensor | None, step_count: Tensor
     ) -> None:
-        """One step; `decay` is lr * weight_decay, the coefficient fp32[], the count int64[]."""
+        """Run a step; decay = lr * weight_decay, clip_coefficient fp32[], step_count int64[]."""
         _prepare_kernel[(1,)](step_count, clip_coefficient, self.scalars, *self.betas)
         if len(self.passes) > 1:
             self.amax.zero_()
@@ -296,9 +294,9 @@ def _tables(
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     spans: Sequence[tuple[int, int, int]],
-    groups: int,
+    blocks: int,
 ) -> tuple[Tensor, Tensor]:
-    """Which span each program works on, and what `_step_kernel` wants to know of each span."""
+    """The span of each program, int32[programs], and the table of spans of `_step_kernel`."""
     starts = [0]
     for weight in weights:
         starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
@@ -308,7 +306,7 @@ def _tables(
         assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
         count = (stop - start) // SCALE_BLOCK
         rows.append([*addresses, starts[shard] + start // SCALE_BLOCK, count, total])
-        programs.append(triton.cdiv(count, groups))
+        programs.append(triton.cdiv(count, blocks))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)
     return span_of.repeat_interleave(torch.tensor(programs)), torch.tensor(rows)

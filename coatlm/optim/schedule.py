@@ -8,10 +8,10 @@ With n = step + 1 updates done after step `step`, W warm-up steps, T total steps
     wsd         lr until T - D, then min_lr + (lr - min_lr) (1 - sqrt(t)),   t = (n - (T - D)) / D
     constant    lr
 
-So the first update is not lost to a rate of zero, update W uses `lr`, and the last one (n = T) uses
-exactly `min_lr`, `constant` excepted. Cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983), without
-restarts. Warm-up, stable, decay: Hu et al. 2024 (MiniCPM, arXiv 2404.06395, section 4); the decay
-has the shape that did best in Hägele et al. 2024 (arXiv 2405.18392, section 3), 1 - sqrt(t).
+So the rate of the first update is not zero, update W uses `lr`, and the last update (n = T) uses
+exactly `min_lr`, except with `constant`. Cosine: Loshchilov & Hutter 2017 (arXiv 1608.03983),
+without restarts. Warm-up, stable, decay: Hu et al. 2024 (MiniCPM, arXiv 2404.06395, section 4); its
+decay is 1 - sqrt(t), the best shape in Hägele et al. 2024 (arXiv 2405.18392, section 3).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import math
 
 from coatlm.config import Optim
 
-DECAY_SHARE = 10  # wsd decays during the last tenth unless told otherwise
+DECAY_SHARE = 10  # without optim.decay_steps, wsd decays during the last tenth of the steps
 
 
 def wsd_decay_steps(optim: Optim, total_steps: int) -> int:
-    """D: `optim.decay_steps`, or a tenth of the steps, at most those that follow the warm-up.
+    """D: `optim.decay_steps`, or a tenth of all steps, at most as many as follow the warm-up.
 
-    Raises ValueError where an explicit decay_steps does not fit behind the warm-up.
+    Raises ValueError if `optim.decay_steps` is more than the steps after the warm-up.
     """
     after_warmup = max(total_steps - optim.warmup_steps, 0)
     if optim.decay_steps is None:
@@ -40,10 +40,10 @@ def wsd_decay_steps(optim: Optim, total_steps: int) -> int:
 
 
 def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
-    """The rate for the update of step `step` (0-based); past the end, that of the last step.
+    """The learning rate of step `step` (0-based); after the last step, that of the last step.
 
-    A run of at most `warmup_steps` steps only warms up. Raises ValueError for step < 0, and for wsd
-    with decay_steps that do not fit.
+    A run of at most `warmup_steps` steps only warms up. Raises ValueError if step < 0, or if the
+    decay_steps of wsd are more than the steps after the warm-up.
     """
     if step < 0:
         raise ValueError(f"step={step}: steps count from 0")

@@ -1,19 +1,19 @@
-"""What `formats.py` does to flat tensors, done to tiles inside a kernel: the pieces of `fused.py`.
+"""Triton counterparts of `formats.py` and `collage.py` on tiles: the parts of the fused step.
 
-A tile is fp32 or BF16 [groups, 128]; `scale` and `k` are [groups]. A function's definition is the
-one in `formats.py` or `expansion.py` that does the same; the bits are the same too in a kernel that
-is launched without contraction into fused multiply-adds. COAT's codes come from `fp8.expand`, which
-states how far they may be off. M and W are the recipe's format objects.
+A tile is fp32 or BF16 [blocks, 128]; `scale` and `k` are [blocks]. The definition of each function
+is the one of the same purpose in `formats.py` or `collage.py`, and results are bit-identical if the
+kernel is launched without contraction into fused multiply-adds. COAT's codes come from
+`fp8.expand`, which says by how much they may differ. M and W are the recipe's format objects.
 """
 
 import triton
 import triton.language as tl
 
 from coatlm.fp8.expand import expand_decode
-from coatlm.optim import expansion
+from coatlm.optim import collage
 
-two_sum = triton.jit(expansion.two_sum)  # compiled from the reference's own source
-fast_two_sum = triton.jit(expansion.fast_two_sum)
+two_sum = triton.jit(collage.two_sum)  # compiled from the source of the reference
+fast_two_sum = triton.jit(collage.fast_two_sum)
 
 
 # --- arithmetic ---------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def power_of_two_above(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x within one unit in the last place, in one instruction."""
+    """1 / x with an error of at most 1 ulp, in one instruction."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -65,10 +65,11 @@ def reciprocal(x):
 
 @triton.jit
 def divide(a, b):
-    """a / b by the instructions of div.rn for operands and quotients far from the ends of fp32.
+    """a / b by the fast path of div.rn: the same bits unless an operand or the quotient is near the
+    ends of fp32's range.
 
-    div.rn branches off for the others, and a branch a division keeps a thread from overlapping
-    them. b is sqrt(v) + eps here, so at worst quotients near 2^-126 are rounded otherwise.
+    div.rn branches for those, and a branch per division keeps a thread from overlapping divisions.
+    Here b is sqrt(v) + eps, so only quotients near 2^-126 may round differently.
     """
     y = reciprocal(b)
     y = tl.fma(tl.fma(-b, y, 1.0), y, y)
@@ -78,7 +79,7 @@ def divide(a, b):
 
 @triton.jit
 def square_root(x):
-    """sqrt(x) by the instructions of sqrt.rn for x from 2^-101 on; 0 for 0, and finite between."""
+    """sqrt(x) with the bits of sqrt.rn for x >= 2^-101; sqrt(0) = 0, and finite in between."""
     y = tl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f32 $0, $1;",
         "=f,f",
@@ -102,7 +103,7 @@ def scaled_value(M: tl.constexpr, main, scale):
 
 @triton.jit
 def scaled_code(M: tl.constexpr, x, amax):
-    """Codes of x, whose whole tensor has the largest magnitude `amax`, and their scale."""
+    """The codes of x and their scale; `amax` is the largest magnitude of the whole tensor."""
     scale = power_of_two_above(tl.div_rn(amax, M.max))
     inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return (x * inverse).to(tl.float8e4nv if M.fp8 else tl.float16), scale
@@ -110,7 +111,7 @@ def scaled_code(M: tl.constexpr, x, amax):
 
 @triton.jit
 def ema(M: tl.constexpr, main, low, scale, k, x, BETA: tl.constexpr, PAIR: tl.constexpr):
-    """A moment after one step: (main, low) in the type of its arithmetic, fp32 or BF16.
+    """The new moment as (main, low) in the dtype of its arithmetic, fp32 or BF16.
 
     PAIR is BETA as a BF16 pair.
     """
@@ -135,7 +136,7 @@ def ema(M: tl.constexpr, main, low, scale, k, x, BETA: tl.constexpr, PAIR: tl.co
 
 @triton.jit
 def value(M: tl.constexpr, main, low):
-    """fp32 of what `ema` returns."""
+    """The moment that `ema` returned, as fp32."""
     if M.kind == "pair":
         return main.to(tl.float32) + low.to(tl.float32)
     else:
@@ -147,7 +148,7 @@ def value(M: tl.constexpr, main, low):
 
 @triton.jit
 def master(W: tl.constexpr, weight, main, scale):
-    """fp32: what decays and is updated."""
+    """The weight at its full precision, fp32: it decays, and the update is added to it."""
     if W.kind == "remainder":
         high = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return (high + (main.to(tl.int32) << W.shift)).to(tl.float32, bitcast=True)
@@ -156,7 +157,7 @@ def master(W: tl.constexpr, weight, main, scale):
     elif W.kind == "master" and weight.dtype != tl.float32:
         return main
     else:
-        PLAIN: tl.constexpr = W.kind == "direct" or W.kind == "kahan" or W.kind == "grown"
+        PLAIN: tl.constexpr = W.kind == "direct" or W.kind == "kahan" or W.kind == "pair"
         tl.static_assert(
             PLAIN or W.kind == "master", "a weight format that this kernel does not know"
         )
@@ -165,9 +166,9 @@ def master(W: tl.constexpr, weight, main, scale):
 
 @triton.jit
 def add(W: tl.constexpr, weight, low, old, update):
-    """(the model's weight, main, low) after an update; `old` is what `master` returned.
+    """(the model's weight, main, low) after an update; `old` is the result of `master`.
 
-    A format with a scale gets its main as fp32, to be encoded once the scale is known.
+    For a format with a scale, main is fp32: it is encoded once the scale is known.
     """
     if W.kind == "direct":
         return weight + update.to(tl.bfloat16), old, low
@@ -175,7 +176,7 @@ def add(W: tl.constexpr, weight, low, old, update):
         total = update.to(tl.bfloat16) + low
         new = weight + total
         return new, old, total - (new - weight)
-    elif W.kind == "grown":
+    elif W.kind == "pair":
         high, low = grow(weight, low, update.to(tl.bfloat16))
         return high, old, low
     else:

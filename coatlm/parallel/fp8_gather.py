@@ -37,7 +37,7 @@ from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
 from coatlm.parallel.wire import Reduction, Steps
 
-Cast = Callable[[Tensor, int, int], None]  # (codes uint8 [n], begin, end): of elements [begin, end)
+RangeCast = Callable[[Tensor, int, int], None]  # (codes uint8 [n], begin, end)
 
 
 def gather(
@@ -83,7 +83,7 @@ def _largest(bucket: Bucket) -> Tensor:
     """Bits of the largest |w| in this rank's shard, for each row or tensor."""
     begin, end = bucket.owned
     if bucket.rows is not None:
-        return weight_rows.largest(bucket.weights, bucket.rows, begin, end)
+        return weight_rows.row_amax(bucket.weights, bucket.rows, begin, end)
     owner = bucket.tensors.owner[begin // SCALE_BLOCK : end // SCALE_BLOCK]
     return largest_magnitudes(bucket.weights[begin:end], owner, len(bucket.tensors.mu))
 
@@ -98,20 +98,20 @@ def _steps(bucket: Bucket, amax: Tensor, comm: Comm) -> Steps:
     decode(codes, end, len(codes))
 
 
-def _by_row(bucket: Bucket, amax: Tensor) -> tuple[Cast, Cast]:
+def _by_row(bucket: Bucket, amax: Tensor) -> tuple[RangeCast, RangeCast]:
     rows, weights = bucket.rows, bucket.weights
     assert rows is not None
 
     def encode(codes: Tensor, begin: int, end: int) -> None:
-        weight_rows.encode(weights, codes, amax, rows, begin, end)
+        weight_rows.encode_rows(weights, codes, amax, rows, begin, end)
 
     def decode(codes: Tensor, begin: int, end: int) -> None:
-        weight_rows.decode(codes, weights, amax, rows, begin, end)
+        weight_rows.decode_rows(codes, weights, amax, rows, begin, end)
 
     return encode, decode
 
 
-def _by_tensor(bucket: Bucket, amax: Tensor) -> tuple[Cast, Cast]:
+def _by_tensor(bucket: Bucket, amax: Tensor) -> tuple[RangeCast, RangeCast]:
     scale, weights = scale_ref(amax.view(torch.float32), E4M3), bucket.weights
 
     def part(begin: int, end: int) -> tuple[Layout, Shared]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Plan:
+class Ownership:
     """`owner[i]` is the rank of tensor i, `loads[r]` the elements on rank r."""
 
     owner: tuple[int, ...]
@@ -32,10 +32,10 @@ class Plan:
         )
 
 
-def largest_first(sizes: Sequence[int], ranks: int, *, pinned: Sequence[int] = ()) -> Plan:
+def largest_first(sizes: Sequence[int], ranks: int, *, pinned: Sequence[int] = ()) -> Ownership:
     """Assign tensors of `sizes` elements to ranks; those with `pinned` indices go to rank 0 first.
 
-    The plan depends on the sizes only, so all ranks make the same. Raises ValueError if a rank
+    The result depends on the sizes only, so all ranks compute the same. Raises ValueError if a rank
     would own nothing: it would have nothing to update.
     """
     if len(sizes) < ranks:
@@ -49,4 +49,4 @@ def largest_first(sizes: Sequence[int], ranks: int, *, pinned: Sequence[int] = (
     for i in sorted(set(range(len(sizes))) - set(pinned), key=lambda i: (-sizes[i], i)):
         owner[i] = loads.index(min(loads))
         loads[owner[i]] += sizes[i]
-    return Plan(tuple(owner), tuple(loads))
+    return Ownership(tuple(owner), tuple(loads))

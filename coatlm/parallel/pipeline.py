@@ -63,6 +63,28 @@ def run_microbatches(
         dist.all_reduce(loss, group=groups.dp_cp)
         return loss
 
+    enter("forward_backward")
+    losses = _run_schedule(chunks, batches, share, seq_len=seq_len, forward_only=forward_only)
+    enter(None)
+    counted.wait()  # stages without a loss have not waited for it
+    loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
+    if groups.last_stage and losses:
+        loss = torch.stack(losses).sum()
+    dist.all_reduce(loss, group=groups.dp_cp)
+    dist.all_reduce(loss, group=groups.pp)
+    return loss
+
+
+def _run_schedule(
+    chunks: Sequence[FlatModel],
+    batches: Sequence[Batch],
+    share: Callable[[], Tensor],
+    *,
+    seq_len: int,
+    forward_only: bool,
+) -> list[Tensor]:
+    """Run megatron-core's schedule. Returns the losses of the microbatches on the last stage."""
+
     def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
         batch = next(data)
         output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
@@ -77,7 +99,6 @@ def run_microbatches(
 
         return output, loss_function
 
-    enter("forward_backward")
     _synchronise_on_last_microbatch(chunks)
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -89,14 +110,7 @@ def run_microbatches(
         decoder_seq_length=seq_len,
         forward_only=forward_only,
     )
-    enter(None)
-    counted.wait()  # stages without a loss have not waited for it
-    loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
-    if groups.last_stage and results:
-        loss = torch.stack([result["loss"] for result in results]).sum()
-    dist.all_reduce(loss, group=groups.dp_cp)
-    dist.all_reduce(loss, group=groups.pp)
-    return loss
+    return [result["loss"] for result in results]
 
 
 def _synchronise_on_last_microbatch(chunks: Sequence[FlatModel]) -> None:

@@ -24,7 +24,7 @@ from coatlm.parallel.regions import Region
 
 Extents = list[dict[str, Any]]  # the rectangles that the blocks of one rank cover, in order
 FlatBlocks = Mapping[str, Sequence[Extents]]  # key of a flat tensor -> the extents of each shard
-State = dict[str, Tensor]  # by suffix, as the optimizer stores it
+MomentState = dict[str, Tensor]  # by suffix, as the optimizer stores it
 
 
 def extents_of(regions: Sequence[Region], start: int) -> Extents:
@@ -62,7 +62,7 @@ class StoredShard:
     """One stored shard of a moment: host buffers of codes and scales, which a load fills."""
 
     extents: Extents
-    state: State
+    state: MomentState
 
     def values_in(self, decoded: Tensor, region: Region, into: Tensor) -> None:
         """Copy what this shard has of `region` to `into`, which has the shape of the region."""
@@ -137,9 +137,9 @@ class Reblock:
     def finish(
         self,
         bucket: Bucket,
-        states: State,
+        states: MomentState,
         decode: Callable[..., Tensor],
-        encode: Callable[..., State],
+        encode: Callable[..., MomentState],
     ) -> None:
         """Decode what was loaded, and encode it into the parameter's part of `states`."""
         start, stop = self.span

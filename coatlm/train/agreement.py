@@ -1,4 +1,4 @@
-"""Run a phase on all ranks; if it fails on one, every rank raises an error with the reason."""
+"""Run a function on all ranks; if it fails on one, every rank raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from coatlm.train.reports import (
 
 Group = dist.ProcessGroup
 T = TypeVar("T")
-PATIENCE_S = 60.0  # a rank that failed waits so long for the others to finish the same phase
+PATIENCE_S = 60.0  # how long a failed rank waits for the others to finish the same phase
 
 
 @dataclass(frozen=True)
 class Peers:
-    """All ranks of a run, and the gloo group over which they agree on each phase of the set-up."""
+    """All ranks of a run, and the gloo group over which they compare the outcome of each phase."""
 
     rank: int
-    hosts: tuple[str, ...]  # of each rank
-    group: Group  # gloo over all ranks
+    hosts: tuple[str, ...]  # host name of each rank
+    group: Group  # gloo, over all ranks
 
     def agree(self, phase: Callable[[], T]) -> T:
-        """Run `phase` on every rank; its result here.
+        """Run `phase` on every rank and return this rank's result.
 
-        If it fails anywhere, rank 0 prints why, once, and AgreedError is raised on every rank. One
-        process raises what `phase` raised, with a ValueError as ConfigError.
+        If it fails on any rank, rank 0 prints the reason once and every rank raises AgreedError. A
+        single process raises the exception of `phase`, with a ValueError turned into ConfigError.
         """
         error: Exception | None = None
         try:
             result = phase()
-        except Exception as caught:  # of any kind: the others must not wait for this rank
+        except Exception as caught:  # any type, since the other ranks wait for this one
             error = caught
             if isinstance(caught, ValueError) and not isinstance(caught, ConfigError):
                 error = ConfigError(str(caught))
@@ -58,17 +58,18 @@ class Peers:
         return result
 
     def rank_zero_first(self, phase: Callable[[], T]) -> T:
-        """Run `phase` on rank 0, then on the others, which find what it made. Agreed as above."""
+        """Run `phase` on rank 0, then on the others, which reuse what it wrote; errors as
+        `agree`."""
         made = self.agree(lambda: phase() if self.rank == 0 else None)
         return self.agree(lambda: phase() if made is None else made)
 
     def _compare(self, error: Exception | None) -> None:
-        """Raise AgreedError on every rank if any has an error."""
+        """Raise AgreedError on every rank if any rank has an error."""
         mine = None if error is None else Failure.of(error)
         if error is not None and exit_code(error) == UNEXPECTED and not lost_peer(error):
             print_traceback(error, self.rank)
         found = self._gather(mine) if error is None else self._gather_with_patience(mine)
-        if found is None:  # the others are in a collective that this rank will never join
+        if found is None:  # the other ranks are in a collective that this rank will not join
             assert error is not None
             raise error
         failures = {rank: failure for rank, failure in enumerate(found) if failure is not None}
@@ -77,7 +78,7 @@ class Peers:
         message = merged({rank: f.message for rank, f in failures.items()}, self.hosts)
         if self.rank == 0:
             print_error(message)
-        with suppress(RuntimeError):  # a launcher would end rank 0 once another rank has left
+        with suppress(RuntimeError):  # a launcher ends rank 0 as soon as another rank exits
             dist.barrier(group=self.group)
         raise AgreedError(message, max(f.code for f in failures.values())) from error
 
@@ -86,11 +87,11 @@ class Peers:
         try:
             dist.all_gather_object(outcomes, mine, group=self.group)
         except RuntimeError as gone:
-            raise LostPeerError("another rank has gone while the run started") from gone
+            raise LostPeerError("another rank exited while the run started") from gone
         return outcomes
 
     def _gather_with_patience(self, mine: Failure | None) -> list[Failure | None] | None:
-        """None if the others do not come: they may wait for this rank in another collective."""
+        """Gather, or return None after PATIENCE_S: the others may be in another collective."""
         found: list[list[Failure | None]] = []
 
         def gather() -> None:
@@ -104,15 +105,15 @@ class Peers:
 
 
 def together(action: Callable[[], T], group: Group | None) -> list[T]:
-    """Run `action` on every rank of a gloo group (None: one process); results in rank order.
+    """Run `action` on every rank of a gloo group (None: one process); returns results by rank.
 
-    If it fails anywhere, CheckpointError is raised on every rank and says where and why.
+    If it fails on any rank, every rank raises CheckpointError with the ranks and the reasons.
     """
     outcome: tuple[T | None, str | None]
     cause: Exception | None = None
     try:
         outcome = action(), None
-    except Exception as error:  # of any kind: the others must not wait for this rank
+    except Exception as error:  # any type, since the other ranks wait for this one
         outcome, cause = (None, error_line(error)), error
     outcomes: list[Any] = [outcome]
     if group is not None:
@@ -125,7 +126,7 @@ def together(action: Callable[[], T], group: Group | None) -> list[T]:
 
 
 def describe_failures(failures: Mapping[int, str], world: int) -> str:
-    """What failed on which ranks of `world`; ranks that failed alike share one entry."""
+    """The reasons of failures with their ranks; equal reasons are merged. `world`: all ranks."""
     if world == 1:
         return failures[0]
     ranks: dict[str, list[int]] = {}

@@ -1,12 +1,12 @@
-"""Attempts: what a run directory held before a start that does not continue it.
+"""Attempts: earlier files of a run directory, moved away by a start that does not continue them.
 
-    RUN/metrics.jsonl  config.yaml  env.json  checkpoints/ ...        the run as it is now
-    RUN/attempts/2026-11-22T174122Z/ the same names                   what was there before
+    RUN/metrics.jsonl  config.yaml  env.json  checkpoints/ ...        the current run
+    RUN/attempts/2026-11-22T174122Z/ the same names                   an earlier attempt
 
-A start with fresh weights (`checkpoint.resume=none`, or no checkpoint to continue from) or one
-that goes back to an earlier checkpoint of the run deletes nothing: what it would write over moves
-into an attempt. The attempt is named after the last start (`started` in env.json) of the run whose
-files it holds. It is a run directory of its own, so every tool that reads runs reads attempts.
+A start with newly initialized weights (`checkpoint.resume=none`, or no checkpoint to continue from)
+or from an earlier checkpoint of the run deletes nothing: files that it would overwrite move into an
+attempt. The attempt is named after the time of the last start (`started` in env.json) of the run
+whose files it holds. It is itself a run directory, so every tool that reads runs reads attempts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from coatlm.train.run_directory import (
 
 RECORDS = (METRICS, STATES, NUMERICS)
 DESCRIPTION = ("config.yaml", "env.json")
-TRACKED = ("loss.png", "tb", "wandb_id.txt")  # a new attempt is a new run to the trackers
+TRACKED = ("loss.png", "tb", "wandb_id.txt")  # trackers then see a new run
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move the history of a run into a new attempt, and return it; None if there is no history.
+    """Move the history of a run into a new attempt. Returns its path, None without a history.
 
     Checkpoints move first: if the process is killed in between, the next start finds records
-    without checkpoints, and sets those aside as well. Raises OSError.
+    without checkpoints and moves those as well. Raises OSError.
     """
     checkpoints = run_dir / CHECKPOINTS
     if not newest_first(checkpoints) and not any(read_records(run_dir / n) for n in RECORDS):
@@ -49,10 +49,10 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def go_back(run_dir: Path, checkpoint: Path) -> Path:
-    """Move what came after `checkpoint`, one of the run's own, into a new attempt, and return it.
+    """Move what the run wrote after `checkpoint` into a new attempt. Returns its path.
 
-    The attempt gets the newer checkpoints and a copy of the records, which the run itself continues
-    after it has dropped the lines of later steps. Raises OSError.
+    `checkpoint` is one of the run's own. The attempt gets the newer checkpoints and a copy of the
+    records; the run keeps its records up to the checkpoint's step. Raises OSError.
     """
     attempt = _new_attempt(run_dir)
     for name in (*RECORDS, *DESCRIPTION):
@@ -69,7 +69,7 @@ def go_back(run_dir: Path, checkpoint: Path) -> Path:
 
 
 def _newer_than(checkpoint: Path) -> Iterator[Path]:
-    """The checkpoints beside this one that were written after it, the newest first."""
+    """The checkpoints of the same directory that were written after this one, newest first."""
     for path in newest_first(checkpoint.parent):
         if path.name == checkpoint.name:
             return
@@ -77,7 +77,7 @@ def _newer_than(checkpoint: Path) -> Iterator[Path]:
 
 
 def _new_attempt(run_dir: Path) -> Path:
-    """An empty directory, named after the last start of the run whose files will move there."""
+    """Create an empty directory named after the time of the run's last start."""
     started = _started(run_dir)
     stem = f"{started:%Y-%m-%dT%H%M%SZ}"
     for number in range(1, 10_000):
@@ -91,7 +91,7 @@ def _new_attempt(run_dir: Path) -> Path:
 
 
 def _started(run_dir: Path) -> datetime:
-    """When the process that wrote env.json started; now, where env.json does not tell."""
+    """The time of the run's last start from env.json, or now where env.json has none."""
     try:
         return datetime.fromisoformat(str(read_environment(run_dir)["started"])).astimezone(UTC)
     except (ValueError, KeyError):

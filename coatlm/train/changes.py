@@ -1,8 +1,8 @@
-"""Compare a checkpoint's configuration and data with those of the run that continues it.
+"""Compare a checkpoint's configuration and data with those of the run that resumes from it.
 
-A run may continue with another learning rate, layout or batch. With other data, another split,
-seed or tokenizer it is another run: validation text could leak into training, or samples repeat.
-Such a change is refused unless `checkpoint.allow_changes` names it.
+A run may resume with another learning rate, layout or batch size. Other data, another split, seed
+or tokenizer make it a different run: validation text could leak into training, or samples repeat.
+Such a change is an error unless `checkpoint.allow_changes` names it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from coatlm.config import Config, ConfigError, dotted
 from coatlm.data.identity import SourceIdentity, describe_identity
 from coatlm.train.checkpoint import CheckpointError
 
-# what may change without a word: names, places, and what is logged or saved
+# keys whose change is not reported: names, paths, logging and checkpointing
 SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "checkpoint.", "log.")
-CONTENT = ("data.text", "data.paths")  # compared by the tokens, not by the names of files
-FIXED = ("data.split", "run.seed")  # of the configuration; with data and tokenizer, another run
+CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
+FIXED = ("data.split", "run.seed")  # a change of them, the data or the tokenizer is refused
 Change = tuple[Any, Any]  # old, new
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, Change]:
-    """Dotted key -> (old, new) of a checkpoint's configuration and this one, but SILENT keys.
+    """Dotted key -> (old, new) where a checkpoint's configuration differs, except SILENT keys.
 
-    A key that the checkpoint does not have, because an older version wrote it, had its default.
+    A key missing from a checkpoint of an older version counts as having its default.
     """
     defaults = dict(dotted(Config().model_dump(mode="json")))
     old = defaults | dict(dotted(saved))
@@ -46,11 +46,11 @@ def check_changes(
     tokenizer: str,
     data: Sequence[SourceIdentity],
 ) -> list[str]:
-    """Lines `key: old -> new` for what differs from the checkpoint at `path`.
+    """Describe each difference from the checkpoint at `path` in a line `key: old -> new`.
 
-    `tokenizer` is the fingerprint of the tokenizer. Raises CheckpointError (exit code 4) for
-    another model or optimizer recipe, which the stored tensors do not fit, and ConfigError (exit
-    code 2) for any other change that checkpoint.allow_changes does not name.
+    `tokenizer` is the tokenizer's fingerprint. Raises CheckpointError (exit code 4) for another
+    model or optimizer recipe, which the stored tensors do not fit, and ConfigError (exit code 2)
+    for a change of data, split, seed or tokenizer that checkpoint.allow_changes does not name.
     """
     keys = changed_keys(state["config"], config)
     check_same_model(path, keys, weights_only=False)
@@ -62,7 +62,7 @@ def check_changes(
             f"{config.data.tokenizer} (fingerprint {tokenizer[:8]})",
         )
         keys.pop("data.tokenizer", None)
-    before = state.get("data")  # None: a checkpoint of a version that did not record it
+    before = state.get("data")  # None in checkpoints of older versions
     if before is not None and before != list(data):
         name = "data.text" if config.data.text else "data.paths"
         refused[name] = (describe_identity(before), describe_identity(data))
@@ -81,7 +81,7 @@ def check_changes(
 
 
 def check_same_model(path: Path, keys: Mapping[str, Change], *, weights_only: bool) -> None:
-    """Raise CheckpointError, naming the field, where the stored tensors do not fit the model."""
+    """Raise CheckpointError with the field's name if the stored tensors do not fit the model."""
     for key, (old, new) in keys.items():
         section, _, name = key.partition(".")
         fixed = (section == "model" and name != "spec") or key == "optim.recipe"

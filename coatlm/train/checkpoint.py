@@ -1,15 +1,16 @@
 """Sharded, asynchronous, atomic checkpoints.
 
-`Checkpointer.save` copies this rank's rectangles (see `shards`) to the host and returns; a thread
-writes them while training goes on. The ranks' threads agree over a gloo group of their own:
+`Checkpointer.save` copies this rank's shards of tensors (see `shards`) to the host and returns; a
+thread writes them while training continues. The threads of all ranks communicate over a gloo group
+of their own:
 
-    every rank   copy | (thread) write and sync | checksums of its files |
-    rank 0            | make a directory        |                        | manifest, rename, prune
+    every rank   copy | (thread) write and fsync | checksums of its files |
+    rank 0            | create a directory       |                        | manifest, rename, prune
                       save() returns
 
-A failure anywhere is raised on every rank by the next `poll` or `wait`, the temporary directory is
-removed, and what was there before stays. A process that is killed leaves a temporary directory,
-which the next start removes. There is no other process to survive it.
+If any rank fails, the next `poll` or `wait` raises the error on every rank, the temporary directory
+is removed, and earlier checkpoints stay. A process that is killed leaves a temporary directory,
+which the next start removes. The writer is a thread, so no process outlives the run.
 """
 
 from __future__ import annotations
@@ -84,20 +85,21 @@ logger = logging.getLogger("coatlm")
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was published."""
+    """A checkpoint that was written completely."""
 
     name: str
-    bytes: int  # of all ranks' files
-    seconds: float  # since `Checkpointer.save` was called
+    bytes: int  # in the files of all ranks
+    seconds: float  # from the call of `Checkpointer.save` to the rename
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run to `directory` and keeps the `keep` newest.
+    """Writes the checkpoints of a run to `directory` and retains the `keep` newest.
 
-    `group` is a gloo group over all ranks that nothing else uses; None: one process. All ranks
-    make one and call `save` with the same steps. Making one clears away what a killed run left
-    behind, so only one run may write to a directory, and raises CheckpointError if it cannot.
-    `before_commit` is called on rank 0 before a checkpoint gets its name, and may raise.
+    `group` is a gloo group over all ranks for this use alone; None stands for one process. All
+    ranks construct it and call `save` at the same steps. The constructor removes what a killed run
+    left behind, so only one run may write to a directory; it raises CheckpointError if it cannot.
+    `before_commit` is called on rank 0 before a checkpoint is renamed to its final name; it may
+    raise.
     """
 
     def __init__(
@@ -120,11 +122,11 @@ class Checkpointer:
         self._token = together(self._prepare, group)[0]
 
     def save(self, step: int, tensors: Sequence[ShardedTensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint of `tensors` and of rank 0's `state` (values of JSON).
+        """Write a checkpoint of `tensors` and of rank 0's `state`, which JSON can represent.
 
-        Waits for the one before. Asynchronously, it returns once the copies are made (on CUDA:
-        queued on the current stream, after which the tensors may change); errors come later.
-        Raises CheckpointError.
+        Waits for the previous checkpoint. With `async_save` it returns once the tensors are copied
+        (on CUDA: once the copies are queued on the current stream), so later work may change them;
+        errors are raised by `poll` or `wait`. Raises CheckpointError.
         """
         self.wait()
         begin = time.monotonic()
@@ -140,10 +142,9 @@ class Checkpointer:
         self._thread.start()
 
     def poll(self) -> None:
-        """Log a save that was published meanwhile, or raise its CheckpointError; each once. Never
-        waits.
+        """Log a save that has finished, or raise its CheckpointError, each once. Never blocks.
 
-        Ranks learn of a failure at the same time to within a message, maybe a step apart.
+        Different ranks may raise the error of a failed save one step apart.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -153,14 +154,15 @@ class Checkpointer:
             logger.info("saved %s: %s in %.1f s", saved.name, in_bytes(saved.bytes), saved.seconds)
 
     def wait(self) -> None:
-        """Until nothing is being written; raises like `poll`."""
+        """Block until nothing is being written; then `poll`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.poll()
 
     def _prepare(self) -> str:
-        """On rank 0, clear the directory and try it. Returns what tells apart temporary names."""
+        """Clear the directory and check on rank 0 that it is writable; returns a token for
+        names."""
         token = secrets.token_hex(4)
         if self._rank == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -178,7 +180,7 @@ class Checkpointer:
         state: str,
         begin: float,
     ) -> None:
-        """Write; `poll` reports how it ended. `begin`: when `save` was called."""
+        """Write a checkpoint; `poll` reports the outcome. `begin`: the time `save` was called."""
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
         try:
             together(lambda: self._begin(temporary, copied, state), self._group)
@@ -188,8 +190,8 @@ class Checkpointer:
             together(lambda: self._commit(temporary, step, files), self._group)
             written = sum(file.bytes for file in files.values())
             self._saved = Saved(step_name(step), written, time.monotonic() - begin)
-        except Exception as error:  # of any kind: nobody looks at what a thread raises
-            if self._rank == 0:  # another rank could delete what rank 0 is about to publish
+        except Exception as error:  # any type: an exception of a thread is lost otherwise
+            if self._rank == 0:  # another rank could delete what rank 0 is about to rename
                 shutil.rmtree(temporary, ignore_errors=True)
             message = f"{self._directory / step_name(step)} was not written: {error_line(error)}"
             lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
@@ -205,7 +207,7 @@ class Checkpointer:
             write_file(temporary / STATE, state.encode())
 
     def _fingerprints(self, temporary: Path) -> dict[str, File]:
-        """Sizes and checksums of the files that this rank wrote."""
+        """The sizes and checksums of the files that this rank wrote."""
         return {
             path.name: File(path.stat().st_size, sha256(path))
             for path in temporary.iterdir()
@@ -214,7 +216,7 @@ class Checkpointer:
         }
 
     def _commit(self, temporary: Path, step: int, files: dict[str, File]) -> None:
-        """On rank 0, turn the directory into a checkpoint."""
+        """Turn the temporary directory into a checkpoint, on rank 0."""
         if self._rank != 0:
             return
         for name, file in files.items():
@@ -230,13 +232,13 @@ class Checkpointer:
 
 
 def _host_copy(data: Tensor) -> Tensor:
-    """A copy on the host; from CUDA it is only queued, into page-locked memory."""
+    """Copy to the host; a copy from CUDA is only queued, into pinned memory."""
     copy = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
     return copy.copy_(data.detach(), non_blocking=True)
 
 
 def _copies_queued(pieces: Sequence[ShardedTensor]) -> torch.cuda.Event | None:
-    """An event after the copies on the current stream, for the thread to sleep on."""
+    """Record an event after the copies on the current stream, for the thread to wait on."""
     if not any(piece.data.is_cuda for piece in pieces if piece.data is not None):
         return None
     event = torch.cuda.Event(blocking=True)

@@ -1,4 +1,4 @@
-"""The end of a run on rank 0: loss.png, and one line that says where the results are."""
+"""The end of a run on rank 0: draw loss.png, and log one line with the paths of the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("coatlm")
 
 
 def finish(config: Config, run: Progress, code: ExitCode) -> None:
-    """Draw loss.png and log the last line. A plot that fails is a warning: training succeeded."""
+    """Draw loss.png and log the last line. A failed plot is only a warning."""
     plot = None
     try:
         plot = loss_plot(config.run.dir)
@@ -33,7 +33,7 @@ def finish(config: Config, run: Progress, code: ExitCode) -> None:
 
 
 def nothing_to_do(config: Config, done: int) -> str:
-    """The last line of a start that finds all steps done."""
+    """The last line of a start whose run has already done all its steps."""
     return (
         f"done: {config.run.dir} is at step {done}, train.steps={config.train.steps}: nothing to "
         f"train; {how_to_train_on(config, done)}"
@@ -41,10 +41,10 @@ def nothing_to_do(config: Config, done: int) -> str:
 
 
 def how_to_train_on(config: Config, done: int) -> str:
-    """The override that doubles the steps of a run with `done` updates.
+    """A hint with the override that doubles the steps of a run with `done` updates.
 
-    The learning rate is a function of train.steps, so most schedules jump where such a run
-    continues; the hint then has the rates of the last update and of the next one.
+    The learning rate is a function of train.steps, so with most schedules it jumps where the run
+    continues; the hint then shows the rates of the last and the next update.
     """
     steps = 2 * max(done, config.train.steps)
     hint = f"to train on, run again with train.steps={steps}"

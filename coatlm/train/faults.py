@@ -1,15 +1,16 @@
-"""How a run stops: on signals, on hangs, after too many skipped steps; and its exit codes.
+"""Exit codes of a run, and what stops it: signals, hangs, a lost launcher, too many skipped steps.
 
-Signals only set a flag; the loop asks between steps, saves and leaves with the code of the signal.
-Ranks may get a signal at different times, or only one of them may: they act on the most urgent one
-that any of them has, in the same step, because a checkpoint is collective. What will happen is said
-at once, by a thread, as the main thread may be in the middle of a long step.
+A signal only sets a flag. Between steps the loop checks it, saves, and exits with the code of the
+signal. Ranks may receive a signal at different times, or only one may receive it. A checkpoint is
+collective, so all ranks act in the same step on the most urgent signal that any of them has. A
+thread prints immediately what will happen, since the main thread may be inside a long step.
 
-Workers of torchrun whose agent was killed would train on for good, so each watches its parent.
+Workers of torchrun whose agent is killed would continue to train, so each watches its parent.
 
-A rank that waits for a collective which will never complete cannot notice by itself. The watchdog
-thread does: without a beat for `timeout_s` it writes every thread's stack and ends the process.
-torch releases the interpreter lock while it waits for a device or a collective, so the thread runs.
+A rank blocked in a collective that never completes cannot detect this itself. A watchdog thread
+does: after `timeout_s` seconds without a call of `beat` it writes the stack of every thread and
+ends the process. torch releases the GIL while it waits for a device or a collective, so the thread
+can run.
 """
 
 from __future__ import annotations
@@ -35,36 +36,36 @@ from coatlm.train.lock import LostLockError
 
 logger = logging.getLogger("coatlm")
 
-STDERR = 2  # the descriptor: sys.stderr may be replaced by an object without one
+STDERR = 2  # file descriptor; sys.stderr may be replaced by an object without one
 TICKS = 10  # parts of the timeout that the watchdog sleeps
 FLIGHT = "flight_rank_"  # torchfrtrace RUN --prefix flight_rank_
-QUIT_S = 2.0  # seconds in which a second SIGINT lets go of what the run holds
+QUIT_S = 2.0  # seconds for the clean-up after a second SIGINT
 PARENT_S = 1.0  # seconds between looks at the parent process
-REPORT_S = 10.0  # seconds; a hung file system must not keep a hung process alive
+REPORT_S = 10.0  # seconds to write the report, since the file system may hang too
 
 
 class ExitCode(IntEnum):
-    """How a run's process ends. Launchers may hide it: torchrun exits with 1 if a worker fails.
+    """The exit code of a run's process. torchrun hides it: it exits with 1 if any worker fails.
 
-    1 stays Python's own code for an uncaught exception, here also for a missing rank, and 2 is
-    argparse's for a wrong call. Signals follow the shell, 128 + number, for runs that saved and
-    were told to stop, also where nothing was saved because the signal came before the first step
-    (SIGUSR1 then gives 138) or Ctrl-C was pressed twice. SIGUSR1 is what batch systems send ahead
-    of a time limit; its code is the one that HTCondor's manual uses for jobs that saved themselves
-    and want to run again, outside the ranges of shells (126 on) and of BSD's sysexits.h (64 to 78).
+    1 is Python's code for an uncaught exception, here also for a missing rank, and 2 is argparse's
+    for invalid arguments. A run that a signal stops ends with 128 + number as in shells, after
+    saving; nothing is saved if the signal came before the first step (SIGUSR1 then gives 138) or
+    SIGINT came twice. Batch systems send SIGUSR1 ahead of a time limit; its code is the one that
+    HTCondor's manual uses for jobs that saved a checkpoint and should run again. It lies outside
+    the ranges of shells (126 and above) and of BSD's sysexits.h (64 to 78).
     """
 
-    OK = 0  # all steps done; with torchrun --max-restarts also: saved on a signal
-    USER_ERROR = 2  # a configuration or an input that cannot be used
-    NONFINITE = 3  # train.max_skipped steps in a row were skipped: NaN, Inf or spikes
-    # the disk is full, a checkpoint could not be written, none could be read or it is of another
-    # model, or another run took run.dir over
+    OK = 0  # all steps are done; under torchrun --max-restarts also: saved after a signal
+    USER_ERROR = 2  # an invalid configuration or input
+    NONFINITE = 3  # train.max_skipped consecutive steps were skipped: NaN, Inf or spikes
+    # the disk is full; a checkpoint could not be written or read, or belongs to another model; or
+    # another run took run.dir over
     CHECKPOINT = 4
-    HANG = 5  # no step within log.hang_timeout
-    REQUEUE = 85  # SIGUSR1: saved, start me again
+    HANG = 5  # no progress within log.hang_timeout
+    REQUEUE = 85  # SIGUSR1: saved; the run should be started again
     HUNG_UP = 128 + 1  # SIGHUP: saved, with the exceptions above
-    INTERRUPTED = 128 + 2  # SIGINT: likewise
-    TERMINATED = 128 + 15  # SIGTERM: likewise
+    INTERRUPTED = 128 + 2  # SIGINT: the same
+    TERMINATED = 128 + 15  # SIGTERM: the same
 
 
 # From the least to the most urgent: Ctrl-C (SIGINT), a time limit is near (SIGUSR1), the terminal
@@ -81,13 +82,13 @@ PLAN = "finishing this step, then saving"
 
 
 class StopSignal:
-    """Remembers SIGINT, SIGUSR1, SIGHUP and SIGTERM until `close`; a second SIGINT ends the run.
+    """Records SIGINT, SIGUSR1, SIGHUP and SIGTERM until `close`; a second SIGINT ends the run.
 
-    Each is answered by one line on stderr from the process that `speaks`, which is rank 0. A second
-    SIGINT raises Interrupted, and ends a process that has not left QUIT_S seconds later. A SIGHUP
-    that is ignored (nohup) stays so.
+    The process with `speaks`, rank 0, prints one line on stderr for each signal. A second SIGINT
+    raises Interrupted, and ends the process if it has not exited after QUIT_S seconds. A SIGHUP
+    that is ignored (nohup) stays ignored.
 
-    Use it as a context manager in the main thread, the only one that Python lets handle signals.
+    Use it as a context manager in the main thread, where Python runs signal handlers.
     """
 
     def __init__(self, *, speaks: bool = True) -> None:
@@ -103,9 +104,9 @@ class StopSignal:
     ) -> signal.Signals | None:
         """The most urgent signal that any rank of `group` has received, the same on all of them.
 
-        Every rank calls it in the same step. `group` is a gloo group, so no device is waited for;
-        None means this process alone. Where a rank has `lost` the run directory to another run,
-        LostLockError is raised on all of them.
+        Every rank calls it in the same step. `group` is a gloo group, so the device is not
+        synchronized; None means a single process. If any rank has `lost` the lock of the run
+        directory to another run, all ranks raise LostLockError.
         """
         urgency = -1 if self.received is None else URGENCY.index(self.received)
         urgency = LOST if lost else urgency
@@ -121,14 +122,14 @@ class StopSignal:
         return None if urgency < 0 else URGENCY[urgency]
 
     def leave(self) -> None:
-        """Say that the run is over, as `agreed` does for a run that a signal ends."""
+        """Mark the run as over, as `agreed` does for a run that a signal stops; see `close`."""
         self._leaving = True
 
     def close(self) -> None:
-        """Put the previous handlers back.
+        """Restore the previous handlers.
 
-        In a process that is about to leave all but SIGINT are ignored: launchers repeat them, and
-        one that came now would hide the exit code, and on other ranks look like a lost peer.
+        If the run is over, all signals but SIGINT are ignored instead: launchers repeat them, and a
+        late one would replace the exit code and look like a lost peer to other ranks.
         """
         for number, handler in self._previous.items():
             deaf = self._leaving and number != signal.SIGINT
@@ -144,7 +145,7 @@ class StopSignal:
         self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Assignments only: logging could wait for a lock that the interrupted code holds.
+        # Only assignments: logging could deadlock on a lock that the interrupted code holds.
         received = signal.Signals(number)
         if received is signal.SIGINT:
             if self._interrupted:
@@ -154,7 +155,8 @@ class StopSignal:
         self.received = URGENCY[max(known, URGENCY.index(received))]
 
     def _answer(self, number: int) -> None:
-        """In the thread of `Wakeup`: say what follows, and see to it that a second SIGINT ends."""
+        """Print what will happen; after a second SIGINT, end the process. Runs in Wakeup's
+        thread."""
         if number not in SIGNALS:
             return
         if number not in self._answered:
@@ -171,10 +173,10 @@ class StopSignal:
 
 
 def end_with(parent: int) -> None:
-    """Start a thread that ends this process when `parent` is no longer its parent.
+    """Start a thread that ends this process once `parent` is no longer its parent.
 
-    torchrun's agent ends its workers unless it is killed itself. They would train on then, beside
-    those of the next start.
+    torchrun's agent ends its workers, unless it is killed itself. They would then continue to train
+    beside the workers of the next start.
     """
 
     def watch() -> None:
@@ -187,15 +189,15 @@ def end_with(parent: int) -> None:
 
 
 class HangWatchdog:
-    """Ends the process when nothing has called `beat` for `timeout_s` seconds; 0 switches it off.
+    """Ends the process after `timeout_s` seconds without a call of `beat`; 0 means off.
 
-    It counts from its creation, so the first step is watched too. On a hang all stacks go to stderr
-    and to `run_dir`/hang_rank<rank>.txt, what `flight` returns (torch's record of the latest
-    collectives) to `run_dir`/flight_rank_<rank>, then `action` runs, by default an exit with
-    ExitCode.HANG that skips every clean-up (clean-up would wait for the same hung peers).
+    Counting starts at construction, so the first step is covered too. On a hang, the stacks of all
+    threads are written to stderr and `run_dir`/hang_rank<rank>.txt, and what `flight` returns
+    (torch's flight recorder of the latest collectives) to `run_dir`/flight_rank_<rank>. Then
+    `action` runs: by default an exit with ExitCode.HANG without clean-up, which would hang too.
 
-    Time is counted in ticks of this process rather than by the clock: a job that its scheduler
-    suspends and continues has not hung. Detection takes between one and 1 + 1/TICKS timeouts.
+    Time is counted in ticks of this process, not by a clock, so a job that its scheduler suspends
+    and continues does not count as hung. Detection takes between 1 and 1 + 1/TICKS timeouts.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class HangWatchdog:
             self._thread.start()
 
     def beat(self) -> None:
-        """Say that the run moves on: after each step, evaluation batch and checkpoint."""
+        """Reset the timeout; called after each step, evaluation batch and checkpoint."""
         self._ticks = 0
 
     def close(self) -> None:
@@ -253,7 +255,7 @@ class HangWatchdog:
 
 
 class NonFiniteError(ArithmeticError):
-    """Too many steps in a row were skipped, the last of them `step`."""
+    """Too many consecutive steps were skipped, the last of them `step`."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -261,9 +263,9 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteGuard:
-    """Counts the steps that the optimizer skipped, and ends a run that only skips.
+    """Counts the steps that the optimizer skipped, and raises after too many consecutive ones.
 
-    `total` and `in_row` start at what a resumed run had counted.
+    `total` and `in_row` (consecutive skipped steps) start at the counts of a resumed run.
     """
 
     def __init__(self, max_in_row: int, total: int = 0, in_row: int = 0) -> None:
@@ -272,11 +274,11 @@ class NonFiniteGuard:
     def observe(
         self, last_step: int, grad_norms: Sequence[float], spikes: Sequence[bool] | None = None
     ) -> None:
-        """Take the gradient norms of the steps up to `last_step` that were not observed yet.
+        """Observe the gradient norms of the steps since the last call, up to `last_step`.
 
-        A step was skipped if and only if its norm is NaN or Inf or it was a spike. Norms may come
-        in one by one or be fetched together on log steps. Raises NonFiniteError at `max_in_row`
-        skipped steps in a row.
+        A step was skipped if and only if its norm is NaN or Inf or it was a spike. Norms may be
+        passed one by one or together on log steps. Raises NonFiniteError at `max_in_row`
+        consecutive skipped steps.
         """
         first = last_step - len(grad_norms) + 1
         spikes = spikes or [False] * len(grad_norms)

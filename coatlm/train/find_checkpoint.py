@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and the state that was saved with it."""
+"""Find the checkpoint that a run resumes from, and read the state saved with it."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def find_checkpoint(
     *,
     wanted: Callable[[dict[str, Any]], bool] | None = None,
 ) -> Path | None:
-    """The checkpoint to continue from. `resume` is `none`, `auto` or a path.
+    """The checkpoint to resume from; `resume` is `none`, `auto` or a path.
 
-    `auto`: the newest whole checkpoint of `directory`, None if it has none of any kind. A path:
-    that checkpoint, or the newest whole one of that run or checkpoints directory. Newer ones that
-    are not whole are passed over with a warning on `log`. Every file is read once and its checksum
-    compared: by this process, or shared among the ranks of a gloo group that all call this.
-    `auto` leaves out those whose `state` is not `wanted`.
+    `auto`: the newest intact checkpoint of `directory`, None if there are no checkpoints. A path:
+    that checkpoint, or the newest intact one of that run or checkpoints directory. Newer damaged
+    ones are skipped with a warning on `log`. Every file is read once to compare its checksum, by
+    this process or divided among the ranks of a gloo `group`, all of which must call this. `auto`
+    skips checkpoints for whose state `wanted` is false.
 
-    Raises CheckpointError if a checkpoint that was asked for is not whole, naming the reason, or if
-    there are checkpoints and none is whole.
+    Raises CheckpointError with the reason if the requested checkpoint is damaged, or if all
+    checkpoints are.
     """
     if resume == "none":
         return None
@@ -70,9 +70,9 @@ def find_checkpoint(
 
 
 def check_resume(resume: str, directory: Path) -> None:
-    """Raise ConfigError where `resume` is a path that has no checkpoint of any kind to offer.
+    """Raise ConfigError where `resume` is a path without a checkpoint.
 
-    A run that has checkpoints in `directory` need not have that path any more.
+    The path is not needed, and not checked, if the run already has checkpoints in `directory`.
     """
     if resume in ("auto", "none") or newest_first(directory):
         return
@@ -83,7 +83,7 @@ def check_resume(resume: str, directory: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The `state` that was saved with a checkpoint. Raises CheckpointError."""
+    """Read the `state` that was saved with a checkpoint. Raises CheckpointError."""
     path = checkpoint / STATE
     try:
         check_regular(path)
@@ -100,7 +100,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint's `state`. Raises CheckpointError, naming its file."""
+    """The configuration in a checkpoint's `state`. Raises CheckpointError with the file's name."""
     path = checkpoint / STATE
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{path} is damaged (it has no configuration)")
@@ -119,7 +119,7 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
 def _candidates(
     resume: str, directory: Path, wanted: Callable[[dict[str, Any]], bool] | None
 ) -> list[Path]:
-    """Where to look, best first. A checkpoint that was named is the only one."""
+    """The checkpoints to try, the preferred one first; only one if `resume` names it."""
     if resume == "auto":
         recover(directory)
         found = newest_first(directory)
@@ -136,7 +136,7 @@ def _candidates(
 
 
 def _followed(path: Path) -> Path:
-    """The checkpoint that a file `latest` names; any other path as it is."""
+    """The checkpoint that a file `latest` names; any other path is returned unchanged."""
     if path.name == LATEST and path.is_file():
         with contextlib.suppress(OSError, UnicodeDecodeError):
             name = path.read_text(encoding="utf-8").strip()
@@ -145,7 +145,7 @@ def _followed(path: Path) -> Path:
 
 
 def _state_is(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a checkpoint's state is readable and wanted."""
+    """Whether a checkpoint's state can be read and `wanted` is true for it."""
     with contextlib.suppress(CheckpointError):
         return wanted(read_state(path))
     return False

@@ -1,25 +1,25 @@
-"""One run at a time in a run directory, on one host or on many that share a file system.
+"""A lock that admits one run at a time to a run directory, also across hosts that share it.
 
-RUN/lock.json says who holds the lock: host, pid, when the process started, a random token, and a
-heartbeat, a number that a thread of the holder increases every BEAT_S seconds. No clock is compared
-with another one, as those of hosts differ. A lock is stale
+RUN/lock.json names the holder of the lock: host, pid, start time of the process, a random token,
+and a heartbeat, a counter that a thread of the holder increments every BEAT_S seconds. Clocks of
+different hosts are never compared. A lock is stale
 
-    if pids can be compared (same boot, same pid namespace): when its process has gone
-    otherwise: when its heartbeat changes less than twice within WATCH_S seconds
+    if pids can be compared (same boot and pid namespace): once its process has exited
+    otherwise: if its heartbeat changes less than twice within WATCH_S seconds
 
-To take a free lock, a process hard-links its own complete file to lock.json, which only one
-process can do, also on NFS. A stale lock is not removed first, as a slow process could then remove
-the lock of a faster one. To take over a stale lock, a process hard-links its own file to
+To take a free lock, a process hard-links its own complete file to lock.json. Only one process can
+succeed, also on NFS. A stale lock is not removed first, because a slow process could then remove
+the new lock of a faster one. To take over a stale lock, a process hard-links its own file to
 lock.json.after-TOKEN, TOKEN being the stale holder's; only one process can succeed. It then renames
 its file to lock.json. If it dies before the rename, the next process links to lock.json.after- plus
-that process's token; the end of this chain holds the lock.
+that process's token; the last process of this chain holds the lock.
 
-On a file system without hard links the file is created with O_EXCL instead, which only one process
-can do as well. Others may read it before it is complete; they then watch it as one of an unknown
-holder.
+On a file system without hard links the file is created with O_EXCL instead, at which also only one
+process can succeed. Others may read the file before it is complete; they then treat its holder as
+unknown and watch its heartbeat.
 
-The heartbeat is written into the open file, not to its name: a holder that was suspended and has
-lost its lock meanwhile writes to a file that nobody reads any more.
+The heartbeat is written to the open file, not to its path, so a holder that was suspended and lost
+its lock writes to an unlinked file that nobody reads.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from coatlm.train.manifest import CheckpointError
 
 LOCK = "lock.json"
 BEAT_S = 3.0  # seconds between heartbeats
-WATCH_S = 30.0  # ten heartbeats: one may be late where a file server or the process is busy
-DYING_S = 5.0  # seconds that a process which was killed may take to go, after a restart say
+WATCH_S = 30.0  # seconds, ten heartbeats; some may be late on a busy file server
+DYING_S = 5.0  # seconds that a killed process may take to exit, for example before a restart
 POLL_S = 0.25
-LONGEST = 4096  # bytes of a lock file that are read
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # exFAT, some of FUSE
+LONGEST = 4096  # bytes read of a lock file
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # exFAT, some FUSE
 
 logger = logging.getLogger("coatlm")
 
@@ -68,30 +68,30 @@ class LostLockError(CheckpointError):
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lock file says. `machine` is empty where the file could not be understood."""
+    """The content of a lock file. `machine` is empty where the file could not be parsed."""
 
     host: str
-    machine: str  # boot id and pid namespace: equal ones have comparable pids
+    machine: str  # boot id and pid namespace; pids are comparable where they are equal
     pid: int
-    started: str  # in ticks since the boot: tells a process from a later one with its pid
+    started: str  # ticks since boot; distinguishes the process from a later one with its pid
     since: str
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     heartbeat: int = 0
 
     def encode(self) -> bytes:
-        """One line of JSON, of the same length for every heartbeat."""
+        """One line of JSON, whose length does not depend on the heartbeat."""
         return (json.dumps(asdict(self) | {"heartbeat": f"{self.heartbeat:012d}"}) + "\n").encode()
 
     @classmethod
     def decode(cls, content: bytes) -> Holder:
-        """What `encode` wrote, or for any other content a holder of which only a token is known."""
+        """Parse what `encode` wrote; any other content gives an unknown holder with a token."""
         errors = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
         with contextlib.suppress(*errors):
             found = json.loads(content)
             holder = cls(**found | {"heartbeat": int(found["heartbeat"])})
             texts = (holder.host, holder.machine, holder.started, holder.since)
             if (
-                re.fullmatch("[0-9a-f]{16}", holder.token)  # it becomes part of a file's name
+                re.fullmatch("[0-9a-f]{16}", holder.token)  # the token becomes part of a file name
                 and type(holder.pid) is int
                 and 0 < holder.pid < 2**31
                 and all(text.isprintable() for text in texts)
@@ -105,11 +105,11 @@ class Holder:
 
 
 class RunLock:
-    """Holds RUN/lock.json from its creation until `close`.
+    """Holds RUN/lock.json from construction until `close`.
 
-    Waits up to DYING_S for a holder on this host, up to WATCH_S for one elsewhere. Raises
-    ConfigError where another run holds the lock, OSError where it cannot be written. `earlier` is
-    the holder from whom a stale lock was taken over.
+    The constructor waits up to DYING_S seconds for a holder on this host to exit, and watches one
+    elsewhere for up to WATCH_S seconds. It raises ConfigError if another run holds the lock, and
+    OSError if the lock cannot be written. `earlier` is the holder of a stale lock taken over.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -136,16 +136,17 @@ class RunLock:
         self._thread.start()
 
     def held(self) -> bool:
-        """Whether the lock is ours. Reads the file only where the thread has not done so lately."""
+        """Whether the lock is still ours. Reads the file only if the thread has not done so
+        lately."""
         return self.confirm() if _now() - self._confirmed > 2 * BEAT_S else not self._lost
 
     def require(self) -> None:
-        """Raise LostLockError unless the lock is ours, which the file is asked for."""
+        """Read the lock file and raise LostLockError unless the lock is ours."""
         if not self.confirm():
             raise LostLockError
 
     def confirm(self) -> bool:
-        """Whether the lock is ours, from the file. While it cannot be read, nothing changes."""
+        """Read the lock file: is the lock ours? The answer stays while it cannot be read."""
         now = _now()
         with contextlib.suppress(OSError):
             found = _read(self._path)
@@ -156,8 +157,8 @@ class RunLock:
     def close(self) -> None:
         """Release the lock if it is ours."""
         self._closed.set()
-        self._thread.join(WATCH_S)  # longer only where the file system hangs
-        os.close(self._file)  # before the file is removed: NFS would rename it instead
+        self._thread.join(WATCH_S)  # times out only where the file system hangs
+        os.close(self._file)  # before its removal, since NFS renames an open file instead
         if self.confirm():
             self._path.unlink(missing_ok=True)
 
@@ -166,9 +167,9 @@ class RunLock:
         while not self._closed.wait(BEAT_S) and self.confirm():
             heartbeat += 1
             beat = Holder(**asdict(self._me) | {"heartbeat": heartbeat})
-            with contextlib.suppress(OSError):  # of a file server that is away for a while
+            with contextlib.suppress(OSError):  # a file server may be unreachable for a while
                 os.pwrite(self._file, beat.encode(), 0)
-                os.fsync(self._file)  # which also shows it to other hosts
+                os.fsync(self._file)  # also makes it visible to other hosts
 
     def _acquire(self) -> None:
         while True:
@@ -181,7 +182,7 @@ class RunLock:
                 return
 
     def _line(self) -> list[Holder]:
-        """The holder that lock.json names, its successor, and so on; the last one counts."""
+        """The holder in lock.json, its successor, and so on; the last one holds the lock."""
         line: list[Holder] = []
         found = _read(self._path)
         while found is not None and found.token not in {holder.token for holder in line}:
@@ -193,7 +194,7 @@ class RunLock:
         return self._path.with_name(f"{LOCK}.after-{holder.token}")
 
     def _succeed(self, holder: Holder) -> bool:
-        """Take the lock over from a holder that has gone; False where another one did."""
+        """Take the lock over from a holder that has exited; False if another process did."""
         if not self._link(self._after(holder)):
             return False
         line = self._line()
@@ -206,7 +207,7 @@ class RunLock:
         return True
 
     def _link(self, path: Path) -> bool:
-        """Give our file the name `path` as well; False where that exists."""
+        """Hard-link our file to `path`; False if `path` exists."""
         try:
             os.link(self._own, path)
         except FileExistsError:
@@ -222,7 +223,10 @@ class RunLock:
         return True
 
     def _is_stale(self, holder: Holder) -> bool:
-        """Wait until we know. False: the lock has changed hands. Raises ConfigError if in use."""
+        """Wait until it is known whether the lock is stale; False if its holder has changed.
+
+        Raises ConfigError if the lock is in use.
+        """
         here = holder.machine == self._me.machine != ""
         end = _now() + (DYING_S if here else WATCH_S)
         beats = {holder.heartbeat}
@@ -237,7 +241,7 @@ class RunLock:
             if not line or line[-1].token != holder.token:
                 return False
             beats.add(line[-1].heartbeat)
-            # one change may be an old value that this host's cache of the file system still had
+            # a single change may come from an outdated file-system cache of this host
             if (_now() > end and here) or len(beats) > 2:
                 raise ConfigError(
                     f"run.dir={self._run_dir}: in use by {holder} (heartbeat {max(beats)}); choose "
@@ -249,7 +253,7 @@ class RunLock:
 
 
 def take_lock(run_dir: Path, stack: contextlib.ExitStack) -> RunLock:
-    """The lock of a run directory that exists, released with `stack`. Raises ConfigError."""
+    """Lock an existing run directory until `stack` closes. Raises ConfigError."""
     try:
         lock = RunLock(run_dir)
     except OSError as error:
@@ -261,7 +265,7 @@ def take_lock(run_dir: Path, stack: contextlib.ExitStack) -> RunLock:
 
 
 def _create(path: Path, content: bytes) -> None:
-    """A new file that other hosts see whole once this returns. Raises FileExistsError."""
+    """Write a new file and fsync it, so that other hosts see it. Raises FileExistsError."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -269,7 +273,7 @@ def _create(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder that a lock file names, None without a file."""
+    """The holder in a lock file; None if there is no file."""
     try:
         with path.open("rb") as file:
             return Holder.decode(file.read(LONGEST))
@@ -278,12 +282,12 @@ def _read(path: Path) -> Holder | None:
 
 
 def _now() -> float:
-    """Seconds since the boot, also those in which the machine was suspended."""
+    """Seconds since boot, including those in which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _machine() -> str:
-    """The boot and the pid namespace of this process; empty where the system does not tell."""
+    """The boot id and pid namespace of this process; empty where /proc does not show them."""
     boot = boot_id()
     try:
         return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -292,7 +296,7 @@ def _machine() -> str:
 
 
 def _state(pid: int) -> tuple[bool, str]:
-    """Whether a process has ended, waited for or not, and when it started, in ticks since the boot.
+    """Whether a process has exited (also as a zombie), and its start time in ticks since boot.
 
     Raises OSError where /proc does not show it.
     """
@@ -302,7 +306,7 @@ def _state(pid: int) -> tuple[bool, str]:
 
 
 def _is_running(pid: int, started: str) -> bool:
-    """Whether there is a process with this pid that has started then."""
+    """Whether the process with this pid and this start time is running."""
     try:
         return _state(pid) == (False, started)
     except OSError:  # no such process, or one of another user, which /proc may hide

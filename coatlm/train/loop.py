@@ -48,12 +48,12 @@ class Loop:
         signals: StopSignal,
         watchdog: HangWatchdog,
         known: Known,
-        lock: RunLock | None = None,  # on rank 0
+        lock: RunLock | None = None,  # of the run directory, on rank 0
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
-        self.known, self.lock = known, lock  # known goes into checkpoints
+        self.known, self.lock = known, lock  # known is saved in checkpoints
         self.groups: Groups = trainer.groups
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
@@ -64,7 +64,7 @@ class Loop:
         )
 
     def run_steps(self) -> ExitCode:
-        """Until train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
+        """Run up to train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
         while True:
             try:
                 return self._run_steps()
@@ -95,7 +95,7 @@ class Loop:
         return ExitCode.OK
 
     def _lost(self) -> bool:
-        """Whether another run has taken the directory over: then no more metrics are written."""
+        """Whether another run has taken the run directory over; if so, closes the metrics."""
         lost = self.lock is not None and not self.lock.held()
         if lost:
             self.metrics.close()
@@ -134,7 +134,7 @@ class Loop:
             )
 
     def _slowest(self) -> dict[str, Any] | None:
-        """Compare the ranks' own work since the last log step; rank 0 warns of a straggler."""
+        """Compare the ranks' times since the last log step; rank 0 warns of a straggler."""
         factor, group = self.config.log.straggler_factor, self.groups.control
         times = self.trainer.timer.read()
         if not factor or group.size() == 1 or self.run.step == 1:  # the first step compiles
@@ -153,7 +153,7 @@ class Loop:
         return bool(every) and (self.run.step + 1) % every == 0
 
     def _log_states(self, rate: float, clip_coefficient: Tensor) -> None:
-        """In the middle of a step: gradients are complete, states are the former ones."""
+        """Log the errors of stored states. Called in a step, between backward and the update."""
         self._lost()
         with self.metrics.throughput.paused():
             values = self.trainer.measure_states(rate, clip_coefficient)
@@ -164,14 +164,19 @@ class Loop:
         return bool(every) and (self.run.step + 1) % every == 0
 
     def _log_numerics(self, probes: dict[int, Probe]) -> None:
-        """The step's own time includes what the probes took."""
+        """Log the quantization errors that the probes measured in this step.
+
+        The time of the probes themselves counts as time of the step.
+        """
         with self.metrics.throughput.paused():
             records = self.trainer.measure_numerics(probes)
         self.metrics.log_numerics(self.run.step + 1, records)
 
     def _fetch(self) -> tuple[float, float]:
-        """Wait for the device; count skipped steps, add losses to the window; the last step's loss
-        and gradient norm.
+        """Fetch the losses and gradient norms since the last call, which waits for the device.
+
+        Counts skipped steps and adds finite losses to the window. Returns the loss and the gradient
+        norm of the last step.
         """
         run = self.run
         values = torch.stack([torch.stack(triple) for triple in run.pending]).tolist()
@@ -186,7 +191,7 @@ class Loop:
         )
 
     def _evaluate(self) -> None:
-        """The same validation batches each time, so that evaluations compare."""
+        """Log the validation loss, over the same batches in every evaluation."""
         assert self.data.validation is not None
         with self.metrics.throughput.paused():
             losses = []
@@ -208,9 +213,9 @@ class Loop:
             self.checkpoints.save(self.run.step, tensors, state)
 
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Go on from the newest checkpoint before the skipped steps, without the batches since.
+        """Continue from the newest checkpoint before the skipped steps, without the batches since.
 
-        Raises `error` where train.rollbacks does not allow it or there is no such checkpoint.
+        Raises `error` if train.rollbacks is exhausted or there is no such checkpoint.
         """
         run = self.run
         if len(run.left_out) >= self.config.train.rollbacks:
@@ -225,13 +230,13 @@ class Loop:
         )
         if path is None:
             raise error
-        # steps after error.step, if any were done, would have been skipped too: they do not count
+        # any steps after error.step would have been skipped too, so they do not count
         samples = run.samples - (run.step - error.step) * self.config.train.global_batch
         left_out, run.step = run.left_out, error.step
         stop = run.batch
         run.pending.clear()
         restore(path, read_run_state(path), self.trainer, run)
-        run.left_out = left_out  # the checkpoint does not know of rollbacks to it
+        run.left_out = left_out  # the checkpoint was saved before the rollback to it
         window = (run.batch, stop)
         run.left_out = [*left_out, window]
         run.samples = samples
@@ -248,7 +253,7 @@ class Loop:
         return BatchIterator(self.data.train, first_sample=self.run.samples, **self._share())
 
     def _share(self) -> dict[str, Any]:
-        """What part of a global batch this rank reads, and where to."""
+        """The arguments that select this rank's share of a global batch, and its device."""
         return {
             "global_batch": self.config.train.global_batch,
             "micro_batch": self.config.train.micro_batch,
@@ -258,7 +263,7 @@ class Loop:
         }
 
     def _profiler(self) -> Any:
-        """torch's profiler over the steps log.profile on rank 0; a trace in traces/."""
+        """torch's profiler for the steps of log.profile on rank 0, which writes to traces/."""
         window = self.config.log.profile
         if window is None or self.groups.world.rank() != 0:
             return nullcontext()
@@ -273,5 +278,5 @@ class Loop:
 
 
 def peak_memory() -> float | None:
-    """GiB that tensors have taken at most on this GPU since the start; None on a CPU."""
+    """The peak memory of tensors on this GPU since the start, in GiB; None on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

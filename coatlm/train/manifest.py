@@ -1,14 +1,14 @@
-"""A whole checkpoint: a directory whose manifest lists every file with its size and SHA-256.
+"""Checkpoint directories: a manifest lists every file with its size and SHA-256.
 
     checkpoints/step_00000050/__0_0.distcp  .metadata  metadata.json  common.pt    megatron's layout
     checkpoints/step_00000050/state.json                                           coatlm's own
     checkpoints/step_00000050/manifest.json                                        written last
     checkpoints/latest                                                             step_00000050
 
-A checkpoint is filled under a temporary name and renamed once its manifest is on disk, so that it
-is whole under its own name or not there. The manifest also numbers the checkpoints of a directory
-in the order of writing. That order, not the step, says which one is newest: what a run writes after
-it went back to an earlier step is newer than what it had written before.
+A checkpoint is written under a temporary name and renamed once its manifest is on disk, so a
+directory with its final name is complete. The manifest also numbers the checkpoints of a directory
+in the order of writing. That number, not the step, decides which one is newest: after a run goes
+back to an earlier step, its new checkpoints are newer than those of later steps.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from pathlib import Path
 from coatlm.console import Advance, progress
 from coatlm.files import check_regular
 
-FORMAT = 1  # of the manifest; a reader refuses any other
+FORMAT = 1  # version of the manifest; readers refuse any other
 MANIFEST = "manifest.json"
 STATE = "state.json"
 LATEST = "latest"
 REQUIRED = frozenset({".metadata", "metadata.json", "common.pt", STATE})
 TEMPORARY = ".tmp-"
 BUFFER = 1 << 20  # bytes read at a time for a checksum
-REPLACED = ".replaced-"  # an older checkpoint of a step that is being written again
+REPLACED = ".replaced-"  # prefix of an older checkpoint of a step that is written again
 STEP = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is not one that this run can continue from."""
+    """A checkpoint could not be written or read, or does not fit this run."""
 
 
 class LostPeerError(CheckpointError):
-    """A checkpoint was not written because another rank has gone: to start again may help."""
+    """A checkpoint was not written because another rank exited; a restart may help."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What a file of a checkpoint must be."""
+    """The expected size and checksum of a checkpoint's file."""
 
     bytes: int
     sha256: str  # hexadecimal
@@ -57,19 +57,19 @@ class File:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The files of a checkpoint, by name, and its place in the order of writing."""
+    """The files of a checkpoint by name, and its number in the order of writing."""
 
     serial: int
     files: Mapping[str, File]
 
 
 def step_name(step: int) -> str:
-    """The directory of a step's checkpoint: `step_00000050`."""
+    """The name of the directory of a step's checkpoint: `step_00000050`."""
     return f"step_{step:08d}"
 
 
 def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint. Raises CheckpointError where there is none to rely on."""
+    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not a directory")
     path = checkpoint / MANIFEST
@@ -98,10 +98,10 @@ def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
 
 
 def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one line a problem; empty if it is whole.
+    """List the problems of a checkpoint, one line per problem; empty if it is intact.
 
-    The presence and size of every file are checked, and the checksum of every `world`-th file from
-    the `rank`-th on: together, `world` ranks read each byte once. Rank 0 shows its progress.
+    Checks that every file exists with its size, and the checksum of every `world`-th file starting
+    at the `rank`-th, so that `world` ranks together read each byte once. Rank 0 shows progress.
     """
     try:
         manifest = read_checkpoint_manifest(checkpoint)
@@ -129,16 +129,16 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, whole or not, in reverse order of writing.
+    """The checkpoints of a directory, intact or not, in reverse order of writing.
 
-    One without a readable manifest cannot be placed in that order and comes first.
+    Those without a readable manifest have no number and come first.
     """
     order = {path: (_serial(path), step) for path, step in _steps(directory)}
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
 def sha256(path: Path, advance: Advance | None = None) -> str:
-    """The hexadecimal SHA-256 of a file's content; `advance` is told the bytes read."""
+    """The hexadecimal SHA-256 of a file; `advance` is called with the number of bytes read."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(BUFFER))
     with path.open("rb", buffering=0) as file:
@@ -150,7 +150,7 @@ def sha256(path: Path, advance: Advance | None = None) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and see it to the disk."""
+    """Write a file and fsync it."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -158,7 +158,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_manifest(temporary: Path, directory: Path, files: Mapping[str, File]) -> None:
-    """Declare a directory whole: its files are as given, and it is the newest of `directory`."""
+    """Write the manifest of a complete checkpoint with these files, the newest of `directory`."""
     serials = [_serial(path) for path, _ in _steps(directory)]
     serial = 1 + int(max((s for s in serials if s < math.inf), default=0))
     content = {
@@ -170,7 +170,7 @@ def write_manifest(temporary: Path, directory: Path, files: Mapping[str, File]) 
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its name, in place of an older one, and make `latest` say so."""
+    """Rename a complete checkpoint to `final`, replacing an older one, and update `latest`."""
     replaced = final.with_name(REPLACED + final.name)
     _sync_directory(temporary)
     if final.exists():
@@ -184,14 +184,14 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all but the `keep` newest whole checkpoints; what is not whole is left to the user."""
+    """Remove all but the `keep` newest intact checkpoints. Damaged ones are left to the user."""
     whole = [path for path in newest_first(directory) if not verify(path, checksums=False)]
     for path in whole[keep:]:
         _remove(path)
 
 
 def recover(directory: Path) -> None:
-    """Give a checkpoint its name back if a process was killed between the renames of `publish`."""
+    """Undo a `publish` that was killed between its renames: restore the older checkpoint."""
     for replaced in directory.glob(REPLACED + "*"):
         final = replaced.with_name(replaced.name.removeprefix(REPLACED))
         if final.exists():
@@ -201,7 +201,7 @@ def recover(directory: Path) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Clear away what a killed process left half done. No other process may be writing here."""
+    """Remove what a killed process left incomplete. No other process may be writing here."""
     recover(directory)
     for path in directory.glob(TEMPORARY + "*"):
         if path.is_dir():
@@ -211,7 +211,7 @@ def clean(directory: Path) -> None:
 
 
 def _steps(directory: Path) -> Iterator[tuple[Path, int]]:
-    """The checkpoint directories and their steps, by name alone."""
+    """The checkpoint directories and their steps, according to their names."""
     for path in directory.iterdir() if directory.is_dir() else ():
         match = STEP.fullmatch(path.name)
         if match and path.is_dir():
@@ -225,9 +225,9 @@ def _serial(checkpoint: Path) -> float:
 
 
 def _remove(path: Path) -> None:
-    """Delete a directory such that no part of it is ever seen under its own name.
+    """Delete a directory after renaming it, so that no partial checkpoint is ever visible.
 
-    What a network file system still holds open stays under a temporary name until the next start.
+    Files that a network file system holds open remain under a temporary name until the next start.
     """
     if path.exists():
         doomed = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
@@ -236,7 +236,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """See the names in a directory to the disk."""
+    """fsync a directory, and with it the names of its files."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

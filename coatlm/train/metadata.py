@@ -1,9 +1,9 @@
-"""`.metadata` of a checkpoint, which says where the content of each tensor is.
+"""Read `.metadata` of a checkpoint, which maps each tensor to files and offsets.
 
-It holds the file and offset at which torch.distributed.checkpoint stored each chunk of a tensor.
-It is a pickle, and a checkpoint may come from a stranger. It is read with an allow-list of the
-types that it consists of, none of which runs code of the file's choosing, and what it describes
-must fit the files that are there: nothing is allocated for a shape that they cannot fill.
+torch.distributed.checkpoint (DCP) writes it as a pickle, and a checkpoint may be untrusted. It is
+read with an allow-list of the types that DCP uses, none of which executes code from the file. The
+tensors it describes must fit the sizes of the files, so that no memory is allocated for a shape
+that they cannot fill.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from coatlm.train.reports import error_line
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Raises CheckpointError for metadata of other types, of other files, or beyond their size."""
+    """Read the metadata of a checkpoint.
+
+    Raises CheckpointError for other types, files outside the checkpoint, and tensors larger than
+    the files.
+    """
     files = read_checkpoint_manifest(checkpoint).files
     path = checkpoint / ".metadata"
     try:
         pickled = path.read_bytes()
         _check_claims(pickled)
-        # from memory, where a frame that claims more bytes than there are allocates nothing
+        # from memory, where a frame that claims too many bytes allocates nothing
         content = _Unpickler(io.BytesIO(pickled)).load()
         if not isinstance(content, Metadata):
             raise CheckpointError(f"a {type(content).__name__}, not metadata")
@@ -50,9 +54,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def _check_claims(pickled: bytes) -> None:
-    """Raise for lengths and places in the memo beyond the file: unpickling allocates them first.
+    """Raise for lengths and memo indices beyond the file, which unpickling would allocate.
 
-    `genops` executes nothing; it raises ValueError for what is longer than the file.
+    `genops` executes nothing; it raises ValueError for lengths beyond the file.
     """
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
@@ -60,7 +64,7 @@ def _check_claims(pickled: bytes) -> None:
 
 
 def _check_sizes(content: Metadata, stored: int) -> None:
-    """Raise CheckpointError for tensors of more bytes than the `stored` ones of all files."""
+    """Raise CheckpointError if the tensors take more than the `stored` bytes of all files."""
     described = 0
     for key, item in content.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
@@ -81,7 +85,7 @@ def _layout(name: str) -> torch.layout:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what DCP's metadata consists of, none of which runs code of the file's choosing."""
+    """Constructs only the types of DCP's metadata, none of which executes code from the file."""
 
     ALLOWED: ClassVar[Mapping[tuple[str, str], Any]] = {
         (metadata.__name__, "Metadata"): metadata.Metadata,

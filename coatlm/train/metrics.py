@@ -1,28 +1,29 @@
-"""What a run reports of its steps: numbers to a file, trackers and the console.
+"""The metrics of a run: their definitions, and the records for files, trackers and the console.
 
-    metrics.jsonl   one JSON object a logged step, in the order of steps:
+    metrics.jsonl   one JSON object per logged step, in the order of steps:
                     step loss loss_mean grad_norm lr tokens step_ms tokens_per_s_per_gpu
-                    tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp}[_FORMAT];
+                    tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp,cp}[_FORMAT]
+                    (cp with parallel.cp > 1);
                     after an evaluation step val_loss val_ppl;
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
-    states.jsonl    with log.states_every, what storing the optimizer's step loses: step and what
-                    optim.edq.report says
-    numerics.jsonl  with log.numerics_every, what FP8 loses in the layers of a step: step and what
-                    model.numerics.report says, one line a layer and tensor
+    states.jsonl    with log.states_every, the rounding errors of stored weights and moments: step
+                    and the values of optim.edq.to_metrics
+    numerics.jsonl  with log.numerics_every, the quantization errors in the layers: step and the
+                    values of model.numerics.report, one line per layer and tensor
     tb/             the same for TensorBoard, when asked; wandb likewise
 
-Steps count from 1 here: `step` is the number of updates done. null means not known (mfu and memory
-on a CPU). A value that is NaN or Inf is null too, as JSON has neither, and its name stands in the
-list `nonfinite`, a key that only such lines have.
+Steps count from 1: `step` is the number of updates done. null means unknown (mfu and memory on a
+CPU). NaN and Inf are written as null too, because JSON has neither; the list `nonfinite`, which
+only such lines have, names these values.
 
-    loss                 = of the last step
-    loss_mean            = mean of the finite losses of all steps since the line before
-    tokens_per_s_per_gpu = tokens a step / seconds a step / processes
-    tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs a token / 1e12      (model.accounting)
+    loss                 = loss of the last step
+    loss_mean            = mean of the finite losses of all steps since the previous line
+    tokens_per_s_per_gpu = tokens per step / seconds per step / processes
+    tflops_per_gpu       = tokens_per_s_per_gpu * FLOPs per token / 1e12    (model.accounting)
     mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
-    comm_bytes           = what rank 0 sends in a step (parallel.collectives)
+    comm_bytes           = bytes that rank 0 sends per step (parallel.collectives, model.traffic)
 
-Nothing here reads a device: numbers arrive as floats, on log steps only.
+Nothing here reads from a device: values arrive as floats, on log steps only.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from coatlm.train.sinks import Console, JsonLines, Sink, TensorBoard, Wandb
 
 
 class Throughput:
-    """Seconds a step of training alone: evaluations and checkpoints do not count.
+    """Measures the seconds per training step, without evaluations and checkpoints.
 
-    The first `warmup` steps (compilation, caches, first allocations) stay out of the mean.
-    `synchronize` waits for the device; it is called where the clock stops outside a log step: once
-    after warm-up and before a pause, so that queued work counts as training.
+    The first `warmup` steps (compilation, caches, first allocations) are excluded from the mean.
+    `synchronize` waits for the device. It is called after the warm-up and before each pause, so
+    that work queued until then counts as training.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.warmup, self.synchronize, self.clock = warmup, synchronize, clock
-        self.mean = 0.0  # seconds a step after warm-up; 0 until there is one
+        self.mean = 0.0  # seconds per step after warm-up; 0 before the first lap
         self._steps = self._total_steps = 0
         self._total = 0.0
-        self._lap = 0.0  # seconds a step of the last lap
+        self._lap = 0.0  # seconds per step of the last lap
         self._start = clock()
 
     def step(self) -> None:
-        """A step was launched."""
+        """Count a step that was launched."""
         self._steps += 1
         if self.warmup:
             self.warmup -= 1
@@ -76,7 +77,7 @@ class Throughput:
                 self._total, self._total_steps, self.mean = 0.0, 0, 0.0
 
     def lap(self) -> float:
-        """Seconds a step since the last lap; without a step since, the last lap's again."""
+        """Seconds per step since the last lap; the last lap's value if no step was made since."""
         now = self.clock()
         if self._steps:
             elapsed = now - self._start
@@ -89,7 +90,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not training."""
+        """Exclude the time inside the block."""
         self.synchronize()
         stopped = self.clock()
         try:
@@ -99,11 +100,11 @@ class Throughput:
 
 
 class MetricsLogger:
-    """Turns what the loop knows into records for every sink; silent on ranks other than 0.
+    """Turns the values of the loop into records and writes them to every sink, on rank 0 only.
 
     `flops_per_token` is accounting.flops_per_token, `device_name` the GPU's name (None on a CPU),
     `resume_step` the number of updates done before this start, `synchronize` torch.cuda.synchronize
-    on a GPU. Call `start_logging` before. Raises ValueError where a tracker is not installed.
+    on a GPU. Call `start_logging` first. Raises ValueError if a tracker is not installed.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class MetricsLogger:
         if config.log.states_every:
             self.states = JsonLines(run_dir / STATES, resume_step)
         else:
-            repair_metrics(run_dir / STATES, resume_step)  # a later start may continue it
+            repair_metrics(run_dir / STATES, resume_step)  # a later start may append to it
         if config.log.numerics_every:
             self.numerics = JsonLines(run_dir / NUMERICS, resume_step)
         else:
@@ -148,7 +149,7 @@ class MetricsLogger:
         self.bar = console.bar
 
     def advance(self) -> None:
-        """After every step: moves the bar and the clock, waits for nothing."""
+        """Advance the progress bar and the clock by one step, without waiting for the device."""
         self.throughput.step()
         if self.bar is not None:
             self.bar.update()
@@ -167,7 +168,7 @@ class MetricsLogger:
         comm_bytes: Mapping[str, int] | None = None,
         slowest: Record | None = None,
     ) -> None:
-        """Record the state after update `step`: after `advance`, the floats already fetched.
+        """Write the record of update `step`. Call it after `advance`, with values already fetched.
 
         `loss` is that of update `step`, `loss_mean` the mean over the updates since the last call,
         `tokens` the number of tokens that the run has trained on so far.
@@ -196,15 +197,15 @@ class MetricsLogger:
         )
 
     def log_eval(self, step: int, val_loss: float) -> None:
-        """Record an evaluation; perplexity is exp(loss), Inf where that overflows."""
+        """Write the record of an evaluation; perplexity is exp(loss), Inf where that overflows."""
         val_ppl = math.exp(val_loss) if val_loss < 700 else val_loss * math.inf
         self._write({"step": step, "val_loss": val_loss, "val_ppl": val_ppl})
 
     def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
-        """Record that a run went back to `step` and leaves out batches [first, stop).
+        """Record that the run went back to `step` and leaves out batches [first, stop).
 
-        Only metrics.jsonl has it: no curve shows it. A resume at `step` or before drops the line,
-        as the rollback then happens again.
+        Only metrics.jsonl gets the record, as it belongs to no curve. A resume at `step` or earlier
+        drops the line, because the rollback then happens again.
         """
         for sink in self.sinks:
             if isinstance(sink, JsonLines):
@@ -213,18 +214,18 @@ class MetricsLogger:
                 )
 
     def log_states(self, step: int, values: Record) -> None:
-        """Record what storing update `step` loses, in states.jsonl alone."""
+        """Write the rounding errors of the states stored by update `step` to states.jsonl."""
         if self.states is not None:
             self.states.write({"step": step, **values})
 
     def log_numerics(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Record what FP8 lost in the layers of update `step`, in numerics.jsonl alone."""
+        """Write the quantization errors in the layers of update `step` to numerics.jsonl."""
         if self.numerics is not None:
             for record in records:
                 self.numerics.write({"step": step, **record})
 
     def close(self) -> None:
-        """Finish every sink."""
+        """Close every sink."""
         for sink in (*self.sinks, *filter(None, (self.states, self.numerics))):
             sink.close()
         self.sinks, self.states, self.numerics = [], None, None

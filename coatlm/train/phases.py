@@ -1,4 +1,4 @@
-"""The phases of a run's set-up, called by `loop.set_up`; each succeeds on all ranks or none."""
+"""Phases of a run's set-up, called by `start.set_up`; each succeeds on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ def join(config: Config, launch: Launch) -> Peers:
 
 
 def check_inputs(config: Config) -> None:
-    """Check the trackers and checkpoint.resume, which rank 0 can do alone. Raises ConfigError."""
+    """Check the trackers and checkpoint.resume, on rank 0. Raises ConfigError."""
     check_trackers(config.log)
     checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
 
 
 def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
-    """The process groups of `config.parallel`."""
+    """Create the process groups of `config.parallel`."""
     first_on_node = launch.rank - launch.local_rank
     with connecting(launch, config.parallel.start_timeout):
         return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
 
 
 def check_parts(config: Config, data: Datasets) -> None:
-    """Raise ConfigError if train.eval_every is above 0 and there is no validation part."""
+    """Raise ConfigError if train.eval_every is above 0 without a validation part."""
     if config.train.eval_every and data.validation is None:
         raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
 
 
 def check_size(config: Config, launch: Launch, vocab: int) -> None:
-    """Raise ConfigError for a model that this process's device cannot hold."""
+    """Raise ConfigError for a model that does not fit the memory of this process's device."""
     memory, owner = device_memory(choose_gpu(launch), launch.local_size)
     dp = config.data_parallel_size(launch.world_size)
     check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
@@ -71,7 +71,7 @@ def begun_by(config: Config, launch: Launch) -> bool:
 
 
 def write_description(config: Config, launch: Launch, origin: Origin) -> None:
-    """Set aside what the run does not continue, then write config.yaml and env.json."""
+    """Move away files of an earlier attempt, then write config.yaml and env.json."""
     archive_attempt(config, origin)
     write_config(config.run.dir, config)
     write_environment(config.run.dir, device_name=device_name(), job=launch.job)

@@ -1,12 +1,12 @@
-"""How the processes of a run find each other: every rank announces itself in a store.
+"""Rendezvous of the processes of a run over a TCPStore.
 
-    rank r   store["rank/r"] = host, process id and, where it cannot go on, why
-    rank 0   waits for all of them and names those missing, then sets store["verdict"] to the hosts
-             of all ranks or to the error that ends them
+    rank r   store["rank/r"] = host, process id and, if the rank has failed, the reason
+    rank 0   waits for all ranks and names missing ones, then sets store["verdict"] to the hosts of
+             all ranks or to the error that ends them
 
-A rank that fails before there are process groups still announces itself, with its error, so that
-the others end with it at once. Rank 0 serves the store unless the launcher does. The store asks
-nobody for a password: where all ranks are on one host, it listens on that host's address alone.
+A rank that fails before the process groups exist still announces itself, with its error, so that
+the other ranks end immediately. Rank 0 serves the store unless the launcher does. The store has no
+authentication: if all ranks are on one host, it listens only on that host's address.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from coatlm.train.manifest import LostPeerError
 from coatlm.train.reports import UNEXPECTED, AgreedError, Failure, merged, plural, print_error
 
 POLL_S = 0.1
-NOTICE_S = 5.0  # seconds until the ranks that are missing are named,
-REPEAT_S = 60.0  # and between such lines
-GRACE_S = 5.0  # for others to announce the same failure, and to read how it ended
-BACKLOG = 2048  # connections: ranks arrive at the same time
+NOTICE_S = 5.0  # seconds until missing ranks are named for the first time
+REPEAT_S = 60.0  # seconds between such lines
+GRACE_S = 5.0  # seconds for other ranks to announce a failure, and to read the verdict
+BACKLOG = 2048  # pending connections, since all ranks connect at the same time
 
 
 def open_store(
     address: str, *, serve: bool, one_host: bool, seconds: float, rank: int
 ) -> dist.Store:
-    """The store at `address` (host:port): served by this process, or the one that answers there.
+    """Open the store at `address` (host:port), as its server with `serve`, else as a client.
 
-    Raises ConfigError where the address cannot be listened on, LostPeerError where nobody answers
-    for `seconds`.
+    Raises ConfigError if the server cannot listen on the address, and LostPeerError if no server
+    answers within `seconds`.
     """
     host, port = address.rsplit(":", 1)
     try:
@@ -77,10 +77,10 @@ def meet(
     seconds: float,
     failure: Failure | None = None,
 ) -> tuple[str, ...]:
-    """Announce this rank and wait for all others; the host of each rank.
+    """Announce this rank and wait for all others. Returns the host of each rank.
 
-    Raises AgreedError on every rank, after rank 0 has printed the reason, if some rank announces a
-    `failure` or does not come within `seconds`.
+    Raises AgreedError on every rank, after rank 0 has printed the reason, if any rank announces a
+    `failure` or does not arrive within `seconds`.
     """
     mine = json.dumps([platform.node(), os.getpid(), failure and [failure.message, failure.code]])
     try:
@@ -99,14 +99,14 @@ def meet(
             else _await_verdict(store, address, seconds)
         )
     except dist.DistError as error:
-        raise LostPeerError(f"the store at {address} has gone while ranks started") from error
+        raise LostPeerError(f"the store at {address} closed while ranks started") from error
     if verdict["message"] is not None:
         raise AgreedError(verdict["message"], verdict["code"])
     return tuple(verdict["hosts"])
 
 
 def _decide(store: dist.Store, world_size: int, address: str, seconds: float) -> dict[str, Any]:
-    """On rank 0: wait for all ranks, print what went wrong, tell the others."""
+    """Wait for all ranks, print what went wrong, and publish the verdict. Runs on rank 0."""
     start = time.monotonic()
     notice, deadline = start + NOTICE_S, start + seconds
     while store.add("arrived", 0) < world_size and not store.check(["twice"]):
@@ -159,7 +159,7 @@ def _verdict(store: dist.Store, world_size: int, address: str, seconds: float) -
 
 
 def _await_verdict(store: dist.Store, address: str, seconds: float) -> dict[str, Any]:
-    """On other ranks. Polls, since Python handles no signal inside a call that blocks."""
+    """Poll for rank 0's verdict; a blocking call would delay Python's signal handlers."""
     deadline = time.monotonic() + seconds + 2 * GRACE_S  # rank 0 may have started later
     while not store.check(["verdict"]):
         if time.monotonic() >= deadline:
@@ -168,7 +168,7 @@ def _await_verdict(store: dist.Store, address: str, seconds: float) -> dict[str,
             )
         time.sleep(POLL_S)
     verdict: dict[str, Any] = json.loads(store.get("verdict"))
-    with suppress(dist.DistError):  # rank 0 need not wait for this
+    with suppress(dist.DistError):  # rank 0 may have exited
         store.add("read", 1)
     return verdict
 
@@ -178,7 +178,8 @@ def _missing(store: dist.Store, world_size: int) -> list[int]:
 
 
 def _listen(host: str, port: int, one_host: bool) -> socket.socket:
-    """A socket for the store: on the address of `host` where all ranks are there, else on all."""
+    """A listening socket: on the address of `host` if all ranks are there, else on all
+    addresses."""
     try:
         if not one_host:
             dual = socket.has_dualstack_ipv6()
@@ -197,7 +198,7 @@ def _listen(host: str, port: int, one_host: bool) -> socket.socket:
 
 
 def _wait_for_server(host: str, port: int, deadline: float, who: str) -> None:
-    """Until something answers at host:port, without the warnings of torch's own attempts."""
+    """Block until host:port accepts a connection; torch's own attempts would print warnings."""
     seconds = deadline - time.monotonic()
     while True:
         left = deadline - time.monotonic()

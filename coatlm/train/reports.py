@@ -1,10 +1,10 @@
-"""How a run's errors are told: each one once, with the ranks and hosts that it comes from.
+"""Report the errors of a run: each one once, with its ranks and hosts.
 
-    error: ranks 1, 3 (hostB): data.tokenizer=hf:tok.json: no such file    agreed on by all ranks
-    error: [rank 3, hostB] the disk of run.dir is full                      said by one rank alone
+    error: ranks 1, 3 (hostB): data.tokenizer=hf:tok.json: no such file    collected by rank 0
+    error: [rank 3, hostB] the disk of run.dir is full                      printed by one rank
 
-The exit code depends on the type of the error. Under torchrun the same line goes into the error
-file of this process, which torchrun shows at the end of its own report.
+The exit code depends on the type of the error. Under torchrun the same line is written to the
+error file of this process, which torchrun shows at the end of its own report.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from coatlm.train.faults import ExitCode, NonFiniteError
 from coatlm.train.manifest import CheckpointError, LostPeerError
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
-UNEXPECTED = 1  # Python's own code for an uncaught exception; launchers try again after it
-PEER_GRACE_S = 2.0  # a rank that lost its peer lets the peer give the reason first
-MAX_LINES = 10  # different errors that are listed
-MAX_HOSTS = 4  # hosts that are named for one error
+UNEXPECTED = 1  # Python's code for an uncaught exception; launchers restart after it
+PEER_GRACE_S = 2.0  # seconds in which a lost peer may print the reason first
+MAX_LINES = 10  # listed errors
+MAX_HOSTS = 4  # named hosts per error
 
 
 class AgreedError(Exception):
-    """Some ranks failed: raised on all of them, after rank 0 has printed why."""
+    """At least one rank failed. Raised on all ranks, after rank 0 has printed the reason."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
 
 
-# errors whose message says all, so that their type need not be named
+# errors whose message is sufficient without the name of their type
 OURS = (ConfigError, DatasetError, CacheFullError, CheckpointError, NonFiniteError, AgreedError)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank cannot go on."""
+    """The reason why a rank failed, and its exit code."""
 
     message: str
     code: int
@@ -63,7 +63,7 @@ class Failure:
 
 
 def exit_code(error: BaseException) -> int:
-    """What the process ends with. A ValueError outside set-up is ours, and unexpected."""
+    """The exit code for an error. A ValueError outside set-up is a bug, so it is unexpected."""
     if isinstance(error, AgreedError):
         return error.code
     if isinstance(error, ConfigError | DatasetError):
@@ -80,20 +80,20 @@ def exit_code(error: BaseException) -> int:
 
 
 def error_line(error: BaseException) -> str:
-    """An exception as a message of one line; the type is named where it is not one of ours."""
+    """The first line of an exception's message, after its type unless the type is in OURS."""
     text = next(iter(str(error).splitlines()), "")
     return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another process has closed its connections."""
+    """Whether an error only means that another process has closed its connections."""
     if isinstance(error, LostPeerError | dist.DistError):
         return True
     return type(error) is RuntimeError and "gloo/transport" in str(error)
 
 
 def number_list(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
+    """Format numbers as ranges: [0, 1, 2, 5] -> `0-2, 5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -105,14 +105,14 @@ def number_list(numbers: Iterable[int]) -> str:
 
 
 def plural(ranks: Sequence[int]) -> str:
-    """`rank 3` or `ranks 3, 5`."""
+    """Format ranks: `rank 3` or `ranks 3, 5`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {number_list(ranks)}"
 
 
 def merged(failures: Mapping[int, str], hosts: Sequence[str | None]) -> str:
-    """One line for each different message, with the ranks that failed so and their hosts.
+    """Merge equal messages into one line each, with their ranks and hosts.
 
-    `hosts` has an entry for each rank, None where the rank's host is not known.
+    `hosts` has the host of every rank, None if it is unknown.
     """
     alike: dict[str, list[int]] = {}
     for rank, message in sorted(failures.items()):
@@ -127,7 +127,7 @@ def merged(failures: Mapping[int, str], hosts: Sequence[str | None]) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print an error: one line for each line of the message."""
+    """Print every line of an error message to stderr, after `error: `."""
     for line in shortened(message).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
@@ -135,10 +135,10 @@ def print_error(message: str) -> None:
 def report(
     error: Exception, *, rank: int = 0, world_size: int = 1, file: Path | None = None
 ) -> int:
-    """Say on stderr why this process ends, unless another rank has said so; the exit code.
+    """Print why this process ends, unless another rank has printed it. Returns the exit code.
 
-    What is neither the user's mistake nor a lost peer comes with its traceback. `file` is where
-    torchrun expects the reason of a worker.
+    An error that is neither the user's mistake nor a lost peer is printed with its traceback.
+    `file` is where torchrun expects the error of a worker.
     """
     if world_size > 1 and lost_peer(error):
         time.sleep(PEER_GRACE_S)
@@ -156,7 +156,7 @@ def report(
 
 
 def print_traceback(error: Exception, rank: int) -> None:
-    """The traceback of an unexpected error, each line with the rank and host that it is from."""
+    """Print the traceback of an unexpected error, each line prefixed with rank and host."""
     _print_traceback(error, f"[rank {rank}, {platform.node()}] ")
 
 
@@ -171,7 +171,7 @@ def _line(error: Exception, prefix: str) -> str:
 
 
 def _where(ranks: Sequence[int], hosts: Sequence[str | None]) -> str:
-    """`ranks 1, 3 (hostB), rank 5 (hostC)`."""
+    """Format ranks by host: `ranks 1, 3 (hostB), rank 5 (hostC)`."""
     by_host: dict[str | None, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -190,7 +190,7 @@ def _print_traceback(error: Exception, prefix: str) -> None:
 
 
 def _first_to_say(what: str) -> bool:
-    """Whether no other rank has said this; True where they cannot be asked."""
+    """Whether no other rank has printed this; True if the store cannot be asked."""
     if dist.is_initialized():
         key = f"said/{hashlib.sha256(what.encode()).hexdigest()}"
         with suppress(RuntimeError):  # the store ends with the process that serves it
@@ -199,7 +199,7 @@ def _first_to_say(what: str) -> bool:
 
 
 def _write_error_file(path: Path, message: str) -> None:
-    """The file in the format of torch.distributed.elastic's ErrorHandler."""
+    """Write the error file in the format of torch.distributed.elastic's ErrorHandler."""
     text = "\n".join(f"error: {line}" for line in message.splitlines())
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     with suppress(OSError):  # the line itself is on stderr

@@ -1,13 +1,15 @@
-"""What a start resumes from, and the state of a run that a checkpoint holds besides its tensors.
+"""Resume a run, and the state that a checkpoint holds besides its tensors.
 
-    1. newest whole checkpoint of the run    unless checkpoint.resume is `none`, or the PATH of an
-                                             earlier checkpoint of the run, which goes back to it
-    2. checkpoint.resume=PATH                if the run has no checkpoint
-    3. fresh weights
+A start resumes from
 
-So the command that started a run also continues it, in a requeued job or under a launcher that
-starts it again as well. The two exceptions hold once, and set aside what the run directory holds
-(`attempts`).
+    1. the newest intact checkpoint of the run   unless checkpoint.resume is `none`, or the PATH of
+                                                 an earlier checkpoint of the run to go back to
+    2. checkpoint.resume=PATH                    if the run has no checkpoint
+    3. newly initialized weights
+
+So the command that started a run also continues it, also in a requeued job or when a launcher
+starts it again. The two exceptions apply only once, and move the later files of the run directory
+away (see `attempts`).
 """
 
 from __future__ import annotations
@@ -34,26 +36,28 @@ logger = logging.getLogger("coatlm")
 
 @dataclass
 class Progress:
-    """How far a run has come. `pending`: (loss, norm, spike) of steps still on the device;
-    `window`: the finite losses fetched since the last line of metrics.jsonl.
+    """The progress of a run.
+
+    `pending` has (loss, norm, spike) of steps that are still on the device, `window` the finite
+    losses fetched since the last line of metrics.jsonl.
     """
 
     guard: NonFiniteGuard
     step: int = 0  # updates done
     tokens: int = 0  # in the global batches of these updates
-    samples: int = 0  # where the next step begins in the order of samples
+    samples: int = 0  # index of the next step's first sample
     pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     window: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
 
     @property
     def batch(self) -> int:
-        """The number of the global batch that the next step reads."""
+        """The index of the global batch that the next step reads."""
         return self.step + sum(stop - first for first, stop in self.left_out)
 
 
 class Known(TypedDict):
-    """What tells a run from others, and is saved with its checkpoints."""
+    """The identity of a run's tokenizer and data, which is saved with its checkpoints."""
 
     tokenizer: str  # its fingerprint
     data: list[SourceIdentity]
@@ -61,11 +65,11 @@ class Known(TypedDict):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a start continues from."""
+    """The checkpoint from which a start resumes."""
 
-    path: Path | None  # a checkpoint; None: fresh weights
-    own: bool = False  # it is one of the run's own, so its records go on
-    back: bool = False  # it is not the newest of these: the run goes back to it
+    path: Path | None  # a checkpoint; None: newly initialized weights
+    own: bool = False  # it is one of the run's own, so the run's records continue
+    back: bool = False  # it is not the run's newest, so the run goes back to it
 
 
 def state_to_save(
@@ -76,7 +80,7 @@ def state_to_save(
     tokenizer: str,
     data: list[SourceIdentity],
 ) -> dict[str, Any]:
-    """What `restore` and `check_changes` read. All ranks call it together."""
+    """The state for `restore` and `check_changes`. A collective call of all ranks."""
     return {
         "step": run.step,
         "tokens": run.tokens,
@@ -97,10 +101,10 @@ def state_to_save(
 
 
 def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Origin:
-    """What a start continues from, by the rules above. All ranks of a gloo group call it.
+    """The checkpoint to resume from, by the rules above. All ranks of a gloo group call it.
 
-    `restarted`: a launcher or batch system has started the same command again, so that `none` was
-    obeyed by an earlier start. Raises CheckpointError, as `find_checkpoint` does.
+    `restarted`: a launcher or batch system has started the same command again, so an earlier start
+    has already applied `none`. Raises CheckpointError as `find_checkpoint` does.
     """
     directory = config.run.dir / checkpoint.CHECKPOINTS
     request = config.checkpoint.resume
@@ -146,9 +150,9 @@ def resume(
 ) -> Origin:
     """Load the checkpoint that `find_origin` chooses, if any, into `trainer` and `run`.
 
-    Returns the origin. `tokenizer` is the fingerprint of the tokenizer. Raises ConfigError for a
-    change that is refused, CheckpointError if the checkpoint does not fit or cannot be read, before
-    anything of the run is moved or overwritten.
+    Returns the origin. `tokenizer` is the tokenizer's fingerprint. Raises ConfigError for a change
+    that is not allowed and CheckpointError if the checkpoint does not fit or cannot be read, before
+    any file of the run is moved or overwritten.
     """
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
     if origin.path is None:
@@ -171,7 +175,7 @@ def resume(
 
 
 def archive_attempt(config: Config, origin: Origin) -> None:
-    """On rank 0, move away what this start would write over; see `attempts`. Raises OSError."""
+    """Move away files that this start would overwrite, on rank 0. Raises OSError."""
     attempt = None
     if origin.back:
         assert origin.path is not None
@@ -194,11 +198,11 @@ def restore(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Load the checkpoint at `path`, of the same model, into `trainer` and `run`.
+    """Load the checkpoint at `path`, which is of the same model, into `trainer` and `run`.
 
-    Tensors come from its .distcp files: weights and optimizer states, or with `weights_only` the
-    weights, from which fresh optimizer states are made. Counters and scales come from `state`, its
-    state.json; `weights_only` leaves `run` as it is.
+    Its .distcp files give weights and optimizer states, or with `weights_only` the weights alone;
+    the optimizer states are then initialized from them. `state`, the content of its state.json,
+    gives counters and scales; `weights_only` leaves `run` unchanged.
     """
     zero = trainer.zero_checkpoint
     tensors = zero.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
@@ -224,10 +228,10 @@ def restore(
 
 
 def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:
-    """The index of the next sample to read, in samples of `seq_len` tokens.
+    """The index of the next sample, in samples of `seq_len` tokens.
 
-    It comes from `samples` in state.json, or from the steps done where an older version wrote none.
-    Under another sequence length it is scaled to the same number of tokens, rounded up.
+    It is `samples` in state.json, or derived from the steps done if an older version wrote none. If
+    the sequence length has changed, it is scaled to the same number of tokens and rounded up.
     """
     saved = state["config"]
     batches = state["step"] + sum(stop - first for first, stop in state.get("left_out", ()))
@@ -238,7 +242,7 @@ def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:
 
 
 def _check_tokenizer(path: Path, state: Mapping[str, Any], config: Config, tokenizer: str) -> None:
-    """Raise CheckpointError where the weights were trained on the ids of another tokenizer."""
+    """Raise CheckpointError if the weights were trained with another tokenizer."""
     if state["tokenizer"] != tokenizer:
         raise checkpoint.CheckpointError(
             f"{path}: trained with another tokenizer than data.tokenizer={config.data.tokenizer}"
@@ -246,7 +250,7 @@ def _check_tokenizer(path: Path, state: Mapping[str, Any], config: Config, token
 
 
 def _went_back_to(target: Path, newest: Mapping[str, Any]) -> bool:
-    """Whether the newest checkpoint was written by a start that had gone back to `target`."""
+    """Whether the start that wrote the newest checkpoint had gone back to `target`."""
     return _same(Path(str(newest["config"]["checkpoint"].get("resume"))), target)
 
 

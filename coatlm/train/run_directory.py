@@ -1,14 +1,14 @@
-"""The run directory and the console: files that say what a run was and did, and logging.
+"""The files of a run directory, and logging to the console and train.log.
 
 config.yaml     the resolved configuration
 env.json        versions, device, host, commit and command line
-train.log       the console's lines with the time of day
-metrics.jsonl   written by `metrics.py`; read, repaired and drawn here
-states.jsonl    likewise, where log.states_every asks for it
-numerics.jsonl  likewise, where log.numerics_every does
+train.log       the lines of the console with timestamps
+metrics.jsonl   written by `metrics.py`; read, repaired and plotted here
+states.jsonl    the same, with log.states_every
+numerics.jsonl  the same, with log.numerics_every
 loss.png        the loss curves of metrics.jsonl
-attempts/       what the directory held before a start that did not continue it: `attempts.py`
-lock.json       while a run goes on, which one: `lock.py`
+attempts/       files of earlier starts that the run does not continue: `attempts.py`
+lock.json       the process that holds the directory while a run is active: `lock.py`
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", 
 Record = dict[str, Any]
 
 logger = logging.getLogger("coatlm")
-lines = logging.getLogger("coatlm.lines")  # what a progress bar shows instead
+lines = logging.getLogger("coatlm.lines")  # lines that a progress bar replaces on a terminal
 
 
 def prepare_directory(path: Path, *, files: bool = True) -> None:
-    """Make the run directory. Raises ValueError where it, or a file of the run, cannot be written.
+    """Create the run directory. Raises ConfigError if it, or a file of the run, is not writable.
 
-    Several ranks may call it at the same time; those that write no `files` need not try them.
+    Several ranks may call it concurrently; `files` is for the rank that writes the run's files.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def prepare_directory(path: Path, *, files: bool = True) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by `text`; after a crash it is whole, the old one or the new."""
+    """Replace a file by `text` atomically: after a crash it has the old or the new content."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -80,12 +80,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """config.yaml: loading it gives the same run."""
+    """Write config.yaml, from which the same run can be started."""
     write_atomically(run_dir / "config.yaml", config.to_yaml())
 
 
 def write_environment(run_dir: Path, *, device_name: str | None, job: str | None = None) -> None:
-    """env.json: what this run was started with, and on; `job` is the launcher's name of the job."""
+    """Write env.json: command, software and hardware. `job` is the launcher's name of the job."""
     environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -101,7 +101,7 @@ def write_environment(run_dir: Path, *, device_name: str | None, job: str | None
 
 
 def read_environment(run_dir: Path) -> Record:
-    """What `write_environment` wrote; {} where it cannot be read."""
+    """Read env.json; {} if it cannot be read."""
     try:
         return read_json(run_dir / "env.json")
     except ValueError:
@@ -116,7 +116,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of the code, `-dirty` behind it if files differ; None outside a repository."""
+    """The commit of the code, with `-dirty` if files differ; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(
@@ -128,25 +128,25 @@ def _git_commit() -> str | None:
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """The records of metrics.jsonl without lines that are no JSON object; [] without a file."""
+    """The records of metrics.jsonl; see `read_records`."""
     return read_records(run_dir / METRICS)
 
 
 def read_records(path: Path) -> list[Record]:
-    """The JSON objects of a file with one a line that carry a step; [] without a file."""
+    """The JSON objects with a step of a .jsonl file; damaged lines are skipped, [] if no file."""
     return [record for record, _ in _whole_lines(path)]
 
 
 def earlier_attempts(run_dir: Path) -> list[Path]:
-    """The run directories under attempts/, the oldest first."""
+    """The run directories under attempts/, oldest first."""
     parent = run_dir / ATTEMPTS
     return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
 
 
 def repair_metrics(path: Path, last_step: int) -> int:
-    """Drop torn lines and those of steps after `last_step`; return how many went.
+    """Remove damaged lines and those of steps after `last_step`; returns how many were removed.
 
-    A crash can leave half a line, and a run resumed at step k repeats the steps after k.
+    A crash can leave an incomplete line, and a run resumed at step k repeats the steps after k.
     """
     if not path.exists():
         return 0
@@ -164,7 +164,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[Record, str]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # a number too long is no JSONDecodeError
+        except (ValueError, RecursionError):  # a too long number raises plain ValueError
             continue
         if isinstance(record, dict) and _is_step(record.get("step")):
             yield record, line
@@ -175,18 +175,18 @@ def _is_step(value: Any) -> bool:
 
 
 def is_value(value: Any) -> bool:
-    """Whether a record's value can be drawn: a number, or null for one that was not finite."""
+    """Whether a value can be plotted: a finite number, or null, which stands for NaN or Inf."""
     if value is None:
         return True
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def loss_plot(run_dir: Path) -> Path | None:
-    """Draw loss.png from metrics.jsonl: losses above, learning rate below; None without a loss.
+    """Draw loss.png with losses and learning rate from metrics.jsonl; None if there is no loss.
 
     Training losses of earlier attempts are drawn in grey.
     """
-    from matplotlib.figure import Figure  # half a second that only the end of a run pays
+    from matplotlib.figure import Figure  # takes half a second, needed only at the end of a run
 
     records = read_metrics(run_dir)
     train = [{"loss_mean": r["loss"], **r} for r in records if is_value(r.get("loss", ""))]
@@ -201,7 +201,7 @@ def loss_plot(run_dir: Path) -> Path | None:
     upper.plot(
         *_curve(val, "val_loss"), marker="o", markersize=4, linewidth=1.0, label="validation"
     )
-    upper.set_ylabel("loss (nats a token)")
+    upper.set_ylabel("loss (nats per token)")
     upper.legend(frameon=False)
     lower.plot(*_curve(train, "lr"), color="0.4", linewidth=1.0)
     lower.set_ylabel("lr")
@@ -215,13 +215,13 @@ def loss_plot(run_dir: Path) -> Path | None:
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """x and y of a line, of the records that have a value; null leaves a gap."""
+    """The x and y values of `key`; null becomes NaN, which leaves a gap in the curve."""
     drawn = [r for r in records if is_value(r.get(key, ""))]
     return [r["step"] for r in drawn], [math.nan if r[key] is None else r[key] for r in drawn]
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Writes above a progress bar instead of through it."""
+    """A console handler that does not write into a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):
@@ -229,16 +229,16 @@ class _Console(logging.StreamHandler[TextIO]):
 
 
 class _LogFile(logging.FileHandler):
-    """Raises where it cannot be written to: a run whose disk is full ends with that as reason."""
+    """A log file that raises on write errors, so that a full disk ends the run with that error."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise
 
 
 def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
-    """Send the logger `coatlm` to the console and to train.log; other ranks warn on stderr only.
+    """Log to the console and train.log on rank 0; other ranks print warnings to stderr.
 
-    `stream` is rank 0's console, stdout unless given. Another call replaces the former handlers.
+    `stream` is rank 0's console, by default stdout. A second call replaces the earlier handlers.
     """
     stop_logging()
     console = _Console((stream or sys.stdout) if rank == 0 else sys.stderr)
@@ -259,7 +259,7 @@ def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> 
 
 
 def stop_logging() -> None:
-    """Undo `start_logging`."""
+    """Remove the handlers of `start_logging`."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -268,7 +268,7 @@ def stop_logging() -> None:
 
 
 def step_line(record: Mapping[str, Any], steps: int) -> str:
-    """The console's line for a record; what is not known is left out."""
+    """The console line of a record, without unknown values."""
     parts = [f"step {record['step']}/{steps}"]
     if "val_loss" in record:
         return f"{parts[0]} | val_loss {record['val_loss']:.4f} | val_ppl {record['val_ppl']:.2f}"
@@ -284,7 +284,7 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
 
 
 def speed(record: Mapping[str, Any]) -> Iterator[str]:
-    """The parts of a line about speed: tokens and FLOPs a second, and mfu where it is known."""
+    """The throughput in a console line: tokens and FLOPs per second, and mfu if it is known."""
     rate, tflops = record["tokens_per_s_per_gpu"], record["tflops_per_gpu"]
     yield (f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}") + " tok/s/gpu"
     yield (f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}") + " TFLOP/s/gpu"

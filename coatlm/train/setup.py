@@ -1,7 +1,7 @@
-"""Before the first step: who this process is, which device it has, what the run consists of.
+"""Ranks, device and process group of this process, from the launcher's environment.
 
-The only module that reads the environment. Ranks come from torchrun (RANK, WORLD_SIZE, LOCAL_RANK),
-from srun (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID), or there is one process.
+This is the only module that reads the environment. Ranks come from torchrun (RANK, WORLD_SIZE,
+LOCAL_RANK) or srun (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID); otherwise there is one process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from coatlm.train.rendezvous import meet, open_store
 from coatlm.train.reports import Failure
 
 DEFAULT_PORT = 29500
-START_TIMEOUT = 600.0  # seconds for all ranks to come: the default of parallel.start_timeout
+START_TIMEOUT = 600.0  # seconds for all ranks to connect: the default of parallel.start_timeout
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-FLIGHT_ENTRIES = 2000  # collectives: some hundred steps of a small model, some steps of a deep one
+FLIGHT_ENTRIES = 2000  # collectives: hundreds of steps of a small model, a few of a deep one
 MAX_RANKS = 2**20  # beyond any cluster
 LOOPBACK = "127.0.0.1"
 TASKS_PER_NODE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
@@ -37,26 +37,26 @@ TASKS_PER_NODE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among the processes of the run."""
+    """The position of this process among those of the run, and what its launcher provides."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_size: int = 1  # processes on this node
-    address: str | None = None  # host:port of rank 0; None: one process
+    address: str | None = None  # host:port of rank 0; None with a single process
     store_held: bool = False  # the launcher already serves the store at `address`
-    attempt: str = "0"  # of an elastic launcher; keeps the keys of restarts apart
-    own_gpu: bool = False  # the launcher shows each process only its own GPU
-    restarts: int = 0  # how often the launcher starts all processes again when one fails
-    one_host: bool = True  # the launcher says that all ranks are on this host
-    error_file: Path | None = None  # where torchrun expects the reason of a rank that failed
-    restarted: bool = False  # a launcher or batch system has started the same command before,
-    job: str | None = None  # in the job of this name
-    owned: bool = False  # the launcher is the parent process, and ends when this one should
+    attempt: str = "0"  # restart count of an elastic launcher, a prefix of keys in the store
+    own_gpu: bool = False  # the launcher makes only its own GPU visible to each process
+    restarts: int = 0  # how many times the launcher restarts all processes when one fails
+    one_host: bool = True  # all ranks are on this host
+    error_file: Path | None = None  # where torchrun expects the error of a failed rank
+    restarted: bool = False  # a launcher or batch system has started the same command before
+    job: str | None = None  # the launcher's name of the job
+    owned: bool = False  # the parent process is the launcher; end when it ends
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
-        """Read torchrun's variables, else srun's. Raises ConfigError where one cannot be used."""
+        """Read torchrun's variables, else srun's. Raises ConfigError for an invalid value."""
         if "RANK" in env or "WORLD_SIZE" in env:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
             if "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
@@ -96,7 +96,7 @@ class Launch:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a SLURM node list: `gpu[03-07,12],login1` -> `gpu03`."""
+    """The first host of a SLURM node list: `gpu[03-07,12],login1` -> `gpu03`."""
     match = re.match(r"([^,\[\]\s]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?(?:,|$)", nodelist)
     if not match:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no host")
@@ -112,11 +112,11 @@ def start_processes(
     refusal: ConfigError | None = None,
     env: MutableMapping[str, str] = os.environ,
 ) -> tuple[str, ...]:
-    """Choose the device and join the other processes (NCCL with a GPU, gloo without).
+    """Choose the device and initialize torch.distributed (NCCL with a GPU, gloo without).
 
-    Returns the host of each rank. Waits `start_timeout` seconds for all of them. `refusal` is why
-    this process cannot take part: it is announced, and AgreedError raised on all ranks. Raises
-    LostPeerError where rank 0 does not answer, and ConfigError in a process that is alone.
+    Returns the host of each rank. Waits up to `start_timeout` seconds for all ranks. `refusal` is
+    an error of this process that makes all ranks raise AgreedError; a single process raises it
+    itself. Raises LostPeerError if rank 0 does not answer.
     """
     gpu = None
     try:
@@ -151,7 +151,7 @@ def start_processes(
             seconds=start_timeout,
             failure=None if refusal is None else Failure.of(refusal),
         )
-    # a device_id would have NCCL connect every group at once, also those that never carry anything
+    # with a device_id NCCL would connect every group eagerly, including groups that are never used
     with connecting(launch, start_timeout):
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
@@ -160,10 +160,10 @@ def start_processes(
 
 
 def connecting(launch: Launch, start_timeout: float) -> AbstractContextManager[None]:
-    """While ranks connect: end the process after `start_timeout` seconds.
+    """End the process if ranks do not connect within `start_timeout` seconds.
 
-    A rank that has met the others and dies now leaves them waiting for its connection; later, the
-    loss of a connection is an error at once.
+    If a rank dies between the rendezvous and its connection, the others would wait for it; once
+    connected, the loss of a connection raises an error immediately.
     """
     who = f"[rank {launch.rank}, {platform.node()}]"
     waited = f"parallel.start_timeout={start_timeout:g} s"
@@ -171,9 +171,9 @@ def connecting(launch: Launch, start_timeout: float) -> AbstractContextManager[N
 
 
 def stay_on_loopback(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let gloo and NCCL listen on the loopback interface alone, as all ranks are on this host.
+    """Make gloo and NCCL listen only on the loopback interface, if all ranks are on this host.
 
-    Both would take the interface of the host's name. What the environment says already stays.
+    By default both choose the interface of the host name. Variables that are set stay unchanged.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == LOOPBACK for address in addresses):
@@ -182,9 +182,9 @@ def stay_on_loopback(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def record_collectives(prefix: Path, env: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch keep its latest collectives; after a timeout NCCL writes them to PREFIX<rank>.
+    """Turn on torch's flight recorder; after a timeout NCCL writes it to PREFIX<rank>.
 
-    Call it before `start_processes`. What the environment says already stays.
+    Call it before `start_processes`. Variables that are set stay unchanged.
     """
     env.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES))
     env.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix.absolute()))
@@ -192,15 +192,15 @@ def record_collectives(prefix: Path, env: MutableMapping[str, str] = os.environ)
 
 
 def recorded_collectives() -> bytes:
-    """The record so far, pickled: of NCCL with a GPU (torchfrtrace reads it), else of gloo."""
+    """The pickled flight record of NCCL with a GPU (torchfrtrace reads it), else of gloo."""
     c10d: Any = torch._C._distributed_c10d
     return c10d._dump_nccl_trace() if torch.cuda.is_available() else c10d._dump_fr_trace()
 
 
 def choose_gpu(launch: Launch) -> torch.device | None:
-    """The GPU of this process, None without GPUs. Raises ConfigError where there are too few.
+    """The GPU of this process; None without GPUs. Raises ConfigError if there are too few.
 
-    A launcher that shows each process one GPU of its own (srun --gpus-per-task=1) is understood.
+    Supports launchers that make one GPU visible to each process (srun --gpus-per-task=1).
     """
     if not torch.cuda.is_available():
         return None
@@ -210,13 +210,13 @@ def choose_gpu(launch: Launch) -> torch.device | None:
     if launch.local_size > count:
         raise ConfigError(
             f"{launch.local_size} processes on this node but {count} GPUs: "
-            f"start at most {count} a node"
+            f"start at most {count} per node"
         )
     return torch.device("cuda", launch.local_rank)
 
 
 def quiet_megatron() -> None:
-    """Drop two warnings of megatron-core that say nothing about a run of coatlm."""
+    """Suppress warnings of megatron-core that do not apply to coatlm."""
     expected = ("Unknown MLP type", "Rewrapping ModuleSpec", "GPTModel IS DEPRECATED")
 
     def unexpected(record: logging.LogRecord) -> bool:
@@ -227,9 +227,9 @@ def quiet_megatron() -> None:
 
 
 def _processes_on_node(env: Mapping[str, str], local_name: str) -> int | None:
-    """How many processes the launcher has on this node; None where it does not say.
+    """The number of processes on this node; None if the launcher does not provide it.
 
-    SLURM writes `4(x2),3` for the nodes of a step: the largest number stands for all of them.
+    SLURM writes `4(x2),3` for all nodes of a step; the largest number is used for each.
     """
     if "LOCAL_WORLD_SIZE" in env:
         return _integer(env, "LOCAL_WORLD_SIZE", 1, MAX_RANKS)
@@ -249,7 +249,7 @@ def _master(env: Mapping[str, str], one_host: bool) -> str:
 
 
 def _job_port(env: Mapping[str, str]) -> int:
-    """One port a job, so that two jobs may share a node."""
+    """One port per job, so that two jobs can share a node."""
     return DEFAULT_PORT + _integer(env, "SLURM_JOB_ID", default="0") % 1000
 
 
@@ -269,7 +269,7 @@ def _integer(
     *,
     default: str | None = None,
 ) -> int:
-    """The whole number in a variable. Raises ConfigError, naming it, unless low <= it <= high."""
+    """The integer in a variable. Raises ConfigError with its name unless low <= it <= high."""
     value = env.get(name, default)
     number = int(value) if value is not None and re.fullmatch(r"[0-9]{1,18}", value) else None
     if number is None or not low <= number <= high:

@@ -1,13 +1,14 @@
-"""Rectangles of logical tensors to and from a directory, in megatron-core's `torch_dist` layout.
+"""Write and read sharded tensors in megatron-core's `torch_dist` layout.
 
-Each rank hands in the rectangles it holds; together they tile the logical tensors. A rank writes
-one `.distcp` file of its own, and `.metadata` says where every rectangle lies. Any other tiling can
-be read back: each rectangle wanted is assembled from its intersections with those stored. Values
-are copied bit by bit, so stored and wanted types must agree.
+Each rank passes its shards, which are rectangles of the global tensors; the shards of all ranks
+together cover each tensor. A rank writes one `.distcp` file, and `.metadata` maps every shard to a
+file and an offset. A checkpoint can be read with any other sharding: each requested shard is
+assembled from the parts of stored shards that it overlaps. Values are copied bit by bit, so the
+stored and requested types must be equal.
 
-torch.distributed.checkpoint does the planning and the input/output. Its two uses of pickle are
-fenced: `.metadata` is read with an allow-list of types (see `metadata`), and tensors are read with
-torch's `weights_only` unpickler. `common.pt` is for megatron alone and never read here.
+torch.distributed.checkpoint (DCP) plans and performs the input and output. Its two uses of pickle
+are restricted: `.metadata` is read with an allow-list of types (see `metadata`), and tensors are
+read with torch's `weights_only` unpickler. `common.pt` is for megatron and never read here.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from coatlm.train.reports import error_line
 def write_tensors(
     directory: Path, tensors: Iterable[ShardedTensor], group: Group | None = None
 ) -> None:
-    """Write the rectangles of all ranks of a gloo group; on the host they are written in place.
+    """Write the shards of all ranks of a gloo group; tensors on the host are not copied.
 
-    Raises CheckpointError on every rank if any of them fails or a tensor is not covered.
+    Raises CheckpointError on every rank if any rank fails or the shards do not cover a tensor.
     """
     try:
         save(
@@ -69,7 +70,7 @@ def write_tensors(
 
 
 def write_layout(directory: Path) -> None:
-    """Write what makes megatron-core recognise the directory as a checkpoint of its own."""
+    """Write common.pt and metadata.json, by which megatron-core recognizes its checkpoints."""
     common = io.BytesIO()
     torch.save({}, common)
     write_file(directory / "common.pt", common.getvalue())
@@ -84,11 +85,11 @@ def load(
     *,
     allow_extra: bool = False,
 ) -> None:
-    """Fill the memory of `tensors` in place from a checkpoint. All ranks of a gloo group call it.
+    """Load a checkpoint into the memory of `tensors`. All ranks of a gloo group call it.
 
-    Raises CheckpointError on every rank, and names the tensor, if one is not stored with the wanted
-    shape and type, or is stored and wanted by no rank (unless `allow_extra`). Nothing has been
-    written to memory then. Files are not checked against the manifest: `verify` does that.
+    Before any tensor is changed, raises CheckpointError on every rank with the name of a tensor
+    that is not stored with the requested shape and type, or that is stored and requested by no rank
+    (unless `allow_extra`). Files are not compared with the manifest; `verify` does that.
     """
     reader = _Reader(checkpoint)
     together(lambda: _check(reader, tensors), group)
@@ -101,7 +102,7 @@ def load(
 
 
 class StoredTensors:
-    """The logical tensors of a checkpoint: what they are, and each of them when it is wanted."""
+    """The global tensors of a checkpoint: their types and shapes, and each tensor on request."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._reader = _Reader(checkpoint)
@@ -111,7 +112,7 @@ class StoredTensors:
         }
 
     def read(self, key: str) -> Tensor:
-        """One of them, whole, on the host. Raises CheckpointError where parts are missing."""
+        """Read one whole tensor to the host. Raises CheckpointError if parts are missing."""
         dtype, shape = self.described[key]
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         _fill(self._reader, {key: tensor})
@@ -119,7 +120,7 @@ class StoredTensors:
 
 
 def read_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """The logical tensors stored, whole, by key and one at a time, on the host."""
+    """Yield each stored global tensor with its key, whole, on the host."""
     stored = StoredTensors(checkpoint)
     for key in stored.described:
         yield key, stored.read(key)
@@ -130,9 +131,9 @@ def write_one_by_one(
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     make: Callable[[str], Tensor],
 ) -> None:
-    """Write whole tensors from one process; `make(key)` gives each when its turn has come.
+    """Write whole tensors from one process, one at a time; `make(key)` computes each of them.
 
-    What it gives is freed after it was written. Raises CheckpointError, OSError of the disk and the
+    A tensor is freed once it is written. Raises CheckpointError, an OSError of the disk, or the
     ValueError of `make`.
     """
     empty = {
@@ -149,12 +150,12 @@ def write_one_by_one(
 
 
 def tensor_checksums(checkpoint: Path) -> dict[str, str]:
-    """`tensor_checksum` of every logical tensor: equal before and after any resharding."""
+    """`tensor_checksum` of every global tensor, which does not depend on the sharding."""
     return {key: tensor_checksum(tensor) for key, tensor in read_tensors(checkpoint)}
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's type, shape and row-major bytes."""
+    """SHA-256 of a tensor's dtype, shape and row-major bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy().data)
@@ -162,7 +163,7 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, LocalShardsContainer]:
-    """The local rectangles of each logical tensor, as DCP takes them."""
+    """The local shards of each global tensor, in DCP's container type."""
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     for tensor in tensors:
         assert tensor.data is not None and tensor.prepend_axis_num == 0
@@ -173,7 +174,7 @@ def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, LocalShardsContainer]
 
 
 def _check(reader: _Reader, tensors: Sequence[ShardedTensor]) -> None:
-    """Raise CheckpointError if one of `tensors` is not stored, or as something else."""
+    """Raise CheckpointError if one of `tensors` is not stored with the same shape and dtype."""
     found = {k: _describe(v.size, v.properties.dtype) for k, v in reader.tensors().items()}
     problems = []
     for tensor in tensors:
@@ -187,7 +188,7 @@ def _check(reader: _Reader, tensors: Sequence[ShardedTensor]) -> None:
 
 
 def _unused(reader: _Reader, tensors: Sequence[ShardedTensor], group: Group | None) -> list[str]:
-    """Keys stored that no rank wants."""
+    """The stored keys that no rank requests."""
     stored = sorted(reader.tensors())
     local = {tensor.key for tensor in tensors}
     wanted = torch.tensor([key in local for key in stored], dtype=torch.uint8)
@@ -197,7 +198,7 @@ def _unused(reader: _Reader, tensors: Sequence[ShardedTensor], group: Group | No
 
 
 def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
-    """Copy what is stored into `targets`. Each rank plans for itself: nothing is to be agreed."""
+    """Load stored values into `targets`. Each rank plans locally, without collectives."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
     try:
@@ -210,7 +211,7 @@ def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
         reader.read_data(plan, planner).wait()
     except (OSError, MemoryError, CheckpointError):
         raise
-    except pickle.UnpicklingError as error:  # torch's message advises to read the file all the same
+    except pickle.UnpicklingError as error:  # torch's message suggests loading the file anyway
         problem = "a .distcp file holds something other than tensors, refused"
         raise CheckpointError(f"{reader.path}: {problem}") from error
     except Exception as error:  # a damaged file raises nearly anything
@@ -218,7 +219,7 @@ def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
 
 
 def _elements(target: Tensor) -> int:
-    """Elements to be filled: of the local rectangles, or of a plain tensor."""
+    """The number of elements to load: those of the local shards, or of a plain tensor."""
     if isinstance(target, LocalShardsContainer):
         return sum(math.prod(chunk.sizes) for chunk in target.__create_chunk_list__())
     return target.numel()
@@ -233,11 +234,11 @@ def _more(items: Sequence[str]) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, which names a tensor with holes, also when one process saves alone."""
+    """DCP's planner with a check, also in a single process, that shards cover each tensor."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        for item in plan.items:  # of the copy on its way to the disk, not of the tensor
+        for item in plan.items:  # a property of the host copy that is written, not of the tensor
             assert item.tensor_data is not None
             item.tensor_data.properties.pin_memory = False
         return plan
@@ -256,9 +257,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _MakingPlanner(_SavePlanner):
-    """Plans with tensors that have no data yet, and takes it away again once it is written.
+    """Plans with meta tensors; computes each one when it is written and frees it afterwards.
 
-    DCP keeps every tensor of a file until the file is complete.
+    DCP itself would hold every tensor of a file until the file is complete.
     """
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
@@ -279,20 +280,20 @@ class _MakingPlanner(_SavePlanner):
 
 
 class _Writer(filesystem.FileSystemWriter):
-    """One file a rank, synced, by one thread: DCP loses the exceptions of its other threads.
+    """Writes one file per rank with fsync, in one thread: DCP loses exceptions of other threads.
 
-    Nothing is copied ahead: DCP's copier would start CUDA on device 0 in a thread.
+    Copying ahead is off, because DCP's thread for it would initialize CUDA on device 0.
     """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing of this machine, such as the temporary path."""
+        """Empty, so that `.metadata` does not contain the temporary path."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write, and report a full disk as such: torch's zip writer reports a wrong position."""
+        """Write; raise the OSError of a full disk, which torch's zip writer hides."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -302,19 +303,19 @@ class _Writer(filesystem.FileSystemWriter):
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Reads a checkpoint that may have been tampered with."""
+    """Reads an untrusted checkpoint."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, from the allowed types only. Raises CheckpointError for any other."""
+        """Read the metadata, of allowed types only. Raises CheckpointError for others."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path))
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """What is stored, by key."""
+        """The stored tensors by key."""
         stored = self.read_metadata().state_dict_metadata
         return {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}

@@ -24,14 +24,14 @@ from coatlm.train.run_directory import (
 
 
 class Sink(Protocol):
-    """Takes every record of a run."""
+    """A destination for the records of a run."""
 
     def write(self, record: Record) -> None: ...
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """A .jsonl file, a line at a time; each is in the file when `write` returns."""
+    """A .jsonl file; each line is flushed to the file when `write` returns."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         dropped = repair_metrics(path, resume_step)
@@ -57,7 +57,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise missing_package("log.tensorboard=true", "tensorboard") from None
-        # what was written after the checkpoint is hidden, as it is dropped from metrics.jsonl
+        # purge_step hides events after the checkpoint, which metrics.jsonl drops as well
         self.writer = SummaryWriter(str(run_dir / "tb"), purge_step=resume_step + 1)
 
     def write(self, record: Record) -> None:
@@ -69,7 +69,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases; a restart continues the run whose id is in wandb_id.txt."""
+    """Weights & Biases; a restart resumes the wandb run whose id is in wandb_id.txt."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         try:
@@ -88,7 +88,7 @@ class Wandb:
             dir=str(run_dir),
             config=config.model_dump(mode="json"),
         )
-        # a resumed run goes back behind its last step, which wandb's own step counter forbids
+        # a resumed run repeats steps, which wandb's own step counter does not allow
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -100,7 +100,7 @@ class Wandb:
 
 
 class Console:
-    """One line a record, and on a terminal a progress bar in the place of the lines of steps."""
+    """One line per record; on a terminal a progress bar replaces the lines of steps."""
 
     def __init__(self, config: Config, resume_step: int, stream: TextIO) -> None:
         self.steps = config.train.steps
@@ -133,7 +133,7 @@ def missing_package(option: str, package: str) -> ValueError:
 
 
 def _scalars(record: Record) -> Record:
-    """The known numbers of a record under the names that trackers group by."""
+    """The numbers of a record that are not null, named train/KEY or val/KEY."""
     kind = "val" if "val_loss" in record else "train"
     return {
         f"{kind}/{k.removeprefix('val_')}": v

@@ -1,13 +1,14 @@
-"""Updates that are left out because their loss or gradient norm jumps.
+"""Detect spikes of loss and gradient norm, whose updates are skipped.
 
-    spike  <=>  x > mean(W) + sigma * std(W)   for x = the loss or the gradient norm
+    spike  <=>  x > mean(W) + sigma * std(W)   where x is the loss or the gradient norm
 
-W are the values of the last `window` finite steps, each cut off at the limit it was held against:
-a single spike hardly moves the mean, and a level that stays becomes the new normal. There are no
-spikes before the window is full.
+W are the values of the last `window` finite steps, each clamped to the limit that applied to it:
+a single spike hardly changes the mean, while a lasting higher level raises the limit step by step.
+There are no spikes before the window is full.
 
-The decision is made on the device and nothing waits for it. Ranks may differ in the last bit of a
-sum, so they first agree on the largest value: they then hold the same window and decide alike.
+The decision is made on the device, without synchronization. Values may differ between ranks in the
+last bit of a sum, so their maximum over all ranks is used: every rank then has the same window and
+makes the same decision.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from torch import Tensor
 
 
 class SpikeGuard:
-    """The window, and the verdict on the last step. `group` holds all ranks; None: one process."""
+    """The window of recent values, and whether the last step was a spike.
+
+    `group` contains all ranks; None stands for one process.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,8 @@ class SpikeGuard:
         self.spike = torch.zeros((), dtype=torch.bool, device=device)  # the last step was one
 
     def accepts(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Whether the update may be made: bool on the device, the same on all ranks. Call once."""
+        """Whether to make the update: a bool on the device, equal on all ranks. Call once per
+        step."""
         value_2 = torch.stack([loss, norm]).float()
         if self.group is not None:
             dist.all_reduce(value_2, op=dist.ReduceOp.MAX, group=self.group)
@@ -58,11 +63,11 @@ class SpikeGuard:
         return ~self.spike
 
     def state(self) -> dict[str, Any]:
-        """The window as values of JSON, which hold fp32 exactly. Waits for the device."""
+        """The window as JSON values, which represent fp32 exactly. Waits for the device."""
         return {"values": self.values_2W.tolist(), "count": int(self.count)}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Take up what `state` gave; a window of another length, or none, starts anew."""
+        """Restore what `state` returned; None or a window of another length clears the window."""
         if state is None or len(state["values"][0]) != self.values_2W.shape[1]:
             self.values_2W.zero_()
             self.count.zero_()

@@ -39,11 +39,11 @@ logger = logging.getLogger("coatlm")
 
 
 def train(config: Config, launch: Launch) -> ExitCode:
-    """Run `config` to its end, or until a signal.
+    """Train as `config` says, to the end or until a signal.
 
-    Raises ConfigError for bad input (with several ranks AgreedError, on all of them),
-    CheckpointError if saving or loading fails, NonFiniteError after train.max_skipped skipped steps
-    in a row.
+    Raises ConfigError for invalid input (with several ranks AgreedError, on all of them),
+    CheckpointError if saving or loading fails, and NonFiniteError after train.max_skipped
+    consecutive skipped steps.
     """
     with ExitStack() as stack:
         loop = set_up(config, launch, stack)
@@ -55,16 +55,16 @@ def train(config: Config, launch: Launch) -> ExitCode:
             if launch.rank == 0:
                 finish(config, loop.run, code)
     torch.distributed.destroy_process_group()
-    # torchrun --max-restarts takes any other code for a failure and would start the run again
+    # torchrun --max-restarts treats any other code as a failure and would start the run again
     return ExitCode.OK if launch.restarts else code
 
 
 def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     """Join the other processes, open the data, build the model, resume.
 
-    A list of phases: each succeeds on all ranks, or ends all of them with one message. Returns None
-    if the run has done all its steps already; such a start writes to train.log only. Raises
-    ConfigError in a single process, AgreedError with several ranks.
+    This is a sequence of phases. Each succeeds on all ranks, or ends all of them with one message.
+    Returns None if the run has already done all its steps; such a start writes only to train.log.
+    Raises ConfigError in a single process, AgreedError with several ranks.
     """
     peers = join(config, launch)
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
@@ -120,7 +120,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     loop = peers.agree(
         lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known, lock)
     )
-    stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
+    stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics
     return loop
 
 

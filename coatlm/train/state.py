@@ -39,7 +39,7 @@ class SavedTrain(BaseModel):
 
 
 class SavedSource(BaseModel):
-    """The identity of one source of the blend, see `data.identity.SourceIdentity`."""
+    """The identity of one source of the blend: see `data.identity.SourceIdentity`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -62,7 +62,7 @@ class SavedConfig(BaseModel):
 
 
 class State(BaseModel):
-    """The content of state.json; it may have more keys."""
+    """The content of state.json, which may have more keys."""
 
     model_config = ConfigDict(strict=True)
 
@@ -84,7 +84,7 @@ class State(BaseModel):
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """`read_state` of a checkpoint that a run has written. Raises CheckpointError in one line."""
+    """Read and validate the state of a run's checkpoint. Raises CheckpointError in one line."""
     state = read_state(checkpoint)
     try:
         State.model_validate(state)

@@ -23,7 +23,7 @@ from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
-from coatlm.optim.adamw import AdamW, Shard
+from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
@@ -98,7 +98,7 @@ class Trainer:
             self.chunks,
             groups,
             clip_grad=o.clip_grad,
-            make_shard=Shard,
+            make_shard=FlatShard,
             make_optimizer=partial(
                 AdamW, recipe=o.recipe, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
             ),
@@ -163,15 +163,15 @@ class Trainer:
         return {number: layer for report in reports for number, layer in report.items()}
 
     def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
-        """`edq.report` of the current step, the same on all ranks. Synchronizes with the device."""
+        """`edq.to_metrics` of the current step, the same on all ranks; waits for the device."""
         zero = self.optimizer
-        sums = edq.collect(
-            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.unshared
+        sums = edq.local_sums(
+            zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, counted=zero.unshared
         )
         flat = torch.cat(list(sums.values()))
         dist.all_reduce(flat, group=zero.norm_group)
         parts = flat.split([part.numel() for part in sums.values()])
-        return edq.report(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
+        return edq.to_metrics(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
 
     def watch_numerics(self) -> AbstractContextManager[dict[int, numerics.Probe]]:
         """A context that probes this rank's FP8 layers in a step; only dp rank 0 has probes."""

@@ -1,14 +1,14 @@
-"""Which rank is slow, and at what: seconds of each phase of a step, compared over the ranks.
+"""Find the slowest rank: the time of each phase of a step, compared over the ranks.
 
-    data               reading a batch and cutting this rank's part from it   by the host's clock
-    forward_backward   from the first microbatch to the last gradient         on a GPU: by events on
-    update             the optimizer, and starting to gather the weights      its stream
+    data               reading a batch and taking this rank's share of it    by the host's clock
+    forward_backward   from the first microbatch to the last gradient        on a GPU: by CUDA
+    update             the optimizer, and launching the weight all-gather    events
 
-What lies between them is waiting for other ranks and is not counted: a slow rank makes the others
-wait, so its own work is what stands out. Under tensor and pipeline parallelism ranks also wait for
-each other inside forward and backward, and the report names one of a slow group.
+Time between the phases is spent waiting for other ranks and is not counted, because a slow rank
+makes all others wait. Under tensor and pipeline parallelism ranks also wait for each other inside
+forward and backward; the report then names one rank of a slow group.
 
-Events are recorded in the step and read on log steps, after the device was waited for anyway.
+Events are recorded in each step and read on log steps, when the device is synchronized anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOST = ("data",)
 
 
 class PhaseTimer:
-    """Seconds of each phase since the last `read`. `cuda`: phases but `data` are timed there."""
+    """Accumulates the time of each phase. With `cuda`, phases except `data` use CUDA events."""
 
     def __init__(
         self, *, cuda: bool = False, clock: Callable[[], float] = time.perf_counter
@@ -37,7 +37,7 @@ class PhaseTimer:
         self._steps = 0
 
     def enter(self, phase: str | None) -> None:
-        """End the phase under way and begin another; None: only waiting follows."""
+        """End the current phase and begin another; None begins none, as the rank then waits."""
         if self._open is not None:
             last, start = self._open
             if isinstance(start, float):
@@ -52,7 +52,10 @@ class PhaseTimer:
             self._open = (phase, self._event() if on_device else self.clock())
 
     def read(self) -> list[float]:
-        """Milliseconds per step of each phase; starts over. On a GPU: after it was waited for."""
+        """Milliseconds per step of each phase since the last call.
+
+        On a GPU, synchronize first.
+        """
         self.enter(None)
         for phase, start, stop in self._events:
             self._seconds[phase] += start.elapsed_time(stop) / 1000
@@ -69,16 +72,16 @@ class PhaseTimer:
 
 
 class Slowest(NamedTuple):
-    """The rank with the most work of its own, and the phase in which it lost most."""
+    """The rank with the longest time of its own, and its phase that exceeds the median most."""
 
     rank: int
     phase: str
-    ms: float  # of its own work per step
-    median_ms: float  # of all ranks; of an even number, the lower of the two in the middle
+    ms: float  # the rank's own time per step
+    median_ms: float  # over all ranks; the lower median if their number is even
 
 
 def slowest(times_RP: list[list[float]]) -> Slowest:
-    """From the milliseconds of each rank and phase."""
+    """The slowest rank, given the milliseconds of each rank and phase."""
     times = torch.tensor(times_RP, dtype=torch.float64)
     totals_R = times.sum(1)
     rank = int(totals_R.argmax())
@@ -88,7 +91,7 @@ def slowest(times_RP: list[list[float]]) -> Slowest:
 
 
 def compare(times_P: list[float], group: dist.ProcessGroup) -> Slowest:
-    """The slowest of a gloo group; every rank calls it with its own times."""
+    """The slowest rank of a gloo group; every rank calls it with its own times."""
     mine = torch.tensor(times_P, dtype=torch.float64)
     everyone = [torch.zeros_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)

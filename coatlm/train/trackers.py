@@ -1,4 +1,4 @@
-"""Whether the trackers that a run asks for can be used, found out before anything else starts."""
+"""Check at the start that the requested experiment trackers can be used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coatlm.train.sinks import missing_package
 
 
 def check_trackers(log: Log) -> None:
-    """Raise ValueError where a package is missing or wandb cannot log in. Never prompts."""
+    """Raise ValueError if a package is missing or wandb cannot log in. Never prompts."""
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise missing_package("log.tensorboard=true", "tensorboard")
     if log.wandb_project:
@@ -25,7 +25,7 @@ def _check_wandb(option: str) -> None:
     try:
         if wandb.setup().settings.mode != "online":
             return
-        # a wrong key and a network without a way out are found here as well
+        # also fails for an invalid key and without network access
         if not wandb.login(verify=True, prompt=False):
             raise ConfigError(f"{option}: wandb is not logged in: {advice}")
     except wandb.Error as error:

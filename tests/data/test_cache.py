@@ -92,7 +92,7 @@ def test_a_damaged_entry_is_made_anew_with_one_warning(
         assert text_of(data) == TEXT
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, warnings
-    assert str(home) in warnings[0] and "tokenised again" in warnings[0]
+    assert str(home) in warnings[0] and "tokenized again" in warnings[0]
     assert "\n" not in warnings[0] and len(warnings[0]) < 400
     made = (home / "text.idx").stat().st_mtime_ns
     assert text_of(data) == TEXT
@@ -214,13 +214,13 @@ def test_a_killed_start_is_continued_by_the_next(
 def test_a_shard_damaged_between_two_starts_is_an_error_and_is_made_again(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenise = shards_module.tokenise
+    tokenize = shards_module.tokenize
 
     def and_damage(shards: list[shards_module.TokenShard], *rest: object) -> None:
-        tokenise(shards, *rest)  # type: ignore[arg-type]
+        tokenize(shards, *rest)  # type: ignore[arg-type]
         flip(shards[0].base.with_name(shards[0].base.name + ".bin"))
 
-    monkeypatch.setattr("coatlm.data.preprocess.tokenise", and_damage)
+    monkeypatch.setattr("coatlm.data.preprocess.tokenize", and_damage)
     with pytest.raises(ValueError, match=r"\.bin: is not what was written to it; run again"):
         text_of(data)
     monkeypatch.undo()

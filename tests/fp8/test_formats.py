@@ -19,7 +19,6 @@ from coatlm.fp8.formats import (
     E4M3,
     E5M2,
     FORMATS,
-    DynamicExponent,
     Fp8Format,
     cast,
     decode_table,
@@ -194,43 +193,6 @@ def test_shape_and_order_survive_a_transposed_input() -> None:
     x = torch.randn(5, 7).t()
     assert cast(x, E4M3).shape == (7, 5)
     assert codes(x, E4M3) == codes(x.contiguous(), E4M3)
-
-
-def de8_value(pattern: str, signed: bool) -> float:
-    """Value of a bit pattern of dynamic tree quantization: zeros, an indicator bit, a fraction."""
-    sign = -1 if signed and pattern[0] == "1" else 1
-    body = pattern[1:] if signed else pattern
-    zeros = body.index("1")
-    fraction = body[zeros + 1 :]
-    intervals = 2 ** len(fraction)
-    middle = (int(fraction or "0", 2) + 0.5) / intervals
-    return sign * 10.0**-zeros * (0.1 + 0.9 * middle)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_de8_holds_the_values_of_its_bit_patterns_and_zero_and_one(signed: bool) -> None:
-    # Seven decades: without a sign bit 00000001 would be an eighth one, and stands for 0 or 1.
-    patterns = [f"{i:08b}" for i in range(256)]
-    eighth = "" if signed else "00000001"
-    body = [p for p in patterns if "1" in (p[1:] if signed else p) and p != eighth]
-    expected = sorted([de8_value(p, signed) for p in body] + [0.0, 1.0])
-    table = DynamicExponent(signed).table()
-    assert len(expected) == 256
-    torch.testing.assert_close(table, torch.tensor(expected), rtol=2**-24, atol=0)
-    assert DynamicExponent(signed).smallest_normal == min(e for e in expected if e > 0)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_de8_rounds_to_the_nearest_value(signed: bool) -> None:
-    torch.manual_seed(0)
-    fmt = DynamicExponent(signed)
-    x = torch.rand(4000).pow(4) * (torch.randn(4000).sign() if signed else 1)
-    x = torch.cat([x, fmt.table()])
-    distance = (x[:, None].double() - fmt.table().double()).abs()
-    chosen = distance.gather(1, fmt.encode(x).long()[:, None])[:, 0]
-    # A midpoint is rounded to fp32, 2^-24 of its value: so much may the second nearest be nearer.
-    assert (chosen <= distance.amin(1) + 2 * 2.0**-24 * x.abs()).all()
-    assert torch.equal(fmt.decode(fmt.encode(fmt.table())), fmt.table())
 
 
 def e3m4_value(code: int) -> Fraction:

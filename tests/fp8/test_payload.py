@@ -1,4 +1,4 @@
-"""Payloads: errors from the format's eps, layouts of views, NaN that no rank can miss, kernels."""
+"""Payloads: rounding errors against the eps of the format, views, NaN, and compiled kernels."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def gradients(seed: int, *shape: int) -> Tensor:
-    """Normal values whose size differs from group to group by orders of magnitude."""
+    """Normal values whose size differs from block to block by orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator).unflatten(-1, (-1, SCALE_BLOCK))
     size = torch.randn(*x.shape[:-1], 1, generator=generator)
@@ -41,7 +41,7 @@ def travel(x: Tensor, layout: Layout, shared: Shared | None = None, **options: A
 @every
 @settings(max_examples=20)
 @given(seed=seeds)
-def test_a_value_is_off_by_half_a_spacing_of_its_group(fmt: Coding, seed: int) -> None:
+def test_a_value_is_off_by_half_a_spacing_of_its_block(fmt: Coding, seed: int) -> None:
     x = gradients(seed, 3, 2, 5 * SCALE_BLOCK)
     y = travel(x, Layout(x.shape[-1], fmt, scaled=True))
     scale = x.abs().unflatten(-1, (-1, SCALE_BLOCK)).amax(-1, keepdim=True) / fmt.max
@@ -84,14 +84,14 @@ def test_values_are_multiplied_with_the_rounded_inverse_unless_told_to_be_divide
     )
     assert not torch.equal(by_inverse, by_division)
     layout = Layout(x.shape[-1], E4M3, scaled=False)
-    shared = Shared(scale, torch.zeros(1, 1, layout.groups, dtype=torch.int32))
+    shared = Shared(scale, torch.zeros(1, 1, layout.blocks, dtype=torch.int32))
     payloads = layout.empty(1, 1, device=CPU)
     for options, expected in (({}, by_inverse), ({"divide": True}, by_division)):
         pack(x, payloads, layout=layout, shared=shared, **options)
         assert torch.equal(payloads, expected)
 
 
-def test_own_scales_are_those_of_1x128_groups() -> None:
+def test_own_scales_are_those_of_1x128_blocks() -> None:
     x = gradients(1, 2, 2, 4 * SCALE_BLOCK)
     layout = Layout(4 * SCALE_BLOCK, E4M3, scaled=True)
     payloads = layout.empty(2, 2, device=CPU)
@@ -125,7 +125,7 @@ def test_own_values_take_the_place_of_a_source_unrounded() -> None:
     torch.testing.assert_close(y, expected, rtol=2**-21, atol=0.0)
 
 
-def test_a_shared_scale_is_looked_up_by_the_group_in_the_view() -> None:
+def test_a_shared_scale_is_looked_up_by_the_block_in_the_view() -> None:
     owner = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3], dtype=torch.int32)
     shared = Shared(torch.tensor([1.0, 2.0, 4.0, 8.0]), owner.view(2, 2, 2).transpose(0, 1))
     x = shared.scale[owner.long()].repeat_interleave(SCALE_BLOCK) * 3
@@ -184,7 +184,7 @@ def test_a_payload_takes_132_bytes_for_128_elements() -> None:
     ("x", "scaled", "message"),
     [
         (torch.zeros(1, 1, SCALE_BLOCK, dtype=torch.float16), True, "x.dtype=torch.float16"),
-        (torch.zeros(1, 1, 64), True, "whole groups"),
+        (torch.zeros(1, 1, 64), True, "n % 128 == 0"),
         (torch.zeros(2, 1, SCALE_BLOCK), True, "payloads"),
         (torch.zeros(1, 1, 2 * SCALE_BLOCK)[..., ::2], True, "strides"),
         (torch.zeros(1, 1, SCALE_BLOCK), False, "scales are either"),
@@ -221,7 +221,7 @@ def test_rows_that_begin_between_multiples_of_128_are_refused(dim: int) -> None:
 def test_owners_that_do_not_fit_are_refused(owner: Tensor) -> None:
     layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=False)
     shared = Shared(torch.ones(1), owner.int() if owner.is_contiguous() else owner)
-    with pytest.raises(ValueError, match=r"owner .*: \[1, 1, 2\], rows contiguous"):
+    with pytest.raises(ValueError, match=r"owner .*: \[1, 1, 2\], contiguous rows"):
         pack(
             torch.ones(1, 1, 2 * SCALE_BLOCK),
             layout.empty(1, 1, device=CPU),
@@ -231,11 +231,11 @@ def test_owners_that_do_not_fit_are_refused(owner: Tensor) -> None:
 
 
 def test_e3m4_with_a_scale_that_does_not_travel_is_refused() -> None:
-    with pytest.raises(ValueError, match="fmt=e3m4 needs scales that travel along"):
+    with pytest.raises(ValueError, match="fmt=e3m4 needs scaled=True"):
         Layout(SCALE_BLOCK, E3M4, scaled=False)
 
 
-INTEGERS = ("groups", "outer_stride", "inner_stride", "bytes_each")
+INTEGERS = ("blocks", "outer_stride", "inner_stride", "bytes_each")
 OWN = ("own_outer_stride", "own_inner_stride")
 OWNER = ("owner_outer_stride", "owner_inner_stride")
 

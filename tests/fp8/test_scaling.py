@@ -135,7 +135,12 @@ def test_codes_are_of_the_quotient_and_nan_where_the_scale_is_not_finite(fmt: Fp
 def test_an_amax_is_raised_to_the_largest_magnitude_and_a_nan_stays() -> None:
     amax = torch.tensor(2.0)
     raise_amax_ref(None, torch.ones(3))
-    for x, expected in (([1.0, -1.5], 2.0), ([1.0, -3.0, 0.0], 3.0), ([2.0], 3.0)):
+    for x, expected in (
+        ([1.0, -1.5], 2.0),
+        ([1.0, -3.0, 0.0], 3.0),
+        ([4.0, -1.0], 4.0),
+        ([2.0], 4.0),
+    ):
         raise_amax_ref(amax, torch.tensor(x))
         assert amax == expected
     raise_amax_ref(amax, torch.tensor([1.0, nan]))

@@ -71,9 +71,9 @@ def test_codes_at_the_largest_value_are_counted_for_their_tensor(fmt: Fp8Format)
 
 
 def test_owners_must_fit() -> None:
-    with pytest.raises(ValueError, match=r"values \[256\] of 3 owners: \[384\]"):
+    with pytest.raises(ValueError, match=r"values \[256\] for 3 owners: must be \[384\]"):
         largest_magnitudes(torch.ones(256), owners()[:3], COUNT)
-    with pytest.raises(ValueError, match=r"values \[2, 128\] of 2 owners: \[256\]"):
+    with pytest.raises(ValueError, match=r"values \[2, 128\] for 2 owners: must be \[256\]"):
         count_saturated(torch.ones(2, 128).byte(), owners()[:2], torch.zeros(3).long(), E4M3)
 
 
@@ -102,7 +102,7 @@ def test_kernels_in_the_interpreter() -> None:
 def test_largest_magnitudes_compile_for_sm90(dtype: torch.dtype) -> None:
     compiled = compile_sm90(
         segments._largest_kernel,
-        {"x_ptr": POINTER[dtype], "owner_ptr": "*i32", "largest_ptr": "*i32", "groups": "i32"},
+        {"x_ptr": POINTER[dtype], "owner_ptr": "*i32", "largest_ptr": "*i32", "blocks": "i32"},
         {"ROWS": ROWS},
         num_warps=segments.WARPS,
     )
@@ -113,7 +113,7 @@ def test_largest_magnitudes_compile_for_sm90(dtype: torch.dtype) -> None:
 def test_counts_compile_for_sm90() -> None:
     compiled = compile_sm90(
         segments._saturated_kernel,
-        {"code_ptr": "*u8", "owner_ptr": "*i32", "count_ptr": "*i64", "groups": "i32"},
+        {"code_ptr": "*u8", "owner_ptr": "*i32", "count_ptr": "*i64", "blocks": "i32"},
         {"TOP": 0x7E, "ROWS": ROWS},
         num_warps=segments.WARPS,
     )

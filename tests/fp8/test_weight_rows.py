@@ -28,13 +28,13 @@ def arrived(w: Tensor, shards: tuple[int, ...] = ()) -> Tensor:
     rows, flat = Rows.of([(0, m, k)], CPU), w.reshape(-1)
     edges = [0, *shards, m * k]
     spans = list(pairwise(edges))
-    parts = [weight_rows.largest(flat, rows, *span) for span in spans]
+    parts = [weight_rows.row_amax(flat, rows, *span) for span in spans]
     amax = torch.stack(parts).amax(0)
     codes = torch.full((m * k,), 0xAA, dtype=torch.uint8)
     for span in spans:
-        weight_rows.encode(flat, codes, amax, rows, *span)
+        weight_rows.encode_rows(flat, codes, amax, rows, *span)
     seen = torch.full_like(flat, torch.nan)
-    weight_rows.decode(codes, seen, amax, rows, 0, m * k)
+    weight_rows.decode_rows(codes, seen, amax, rows, 0, m * k)
     return seen.view(m, k)
 
 
@@ -131,8 +131,8 @@ def test_rows_are_numbered_through_matrices_and_gaps_stay() -> None:
             assert len(found) == 0 or (first <= found.min() and found.max() < stop)
             assert stop - first <= len(found.unique()) + 1
     weights, codes = torch.ones(640).bfloat16(), torch.full((640,), 7, dtype=torch.uint8)
-    amax = weight_rows.largest(weights, rows, 0, 640)
-    weight_rows.encode(weights, codes, amax, rows, 0, 640)
+    amax = weight_rows.row_amax(weights, rows, 0, 640)
+    weight_rows.encode_rows(weights, codes, amax, rows, 0, 640)
     assert (codes[numbers < 0] == 7).all() and (codes[numbers >= 0] != 7).all()
 
 
@@ -149,19 +149,19 @@ def interpreted_kernels_take_what_is_in_their_range(begin: int, end: int) -> Non
     w = E4M3.encode(torch.randn(40960) * 100).float()
     w *= 2.0 ** -(weight_rows.row_numbers_ref(rows, 0, 40960) % 7)
     amax = torch.zeros(rows.count, dtype=torch.int32)
-    weight_rows._launch(weight_rows._largest_kernel, (w, amax), rows, begin, end)
-    assert torch.equal(amax, weight_rows.largest_ref(w, rows, begin, end))
-    amax = weight_rows.largest_ref(w, rows, 0, 40960)
+    weight_rows._launch(weight_rows._row_amax_kernel, (w, amax), rows, begin, end)
+    assert torch.equal(amax, weight_rows.row_amax_ref(w, rows, begin, end))
+    amax = weight_rows.row_amax_ref(w, rows, 0, 40960)
     codes, expected = (torch.full((40960,), 7, dtype=torch.uint8) for _ in range(2))
     tensors, top = (w, codes.view(E4M3.dtype), amax), top_exponent(E4M3)
-    weight_rows._launch(weight_rows._encode_kernel, tensors, rows, begin, end, TOP=top)
-    weight_rows.encode_ref(w, expected, amax, rows, begin, end)
+    weight_rows._launch(weight_rows._encode_rows_kernel, tensors, rows, begin, end, TOP=top)
+    weight_rows.encode_rows_ref(w, expected, amax, rows, begin, end)
     assert torch.equal(codes, expected)
-    weight_rows.encode_ref(w, codes, amax, rows, 0, 40960)
+    weight_rows.encode_rows_ref(w, codes, amax, rows, 0, 40960)
     seen, expected = (torch.full((40960,), 0.3) for _ in range(2))
     tensors = codes.view(E4M3.dtype), seen, amax
-    weight_rows._launch(weight_rows._decode_kernel, tensors, rows, begin, end, TOP=top)
-    weight_rows.decode_ref(codes, expected, amax, rows, begin, end)
+    weight_rows._launch(weight_rows._decode_rows_kernel, tensors, rows, begin, end, TOP=top)
+    weight_rows.decode_rows_ref(codes, expected, amax, rows, begin, end)
     assert torch.equal(seen, expected)
 
 
@@ -170,7 +170,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 1376, 4096])
-@pytest.mark.parametrize("name", ["largest", "encode", "decode"])
+@pytest.mark.parametrize("name", ["row_amax", "encode_rows", "decode_rows"])
 def test_kernels_compile_for_sm90_with_wide_accesses_and_keep_subnormals(
     name: str, width: int
 ) -> None:
@@ -178,7 +178,7 @@ def test_kernels_compile_for_sm90_with_wide_accesses_and_keep_subnormals(
     tile = weight_rows.row_tile(rows)
     warps = tile.pop("num_warps")
     pointers = {"weight_ptr": "*bf16", "amax_ptr": "*i32", "table_ptr": "*i64"}
-    if name != "largest":
+    if name != "row_amax":
         pointers["code_ptr"] = "*fp8e4nv"
         tile["TOP"] = top_exponent(E4M3)
     compiled = compile_sm90(

@@ -153,7 +153,7 @@ def shards(destination: Path) -> None:
     """out: what a call that was interrupted between two of its shards leaves behind."""
     from coatlm.data import shards as module
     from coatlm.data.documents import expand_inputs, plan_segments
-    from coatlm.data.shards import Options, plan_shards, tokenise
+    from coatlm.data.shards import Options, plan_shards, tokenize
     from coatlm.data.streams import DEFAULT_LIMITS
     from coatlm.data.tokenizer import ByteTokenizer
 
@@ -163,7 +163,7 @@ def shards(destination: Path) -> None:
     directory.mkdir(parents=True)
     planned = plan_shards(segments, options, ByteTokenizer(), directory)
     assert options.shard_bytes == module.SHARD_BYTES
-    tokenise(planned, options, DEFAULT_LIMITS, 1)
+    tokenize(planned, options, DEFAULT_LIMITS, 1)
     shutil.copytree("out", destination / "out")
     shutil.copy2("text.txt", destination / "text.txt")
 

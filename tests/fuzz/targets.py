@@ -122,7 +122,7 @@ def indexed() -> None:
 
 
 def texts() -> int:
-    """Text in every format, tokenised to a dataset that opens."""
+    """Text in every format, tokenized to a dataset that opens."""
     from coatlm.data.indexed import open_indexed
     from coatlm.data.tokenizer import ByteTokenizer
     from tools.preprocess_data import main
@@ -136,7 +136,7 @@ def texts() -> int:
 
 
 def interrupted() -> int:
-    """Tokenising that goes on from the shards of a call that was interrupted."""
+    """Tokenizing that goes on from the shards of a call that was interrupted."""
     from coatlm.data.indexed import open_indexed
     from coatlm.data.tokenizer import ByteTokenizer
     from tools.preprocess_data import main

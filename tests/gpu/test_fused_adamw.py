@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8.expand import Expansion
-from coatlm.fp8.formats import DynamicExponent
-from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard
-from coatlm.optim.formats import Expanded, Master
+from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.recipes import RECIPES, Recipe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +48,7 @@ def optimizer(
         half = n // 256 * 128
         parts = ((0, half), (half, n - 27)) if half else ((0, n - 27),)
         shards.append(
-            Shard(w.to(device), torch.zeros(n, dtype=grad, device=device), parts[:1], parts)
+            FlatShard(w.to(device), torch.zeros(n, dtype=grad, device=device), parts[:1], parts)
         )
     return AdamW(shards, recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
@@ -191,9 +189,9 @@ def test_two_thousand_tiny_shards_are_updated_as_one_large_is(recipe: str) -> No
     grads = [1e-3 * torch.randn(n * 128, device="cuda") for _ in range(3)]
     grad = torch.zeros(n * 128, dtype=BF16, device="cuda")
     options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    one = AdamW([Shard(weight.clone(), grad, ((0, n * 128),))], recipe=recipe, **options)
+    one = AdamW([FlatShard(weight.clone(), grad, ((0, n * 128),))], recipe=recipe, **options)
     parts = zip(weight.clone().split(128), grad.split(128), strict=True)
-    many = AdamW([Shard(w, g, ((0, 128),)) for w, g in parts], recipe=recipe, **options)
+    many = AdamW([FlatShard(w, g, ((0, 128),)) for w, g in parts], recipe=recipe, **options)
     for g in grads:
         grad.copy_(g)
         for opt in (one, many):
@@ -210,10 +208,10 @@ def test_more_elements_than_an_int32_counts() -> None:
     grad = torch.zeros(OVER_INT32, dtype=BF16, device="cuda")
     weight[-tail:] = 0.02 * torch.randn(tail, device="cuda")
     options: dict[str, Any] = {"recipe": "coat-lean", "betas": (0.9, 0.95), "eps": 1e-8}
-    large = AdamW([Shard(weight, grad, ((0, OVER_INT32),))], weight_decay=0.1, **options)
+    large = AdamW([FlatShard(weight, grad, ((0, OVER_INT32),))], weight_decay=0.1, **options)
     small_grad = torch.zeros(tail, dtype=BF16, device="cuda")
     small = AdamW(
-        [Shard(weight[-tail:].clone(), small_grad, ((0, tail),))], weight_decay=0.1, **options
+        [FlatShard(weight[-tail:].clone(), small_grad, ((0, tail),))], weight_decay=0.1, **options
     )
     for _ in range(2):
         small_grad.copy_(1e-3 * torch.randn(tail, device="cuda"))
@@ -224,18 +222,6 @@ def test_more_elements_than_an_int32_counts() -> None:
     assert not weight[: 2**20].any()
     for name, tensor in small.states[0].items():
         assert torch.equal(large.states[0][name][-tensor.numel() :], tensor)
-
-
-def test_formats_without_a_kernel_take_the_reference_on_the_gpu() -> None:
-    de8 = [Expanded(Expansion(DynamicExponent(signed=s), signed=s)) for s in (True, False)]
-    recipe = Recipe(de8[0], de8[1], Master())
-    cpu, gpu = (optimizer(recipe, device) for device in ("cpu", "cuda"))
-    for opt in (cpu, gpu):
-        train(opt, range(3))
-    for i in range(len(SIZES)):
-        x, y = (opt.decode(i, "fp32_param").cpu() for opt in (cpu, gpu))
-        # three updates of at most about 1e-3, from moments that agree but for single codes
-        assert ((x - y).norm() / (3e-3 * x.numel() ** 0.5)).item() < 1e-2
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -252,7 +238,7 @@ def test_moments_that_decay_to_nothing_stay_finite(recipe: str) -> None:
     weight = torch.full((256,), 0.02, dtype=torch.bfloat16, device="cuda")
     grad = torch.zeros(256, dtype=torch.float32, device="cuda")
     grad[:128] = torch.linspace(1e-6, 1e-3, 128)
-    shard = Shard(weight, grad, decay=(), params=((0, 256),))
+    shard = FlatShard(weight, grad, decay=(), params=((0, 256),))
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for step in range(2000):
         if step == 1:

@@ -48,20 +48,20 @@ def test_rows_are_cast_and_decoded_as_by_the_references(begin: int, end: int) ->
     gpu = Rows.of(MATRICES, torch.device("cuda"))
     on_gpu = w.cuda()
     assert torch.equal(
-        weight_rows.largest(on_gpu, gpu, begin, end).cpu(),
-        weight_rows.largest(w, cpu, begin, end),
+        weight_rows.row_amax(on_gpu, gpu, begin, end).cpu(),
+        weight_rows.row_amax(w, cpu, begin, end),
     )
-    amax = weight_rows.largest(w, cpu, 0, TOTAL)
+    amax = weight_rows.row_amax(w, cpu, 0, TOTAL)
     codes = [torch.full((TOTAL,), 7, dtype=torch.uint8, device=d) for d in ("cpu", "cuda")]
-    weight_rows.encode(w, codes[0], amax, cpu, begin, end)
-    weight_rows.encode(on_gpu, codes[1], amax.cuda(), gpu, begin, end)
+    weight_rows.encode_rows(w, codes[0], amax, cpu, begin, end)
+    weight_rows.encode_rows(on_gpu, codes[1], amax.cuda(), gpu, begin, end)
     nan = (codes[0] & 0x7F) == 0x7F
     assert torch.equal((codes[1].cpu() & 0x7F) == 0x7F, nan)
     assert torch.equal(codes[1].cpu()[~nan], codes[0][~nan])
-    weight_rows.encode(w, codes[0], amax, cpu, 0, TOTAL)
+    weight_rows.encode_rows(w, codes[0], amax, cpu, 0, TOTAL)
     seen = [torch.full((TOTAL,), 0.3, dtype=torch.bfloat16, device=d) for d in ("cpu", "cuda")]
-    weight_rows.decode(codes[0], seen[0], amax, cpu, begin, end)
-    weight_rows.decode(codes[0].cuda(), seen[1], amax.cuda(), gpu, begin, end)
+    weight_rows.decode_rows(codes[0], seen[0], amax, cpu, begin, end)
+    weight_rows.decode_rows(codes[0].cuda(), seen[1], amax.cuda(), gpu, begin, end)
     nan = seen[0].isnan()
     assert torch.equal(seen[1].cpu().isnan(), nan)
     assert torch.equal(bits(seen[1])[~nan], bits(seen[0])[~nan])
@@ -71,11 +71,11 @@ def test_layers_on_a_gpu_make_the_same_codes_of_what_arrives() -> None:
     """Forward's kernel and backward's, of weights from 2^-130 on and of those decoded here."""
     rows = Rows.of(MATRICES, torch.device("cuda"))
     w = weights().nan_to_num(1.0, 1.0, 1.0).cuda()
-    amax = weight_rows.largest(w, rows, 0, TOTAL)
+    amax = weight_rows.row_amax(w, rows, 0, TOTAL)
     codes = torch.empty(TOTAL, dtype=torch.uint8, device="cuda")
-    weight_rows.encode(w, codes, amax, rows, 0, TOTAL)
+    weight_rows.encode_rows(w, codes, amax, rows, 0, TOTAL)
     seen = w.clone()
-    weight_rows.decode(codes, seen, amax, rows, 0, TOTAL)
+    weight_rows.decode_rows(codes, seen, amax, rows, 0, TOTAL)
     assert (seen != w).float().mean() > 0.5
     for start, count, width in MATRICES:
         exact, here = (x[start : start + count * width].view(count, width) for x in (w, seen))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from coatlm.config import Config, ConfigError
-from coatlm.model.capacity import MARGIN, check_memory, largest, remedies
+from coatlm.model.capacity import MARGIN, check_memory, remedies, requirements
 from coatlm.model.plan import plan
 from tests.model.shapes import LLAMA2_7B, config
 
@@ -48,12 +48,12 @@ def test_a_remedy_is_a_configuration_that_needs_less_or_the_same() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, parallel={"zero": 0}, train={"micro_batch": 4})
     found = dict(remedies(c))
     assert {"parallel.zero=1", "train.micro_batch=1", "optim.recipe=coat-lean"} <= found.keys()
-    assert largest(found["parallel.zero=1"], VOCAB, 2)[0] < largest(c, VOCAB, 2)[0]
+    assert requirements(found["parallel.zero=1"], VOCAB, 2)[0] < requirements(c, VOCAB, 2)[0]
 
 
 def test_what_is_needed_just_fits() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
-    needed, peak = largest(c, VOCAB, 1)
+    needed, peak = requirements(c, VOCAB, 1)
     assert needed < peak < MARGIN * needed
     check_memory(c, VOCAB, data_parallel=1, memory=needed, device="GPU 0")
     refusal(c, needed - 1)
@@ -63,7 +63,7 @@ def test_an_estimated_peak_must_be_twice_the_memory() -> None:
     c = config(
         {**LLAMA2_7B, "layers": 1}, seq_len=2048, train={"micro_batch": 64, "global_batch": 64}
     )
-    needed, peak = largest(c, VOCAB, 1)
+    needed, peak = requirements(c, VOCAB, 1)
     assert needed < peak // MARGIN
     check_memory(c, VOCAB, data_parallel=1, memory=peak // MARGIN, device="GPU 0")
     told = refusal(c, peak // MARGIN - 1)
@@ -76,7 +76,7 @@ def test_sharding_counts() -> None:
     check_memory(c, VOCAB, data_parallel=8, memory=60 * 2**30, device="GPU 0")
 
 
-def test_the_largest_model_that_a_configuration_allows_is_planned_at_once() -> None:
+def test_the_requirements_model_that_a_configuration_allows_is_planned_at_once() -> None:
     c = config(
         {
             "layers": 10_000,

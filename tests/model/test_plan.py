@@ -21,15 +21,15 @@ def test_plan_of_llama2_7b_on_64_ranks() -> None:
     table = {line.split()[0]: line for line in lines}
     assert "6,738,415,616 (6.74 G)" in table["parameters"]
     assert "64 = tp 2 x pp 2 x cp 2 x dp 8" in table["ranks"]
-    assert "16 layers a stage, 4 chunks of 4" in table["stages"]
+    assert "16 layers per stage, 4 chunks of 4" in table["stages"]
     assert "1,048,576 tokens = 256 samples x 4096; microbatches: 32 of 1" in table["step"]
     assert "1,000 steps, 1.05 G tokens" in table["run"]
     # 6 * (32 * 202,375,168 + 4096 * 32000) + 6 * 32 * 4096 * 4096 = 42.86e9
-    assert "42.9 GFLOP a token, 44.9 PFLOP a step, 44.9 EFLOP in total" in table["compute"]
-    assert "stage 0, the fullest" in table["memory"]
-    kept = mem.rank_bytes(c, 32000, stage=0, data_parallel=8)
-    assert f"{kept.total / 2**30:.3f}" in table["sum"]
-    assert kept.weights == 2 * (16 * (202_375_168 // 2 + 2 * 4096) + 4096 * 16000)
+    assert "42.9 GFLOP per token, 44.9 PFLOP per step, 44.9 EFLOP in total" in table["compute"]
+    assert "stage 0, the highest peak" in table["memory"]
+    rank = mem.rank_bytes(c, 32000, stage=0, data_parallel=8)
+    assert f"{rank.total / 2**30:.3f}" in table["sum"]
+    assert rank.weights == 2 * (16 * (202_375_168 // 2 + 2 * 4096) + 4096 * 16000)
 
 
 def test_plan_without_world_size_takes_the_fewest_ranks() -> None:
@@ -42,7 +42,7 @@ def test_plan_refuses_a_world_that_does_not_fit() -> None:
         plan(config(parallel={"tp": 2}), 3)
 
 
-def test_plan_of_a_pipeline_has_a_line_a_stage_that_sums_up() -> None:
+def test_plan_of_a_pipeline_has_a_line_per_stage_that_sums_up() -> None:
     c = config({"layers": 8}, parallel={"pp": 4}, train={"micro_batch": 1})
     *_, header, a, b, c_, d = plan(c, 4).splitlines()
     assert header.split()[0] == "stage" and header.split()[-1] == "sum"
@@ -53,3 +53,9 @@ def test_plan_says_which_of_logits_and_backward_counts() -> None:
     lines = plan(config({"vocab": 128256}), 1).splitlines()
     said = [line for line in lines if "not in the sum" in line]
     assert len(said) == 1 and said[0].split()[0] == "backward"
+
+
+def test_plan_names_the_memory_of_cuda_graphs() -> None:
+    lines = plan(config(train={"cuda_graphs": True}), 1).splitlines()
+    assert any(line.startswith("  cuda graphs") for line in lines)
+    assert not any("cuda graphs" in line for line in plan(config(), 1).splitlines())

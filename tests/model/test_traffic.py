@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from coatlm.config import PrecisionRecipe
+from coatlm.fp8.qtensor import Granularity
 from coatlm.model import traffic as closed
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.finalize_grads import TensorParallelSums
@@ -192,10 +193,10 @@ def test_microbatches_repeat_all_but_the_sums_of_a_step() -> None:
 def test_a_gathered_operand_costs_its_codes_scales_and_amaxes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A recipe that is one row of the table: FP8 rows forward, BF16 gathers in backward."""
+    """A recipe of one row: 1 x 8 blocks in forward, BF16 gathers in backward."""
     c = config({"ffn": 64}, parallel=SP, precision={"recipe": "coat"})
     before = closed.step_traffic(c, stage=0, microbatches=1, once=TensorParallelSums(0, 0)).sent
-    forward = closed.OperandGather(torch.uint8, scales=1)
+    forward = closed.OperandGather(torch.uint8, Granularity(1, 8))
     plain = closed.OperandGather(None)
     row = closed.LayerGathers(forward, plain, plain)
     monkeypatch.setitem(closed.GATHERS, "coat", row)
@@ -203,4 +204,6 @@ def test_a_gathered_operand_costs_its_codes_scales_and_amaxes(
     gathered = 4 * c.model.layers * 4 * 64 * 32 // 2  # elements of four operands per layer, sent
     assert before["tp", "fp8"] - after["tp", "fp8"] == gathered
     assert after["tp", "bf16"] - before["tp", "bf16"] == 2 * gathered
-    assert after["tp", "fp32"] == before["tp", "fp32"] and after["tp", "amax"] == 0
+    scales = 2 * c.model.layers * 4 * 64 * 4 // 2  # bytes sent of one per row of two operands
+    assert after["tp", "fp32"] - before["tp", "fp32"] == scales * (32 // 8 - 1)
+    assert after["tp", "amax"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, get_args
 
 import pytest
@@ -10,38 +9,30 @@ import torch
 from torch import Tensor
 
 from coatlm.config import FP32_RECIPES, OptimRecipe
-from coatlm.fp8.expand import Expansion
-from coatlm.fp8.formats import E5M2, DynamicExponent
-from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard, bytes_per_parameter
-from coatlm.optim.formats import Expanded, Master
+from coatlm.optim.adamw import AdamW, FlatShard, bytes_per_parameter
+from coatlm.optim.recipes import RECIPES, Recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BETAS = (0.9, 0.95)
 NAMES = sorted(RECIPES)
-STUDY = {  # formats of COAT's tables 1 and 8 that no named recipe has
-    "e5m2": Expansion(E5M2, signed=True),
-    "e5m2-plain": Expansion(E5M2, signed=True, k16_min=16, k16_max=16),
-    "de8": Expansion(DynamicExponent(signed=True), signed=True),
-    "de8-plain": Expansion(DynamicExponent(signed=True), signed=True, k16_min=16, k16_max=16),
-}
 
 
-def shard_of(weight: Tensor, *, grad: torch.dtype = BF16, **ranges: Any) -> Shard:
+def shard_of(weight: Tensor, *, grad: torch.dtype = BF16, **ranges: Any) -> FlatShard:
     n = weight.numel()
     ranges = {"decay": ((0, n),), "params": ((0, n),), **ranges}
-    return Shard(weight, torch.zeros(n, dtype=grad), **ranges)
+    return FlatShard(weight, torch.zeros(n, dtype=grad), **ranges)
 
 
 def weights(n: int, *, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
     return (0.02 * torch.randn(n, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-def optimizer(shards: list[Shard], recipe: str | Recipe, **options: Any) -> AdamW:
+def optimizer(shards: list[FlatShard], recipe: str | Recipe, **options: Any) -> AdamW:
     options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, **options}
     return AdamW(shards, recipe=recipe, **options)
 
 
-def fill(shards: list[Shard], seed: int) -> None:
+def fill(shards: list[FlatShard], seed: int) -> None:
     """New gradients of uneven size, the same for the same seed and layout."""
     generator = torch.Generator().manual_seed(seed)
     for shard in shards:
@@ -89,7 +80,10 @@ def test_adamw_fp32_equals_torch_adamw(dtype: torch.dtype) -> None:
     torch.testing.assert_close(opt.decode(0, "fp32_param"), expected.data, rtol=1e-6, atol=1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
         state = peer.state[expected][name]
-        torch.testing.assert_close(opt.decode(0, name), state, rtol=1e-5, atol=1e-10)
+        # gradients of both signs cancel in m: an error is one of the size that m had in the last
+        # ten steps (beta1 = 0.9), not of what is left
+        atol = 10 * 2.0**-24 * state.abs().max().item()
+        torch.testing.assert_close(opt.decode(0, name), state, rtol=1e-5, atol=atol)
     half_ulp = 2.0**-8 if dtype is BF16 else 1e-6
     torch.testing.assert_close(shard.weight.float(), expected.data, rtol=half_ulp, atol=1e-6)
 
@@ -118,14 +112,37 @@ def test_coat_lean_equals_coat_bit_for_bit() -> None:
         assert torch.equal(bits(pair[0].decode(0, name)), bits(pair[1].decode(0, name)))
 
 
-@pytest.mark.parametrize(("m", "v"), list(itertools.product(STUDY, STUDY)))
-def test_formats_of_the_study_train(m: str, v: str) -> None:
-    recipe = Recipe(Expanded(STUDY[m]), Expanded(STUDY[v]), Master())
-    start = weights(1024)
-    opt = optimizer([shard_of(start.clone())], recipe)
+@pytest.mark.parametrize("recipe", NAMES)
+def test_only_bf16_recipes_round_gradients_to_bf16(recipe: str) -> None:
+    """fp32 gradients with bits that BF16 has not; those of 2^-3 to 2^-4 round by up to 2^-12."""
+    grad = torch.linspace(2.0**-4, 2.0**-3, 128) * (1 + 2.0**-10)
+    moments = []
+    for g in (grad, grad.bfloat16().float()):
+        shard = shard_of(torch.zeros(128, dtype=BF16), grad=FP32)
+        opt = optimizer([shard], recipe, betas=(0.0, 0.0))
+        shard.grad.copy_(g)
+        new = opt.propose(0, 0, 128, lr=1.0, clip_coefficient=torch.ones(()))
+        moments.append(new.update)
+    strict = recipe in ("adamw-bf16", "kahan", "collage-light", "collage-plus")
+    assert RECIPES[recipe].strict == strict
+    assert torch.equal(*moments) or not strict
+
+
+def test_coat_24_keeps_24_bits_of_the_master() -> None:
+    opt = optimizer([shard_of(weights(1024))], "coat-24")
     train(opt, range(3))
-    assert opt.decode(0, "fp32_param").isfinite().all()
-    assert (opt.decode(0, "fp32_param") != start.float()).float().mean() > 0.9
+    master = bits(opt.decode(0, "fp32_param"))
+    assert not (master & 0xFF).any() and (master & 0x100).any()
+
+
+def test_fp8_plain_does_not_expand() -> None:
+    """k = 1, whether the elements of a block are equal or differ by 2^40."""
+    shard = shard_of(weights(256), grad=FP32)
+    opt = optimizer([shard], "fp8-plain")
+    shard.grad.copy_(torch.cat([torch.ones(128), torch.exp2(torch.linspace(-40, 0, 128))]))
+    opt.step(lr=1e-3)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert opt.states[0][f"{name}.k"].tolist() == [16, 16]
 
 
 def test_expansion_makes_m_over_root_v_more_accurate() -> None:
@@ -354,7 +371,7 @@ def test_impossible_options_name_field_and_limit(change: dict[str, Any], message
         ([shard_of(weights(128)), shard_of(weights(128), grad=FP32)], r"shards\[1\]: dtype"),
     ),
 )
-def test_impossible_shards_are_refused(shards: list[Shard], message: str) -> None:
+def test_impossible_shards_are_refused(shards: list[FlatShard], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer(shards, "adamw-bf16")
 

@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coatlm.optim import edq
-from coatlm.optim.adamw import RECIPES, AdamW, Shard
-from coatlm.optim.edq import collect, measure, report
+from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.edq import local_sums, measure, to_metrics
+from coatlm.optim.recipes import RECIPES
 
 N = 4096
 
@@ -21,7 +22,7 @@ def trained(recipe: str, *, steps: int, beta2: float = 0.95, lr: float = 1e-4) -
     generator = torch.Generator().manual_seed(0)
     weight = (0.02 * torch.randn(N, generator=generator)).bfloat16()
     mu = 0.3 * torch.randn(N, generator=generator)
-    shard = Shard(weight, torch.zeros(N, dtype=torch.bfloat16), ((0, N),), ((0, N),))
+    shard = FlatShard(weight, torch.zeros(N, dtype=torch.bfloat16), ((0, N),), ((0, N),))
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, beta2), eps=1e-8, weight_decay=0.1)
     for _ in range(steps):
         shard.grad.copy_(1e-3 * (mu + torch.randn(N, generator=generator)))
@@ -110,11 +111,11 @@ def test_several_shards_are_measured_together() -> None:
     one = trained("coat", steps=2)
     weight, grad = one.shards[0].weight, one.shards[0].grad
     halves = [
-        Shard(weight[a:b].clone(), grad[a:b].clone(), ((0, b - a),))
+        FlatShard(weight[a:b].clone(), grad[a:b].clone(), ((0, b - a),))
         for a, b in ((0, N // 2), (N // 2, N))
     ]
     options = {"recipe": "coat", "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    whole = AdamW([Shard(weight.clone(), grad, ((0, N),))], **options)
+    whole = AdamW([FlatShard(weight.clone(), grad, ((0, N),))], **options)
     assert measure(AdamW(halves, **options), lr=1e-4) == pytest.approx(
         measure(whole, lr=1e-4), rel=1e-9
     )
@@ -122,10 +123,12 @@ def test_several_shards_are_measured_together() -> None:
 
 def test_sums_of_runs_add_up_and_what_is_not_owned_does_not_count() -> None:
     optimizer = trained("coat", steps=2)
-    first, second = (collect(optimizer, lr=1e-4, owned=[[run]]) for run in ((0, 1280), (1280, N)))
+    first, second = (
+        local_sums(optimizer, lr=1e-4, counted=[[run]]) for run in ((0, 1280), (1280, N))
+    )
     together = {name: first[name] + second[name] for name in first}
-    assert report(optimizer.recipe, together) == pytest.approx(measure(optimizer, lr=1e-4))
-    nothing = collect(optimizer, lr=1e-4, owned=[[]])
+    assert to_metrics(optimizer.recipe, together) == pytest.approx(measure(optimizer, lr=1e-4))
+    nothing = local_sums(optimizer, lr=1e-4, counted=[[]])
     assert nothing.keys() == first.keys()
     assert not any(value.any() for value in nothing.values())
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coatlm.optim.adamw import RECIPES
-from coatlm.optim.formats import Bf16, Bf16Pair, Remainder, TensorScaled, nearest_bf16
+from coatlm.optim.formats import Bf16, Bf16Pair, Pair, Remainder, TensorScaled, nearest_bf16
+from coatlm.optim.recipes import RECIPES
 
 BF16 = torch.bfloat16
 ALL_LOW_HALVES = torch.arange(1 << 16, dtype=torch.int32)
@@ -31,7 +31,7 @@ def test_remainder_16_keeps_every_fp32_bit(high: int, negative: bool) -> None:
 
 
 def _zero(remainder: Remainder) -> dict[str, Tensor]:
-    return remainder.split(torch.zeros(1 << 16, dtype=BF16))
+    return remainder.initial(torch.zeros(1 << 16, dtype=BF16))
 
 
 def test_nearest_bf16_is_nearest_and_takes_ties_away_from_zero() -> None:
@@ -131,3 +131,28 @@ def test_the_step_uses_the_moment_before_it_is_rounded(
     for moment in RECIPES[recipe].moments.values():
         value, _ = moment.ema(moment.zeros(256, torch.device("cpu")), x, beta)
         assert torch.equal(value, (1 - beta) * x)
+
+
+def test_a_pair_near_zero_collects_updates_larger_than_itself() -> None:
+    """Weights that cross zero: each update of 2^-13 exceeds a weight of 2^-16, and none is lost."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (2.0**-16 * torch.randn(4096, generator=generator)).to(BF16)
+    pair, exact = Pair(), weight.double()
+    state, largest = pair.initial(weight), torch.zeros(())
+    for _ in range(16):
+        update = (2.0**-13 * torch.randn(4096, generator=generator)).to(BF16)
+        exact += update.double()
+        largest = torch.maximum(largest, torch.maximum(update.abs().max(), weight.abs().max()))
+        weight, state = pair.add(weight, state, update.float())
+    error = (pair.decode(weight, state).double() - exact).abs().max()
+    assert error <= 16 * 2.0**-15 * largest  # 2^-15: two roundings of the low half, as in `grow`
+
+
+def test_v_of_a_quiet_weight_takes_a_large_gradient() -> None:
+    """A pair that holds 2^-9 of what is added to it must not lose its own value."""
+    quiet = torch.linspace(1.0, 2.0, 128).to(BF16) * 2.0**-9
+    moment, x = Bf16Pair(), torch.ones(128)
+    state = {"": quiet, ".low": torch.zeros(128, dtype=BF16)}
+    _, state = moment.ema(state, x, 0.5)  # 0.5 is exact in BF16, so are both products
+    expected = 0.5 * quiet.double() + 0.5
+    assert ((moment.decode(state).double() - expected).abs() <= 2.0**-17).all()

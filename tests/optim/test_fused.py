@@ -18,11 +18,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from coatlm.fp8.expand import Expansion
-from coatlm.fp8.formats import E4M3, E5M2, DynamicExponent
 from coatlm.optim import formats, fused
-from coatlm.optim.adamw import RECIPES, AdamW, Recipe, Shard
-from coatlm.optim.formats import Expanded, Master
+from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.recipes import RECIPES, Recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -71,10 +69,12 @@ def step(
     *,
     weight: torch.dtype = BF16,
     grad: torch.dtype = BF16,
-    tile: fused.Tile | None = None,
+    tile: fused.TileLayout | None = None,
 ) -> None:
     n = 4096
-    shard = Shard(torch.zeros(n, dtype=weight), torch.zeros(n, dtype=grad), ((0, n),), ((0, n),))
+    shard = FlatShard(
+        torch.zeros(n, dtype=weight), torch.zeros(n, dtype=grad), ((0, n),), ((0, n),)
+    )
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
     opt = AdamW([shard], recipe=recipe, weight_decay=0.1, **options)  # type: ignore[arg-type]
     launch = fused.FusedStep(
@@ -131,24 +131,8 @@ def test_step_compiles_for_fp32_weights_and_gradients(
 
 @pytest.mark.parametrize("run", (4, 8))
 def test_step_compiles_for_other_tiles(run: int, kernels: dict[str, Compiled]) -> None:
-    step("coat", tile=fused.Tile(groups=32, warps=8, run=run))
+    step("coat", tile=fused.TileLayout(blocks=32, warps=8, run=run))
     assert kernels["_step_kernel"].found
-
-
-@pytest.mark.parametrize("k16_max", (16, 255))
-def test_step_compiles_for_the_fp8_formats_of_studies(
-    k16_max: int, kernels: dict[str, Compiled]
-) -> None:
-    how = [Expansion(fmt, signed=True, k16_min=16, k16_max=k16_max) for fmt in (E5M2, E4M3)]
-    recipe = Recipe(Expanded(how[0]), Expanded(how[1]), Master())
-    assert fused.covers(recipe)
-    step(recipe)
-    assert kernels["_step_kernel"].found
-
-
-def test_codes_without_a_cast_are_left_to_the_reference() -> None:
-    de8 = Expanded(Expansion(DynamicExponent(signed=True), signed=True))
-    assert not fused.covers(Recipe(de8, RECIPES["coat"].v, Master()))
 
 
 @pytest.mark.parametrize("recipe", EXPANDED)

@@ -182,6 +182,14 @@ def test_mu_follows_the_share_of_saturated_sums_over_all_ranks_and_sums_of_a_ste
         assert not chunk.named("matrix").saturated.any()
 
 
+def test_counts_are_summed_over_the_group_of_the_gradients_alone_without_tensor_parallelism(
+    calls: Any,
+) -> None:
+    split = groups(dp_cp=3)
+    finalize_gradients([automatic()], split)  # type: ignore[list-item]
+    assert calls == [(split.dp_cp, dist.ReduceOp.SUM)]
+
+
 def test_a_tensor_that_was_not_finite_keeps_mu_on_all_tensor_parallel_ranks(calls: Any) -> None:
     chunk, split = automatic(), groups(dp_cp=3, tp=2)
     chunk.named("norm").nonfinite.fill_(True)

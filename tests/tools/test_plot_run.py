@@ -155,17 +155,17 @@ def test_earlier_attempts_are_drawn_where_asked(
 
 def test_panels_are_those_that_the_runs_have_something_for(tmp_path: Path) -> None:
     bare = run_in(tmp_path / "bare", [2.0] * 30)
-    assert list(labels([bare])) == ["loss (nats a token)"]
+    assert list(labels([bare])) == ["loss (nats per token)"]
     full = with_health(run_in(tmp_path / "full", [2.0] * 30), error=0.1)
     panels = labels([bare, full])
     assert list(panels)[2:] == [
         "EDQ / |update|",
-        "k: median, 5 to 95 % of groups",
+        "k: median, 5 to 95 % of blocks",
         "relative error, worst layer",
         "largest magnitude",
     ]
     assert panels["EDQ / |update|"] == ["full"]
-    assert panels["k: median, 5 to 95 % of groups"] == ["full: m"]
+    assert panels["k: median, 5 to 95 % of blocks"] == ["full: m"]
     assert list(labels([full], "states")) == list(panels)[2:4]
 
 
@@ -186,7 +186,7 @@ def test_norm_and_throughput_have_panels_of_their_own(tmp_path: Path) -> None:
     run.mkdir()
     logged = {"loss": 2.0, "grad_norm": 1.0, "tokens_per_s_per_gpu": 5.0, "mfu": None}
     write(run / "metrics.jsonl", [{"step": step, **logged} for step in range(1, 9)])
-    assert list(labels([run])) == ["loss (nats a token)", "gradient norm", "tokens/s a GPU"]
+    assert list(labels([run])) == ["loss (nats per token)", "gradient norm", "tokens/s per GPU"]
 
 
 def test_a_page_holds_curves_and_table_and_needs_no_other_file(

@@ -34,7 +34,7 @@ GROUPS = 16 * 256 // SCALE_BLOCK + 30 * 100 // SCALE_BLOCK  # in matrices
 
 
 def moments_of(seed: int) -> dict[str, Tensor]:
-    """Log-normal: v over a decade or so of each group, m over more, as in the paper's figure 2."""
+    """Log-normal: v over a decade or so of each block, m over more, as in the paper's figure 2."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in SHAPES.items():
@@ -65,7 +65,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return saved(tmp_path / "run", moments_of(0))
 
 
-def test_all_whole_groups_of_matrices_are_taken(checkpoint: Path) -> None:
+def test_all_whole_blocks_of_matrices_are_taken(checkpoint: Path) -> None:
     moments, stored = read_moments(checkpoint), moments_of(0)
     for got, key in ((moments.m, M_KEY), (moments.v, V_KEY)):
         b = stored[key + "b.weight"].flatten()
@@ -74,7 +74,7 @@ def test_all_whole_groups_of_matrices_are_taken(checkpoint: Path) -> None:
     assert (moments.updates, moments.betas, moments.eps) == (UPDATES, BETAS, EPS)
 
 
-def test_a_sample_is_whole_groups_of_every_matrix(checkpoint: Path) -> None:
+def test_a_sample_is_whole_blocks_of_every_matrix(checkpoint: Path) -> None:
     moments = read_moments(checkpoint, elements=GROUPS * SCALE_BLOCK // 2)
     everything = read_moments(checkpoint)
     for sample, whole in ((moments.m, everything.m), (moments.v, everything.v)):
@@ -108,7 +108,7 @@ def test_plain_e4m3_equals_a_direct_computation(checkpoint: Path) -> None:
     assert result.error["E4M3"]["E4M3"] == pytest.approx(error, rel=1e-3)
 
 
-def test_expansion_is_better_on_log_normal_groups(checkpoint: Path) -> None:
+def test_expansion_is_better_on_log_normal_blocks(checkpoint: Path) -> None:
     result = study(read_moments(checkpoint))
     assert best(result.mse)[0] == "E4M3 + Expand"
     assert gain(result.mse) > 1.2  # of the MSE; 1.63 in the paper
@@ -116,7 +116,7 @@ def test_expansion_is_better_on_log_normal_groups(checkpoint: Path) -> None:
         assert result.mse[f"{fmt} + Expand"]["E4M3"] < result.mse[fmt]["E4M3"]
 
 
-def test_v_that_becomes_zero_is_counted_and_left_out_of_what_is_kept(tmp_path: Path) -> None:
+def test_v_that_becomes_zero_is_counted_and_left_out_of_nonzero(tmp_path: Path) -> None:
     tensors = {key: x for key, x in moments_of(0).items() if "a.weight" in key}
     v = tensors[V_KEY + "a.weight"].view(-1, SCALE_BLOCK)
     v[:, 0], v[:, 1:9] = 1.0, 1e-8  # 1e-8 is far below 2^-9 / 448 of the largest
@@ -124,8 +124,8 @@ def test_v_that_becomes_zero_is_counted_and_left_out_of_what_is_kept(tmp_path: P
     result = study(read_moments(saved(tmp_path, tensors)))
     assert result.zeroed["E4M3"] == 8 / SCALE_BLOCK
     assert result.zeroed["E4M3 + Expand"] == result.zeroed["E5M2 + Expand"] == 0
-    assert result.kept == result.elements * (SCALE_BLOCK - 8) // SCALE_BLOCK
-    assert result.error["E4M3"]["E4M3"] > 1 > result.error_kept["E4M3"]["E4M3"]
+    assert result.nonzero == result.elements * (SCALE_BLOCK - 8) // SCALE_BLOCK
+    assert result.error["E4M3"]["E4M3"] > 1 > result.error_nonzero["E4M3"]["E4M3"]
 
 
 def test_tables_json_and_picture_are_written(

@@ -138,15 +138,18 @@ def test_two_ranks_report_of_the_whole_tensor_what_one_does(runs: Path, layout: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_lose_what_one_does(runs: Path, layout: str) -> None:
     """Sums over ranks round differently, and a rank's part of a row or of tokens has its own scale,
-    so codes differ. Of gradients a few values make most of the
-    norm: their error moves most. The first query's is 0 but for rounding, and that underflows.
+    so codes differ. Of gradients a few values make most of the norm: their errors and the largest
+    of them move most (7 % have been seen; the gradients that they are computed of have codes in
+    E5M2, 2^-3 apart at most from their values). The first query's gradient is 0 but for rounding,
+    and that underflows.
     """
     one, two = by_tensor(runs / "first", 1), by_tensor(runs / layout, 1)
     for key, expected in one.items():
         actual, backward = two[key], key[1].endswith("_grad")
         error = pytest.approx(expected["relative_error"], rel=0.2 if backward else 0.06)
         assert actual["relative_error"] == error, key
-        assert actual["amax"] == pytest.approx(expected["amax"], rel=0.1), key
+        amax = pytest.approx(expected["amax"], rel=0.2 if backward else 0.1)
+        assert actual["amax"] == amax, key
         for name in ("saturated", "underflow"):
             assert actual[name] == pytest.approx(expected[name], rel=0.1, abs=1e-2), (key, name)
 

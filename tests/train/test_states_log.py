@@ -67,13 +67,18 @@ def test_two_ranks_report_what_one_does(runs: Path, layout: str) -> None:
     """Gradients are sums in another order, which also differs between instruction sets: a few of
     3845 blocks may have another k, and the errors of rounding, of which the blocks of the largest
     moments make most, differ there. 1.1 % has been seen; a rank whose share were missing or counted
-    twice would change each of them by tens of percent.
+    twice would change each of them by tens of percent. A percentile of k is a multiple of 1/16, and
+    one block can move it to the next one. Of the shares, 5e-3 is 20 blocks; 6 have been seen.
     """
     expected, actual = states_of(runs / "asked"), states_of(runs / layout)
     assert [line["step"] for line in actual] == [line["step"] for line in expected]
     for line, other in zip(expected, actual, strict=True):
         assert line.keys() == other.keys() and "nonfinite" not in line
-        assert other == pytest.approx(line, rel=2e-3, abs=2e-3)
+        percentiles = [key for key in line if "_k_p" in key]
+        assert len(percentiles) == 6
+        for key in percentiles:
+            assert abs(other.pop(key) - line.pop(key)) <= 1 / 16, key
+        assert other == pytest.approx(line, rel=2e-3, abs=5e-3)
         for key in ("edq", "edq_ratio", "edq_weight", "exp_avg_error", "exp_avg_sq_error"):
             assert other[key] == pytest.approx(line[key], rel=5e-2), key
 

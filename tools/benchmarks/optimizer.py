@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatlm.optim.adamw import RECIPES, AdamW, Shard, bytes_per_parameter
-from coatlm.optim.fused import Tile
+from coatlm.optim.adamw import AdamW, FlatShard, bytes_per_parameter
+from coatlm.optim.fused import TileLayout
+from coatlm.optim.recipes import RECIPES
 
 OPTIONS = ("params", "reps", "tiles")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -52,8 +53,10 @@ TE: dict[str, dict[str, Any]] = {
     "master fp8 moments": {"master_weights": True, **FP8_MOMENTS},
     "fp16 master fp8 m fp16 v": {"master_weights": True, **FP8LM},
 }
-TILES = [Tile(groups, warps, run) for groups, warps in ((16, 4), (32, 8)) for run in (16, 8, 4)]
-TILES += [Tile(groups=32, warps=4), Tile(groups=8, warps=2)]
+TILES = [
+    TileLayout(groups, warps, run) for groups, warps in ((16, 4), (32, 8)) for run in (16, 8, 4)
+]
+TILES += [TileLayout(blocks=32, warps=4), TileLayout(blocks=8, warps=2)]
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -171,7 +174,7 @@ def _parameters(
 
 def _ours(recipe: str, params: Sequence[tuple[Tensor, Tensor]]) -> AdamW:
     flat = [(weight.view(-1), grad.view(-1)) for weight, grad in params]
-    shards = [Shard(w, g, ((0, w.numel()),), ((0, w.numel()),)) for w, g in flat]
+    shards = [FlatShard(w, g, ((0, w.numel()),), ((0, w.numel()),)) for w, g in flat]
     return AdamW(shards, recipe=recipe, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 

@@ -11,7 +11,14 @@ from tools.benchmarks.clock import synchronize
 
 Interval = tuple[float, float]
 # NCCL's kernels, and those that make and read what FP8 exchanges carry and find their shared scales
-COMMUNICATION = ("nccl", "_pack_kernel", "_unpack_kernel", "_largest_kernel", "_saturated_kernel")
+COMMUNICATION = (
+    "nccl",
+    "_pack_kernel",
+    "_unpack_kernel",
+    "_largest_kernel",
+    "_row_amax_kernel",
+    "_saturated_kernel",
+)
 
 
 def trace(

@@ -59,7 +59,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
     n = x.numel()
     rows, row_scale = weight_rows.Rows.of([(0, *shape)], x.device), quantize_rows(x).scale
     flat, codes = to.view(-1), torch.empty(n, dtype=torch.uint8, device="cuda")
-    amax = weight_rows.largest(x.view(-1), rows, 0, n)
+    amax = weight_rows.row_amax(x.view(-1), rows, 0, n)
     span = amax, rows, 0, n
 
     def quantized(granularity: Any, **options: Any) -> Launch:
@@ -79,9 +79,9 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
         "tensor, own amax": (quantized(TENSOR), 5 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),
         "its codes, transposed": (lambda: quantize_rows_transposed(x, row_scale), 3 * n),
-        "rows to gather, amax": (lambda: weight_rows.largest(x.view(-1), rows, 0, n), 2 * n),
-        "rows to gather, cast": (lambda: weight_rows.encode(x.view(-1), codes, *span), 3 * n),
-        "rows gathered": (lambda: weight_rows.decode(codes, flat, *span), 3 * n),
+        "rows to gather, amax": (lambda: weight_rows.row_amax(x.view(-1), rows, 0, n), 2 * n),
+        "rows to gather, cast": (lambda: weight_rows.encode_rows(x.view(-1), codes, *span), 3 * n),
+        "rows gathered": (lambda: weight_rows.decode_rows(codes, flat, *span), 3 * n),
         "expand m": (lambda: expand_quantize(m, M_E4M3), (5 + 5 / 128) * n),
         "expand v": (lambda: expand_quantize(v, V_E4M3), (5 + 5 / 128) * n),
         "decode m": (lambda: expand_dequantize(state, M_E4M3), (5 + 5 / 128) * n),

@@ -1,1 +1,1 @@
-"""What tools/drill.py consists of: jobs, the run that they train, faults, and the report."""
+"""The parts of tools/drill.py: jobs, the run that they train, faults, and the report."""

@@ -1,4 +1,4 @@
-"""A clock that can be moved under processes which run: a library, preloaded, that adds an offset.
+"""Move the clock of running processes: a preloaded library adds an offset to it.
 
 The wall clock alone moves, as when NTP or an operator sets it: CLOCK_MONOTONIC stays, and a
 deadline on the wall clock, which a process computes from the moved one, is moved back before the
@@ -88,10 +88,10 @@ int sem_timedwait(sem_t *restrict semaphore, const struct timespec *restrict dea
 
 
 class Clock:
-    """The offset of the processes that `variables` are given to from their start on."""
+    """Sets the clock offset of processes that were started with `variables` in the environment."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ValueError where there is no compiler."""
+        """Compile the library. Raises ValueError without a C compiler."""
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             raise ValueError("there is no C compiler")
@@ -104,6 +104,6 @@ class Clock:
         self.move(0)
 
     def move(self, seconds: int) -> None:
-        """From now on the processes' clock is that of the system plus `seconds`."""
+        """Set the clock of the processes to that of the system plus `seconds`."""
         with self._file.open("r+b" if self._file.exists() else "wb") as file:
             file.write(struct.pack("<q", seconds))  # in place: the page is mapped

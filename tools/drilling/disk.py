@@ -1,4 +1,4 @@
-"""A small file system that can be filled: a tmpfs, as root or in a user namespace of our own."""
+"""A small file system that can be filled: a tmpfs, mounted as root or in a user namespace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-MIB = 24  # of the file system: a run takes about four
+MIB = 24  # size of the file system; a run takes about four
 NAMESPACE = ("unshare", "--map-root-user", "--mount")
-INSIDE = "COATLM_DRILL_NAMESPACE"  # set in the process that was started again in a namespace
+INSIDE = "COATLM_DRILL_NAMESPACE"  # set in the process that runs inside the namespace
 
 
 def mount(directory: Path) -> bool:
-    """Whether a tmpfs could be mounted at `directory`."""
+    """Mount a tmpfs at `directory`; returns whether it succeeded."""
     directory.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={MIB}m", "tmpfs", str(directory)]
     try:
@@ -23,12 +23,15 @@ def mount(directory: Path) -> bool:
 
 
 def unmount(directory: Path) -> None:
-    """Also where a process that is about to end still has files open there."""
+    """Unmount lazily, because a process that is ending may still have open files there."""
     subprocess.run(["umount", "--lazy", str(directory)], capture_output=True)
 
 
 def enter_namespace(directory: Path) -> None:
-    """Start this program again where it may mount, if there is such a way and it is not there."""
+    """Restart this program in a user namespace that allows mounting, unless it is already in one.
+
+    Returns if there is no such namespace.
+    """
     if INSIDE in os.environ:
         return
     script = f"mount -t tmpfs tmpfs '{directory}'"

@@ -1,4 +1,4 @@
-"""Round after round: a job comes to a point, a fault is done to it, and the run must go on."""
+"""The rounds of a drill: a job reaches a phase, a fault is injected, and the run must continue."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tools.drilling.faults import FAULTS, FILLER, Fault, Phase, Scene
 from tools.drilling.jobs import Job, Kind, Machine
 from tools.drilling.run import STEPS, DrilledRun, History, RunProgress, until, write_config
 
-NEXT_STEP_S = 120.0  # a start, and a step
-LIMITED = 4096  # bytes of a file, where no file system can be filled
+NEXT_STEP_S = 120.0  # seconds for a start and a step
+LIMITED = 4096  # bytes per file, if no file system can be filled
 
 
 class Drill:
-    """The rounds of one command line. Use it in `with`: it mounts, and starts processes."""
+    """Runs the rounds of a drill. Use it in `with`, since it mounts and starts processes."""
 
     def __init__(self, options: argparse.Namespace, out: Path) -> None:
         self.options, self.out, self.work = options, out.absolute(), out.absolute() / "work"
         self.random = random.Random(options.seed)
         self.job: Job | None = None
-        self.starts = [1.0]  # seconds of starts so far
+        self.starts = [1.0]  # seconds that the starts so far took
         self.runs = 0
-        self.drawn: Counter[str] = Counter()  # faults by name
+        self.drawn: Counter[str] = Counter()  # how often each fault was drawn
         unknown = set(options.faults or ()) - {fault.name for fault in FAULTS}
         if unknown:
             names = ", ".join(fault.name for fault in FAULTS)
@@ -46,7 +46,7 @@ class Drill:
         self.work.mkdir(parents=True)
         self.disk = self.work / "disk"
         if not disk.mount(self.disk):
-            disk.enter_namespace(self.disk)  # does not return where that helps
+            disk.enter_namespace(self.disk)  # does not return if it succeeds
             say("no small file system can be mounted here: files are limited in size instead")
             self.disk.mkdir(exist_ok=True)
             self.limited = True
@@ -68,7 +68,7 @@ class Drill:
         disk.unmount(self.disk)
 
     def run_rounds(self) -> int:
-        """All of them; how many failed."""
+        """Run all rounds; returns how many failed."""
         (self.out / report.ROUNDS).unlink(missing_ok=True)
         failed = 0
         for number in range(1, self.options.rounds + 1):
@@ -87,7 +87,7 @@ class Drill:
         return failed
 
     def _make_clock(self) -> Clock | None:
-        """A clock for all processes of jobs; None where there can be none."""
+        """Create the clock of all jobs; None without a C compiler."""
         try:
             clock = Clock(self.work)
         except ValueError as error:
@@ -97,11 +97,11 @@ class Drill:
         return clock
 
     def _layouts(self) -> tuple[bool, ...]:
-        """Whether runs are of several ranks."""
+        """The values of `many` to alternate: whether a run has several ranks."""
         return (False, True) if self.options.ranks > 1 else (False,)
 
     def _undisturbed(self) -> dict[bool, History]:
-        """What runs log that nothing is done to, by whether they are of several ranks."""
+        """Train undisturbed runs; returns their logs for one rank (False) and several (True)."""
         names = {many: self.work / f"undisturbed{many:d}" for many in self._layouts()}
         runs = [DrilledRun(directory, self.config, many) for many, directory in names.items()]
         jobs = [self._job(run, "ranks" if run.many else "process") for run in runs]
@@ -112,7 +112,7 @@ class Drill:
         return {run.many: dict(run.records()) for run in runs}
 
     def _new_run(self) -> DrilledRun:
-        """Another run directory, in the place of the former; of several ranks every other time."""
+        """Replace the run directory by a new one; every other run has several ranks."""
         if self.runs:
             shutil.rmtree(self.current.directory, ignore_errors=True)
         self.runs += 1
@@ -124,13 +124,13 @@ class Drill:
         return Job(self.machine, kind, [str(run.config), f"run.dir={run.directory}"], size)
 
     def _start(self) -> Job:
-        """A job of the current run."""
+        """Create a job of the current run."""
         kind: Kind = self.random.choice(("ranks", "launcher")) if self.current.many else "process"
         self.since = self.current.size_of_log()
         return self._job(self.current, kind)
 
     def _round(self, number: int) -> report.Round:
-        """One fault, and what became of it."""
+        """Inject one fault; returns the record of the round."""
         phase, job = self._reach()
         while (fault := self._draw(phase, job.kind)) is None:
             phase, job = self._reach()
@@ -156,12 +156,12 @@ class Drill:
         )
 
     def _check(self, scene: Scene) -> None:
-        """What was logged must be the undisturbed run's."""
+        """Check that the log equals that of the undisturbed run."""
         if problem := self.current.problem(self.undisturbed[self.current.many]):
             scene.problems.append(problem)
 
     def _go_on(self, fault: Fault, scene: Scene, since: int) -> tuple[int | None, float | None]:
-        """Until the next step: the step that it went on from, and seconds from the restart.
+        """Wait for the next step. Returns the step of the resume and the seconds since the restart.
 
         `since` is the size of train.log before the fault. None: the run has come to its end.
         """
@@ -200,7 +200,7 @@ class Drill:
         return fault
 
     def _faults(self) -> Iterator[Fault]:
-        """Those that were asked for and are possible here."""
+        """The requested faults that are possible on this machine."""
         for fault in FAULTS:
             if self.options.faults and fault.name not in self.options.faults:
                 continue
@@ -209,7 +209,7 @@ class Drill:
             yield fault
 
     def _reach(self) -> tuple[Phase, Job]:
-        """Let a job come to a point; a run that has ended by then is followed by another one."""
+        """Let a job reach a phase; if its run ends before, start another run."""
         while True:
             phase: Phase = self.random.choice(("starting", "training", "training", "saving"))
             if phase == "starting" and self.job is not None:
@@ -235,20 +235,20 @@ class Drill:
             self.current = self._new_run()
 
     def _at(self, step: int) -> bool:
-        """A life of this job has come to `step`."""
+        """Whether the current start of this job has reached `step`."""
         steps = RunProgress.of(self.current, self.since).steps
         return bool(steps) and steps[-1] >= step
 
     def _finished(self) -> bool:
-        """The job has ended because its run is at its end."""
+        """Whether the job has ended because its run is complete."""
         assert self.job is not None
-        # the last line may have been damaged, but a run does not train after its last checkpoint
+        # a damaged last line does not matter: a run does not train after its last checkpoint
         saved = f"step_{STEPS:08d}" in {path.name for path in self.current.whole_checkpoints()}
         done = saved or self.current.last_step() == STEPS
         return done and self.job.ended and not any(self.job.codes)
 
     def _act(self, fault: Fault, scene: Scene) -> list[int | None]:
-        """Do the fault and wait for what it does to the job; exit codes where the job has ended."""
+        """Inject the fault and wait for its effect; returns exit codes if the job has ended."""
         if fault.needs == "disk" and self.limited:
             scene.notes.append("by a limit on the size of files")
             for pid in scene.job.ranks:
@@ -276,7 +276,7 @@ class Drill:
         return codes
 
     def _keep(self, number: int) -> None:
-        """A run that failed is left to be looked at, and another one begins."""
+        """Move a failed run aside for inspection and start another one."""
         if self.job is not None:
             self.job.kill()
             self.job = None
@@ -289,7 +289,7 @@ class Drill:
 
 
 class Unprovoked(RuntimeError):
-    """A job has ended although nothing was done to it."""
+    """A job ended without a fault."""
 
 
 def say(text: str) -> None:

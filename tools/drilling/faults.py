@@ -1,4 +1,4 @@
-"""What is done to a job and to its files.
+"""The faults that are injected into a job and its files.
 
 A fault is named after what happens; `act` does it. Most end the job, after some of those its files
 are damaged; after the others it must go on by itself, or its launcher must start its ranks again.
@@ -21,42 +21,42 @@ from tools.drilling.jobs import Job, Kind, send
 from tools.drilling.run import STEPS, DrilledRun, until
 
 Phase = Literal["starting", "training", "saving"]
-Then = Literal["ends", "goes on", "restarts"]  # the job; restarts: by its launcher
+Then = Literal["ends", "goes on", "restarts"]  # the effect on the job; its launcher restarts it
 
-FILLER = "filler"  # what takes the rest of the disk
-DROPPED_S = 0.5  # seconds that a rank stands still before it is killed
-PAUSES_S = (0.2, 0.5, 1.5)  # that a process is stopped for
-END_S = 90.0  # from a fault to the job's end; more than log.hang_timeout
-ORPHANS_S = 30.0  # from a launcher's death to that of its ranks
-LONG_PAUSE_S = 25.0  # longer than a lock's heartbeat; log.hang_timeout is longer
-LONG_PAUSES = 0.03  # share of the pauses that are as long
+FILLER = "filler"  # a file that fills the disk
+DROPPED_S = 0.5  # seconds that a rank is stopped before it is killed
+PAUSES_S = (0.2, 0.5, 1.5)  # seconds that a process is stopped
+END_S = 90.0  # seconds from a fault to the job's end; longer than log.hang_timeout
+ORPHANS_S = 30.0  # seconds from a launcher's death to that of its ranks
+LONG_PAUSE_S = 25.0  # longer than a lock's heartbeat, shorter than log.hang_timeout
+LONG_PAUSES = 0.03  # share of the pauses that take LONG_PAUSE_S
 CLOCK_JUMPS = (3, -3, 3600, -3600, 400 * 86400, -400 * 86400)  # seconds
 ALL_KINDS: tuple[Kind, ...] = ("process", "ranks", "launcher")
 
 
 @dataclass
 class Scene:
-    """What a fault is done to."""
+    """The job that a fault acts on, and its surroundings."""
 
     job: Job
     run: DrilledRun
     random: random.Random
-    restart: Callable[[], Job]  # start the same command, beside the job
-    disk: Path | None = None  # the small file system that the run lies on
+    restart: Callable[[], Job]  # starts the same command while the job runs
+    disk: Path | None = None  # the small file system that holds the run
     clock: Clock | None = None
-    early: bool = False  # the job may not listen to signals yet
+    early: bool = False  # whether the job may not handle signals yet
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def one_rank(self) -> list[int]:
-        """A rank of those that live."""
+        """A random live rank."""
         ranks = self.job.ranks
         return [self.random.choice(ranks)] if ranks else []
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`codes`: how the processes that were started may end, besides by SIGKILL."""
+    """A fault and its expected effect; `codes` are the allowed exit codes besides SIGKILL's."""
 
     name: str
     act: Callable[[Scene], None]
@@ -77,13 +77,13 @@ def kill_all(scene: Scene) -> None:
 
 
 def kill_launcher(scene: Scene) -> None:
-    """Its ranks must end by themselves."""
+    """Kill the launcher; its ranks must end by themselves."""
     scene.notes.append(f"{len(scene.job.ranks)} ranks without it")  # which are known from now on
     send(signal.SIGKILL, scene.job.leader)
 
 
 def drop_rank(scene: Scene) -> None:
-    """A node that stands still, and is then gone."""
+    """Stop a rank, then kill it, like a node that hangs and disappears."""
     chosen = scene.one_rank()
     send(signal.SIGSTOP, *chosen)
     time.sleep(DROPPED_S)
@@ -91,7 +91,7 @@ def drop_rank(scene: Scene) -> None:
 
 
 def pause(scene: Scene) -> None:
-    """A scheduler suspends and continues a rank, or all of them."""
+    """Suspend and continue one rank or all of them, as a scheduler does."""
     chosen = scene.one_rank() if scene.random.random() < 0.5 else scene.job.ranks
     seconds = scene.random.choice(PAUSES_S)
     if scene.random.random() < LONG_PAUSES:
@@ -103,7 +103,7 @@ def pause(scene: Scene) -> None:
 
 
 def tell(number: signal.Signals, *, twice: bool = False) -> Callable[[Scene], None]:
-    """Send a signal to one rank or to all; to a launcher where it passes signals on."""
+    """Send a signal to one rank or all, or to a launcher that forwards signals."""
 
     def act(scene: Scene) -> None:
         passed_on = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -121,7 +121,7 @@ def tell(number: signal.Signals, *, twice: bool = False) -> Callable[[Scene], No
 
 
 def fill_disk(scene: Scene) -> None:
-    """Nothing more can be written until the job has ended by that."""
+    """Fill the disk until the job has ended because of it."""
     assert scene.disk is not None
     with suppress(OSError), (scene.disk / FILLER).open("wb", buffering=0) as file:
         while True:
@@ -129,7 +129,7 @@ def fill_disk(scene: Scene) -> None:
 
 
 def fill_for_a_while(scene: Scene) -> None:
-    """Until the ranks have ended by that, and their launcher starts them again."""
+    """Fill the disk until the ranks have ended because of it and their launcher restarts them."""
     assert scene.disk is not None
     before = set(scene.job.ranks)
     fill_disk(scene)
@@ -138,7 +138,7 @@ def fill_for_a_while(scene: Scene) -> None:
 
 
 def second_job(scene: Scene) -> None:
-    """The same command once more: one of the two must be refused, and the other unharmed."""
+    """Start the same command again; one of the two must be refused, the other must continue."""
     second = scene.restart()
     begin = time.monotonic()
     while not second.ended and not scene.job.ended and time.monotonic() - begin < 60:
@@ -156,7 +156,7 @@ def second_job(scene: Scene) -> None:
 
 
 def damage_checkpoint(scene: Scene) -> None:
-    """The job is killed, then a file of its newest checkpoint is no longer what was written."""
+    """Kill the job, then damage a file of its newest checkpoint."""
     scene.job.kill()
     checkpoints = scene.run.whole_checkpoints()
     if len(checkpoints) < 2:
@@ -167,7 +167,7 @@ def damage_checkpoint(scene: Scene) -> None:
 
 
 def damage_metrics(scene: Scene) -> None:
-    """The job is killed, then the tail of metrics.jsonl is no longer what was written."""
+    """Kill the job, then damage the end of metrics.jsonl."""
     scene.job.kill()
     path = scene.run.metrics
     if not path.exists():
@@ -190,7 +190,7 @@ def damage_metrics(scene: Scene) -> None:
 
 
 def damage_cache(scene: Scene) -> None:
-    """The job is killed, then a file of the data cache is no longer what was written."""
+    """Kill the job, then damage a file of the data cache."""
     scene.job.kill()
     cache = scene.run.config.with_name("cache")
     files = sorted(path for path in cache.rglob("text.*") if path.is_file())
@@ -199,7 +199,7 @@ def damage_cache(scene: Scene) -> None:
 
 
 def move_clock(scene: Scene) -> None:
-    """The system's clock is set, and files get times that do not fit."""
+    """Move the clock, so that times of files do not fit."""
     assert scene.clock is not None
     jump = scene.random.choice(CLOCK_JUMPS)
     scene.clock.move(jump)
@@ -213,7 +213,7 @@ def move_clock(scene: Scene) -> None:
 
 
 def damage(path: Path, random: random.Random) -> str:
-    """A byte flipped, the end cut off, or the file removed; says which."""
+    """Flip a byte, truncate the file, or remove it; returns which."""
     kind = random.choice(("flipped", "cut", "removed"))
     content = bytearray(path.read_bytes())
     if kind == "removed" or not content:
@@ -226,7 +226,7 @@ def damage(path: Path, random: random.Random) -> str:
     return f"{path.name}: {kind}"
 
 
-ALONE: tuple[Kind, ...] = ("process", "ranks")  # nothing starts them again
+ALONE: tuple[Kind, ...] = ("process", "ranks")  # jobs without a launcher that restarts them
 RUNNING: tuple[Phase, ...] = ("training", "saving")
 FAULTS = (
     Fault("kill -9 of a rank", kill_rank, codes=(1, 4, 5), kinds=ALONE),

@@ -25,23 +25,23 @@ from typing import Any, Literal
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RESTARTS = 1000  # of the agent: more than faults in a life
+RESTARTS = 1000  # --max-restarts of the agent, more than it ever needs
 
 Kind = Literal["process", "ranks", "launcher"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How processes are started here."""
+    """Starts the processes of jobs."""
 
     cuda: bool
-    log: Path  # what all of them print
+    log: Path  # output of all processes
     variables: dict[str, str]  # added to the environment
-    context: Any  # of multiprocessing
+    context: Any  # multiprocessing context
 
     @classmethod
     def of(cls, device: str, log: Path) -> Machine:
-        """What is in the environment by the first process is in that of all."""
+        """Create it; all processes inherit the environment at the start of the first one."""
         if device == "cuda":
             return cls(True, log, {}, multiprocessing.get_context("spawn"))
         context = multiprocessing.get_context("forkserver")
@@ -49,7 +49,7 @@ class Machine:
         return cls(False, log, {"CUDA_VISIBLE_DEVICES": ""}, context)
 
     def process(self, function: Any, *arguments: Any, env: dict[str, str] | None = None) -> Any:
-        """A process that calls `function`, with its output at the end of the log."""
+        """Start a process that calls `function` and appends its output to the log."""
         whole = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         whole |= self.variables | (env or {})
         process = self.context.Process(target=begin, args=(function, arguments, whole, self.log))
@@ -58,7 +58,7 @@ class Machine:
 
 
 def begin(function: Any, arguments: Sequence[Any], env: dict[str, str], log: Path) -> None:
-    """What a process does."""
+    """Set up environment, directory and output of this process, then call `function`."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)
@@ -69,7 +69,7 @@ def begin(function: Any, arguments: Sequence[Any], env: dict[str, str], log: Pat
 
 
 def pretrain(words: Sequence[str]) -> None:
-    """A rank."""
+    """Run pretrain.py in this process, as one rank."""
     sys.path[:0] = [str(ROOT)]
     import pretrain
     from coatlm import process
@@ -79,7 +79,7 @@ def pretrain(words: Sequence[str]) -> None:
 
 
 def rank_of_agent(words: Sequence[str]) -> None:
-    """A rank under the agent, which takes any exit for a failure but a return."""
+    """Run one rank under the agent, which treats any exit but a return as a failure."""
     try:
         pretrain(words)
     except SystemExit as end:
@@ -88,7 +88,7 @@ def rank_of_agent(words: Sequence[str]) -> None:
 
 
 def agent(words: Sequence[str], size: int, start_method: str) -> None:
-    """What `torchrun --standalone --nproc-per-node=SIZE --max-restarts=RESTARTS` does."""
+    """Run torchrun's agent, as `--standalone --nproc-per-node=SIZE --max-restarts=RESTARTS`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -129,7 +129,7 @@ class Job:
 
     @property
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that live; under an agent, which may just start them."""
+        """The process ids of live ranks; an agent may be just starting them."""
         if self.kind != "launcher":
             return [p.pid for p in self.processes if p.is_alive()]
         with contextlib.suppress(psutil.Error):
@@ -139,21 +139,21 @@ class Job:
 
     @property
     def leader(self) -> int:
-        """The process that a user's signal goes to: the launcher, or rank 0."""
+        """The process to which a user sends signals: the launcher, or rank 0."""
         return int(self.processes[0].pid)
 
     @property
     def ended(self) -> bool:
-        """All processes have, also ranks whose launcher has gone."""
+        """Whether all processes have ended, including ranks whose launcher has ended."""
         return not any(p.is_alive() for p in self.processes) and not self.ranks
 
     @property
     def codes(self) -> list[int | None]:
-        """Exit codes; negative: the signal. Of an agent's ranks only it knows."""
+        """The exit codes, negative for a signal; only that of the agent if there is one."""
         return [process.exitcode for process in self.processes]
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within `seconds`."""
+        """Wait up to `seconds`; returns whether the job has ended."""
         end = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > end:
@@ -162,7 +162,7 @@ class Job:
         return True
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """Kill all processes of the job."""
         send(signal.SIGKILL, *[p.pid for p in self.processes], *self.ranks)
         for process in self.processes:
             process.join()
@@ -171,7 +171,7 @@ class Job:
 
 
 def send(number: signal.Signals, *pids: int) -> None:
-    """A signal to processes, of which some may have ended."""
+    """Send a signal to processes, some of which may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -185,7 +185,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    """One that nobody has, below those that systems give out: nobody gets it until ranks use it."""
+    """A free port below the ephemeral range, so that no other program gets it before the ranks."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The rounds of a drill as JSON lines, and the table of them by fault."""
+"""The rounds of a drill as JSON lines, and their table by fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = ("fault", "rounds", "s to next step, median", "max", "steps lost, median"
 
 @dataclass(frozen=True)
 class Round:
-    """One fault, and how the run went on."""
+    """A fault, and how the run continued."""
 
     round: int
     fault: str
@@ -35,7 +35,7 @@ def append(path: Path, found: Round) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[Round]:
-    """The rounds of several files. Raises ValueError for a line that is none."""
+    """Read the rounds in several files. Raises ValueError for an invalid line."""
     rounds = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -47,7 +47,7 @@ def read(paths: Iterable[Path]) -> list[Round]:
 
 
 def rows(rounds: Sequence[Round]) -> Iterator[tuple[str, ...]]:
-    """A row for each fault in each phase's sum, and one of all."""
+    """The rows of the table: one per fault, summed over phases, and one in total."""
     names = sorted({found.fault for found in rounds})
     for name, some in [*((n, [r for r in rounds if r.fault == n]) for n in names), ("all", rounds)]:
         seconds = [r.seconds for r in some if r.seconds is not None]
@@ -70,7 +70,7 @@ def markdown(rounds: Sequence[Round]) -> str:
 
 
 def plain(rounds: Sequence[Round]) -> str:
-    """The same for a terminal."""
+    """The table of `rows` as text for a terminal."""
     lines = [HEAD, *rows(rounds)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     return "\n".join(

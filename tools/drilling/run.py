@@ -1,4 +1,4 @@
-"""The run that jobs train: a tiny model, what it has logged, and whether that is as undisturbed."""
+"""The run that jobs train: a tiny model, and the comparison of its log with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ History = dict[Key, tuple[Any, ...]]
 
 @dataclass
 class DrilledRun:
-    """A run directory, and what was done to it."""
+    """A run directory, and the records that faults destroyed."""
 
     directory: Path
     config: Path
@@ -42,25 +42,26 @@ class DrilledRun:
         return self.directory / "train.log"
 
     def whole_checkpoints(self) -> list[Path]:
-        """By name, which is by step; those that `latest` could name."""
+        """The complete checkpoints, which `latest` may name, sorted by step."""
         return sorted(path.parent for path in self.checkpoints.glob("step_*/manifest.json"))
 
     def saving(self) -> bool:
-        """A checkpoint is being written."""
+        """Whether a checkpoint is being written."""
         return any(self.checkpoints.glob(".tmp-step_*"))
 
     def size_of_log(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
 
     def records(self) -> list[tuple[Key, tuple[Any, ...]]]:
-        """What metrics.jsonl holds, in order, without a line that is not whole."""
+        """The records of metrics.jsonl in order, without incomplete lines."""
         return list(_records(self.metrics)) if self.metrics.exists() else []
 
     def last_step(self) -> int:
         return max((step for (step, _), _ in self.records()), default=0)
 
     def problem(self, undisturbed: History) -> str | None:
-        """The first thing in which what was logged is not the undisturbed run's beginning."""
+        """The first difference of the log from the beginning of the undisturbed run's; else
+        None."""
         found: History = {}
         for key, values in self.records():
             name = f"{'evaluation' if key[1] else 'step'} {key[0]}"
@@ -89,7 +90,7 @@ def _records(path: Path) -> Iterator[tuple[Key, tuple[Any, ...]]]:
 
 
 def write_config(path: Path, *, ranks: int) -> None:
-    """The configuration that all runs share but for run.dir."""
+    """Write the configuration that all runs share except run.dir."""
     sections: Mapping[str, Any] = {
         "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 64, "vocab": 272},
         "data": {
@@ -117,10 +118,10 @@ def write_config(path: Path, *, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What a job has logged since a place in train.log."""
+    """The progress of a job since an offset in train.log."""
 
-    lives: int  # starts
-    steps: Sequence[int]  # of the latest life
+    lives: int  # number of starts
+    steps: Sequence[int]  # logged by the latest start
 
     @classmethod
     def of(cls, run: DrilledRun, since: int) -> RunProgress:
@@ -134,7 +135,7 @@ class RunProgress:
 
 
 def until(condition: Any, seconds: float, *, pause: float = 0.005) -> bool:
-    """Whether `condition()` came true within `seconds`."""
+    """Wait up to `seconds` until `condition()` is true; returns whether it is."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

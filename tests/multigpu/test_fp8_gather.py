@@ -1,4 +1,4 @@
-"""Weights gathered as FP8 over NCCL, as tests/parallel/test_gather.py does over gloo."""
+"""Weights gathered as FP8 over NCCL, as tests/parallel/test_fp8_gather.py does over gloo."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.parallel.test_gather import (
+from tests.parallel.test_fp8_gather import (
     FLOW_CASES,
-    test_matrices_of_fp8_layers_take_a_byte_and_a_scale_a_row,
+    test_matrices_of_fp8_layers_take_a_byte_per_element_and_a_scale_per_row,
 )
 
-__all__ = ["test_matrices_of_fp8_layers_take_a_byte_and_a_scale_a_row"]
+__all__ = ["test_matrices_of_fp8_layers_take_a_byte_per_element_and_a_scale_per_row"]
 GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.multigpu,
@@ -27,7 +27,7 @@ def flow_found() -> dict[str, list[dict[str, Any]]]:
     """Every case that fits the GPUs here."""
     results: dict[str, list[dict[str, Any]]] = {}
     for size in SIZES:
-        ranks = run_ranks(size, "tests.parallel.test_gather:train_flow", FLOW_CASES[size])
+        ranks = run_ranks(size, "tests.parallel.test_fp8_gather:train_flow", FLOW_CASES[size])
         results |= {name: [rank[name] for rank in ranks] for name in FLOW_CASES[size]}
     return results
 

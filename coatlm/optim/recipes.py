@@ -1,0 +1,73 @@
+"""The named recipes: in which format an optimizer stores m, v and what it knows of the weight.
+
+A recipe is a row of `RECIPES`, whose names are the values of the key `optim.recipe`; the formats
+are those of `coatlm.optim.formats`. A new combination of formats is one more row, its name in
+`coatlm.config.model.OptimRecipe`, and the bytes per parameter in tests/optim/test_adamw.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from coatlm.fp8.expand import M_E4M3, V_E4M3, Expansion
+from coatlm.fp8.formats import E4M3
+from coatlm.optim import formats
+from coatlm.optim.formats import MomentFormat, WeightFormat
+
+MASTER, M, V = "fp32_param", "exp_avg", "exp_avg_sq"  # names in checkpoints, as megatron-core's
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The storage format of each optimizer state."""
+
+    m: MomentFormat
+    v: MomentFormat
+    weight: WeightFormat
+    weights: tuple[torch.dtype, ...] = (BF16,)  # dtypes that the model's weights may have
+    strict: bool = False  # round gradients to BF16, and every result of arithmetic on them
+
+    @property
+    def tensor_scaled(self) -> bool:
+        """Whether a state has one scale per parameter tensor, as FP8-LM's have."""
+        return any(part.kind == "scaled" for part in (self.m, self.v, self.weight))
+
+    @property
+    def moments(self) -> dict[str, MomentFormat]:
+        return {M: self.m, V: self.v}
+
+
+def _recipes() -> dict[str, Recipe]:
+    fp32, bf16, pair = formats.Fp32(), formats.Bf16(), formats.Bf16Pair()
+    m, v = formats.ExpandedFp8(M_E4M3), formats.ExpandedFp8(V_E4M3)
+    plain = formats.ExpandedFp8(Expansion(E4M3, signed=True, k16_min=16, k16_max=16))
+    fp8, fp16 = (formats.TensorScaled(t) for t in (torch.float8_e4m3fn, torch.float16))
+    master, both = formats.Master(), (BF16, FP32)
+    return {
+        "adamw-fp32": Recipe(fp32, fp32, master, both),  # Collage's option D
+        "adamw-bf16": Recipe(bf16, bf16, formats.Direct(), strict=True),  # A
+        "adamw-bf16-fp32state": Recipe(fp32, fp32, formats.Direct()),  # D without master weights
+        "kahan": Recipe(bf16, bf16, formats.Kahan(), strict=True),
+        "collage-light": Recipe(bf16, bf16, formats.Pair(), strict=True),  # B
+        "collage-plus": Recipe(bf16, pair, formats.Pair(), strict=True),  # C
+        "fp8lm": Recipe(fp8, fp16, formats.TensorScaledMaster()),
+        "coat": Recipe(m, v, master, both),
+        "coat-lean": Recipe(m, v, formats.Remainder(16)),
+        "coat-24": Recipe(m, v, formats.Remainder(8)),
+        "fp8-plain": Recipe(plain, plain, master, both),  # COAT without dynamic range expansion
+    }
+
+
+RECIPES = _recipes()
+
+
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name, or the given one. Raises ValueError that lists the names."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r}: one of {', '.join(RECIPES)}")
+    return RECIPES[recipe]

@@ -1,0 +1,147 @@
+"""Bytes of attention under context parallelism, against autograd on two ranks.
+
+Kernels of GPUs have the causal mask of a prefix built in; a CPU would make it and save it, so that
+here the prefixes have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from coatlm.config import make_config
+from coatlm.model import layer_memory as layer
+from tests.distributed import run_ranks
+from tests.model.shapes import DATA, TINY
+
+GQA, MHA = {"kv_heads": 2}, {"kv_heads": 4}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, sections
+    "bf16": (GQA, {}),
+    "bf16 qk_norm": ({**GQA, "qk_norm": True}, {}),
+    "bf16 selective": (MHA, {"train": {"recompute": "selective"}}),
+    "bf16 masked": (GQA, {"data": {**DATA, "reset_attention_mask": True}}),
+    "fp32": (MHA, {"precision": {"recipe": "fp32"}}),
+    "coat": (GQA, {"precision": {"recipe": "coat"}}),
+    "coat, a key per query": (MHA, {"precision": {"recipe": "coat"}}),
+    "coat, a key per query, qk_norm": (
+        {**MHA, "qk_norm": True},
+        {"precision": {"recipe": "coat"}},
+    ),
+    "coat, a key per query, selective": (
+        MHA,
+        {"precision": {"recipe": "coat"}, "train": {"recompute": "selective"}},
+    ),
+    "fp8-linear, a key per query": (MHA, {"precision": {"recipe": "fp8-linear"}}),
+    "coat-lean": (GQA, {"precision": {"recipe": "coat-lean"}}),
+    "coat-lean, a key per query": (MHA, {"precision": {"recipe": "coat-lean"}}),
+}
+
+
+def make(name: str) -> Any:
+    model, sections = CASES[name]
+    sizes = {**TINY, "layers": 2, "head_dim": 32, "ffn": 64, **model}
+    return make_config({"model": sizes, "data": DATA, "parallel": {"cp": 2}, **sections})
+
+
+def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
+    """Bytes that autograd saves per token of this rank and layer."""
+    from coatlm.model import attention
+    from coatlm.parallel.groups import release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from tests.model.test_memory import saved_bytes_per_token_and_layer
+
+    start_processes(Launch.from_environment())
+    found = {}
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
+            found[name] = saved_bytes_per_token_and_layer(make(name), patch)
+        release_groups()
+    with pytest.MonkeyPatch.context() as patch:
+        found["gradients"] = peak_of_gradients(make("coat, a key per query"), patch)
+    release_groups()
+    return found
+
+
+class Live(TorchDispatchMode):
+    """While on, follows the memory of saved and of new tensors; `peak` is beyond the saved ones."""
+
+    def __init__(self, saved: list[Tensor]) -> None:
+        super().__init__()
+        self.known: set[StorageWeakRef] = set()
+        self.live = {
+            StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in saved
+        }
+        self.before, self.peak = sum(self.live.values()), 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for x in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            if (storage := StorageWeakRef(x.untyped_storage())) not in self.live:
+                self.known.add(storage)
+        out = func(*args, **(kwargs or {}))
+        for x in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            if (storage := StorageWeakRef(x.untyped_storage())) not in self.known:
+                self.live[storage] = x.untyped_storage().nbytes()
+        self.live = {at: size for at, size in self.live.items() if not at.expired()}
+        self.peak = max(self.peak, sum(self.live.values()) - self.before)
+        return out
+
+
+def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
+    """Bytes per token by which attention's backward exceeds, at its peak, what forward saved."""
+    from coatlm.model import attention
+    from coatlm.parallel.groups import make_groups
+
+    patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
+    core = attention.CoreAttention(None, 1, pg_collection=make_groups(c.parallel).collection)
+    tokens = 64 // 2 * c.train.micro_batch
+    shape = (64 // 2, c.train.micro_batch, c.model.heads, 32)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    saved: list[Tensor] = []
+
+    def record(x: Tensor) -> Tensor:
+        saved.append(x.detach())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        out = core(q, k, v)
+    gradient = torch.randn_like(out)
+    with Live(saved) as live:
+        saved.clear()
+        torch.autograd.backward(out, gradient)
+    return live.peak / tokens
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, float]]:
+    return run_ranks(2, f"{__name__}:measure", list(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_save_the_bytes_autograd_saves_on_both_ranks(
+    measured: list[dict[str, float]], name: str
+) -> None:
+    c = make(name)
+    m, tokens = c.model, c.train.micro_batch * c.data.seq_len // 2
+    q, k = m.heads * 32, m.queries_groups * 32
+    weight_rows = (q + 2 * k) + m.hidden + 2 * m.ffn + m.hidden if c.precision.flow else 0
+    for rank in measured:
+        assert rank[name] - 4 * weight_rows / tokens == layer.layer_activation_bytes(c)
+
+
+def test_the_gradients_within_attention_are_the_bytes_that_its_backward_adds(
+    measured: list[dict[str, float]],
+) -> None:
+    """On the rank with the longest second prefix; the gradient of the output is there before."""
+    c = make("coat, a key per query")
+    output = 2 * c.model.heads * 32
+    highest = max(rank["gradients"] for rank in measured)
+    assert highest == layer.attention_gradients(c) - output
