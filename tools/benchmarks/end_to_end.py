@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
 
@@ -61,9 +62,7 @@ COATLM = {  # row -> model.spec, precision.recipe
     "coatlm te bf16": ("te", "bf16"),
     "coatlm te-delayed": ("te", "te-delayed"),
     "coatlm te-current": ("te", "te-current"),
-    "coatlm fp8-linear": ("local", "fp8-linear"),
-    "coatlm coat": ("local", "coat"),
-    "coatlm coat-lean": ("local", "coat-lean"),
+    **{f"coatlm {name}": ("local", name) for name in FLOW_RECIPES},
 }
 PEERS = {  # row -> fp8, fp8_recipe of megatron-core
     "megatron+te bf16": (None, None),

@@ -25,11 +25,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coatlm.config.recipes import RECIPES
 from tools.benchmarks import layer_peers, layer_profile
 from tools.benchmarks.clock import DEVICE, elapsed, mark, milliseconds, release, synchronize
 from tools.benchmarks.layer_memory import held, held_by_compiled, peak_mib
@@ -57,27 +59,14 @@ OPTIONS = (
 SHAPES = "4096:4096,4096:2048,2048:4096,2048:2048"  # hidden:seq
 FFN = {4096: 11008, 2048: 5504, 64: 176}
 HEAD_DIM, SMOKE_HEAD_DIM = 128, 32
-ROWS = (  # peers and coatlm in turn, so that a drift of the machine meets both
-    "roofline",
-    "coatlm coat",
-    "te delayed",
-    "coatlm coat delayed",
-    "coatlm coat-lean",
-    "te current",
-    "coatlm coat-lean delayed",
-    "coatlm fp8-linear",
-    "te block",
-    "coatlm bf16",
-    "te bf16",
-    "coatlm te-delayed",
-    "torchao tensorwise",
-    "coatlm te bf16",
-    "torch.compile bf16",
-    "coatlm te-current",
-    "coatlm te-blockwise",
-)
+FLOWS = (*(f"coatlm {name}" for name in RECIPES), "coatlm coat delayed", "coatlm coat-lean delayed")
 FP8_PEERS = ("te delayed", "te current", "te block", "torchao tensorwise")
-OURS = ("coatlm coat", "coatlm coat delayed", "coatlm coat-lean", "coatlm coat-lean delayed")
+OTHERS = (
+    *("coatlm bf16", "te bf16", "coatlm te-delayed", "coatlm te bf16", "torch.compile bf16"),
+    *("coatlm te-current", "coatlm te-blockwise"),
+)
+IN_TURN = zip_longest(FLOWS, FP8_PEERS)  # so that a drift of the machine meets both
+ROWS = ("roofline", *(row for pair in IN_TURN for row in pair if row is not None), *OTHERS)
 SMOKE_ROWS = ("roofline", "coatlm fp32", "coatlm bf16", "torch eager")
 WARMUP, LAUNCHES = 5, 5  # steps
 Record = dict[str, Any]
@@ -162,7 +151,7 @@ def summary(found: list[Record]) -> list[Record]:
         line[shape] = "; ".join(str(part) for part in parts if part is not None)
         if "ms" in record:
             times.setdefault(shape, {})[row] = record["ms"]
-    for ours in OURS:
+    for ours in FLOWS:
         ratios = {}
         for shape, ms in times.items():
             peers = [ms[peer] for peer in FP8_PEERS if peer in ms]

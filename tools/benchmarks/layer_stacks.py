@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coatlm.config.recipes import RECIPES
 from tools.benchmarks.clock import DEVICE
 
 ROPE_THETA, NORM_EPS, INIT_STD, SEED = 10000.0, 1e-5, 0.02, 1234
@@ -26,11 +27,12 @@ COATLM = {  # row -> model.spec, precision.recipe, precision.scaling
     "coatlm te-delayed": ("te", "te-delayed", "current"),
     "coatlm te-current": ("te", "te-current", "current"),
     "coatlm te-blockwise": ("te", "te-blockwise", "current"),
-    "coatlm fp8-linear": ("local", "fp8-linear", "current"),
-    "coatlm coat": ("local", "coat", "current"),
-    "coatlm coat delayed": ("local", "coat", "delayed"),
-    "coatlm coat-lean": ("local", "coat-lean", "current"),
-    "coatlm coat-lean delayed": ("local", "coat-lean", "delayed"),
+    **{f"coatlm {name}": ("local", name, "current") for name in RECIPES},
+    **{
+        f"coatlm {name} delayed": ("local", name, "delayed")
+        for name, recipe in RECIPES.items()
+        if recipe.tensor_wise_gradients
+    },
 }
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config import Config, make_config
+from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.platform import device
 from tools.benchmarks.ranks import run_ranks, send_record
@@ -30,9 +31,12 @@ STEPS = 3
 RECIPES = {  # precision.recipe -> model.spec, optim.recipe
     "bf16": ("local", "adamw-fp32"),
     "te-delayed": ("te", "adamw-fp32"),
-    "fp8-linear": ("local", "coat"),
-    "coat": ("local", "coat"),
-    "coat-lean": ("local", "coat-lean"),
+    # of blocks of 128 elements the sizes above are no multiples in every layout
+    **{
+        name: ("local", "coat-lean" if recipe.saved.attention else "coat")
+        for name, recipe in FLOW_RECIPES.items()
+        if recipe.summed_multiple == 16
+    },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
     "dp2": {},
