@@ -114,7 +114,7 @@ def run(config: Config | ConfigError) -> int:
     # what megatron-core says on import is about packages that coatlm does without
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from coatlm.train.faults import end_with
-    from coatlm.train.reports import report
+    from coatlm.train.reports import report_error
     from coatlm.train.setup import Launch
 
     launch = Launch()
@@ -124,7 +124,9 @@ def run(config: Config | ConfigError) -> int:
             end_with(parent)
         return refuse(config, launch) if isinstance(config, ConfigError) else start(config, launch)
     except Exception as error:
-        return report(error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file)
+        return report_error(
+            error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file
+        )
 
 
 def start(config: Config, launch: Launch) -> int:

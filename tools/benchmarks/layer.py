@@ -1,17 +1,18 @@
 """One Llama layer: coatlm's recipes and their peers, in time, memory and accuracy.
 
-A record is a row at a shape. `ms` is forward and backward by CUDA events (median), weight gradients
-added to fp32 buffers by coatlm and TransformerEngine (--first: coatlm's as in a step's first
-microbatch, which writes over what is there); `launch_ms` is the time until a step's last kernel is
-queued on an idle device; `graph_ms` the step replayed from one CUDA graph.
+A record is one row at one shape. `ms` is the median of forward and backward, from CUDA events;
+coatlm and TransformerEngine add weight gradients to fp32 buffers (--first: coatlm overwrites them,
+as in the first microbatch of a step). `launch_ms` is the time until the last kernel of a step is
+queued on an idle device; `graph_ms` the time of the step replayed from one CUDA graph.
 
-What a stack of 4 layers holds between forward and backward is read off the allocator at two batch
-sizes. A layer: `act_b_per_token` is what grows with the tokens, scales and all side data in
-(`act_u` in COAT's units of 2 * hidden bytes); `weight_copies_mib` is what does not, with whatever
-a step leaves behind for the next; `held_b_per_token` is both, and all that a compiled peer tells.
+The memory of a stack of 4 layers between forward and backward is read from the allocator at two
+batch sizes. Per layer, `act_b_per_token` is the part that grows with the tokens, including scales
+and all side data (`act_u` in COAT's units of 2 * hidden bytes); `weight_copies_mib` is the rest,
+including what a step leaves for the next; `held_b_per_token` is the sum, the only value for
+compiled peers.
 
-`err_*` is ||x - x_ref|| / ||x_ref|| to fp32 with the same weights and inputs: of the output, of the
-input's gradient (`_branch`: both without the residual stream), and of each weight's.
+`err_*` is ||x - x_ref|| / ||x_ref|| against fp32 with the same weights and inputs, for the output,
+the gradient of the input (`_branch`: both without the residual stream), and each weight gradient.
 
 Options: shapes=hidden:seq,... batch=4 steps=30 grads=bf16 (TransformerEngine's weight gradients)
 also=ROW,... and dotted options for coatlm's rows, such as precision.group=32. Flags: --graph,
@@ -97,7 +98,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def prepare(row: str) -> None:
-    """Import what the row needs, and start on the device, while it waits for its turn."""
+    """Import what the row needs, and initialize the device, before its measurement."""
     torch.zeros((), device=DEVICE)
     if row in COATLM:
         import coatlm.model.builder  # noqa: F401
@@ -108,7 +109,7 @@ def prepare(row: str) -> None:
 
 
 def shapes(options: dict[str, str]) -> list[Shape]:
-    """The shapes asked for. Raises ValueError for a hidden size whose ffn is not known."""
+    """The requested shapes. Raises ValueError for a hidden size without a known ffn size."""
     smoke = "smoke" in options
     batch, head_dim = int(options.get("batch", 4)), SMOKE_HEAD_DIM if smoke else HEAD_DIM
     found = []
@@ -124,7 +125,7 @@ def shapes(options: dict[str, str]) -> list[Shape]:
 
 
 def measure(row: str, options: dict[str, str]) -> Iterator[Record]:
-    """A record a shape, and those of the profile; a shape that fails says why."""
+    """One record per shape, and those of the profile; the record of a failed shape has a reason."""
     if DEVICE == "cpu":
         yield from _measure(row, options)
         return
@@ -149,7 +150,7 @@ def _measure(row: str, options: dict[str, str]) -> Iterator[Record]:
 
 
 def summary(found: list[Record]) -> list[Record]:
-    """Rows by shapes: `ms`, `graph_ms` if it was asked for, bytes a token; then who is faster."""
+    """Tables of rows by shapes: `ms`, `graph_ms` if requested, bytes per token; then ratios."""
     table: dict[str, Record] = {}
     times: dict[str, dict[str, float]] = {}
     for record in found:
@@ -175,7 +176,7 @@ def summary(found: list[Record]) -> list[Record]:
 
 
 def records(row: str, shape: Shape, options: dict[str, str]) -> Iterator[Record]:
-    """The measurements of a row at a shape; with `profile` one more record a kernel."""
+    """The measurements of a row at a shape; with `profile`, also one record per kernel."""
     steps = int(options.get("steps", 3 if "smoke" in options else 30))
     extras = ("graph" in options, "profile" in options)
     if row in COATLM:
@@ -205,7 +206,7 @@ def peer(
     graph: bool = False,
     profile: bool = False,
 ) -> tuple[Record, ...]:
-    """The records of a peer, measured once a process. Raises ImportError without its package."""
+    """The records of a peer, measured once per process. Raises ImportError without its package."""
     shape = Shape(hidden, ffn, heads, seq, batch)
 
     def build(layers: int) -> Stack:
@@ -234,7 +235,7 @@ def _of_stack(
 
 
 def timing(stack: Stack, shape: Shape, steps: int) -> Record:
-    """Median milliseconds of forward, of the whole step, and of queueing it."""
+    """Median milliseconds of forward, of the whole step, and of launching it."""
     x, dy = stack.inputs(shape.batch)
     for _ in range(WARMUP):
         stack.step(x, dy)

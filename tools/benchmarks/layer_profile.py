@@ -1,4 +1,4 @@
-"""Where a layer's time goes, kernel by kernel, and what the machine would allow.
+"""The time of a layer by kernel, and its roofline on this machine.
 
 Roofline of a Llama layer in FP8 = its GEMMs alone at their shapes (cuBLASLt through torch, E4M3
 forward, E5M2 for gradients) + cuDNN's attention alone, forward and backward + the bytes that
@@ -55,7 +55,7 @@ WEIGHT_CAST = 4  # bytes a weight: BF16 read, FP8 written both ways
 
 
 def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:
-    """A record a kernel of a step, longest first: its kind, time, and bandwidth where known.
+    """One record per kernel of a step, longest first: its kind, time, and bandwidth if known.
 
     On a CPU the operators stand for the kernels.
     """
@@ -105,7 +105,7 @@ def kind(kernel: str, known: dict[str, Bytes]) -> str:
 
 
 def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds a step on the device by kind; what is missing to `ms` is idle time."""
+    """Milliseconds per step on the device by kind; the difference to `ms` is idle time."""
     sums = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
     for kernel in kernels:
         sums[kernel["kind"]] += kernel["kernel_ms"]
@@ -113,7 +113,7 @@ def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def shown(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those worth a line."""
+    """The kernels that take long enough to be listed."""
     return [kernel for kernel in kernels if kernel["kernel_ms"] >= SHOWN_MS]
 
 

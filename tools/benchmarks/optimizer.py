@@ -75,7 +75,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str, Any]]:
-    """One row, or a record a tile. Raises ImportError for a peer that is not installed."""
+    """One row, or one record per tile. Raises ImportError for a peer that is not installed."""
     reps = int(options.get("reps", "20"))
     kind, _, rest = row.partition(" ")
     name = rest if kind in ("small", "tiles") else row
