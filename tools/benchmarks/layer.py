@@ -157,7 +157,7 @@ def summary(found: list[Record]) -> list[Record]:
         if "table" in record or ("ms" not in record and "roofline_ms" not in record):
             continue
         row, shape = record["row"], f"{record['hidden']}:{record['seq']}"
-        line = table.setdefault(row, {"table": "ms; from a graph; bytes a token", "row": row})
+        line = table.setdefault(row, {"table": "ms; from a graph; bytes per token", "row": row})
         held_bytes = record.get("act_b_per_token", record.get("held_b_per_token"))
         parts = (record.get("ms", record.get("roofline_ms")), record.get("graph_ms"), held_bytes)
         line[shape] = "; ".join(str(part) for part in parts if part is not None)
@@ -171,7 +171,7 @@ def summary(found: list[Record]) -> list[Record]:
                 ratios[shape] = round(min(peers) / ms[ours], 3)
         if ratios:
             name = f"fastest FP8 peer / {ours}"
-            table[name] = {"table": "ms; from a graph; bytes a token", "row": name, **ratios}
+            table[name] = {"table": "ms; from a graph; bytes per token", "row": name, **ratios}
     return list(table.values())
 
 

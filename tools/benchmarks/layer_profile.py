@@ -37,7 +37,7 @@ BYTES: dict[str, dict[str, Bytes]] = {
         "_rope_kernel": lambda s: 2 * 12 * s.tokens * s.hidden,  # and its inverse in backward
     },
 }
-ELEMENTWISE = {  # what COAT's flow must move, bytes a token: (coefficient of H, of F)
+ELEMENTWISE = {  # bytes per token that COAT's flow must move: (coefficient of H, of F)
     "norm 1, quantised input and output": (4, 0),
     "rotary embedding and split of q, k, v": (12, 0),
     "quantised attention output": (3, 0),
@@ -51,7 +51,7 @@ ELEMENTWISE = {  # what COAT's flow must move, bytes a token: (coefficient of H,
     "rotary embedding backward, gradient both ways": (12, 0),
     "norm 1 backward, output again": (8, 0),
 }
-WEIGHT_CAST = 4  # bytes a weight: BF16 read, FP8 written both ways
+WEIGHT_CAST = 4  # bytes per weight: BF16 read, FP8 and its transpose written
 
 
 def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:

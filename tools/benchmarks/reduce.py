@@ -3,7 +3,7 @@
 Rows: the bare exchange of one byte an element (uint8 all-to-all), the library's sums in fp32 and
 BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. `ms` is
 the device's time, behind other work, as in backward, so that the host has issued all of it;
-`host_ms` is what that took. All rows share the processes, one a GPU.
+`host_ms` is the time that took. All rows share the processes, one per GPU.
 
 Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
 piece sizes, whole=1 for all-reduces.
