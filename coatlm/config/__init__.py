@@ -4,13 +4,13 @@ A run is described by one YAML file and dotted overrides (`optim.lr=3e-4`). They
 precedence defaults < file < command line, then validated. `ConfigError` reports every mistake in
 one line, `path=value: reason`.
 
-    recipes                the FP8 recipes of layers: operands and what is saved, one table
+    recipes                the table of FP8 recipes: GEMM operands and tensors saved for backward
     run, model, parallel   the sections: each field with its range and the docstring for --keys
-    combined               Config, and checks across sections
+    combined               Config, and checks that involve several sections
     load, yaml_text        file and overrides -> Config
     keys, hints            the table of --keys; suggestions for unknown keys
 
-`Config.data_parallel_size` checks what depends on the number of processes.
+Checks that need the number of processes are in `Config.data_parallel_size`.
 """
 
 from coatlm.config.combined import Config

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: its sections, and checks across them."""
+"""The whole configuration of a run: its sections, and checks that involve several of them."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Config(Section):
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
         if p.weight_gather == "fp8" and self.precision.recipe not in fp8_weight_recipes():
             raise ValueError(
-                f"parallel.weight_gather=fp8: precision.recipe={self.precision.recipe} would see "
-                f"other weights; it goes with {', '.join(fp8_weight_recipes())}"
+                f"parallel.weight_gather=fp8 would change the weights of precision.recipe="
+                f"{self.precision.recipe}; it needs one of {', '.join(fp8_weight_recipes())}"
             )
         self._check_flow()
         self._check_graphs()
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
-                f"optim.recipe={self.optim.recipe} keeps BF16 weights; precision.recipe=fp32 "
-                f"goes with {', '.join(FP32_RECIPES)}"
+                f"optim.recipe={self.optim.recipe} needs BF16 weights; precision.recipe=fp32 "
+                f"needs one of {', '.join(FP32_RECIPES)}"
             )
         return self
 
@@ -93,17 +93,17 @@ class Config(Section):
         self._check_operands()
 
     def _check_operands(self) -> None:
-        """Sizes of the model that scales and tensor cores divide. Raises ValueError."""
+        """Raise ValueError if FP8 blocks or tensor-core tiles do not divide the model's sizes."""
         m, p, tp = self.model, self.precision, self.parallel.tp
         row, operands = RECIPES[p.recipe], f"the FP8 GEMMs of precision.recipe={p.recipe}"
         if p.scaling == "delayed" and not row.tensor_wise_gradients:
             raise ValueError(
                 f"precision.scaling=delayed needs one scale per gradient, which "
-                f"precision.recipe={p.recipe} does not have; it goes with "
+                f"precision.recipe={p.recipe} does not have; it needs one of "
                 f"{', '.join(name for name, r in RECIPES.items() if r.tensor_wise_gradients)}"
             )
         recipe = p.flow_recipe()
-        size = p.group_size or 16  # also what the tensor cores need of every matrix
+        size = p.group_size or 16  # FP8 tensor cores need multiples of 16 as well
         divides("model.hidden", m.hidden, "precision.group_size", size)
         divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
         for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
@@ -112,11 +112,11 @@ class Config(Section):
         if recipe.saved.attention is not None:
             divides("model.head_dim", m.size_per_head, "precision.group_size", size)
         summed = recipe.summed_multiple
-        if summed > 16:  # blocks that share a scale are whole
+        if summed > 16:  # a scale covers 128 elements of the summed axis, never fewer
             if p.fast_accumulation != Precision().fast_accumulation:
                 raise ValueError(
-                    f"precision.fast_accumulation={list(p.fast_accumulation)}: GEMMs of blocks "
-                    f"have no choice; leave it out with precision.recipe={p.recipe}"
+                    f"precision.fast_accumulation={list(p.fast_accumulation)}: block-wise scaled "
+                    f"GEMMs have no such option; remove it for precision.recipe={p.recipe}"
                 )
             queries, keys = (n * m.size_per_head // tp for n in (m.heads, m.queries_groups))
             divides("model.hidden", m.hidden, operands, summed)
@@ -144,7 +144,7 @@ class Config(Section):
             raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """The data-parallel size. Raises ConfigError where `world_size` does not fit the layout."""
+        """The data-parallel size. Raises ConfigError if `world_size` does not fit the layout."""
         p, t = self.parallel, self.train
         ranks = p.tp * p.pp * p.cp
         if world_size % ranks:

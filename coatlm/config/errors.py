@@ -1,10 +1,10 @@
-"""Error messages for users: few short lines without control characters."""
+"""Error messages for users: at most ten short lines without control characters."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LONGEST = 400 - len("error: ")  # characters of a line, which programs print after `error: `
+LONGEST = 400 - len("error: ")  # characters of a line; programs print it after `error: `
 TAIL = 140  # characters at the end of a shortened line, which say what is allowed
 MOST_LINES = 10
 

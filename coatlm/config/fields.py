@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 FOREVER = 2**40  # steps
 MOST_RANKS = 2**20  # processes
-YEAR = 366 * 24 * 3600  # seconds, the longest time a key takes; threads can wait for 292 years
+YEAR = 366 * 24 * 3600  # seconds: the upper bound of times; a thread's wait overflows at 292 years
 
 
 class Section(BaseModel):
@@ -49,7 +49,7 @@ def expand_user(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.split("/")[0]
-        raise ValueError(f"{user} is no user's home directory; a folder of this name is ./{user}")
+        raise ValueError(f"{user} is no user's home directory; write ./{user} for such a folder")
     return expanded
 
 

@@ -1,7 +1,8 @@
-"""Suggest the key that was meant by an unknown one.
+"""Suggest which key a user meant by an unknown one.
 
-In this order: keys of that name in any section; the names that Megatron-LM, Hugging Face,
-TorchTitan and PyTorch use for a key of coatlm; similar names in the same section, then in all.
+Candidates are tried in this order: keys of that name in any section; names that Megatron-LM,
+Hugging Face, TorchTitan and PyTorch use for a key of coatlm; similar names in the same section;
+similar names in all sections.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from coatlm.config.keys import keys
 
-NEAR, NEAR_ELSEWHERE = 0.66, 0.8  # difflib's similarity, 0 to 1
-LEAST_PREFIX = 4  # characters of a prefix that is long enough to stand for a key
+NEAR, NEAR_ELSEWHERE = 0.66, 0.8  # least similarity by difflib, 0 to 1: same section, all sections
+LEAST_PREFIX = 4  # characters; a shorter prefix of a key is not taken for the key
 
 SYNONYMS = {  # name in another program -> key
     "accumulate_allreduce_grads_in_fp32": "parallel.main_grads",
@@ -149,7 +150,7 @@ def hint(location: Sequence[str | int]) -> str:
     known = [key.name for key in keys()]
     if not outer and name in known:
         head, _, tail = name.partition(".")
-        return f"in a file, {tail} stands inside of the section {head}"
+        return f"in a file, write {tail} inside the section {head}"
     found = [key for key in known if _leaf(key) == name]
     if not found and name in SYNONYMS:
         found = [SYNONYMS[name]]

@@ -70,10 +70,10 @@ def _origins(annotation: Any) -> set[Any]:
 
 
 def keys_table(wanted: str = "") -> str:
-    """The table of all keys, of the keys of a section, or of one key; no final newline.
+    """The table of all keys, or of the section or key `wanted`, without a final newline.
 
-    One line per key shows its name, type, default and range; the line below explains it. Raises
-    ConfigError where there is no such section or key.
+    One line per key shows its name, type, default and range; the text below explains it. Raises
+    ConfigError if there is no such section or key.
     """
     inside = (f"{wanted}.", f"{wanted}[]")
     chosen = [k for k in keys() if not wanted or k.name == wanted or k.name.startswith(inside)]

@@ -82,7 +82,7 @@ def _nested(item: str) -> dict[str, Any]:
     """`a.b=c` -> {a: {b: c}}."""
     key, equals, text = item.partition("=")
     if not equals or not KEY.fullmatch(key):
-        raise ConfigError(f"{item!r}: overrides read key=value, for example optim.lr=3e-4")
+        raise ConfigError(f"{item!r}: an override is key=value, for example optim.lr=3e-4")
     try:
         value = _value(key, text)
     except ValueError as error:
@@ -93,14 +93,14 @@ def _nested(item: str) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Parse the value of an override. Raises ValueError where it is not valid YAML."""
+    """Parse the value of an override. Raises ValueError if it is not valid YAML."""
     textual = any(known.name == key and known.textual for known in keys())
     yaml = not text.strip() or text == "null" or text.startswith("[") or QUOTED.fullmatch(text)
     if textual and not yaml:
         return text
     value = parse_yaml(text)
     if has_comment(text):
-        raise ValueError("` #` starts a comment in YAML; put a text that has it in quotes")
+        raise ValueError("` #` starts a comment in YAML; put text that contains it in quotes")
     return value
 
 
@@ -112,7 +112,7 @@ def _merged(base: Mapping[str, Any], change: Mapping[str, Any], item: str) -> di
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             result[key] = _merged(old, value, item)
         elif isinstance(value, Mapping) and old is not None:
-            raise ConfigError(f"{item}: {key}={shown(old)} in the file is no mapping")
+            raise ConfigError(f"{item}: {key}={shown(old)} in the file is not a mapping")
         else:
             result[key] = value
     return result
@@ -124,7 +124,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key; {hint(error['loc'])}"
     if error["type"] == "invalid_key":
-        return f"{path}: a key is text"
+        return f"{path}: a key must be text"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # of a section
         return f"{path}: {message}" if path else message

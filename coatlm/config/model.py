@@ -20,7 +20,7 @@ from coatlm.config.recipes import (
 
 if TYPE_CHECKING:
     PrecisionRecipe = str
-else:  # a type checker takes no literal that is computed
+else:  # type checkers accept no computed literal
     PrecisionRecipe = Literal[PRECISION_RECIPES]
 OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recipes.RECIPES
     "adamw-fp32",
@@ -35,7 +35,7 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recip
     "coat-24",
     "fp8-plain",
 ]
-FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
+FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # optim.recipe that can update fp32 weights
 MOST_LAYERS, MOST_HIDDEN = 10_000, 2**20
 Layers = Annotated[StrictInt, Field(le=MOST_LAYERS)]
 
@@ -162,11 +162,11 @@ class Precision(Section):
     FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs and gate and up in
     FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and the attention output
     in FP8 too; coat-paper is COAT as published, with a scale per tensor. rowwise and fp8-block save
-    what coat saves and scale each GEMM operand along its summed axis: a scale per row, or per 128
-    elements of a row and per 128 x 128 elements of a weight."""
+    what coat saves and differ in their GEMM operands: rowwise has a scale per row, fp8-block one
+    per 128 elements of a row, and per 128 x 128 elements of a weight."""
 
     group_size: Literal[16, 32, 64, 128] | None = None
-    """Elements per scale of what is saved for backward in FP8; null means the recipe's, 16."""
+    """Elements per scale of tensors saved for backward in FP8; null means the recipe's, 16."""
 
     grad_format: Literal["e5m2", "e4m3"] | None = None
     """The FP8 format of gradients that enter a GEMM: more range, or more precision; null means the
@@ -174,15 +174,15 @@ class Precision(Section):
 
     scaling: Literal["current", "delayed"] = "current"
     """How gradients that enter a GEMM are scaled: by their own amax, or by the largest amax of the
-    last 16 steps, which takes no pass over them and needs a recipe with one scale per gradient."""
+    last 16 steps, which saves a pass over them and needs a recipe with one scale per gradient."""
 
     fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
         "forward",
         "dgrad",
         "wgrad",
     )
-    """The GEMMs that accumulate with about 14 bits in the tensor cores; the others add up in fp32
-    every 128 products, which is slower and more precise."""
+    """The GEMMs that accumulate with about 14 bits in the tensor cores; the others promote partial
+    sums to fp32 every 128 elements of the summed axis, which is slower and more precise."""
 
     keep_linear_inputs: StrictBool | None = None
     """Save the FP8 inputs of linear layers for backward instead of recomputing them; null means
@@ -193,7 +193,8 @@ class Precision(Section):
     weight, and one cast per step instead of one per use."""
 
     tune_gemms: StrictBool = True
-    """Time cuBLASLt's algorithms at the start and use the fastest; false uses its first choice."""
+    """Time cuBLASLt's algorithms at the start and use the fastest; false uses the first that its
+    heuristic suggests."""
 
     bf16_layers: tuple[Layers, Layers] = (0, 0)
     """How many of the first and of the last layers compute in BF16, as [first, last]; together at
@@ -201,11 +202,11 @@ class Precision(Section):
 
     @property
     def flow(self) -> bool:
-        """The layers are coatlm's FP8 flow."""
+        """Whether `recipe` is one of coatlm's FP8 recipes, whose layers are the FP8 flow."""
         return self.recipe in RECIPES
 
     def flow_recipe(self) -> FlowRecipe:
-        """The row of the recipe table with the options of this section. For FP8 flows alone."""
+        """The entry of RECIPES, changed by the options of this section. Requires `flow`."""
         recipe, inputs = RECIPES[self.recipe], self.keep_linear_inputs
         saved, dgrad, wgrad = recipe.saved, recipe.dgrad, recipe.wgrad
         if self.group_size is not None:
@@ -251,8 +252,8 @@ class Optim(Section):
     """Steps over which the learning rate rises linearly from 0 to lr."""
 
     decay_steps: StrictInt | None = number(None, "steps", ge=1, le=FOREVER)
-    """Steps of the final decay of schedule=wsd, null means a tenth of train.steps; other schedules
-    do not have it."""
+    """Steps of the final decay of schedule=wsd, the only schedule that has it; null means a tenth
+    of train.steps."""
 
     weight_decay: Real = number(0.1, ge=0.0)
     """The coefficient of decoupled weight decay for matrices; norms and biases are not decayed."""
@@ -273,5 +274,5 @@ class Optim(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_steps={self.decay_steps} is for schedule=wsd alone")
+            raise ValueError(f"decay_steps={self.decay_steps} needs schedule=wsd")
         return self

@@ -54,12 +54,12 @@ class Parallel(Section):
 
     grad_comm_nodes: StrictInt | None = number(None, "nodes", ge=1, le=MOST_RANKS)
     """Nodes of a two-level fp8-a2a, which sums gradients inside each node first and then exchanges
-    these sums between nodes; 1 means a single exchange over all ranks, null takes the number of
-    nodes from the launcher."""
+    these sums between nodes; 1 means a single exchange over all ranks, null means the number of
+    nodes that the launcher reports."""
 
     weight_gather: Literal["bf16", "fp8"] = "bf16"
-    """The format in which zero=1 and zero=2 all-gather weights: bf16 as they are stored, fp8 cast
-    as the GEMMs cast them."""
+    """The format in which zero=1 and zero=2 all-gather weights: bf16, as they are stored, or fp8,
+    the codes to which the GEMMs would cast them."""
 
     bucket_size: StrictInt = number(0, "elements", ge=0, le=2**48)
     """Elements per gradient bucket; 0 means 1/48 of a rank's parameters, but at least 40

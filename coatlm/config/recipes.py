@@ -1,4 +1,4 @@
-"""The FP8 recipes of layers, as values: which operands their GEMMs take, what backward finds saved.
+"""The FP8 recipes of layers, as values: GEMM operands, and tensors saved for backward.
 
 A layer has four linears, and a linear three GEMMs (x input, W weight, y output; T tokens):
 
@@ -7,13 +7,13 @@ A layer has four linears, and a linear three GEMMs (x input, W weight, y output;
     wgrad     dW = dy^T x       sums over the tokens
 
 Hopper's FP8 tensor cores take both operands with the summed axis last, so a tensor that enters two
-GEMMs is needed as it is and transposed: x and x^T, W and W^T, dy and dy^T. An `Operand` says how
-one of the six is held in FP8. Its granularity counts along the rows of the operand as the GEMM
-takes it: ROW for x^T [features, T] is a scale per feature.
+GEMMs is needed both as it is and transposed: x and x^T, W and W^T, dy and dy^T. An `Operand` says
+how one of the six is held in FP8. Its granularity refers to the layout that the GEMM takes: ROW for
+x^T [features, T] is a scale per feature.
 
-RECIPES is the one list of recipes. A new row that combines what is there needs nothing else: the
-values of `precision.recipe`, validation, the memory planner and the benchmarks read the table. The
-configuration needs no torch, and neither does this module; coatlm.fp8.operand makes operands.
+RECIPES is the only list of recipes. A new entry that combines existing operands needs no other
+change: the values of `precision.recipe`, validation, the memory planner and the benchmarks read the
+table. This module does not import torch; coatlm.fp8.operand quantizes tensors to operands.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ GemmName = Literal["forward", "dgrad", "wgrad"]
 
 @dataclass(frozen=True)
 class Granularity:
-    """Which elements share a scale: `rows` x `columns` of a matrix, None being all of them.
+    """Which elements share a scale: blocks of `rows` x `columns` of a matrix; None means all.
 
-    granularity     elements of a scale        scale of x[..., K], or with rows > 1 of x[M, K]
+    granularity     elements per scale         shape of the scales of x[..., K]; rows > 1: x[M, K]
     TENSOR          the whole tensor           []
     ROW             one row                    [..., 1]
     block(1, G)     G elements of a row        [..., K / G]
@@ -45,7 +45,7 @@ class Granularity:
     columns: int | None
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor. Raises ValueError where blocks do not divide it."""
+        """The shape of the scales of a tensor. Raises ValueError unless rows are whole blocks."""
         if self.columns is None:
             return () if self.rows is None else (*shape[:-1], 1)
         if not shape or shape[-1] % self.columns:
@@ -58,7 +58,7 @@ class Granularity:
         return (-(-shape[0] // self.rows), columns)
 
     def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        """The scales as a tensor that broadcasts against one of this shape."""
+        """Repeat scales so that they broadcast against a tensor of `shape`."""
         if self.columns is not None:
             scale = scale.repeat_interleave(self.columns, -1)
         if self.rows not in (None, 1):
@@ -71,7 +71,7 @@ ROW = Granularity(1, None)
 
 
 def block(rows: int, columns: int) -> Granularity:
-    """`rows` x `columns` elements. Raises ValueError unless both are powers of two, columns > 1."""
+    """Blocks of `rows` x `columns` elements: powers of two, columns > 1; else raises ValueError."""
     if columns < 2 or rows < 1 or columns & (columns - 1) or rows & (rows - 1):
         raise ValueError(f"block={rows}x{columns}: powers of two, with at least 2 columns")
     return Granularity(rows, columns)
@@ -81,10 +81,11 @@ def block(rows: int, columns: int) -> Granularity:
 class Operand:
     """How one tensor is held in FP8: as an operand of a GEMM, or saved for backward.
 
-    `scaling`: "current" is by the amaxes of the tensor itself, "delayed" by those of earlier steps
-    (TENSOR alone), "forward" by the largest of the scales that forward found for the same tensor:
-    the codes of forward are then decoded and cast again, with one scale.
-    With `power_of_two` a scale is the power of two at or above amax / MAX, else amax / MAX in fp32.
+    `scaling` names the source of a scale: "current" is the amax of the tensor itself, "delayed" the
+    amaxes of earlier steps, "forward" the largest scale that forward computed for the same tensor;
+    the codes of forward are then decoded and cast again with that one scale. The last two are for
+    TENSOR only. With `power_of_two` a scale is the power of two at or above amax / MAX, else
+    amax / MAX in fp32.
     """
 
     fmt: FormatName
@@ -100,7 +101,10 @@ class Operand:
 
     @property
     def bytes_per_element(self) -> float:
-        """Of a saved tensor in blocks of a row: a code, and its part of a scale of 1 or 4 bytes."""
+        """Bytes of a saved tensor with blocks of one row: a code, and a share of a scale.
+
+        A scale takes 1 byte if it is a power of two, else 4.
+        """
         assert self.granularity.columns is not None
         return 1 + (1 if self.power_of_two else 4) / self.granularity.columns
 
@@ -131,13 +135,13 @@ class WgradGemm:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What a layer saves for backward; None is BF16."""
+    """The formats of the tensors that a layer saves for backward; None means BF16."""
 
     norm_input: Operand | None  # the residual stream before both norms
     gate_up: Operand | None  # the input of SwiGLU
     attention: Operand | None  # q, k, v and the output, along head_dim
-    linear_input: bool  # outputs of norms and SwiGLU, as the codes of forward; else recomputed
-    projection_input: bool  # the attention output, as the codes of forward besides
+    linear_input: bool  # save the FP8 outputs of norms and SwiGLU; else backward recomputes them
+    projection_input: bool  # save the FP8 attention output too; else backward casts `attention`
 
 
 @dataclass(frozen=True)
@@ -154,18 +158,18 @@ class FlowRecipe:
     def __post_init__(self) -> None:
         one, other = self.dgrad.gradient, self.wgrad.gradient
         if one != other and TENSOR in (one.granularity, other.granularity):
-            raise ValueError("dgrad.gradient, wgrad.gradient: with one scale per tensor, the same")
+            raise ValueError("dgrad.gradient, wgrad.gradient: must be the same if per tensor")
         for name, operand in (("forward.activation", self.forward.activation), *self._saved()):
             if operand is not None and operand.scaling != "current":
                 raise ValueError(f"{name}: scaling={operand.scaling}; only current is possible")
         for name, operand in self._saved():
             if operand is not None and (operand.granularity.rows, operand.fmt) != (1, "e4m3"):
-                raise ValueError(f"{name}: {operand}; e4m3 in blocks of one row is possible")
+                raise ValueError(f"{name}: {operand}; must be e4m3 in blocks of one row")
             if operand is not None and operand.granularity == ROW:
-                raise ValueError(f"{name}: {operand}; blocks of one row need a length")
+                raise ValueError(f"{name}: {operand}; must be block(1, G), not a whole row")
         attention = self.saved.attention
         if attention is not None and not attention.power_of_two:
-            raise ValueError("saved.attention: its scales are powers of two")
+            raise ValueError("saved.attention: its scales must be powers of two")
 
     def _saved(self) -> list[tuple[str, Operand | None]]:
         names = ("norm_input", "gate_up", "attention")
@@ -173,7 +177,7 @@ class FlowRecipe:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Those of the three GEMMs."""
+        """The six operands of the three GEMMs."""
         return (
             *(self.forward.activation, self.forward.weight),
             *(self.dgrad.gradient, self.dgrad.weight),
@@ -182,25 +186,25 @@ class FlowRecipe:
 
     @property
     def tensor_wise_gradients(self) -> bool:
-        """dgrad and wgrad take the same codes of a gradient, under one scale."""
+        """Whether a gradient has one scale; dgrad and wgrad then take the same codes."""
         return self.dgrad.gradient.granularity == TENSOR
 
     @property
     def fused_gradients(self) -> bool:
-        """Gradients have one power-of-two scale, as the fused kernels of backward write them."""
+        """Whether the fused kernels of backward can write gradients: one power-of-two scale."""
         return self.tensor_wise_gradients and self.dgrad.gradient.power_of_two
 
     @property
     def summed_multiple(self) -> int:
-        """Elements that the summed axis of each GEMM must be a multiple of: of FP8, 16 at least."""
+        """The number that must divide the summed axis of each GEMM; at least 16 for FP8."""
         return max(16, *(operand.granularity.columns or 1 for operand in self.operands))
 
     @property
     def gathered_weights(self) -> Granularity | None:
         """The granularity in which weights can be all-gathered as FP8 without changing a code.
 
-        The codes of forward must follow from the codes that arrive, and those of dgrad from the
-        codes of forward (coatlm/parallel/fp8_gather.py says when they do); None where they do not.
+        It is None unless the received codes determine those of forward, and those of forward
+        determine those of dgrad; coatlm/parallel/fp8_gather.py shows when they do.
         """
         weight = self.forward.weight
         if weight.fmt != "e4m3" or self.dgrad.weight.scaling != "forward":
@@ -214,7 +218,7 @@ OF_FORWARD = Operand("e4m3", TENSOR, "forward")
 GRADIENT = Operand("e5m2", TENSOR)
 BLOCKS_16 = Operand("e4m3", block(1, 16))
 
-# COAT (arXiv 2410.19313, section 5), with scales that are powers of two and, in forward, per row.
+# COAT (arXiv 2410.19313, section 5), but with power-of-two scales, which are per row in forward.
 COAT = FlowRecipe(
     forward=ForwardGemm(activation=ROWS, weight=ROWS),
     dgrad=DgradGemm(gradient=GRADIENT, weight=OF_FORWARD),
@@ -228,8 +232,8 @@ COAT = FlowRecipe(
     ),
 )
 
-# COAT as published: every scale is amax / MAX in fp32, every GEMM operand has one, and linear
-# inputs are saved, but the attention output, of which attention has a copy.
+# COAT as published: every scale is amax / MAX in fp32, every GEMM operand has one scale, and linear
+# inputs are saved, except the attention output, which attention saves already.
 EXACT = Operand("e4m3", TENSOR, power_of_two=False)
 EXACT_OF_FORWARD = replace(EXACT, scaling="forward")
 EXACT_16 = replace(BLOCKS_16, power_of_two=False)
@@ -271,12 +275,12 @@ PRECISION_RECIPES = (*BF16_RECIPES, *TE_RECIPES, *RECIPES)
 
 
 def fp8_weight_recipes() -> tuple[str, ...]:
-    """The recipes whose weights can be all-gathered as FP8: the GEMMs see the same codes."""
+    """The recipes whose weights can be all-gathered as FP8 without changing a GEMM's codes."""
     return ("te-current", *(name for name, r in RECIPES.items() if r.gathered_weights is not None))
 
 
 def with_block_size(saved: SavedTensors, size: int) -> SavedTensors:
-    """What is saved in blocks, with `size` elements per scale."""
+    """A copy of `saved` in which every block has `size` elements."""
 
     def resized(operand: Operand | None) -> Operand | None:
         return None if operand is None else replace(operand, granularity=block(1, size))

@@ -33,7 +33,7 @@ class Run(Section):
     dir: UserPath = Path("runs/run")
     """The run directory, for everything that the run writes except data.cache_dir."""
 
-    seed: StrictInt = number(1234, ge=0, le=2**63 - 1)  # torch adds a few thousand for its streams
+    seed: StrictInt = number(1234, ge=0, le=2**63 - 1)  # megatron adds some thousands to it
     """The seed of the initial weights and of the order of training samples."""
 
 
@@ -51,7 +51,7 @@ class Data(Section):
     """The training data, given as either text or paths, and how it is cut into samples."""
 
     text: tuple[PathText, ...] = ()
-    """Text files and globs, tokenized once into cache_dir; python-stdlib stands for the source of
+    """Text files and globs, tokenized once into cache_dir; python-stdlib means the source code of
     Python's standard library."""
 
     paths: tuple[DataSource, ...] = ()
@@ -72,8 +72,8 @@ class Data(Section):
     """Mask attention between different documents of the same sample."""
 
     eod_mask_loss: StrictBool = False
-    """Exclude from the loss the token predicted from an end-of-document token, which is the first
-    of the next document."""
+    """Exclude from the loss the first token of each document, which is predicted from the
+    end-of-document token before it."""
 
     cache_dir: UserPath = Path(".cache/coatlm")
     """The directory of the datasets tokenized from text, shared by all runs."""
@@ -164,16 +164,16 @@ class Checkpoint(Section):
 
     resume: PathText = "auto"
     """The checkpoint that the run resumes from. auto: its newest one, or newly initialized weights
-    if it has none. A path: that checkpoint, or the newest of that run, if this run has none of its
-    own; the path of an earlier checkpoint of this run goes back to it, once. none: newly
-    initialized weights; earlier files of the run move to attempts/."""
+    if it has none. A path of a checkpoint or a run: that checkpoint, or the newest of that run, but
+    only if this run has none of its own; the path of an earlier checkpoint of this run goes back to
+    it, once. none: newly initialized weights; earlier files of the run move to attempts/."""
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
     initialized optimizer states."""
 
     allow_changes: tuple[RunIdentity, ...] = ()
-    """Keys that may differ from those in the checkpoint; without it, resuming with a change of them
+    """Keys that may differ from those in the checkpoint; a change of a key that is not in this list
     is refused. data.text and data.paths count as changed only if the tokens, their order or their
     weights differ."""
 

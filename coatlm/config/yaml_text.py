@@ -72,13 +72,13 @@ def parse_yaml(text: str) -> Any:
 
 
 def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Characters of a node after its aliases are expanded; infinite where it contains itself.
+    """Characters of a node after its aliases are expanded; infinite if it contains itself.
 
     Raises MarkedYAMLError for a mapping with a key given twice.
     """
     if id(node) in sizes:
         return sizes[id(node)]
-    sizes[id(node)] = float("inf")  # until its end is reached
+    sizes[id(node)] = float("inf")  # while its children are counted
     size = 1.0 + len(node.value)
     if isinstance(node, yaml.SequenceNode):
         size += sum(_expanded(child, sizes) for child in node.value)

@@ -55,7 +55,7 @@ def test_nothing_is_proposed_where_nothing_is_near(data: dict[str, Any], told: s
 
 
 def test_a_dotted_key_in_a_file_is_told_how_sections_nest() -> None:
-    told = "optim.lr: unknown key; in a file, lr stands inside of the section optim"
+    told = "optim.lr: unknown key; in a file, write lr inside the section optim"
     assert message({"optim.lr": 1}) == told
 
 
