@@ -348,7 +348,7 @@ def test_a_second_run_in_a_run_directory_is_refused_with_the_name_of_the_first(
     first.kill()
     first.wait()
     code, output = forks.run(config)  # what is left of a killed run is taken over at once
-    assert code == 0 and f"took the run directory over from pid {first.process.pid}" in output
+    assert code == 0 and f"took over the run directory from pid {first.process.pid}" in output
     assert not (tmp_path / "run/lock.json").exists()
 
 
@@ -498,7 +498,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(
         time.sleep(moments.uniform(0.0, 0.5))
         child.kill()
         assert child.wait() == -signal.SIGKILL, child.text()
-        assert "no whole checkpoint" not in child.text()
+        assert "no intact checkpoint" not in child.text()
         resumed += "resumed from" in child.text()
     assert resumed >= KILLS - 2  # all but the first, and one killed before its first checkpoint
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()]

@@ -113,7 +113,7 @@ class Study:
 def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
     """The moments of the matrices, on the host; the module docstring says of which elements.
 
-    Raises CheckpointError if there is no whole checkpoint, and ValueError if it is of another
+    Raises CheckpointError if there is no intact checkpoint, and ValueError if it is of another
     recipe, from before the first update, or has no block of a matrix, or a moment that is not
     finite or zero everywhere.
     """

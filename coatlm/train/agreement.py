@@ -26,7 +26,7 @@ from coatlm.train.reports import (
 
 Group = dist.ProcessGroup
 T = TypeVar("T")
-PATIENCE_S = 60.0  # how long a failed rank waits for the others to finish the same phase
+PATIENCE_S = 60.0  # seconds that a failed rank waits for the others to finish the same phase
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ class Peers:
         return result
 
     def rank_zero_first(self, phase: Callable[[], T]) -> T:
-        """Run `phase` on rank 0, then on the others, which reuse what it wrote; errors as
-        `agree`."""
+        """Run `phase` on rank 0, then on the others, which reuse the files that it wrote.
+
+        Errors are raised as by `agree`.
+        """
         made = self.agree(lambda: phase() if self.rank == 0 else None)
         return self.agree(lambda: phase() if made is None else made)
 
@@ -91,7 +93,7 @@ class Peers:
         return outcomes
 
     def _gather_with_patience(self, mine: Failure | None) -> list[Failure | None] | None:
-        """Gather, or return None after PATIENCE_S: the others may be in another collective."""
+        """Like `_gather`, but return None after PATIENCE_S: others may be in another collective."""
         found: list[list[Failure | None]] = []
 
         def gather() -> None:

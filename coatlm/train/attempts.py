@@ -29,7 +29,7 @@ from coatlm.train.run_directory import (
 
 RECORDS = (METRICS, STATES, NUMERICS)
 DESCRIPTION = ("config.yaml", "env.json")
-TRACKED = ("loss.png", "tb", "wandb_id.txt")  # trackers then see a new run
+TRACKED = ("loss.png", "tb", "wandb_id.txt")  # without these, trackers start a new run
 
 
 def set_aside(run_dir: Path) -> Path | None:

@@ -19,7 +19,7 @@ from coatlm.train.checkpoint import CheckpointError
 # keys whose change is not reported: names, paths, logging and checkpointing
 SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "checkpoint.", "log.")
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
-FIXED = ("data.split", "run.seed")  # a change of them, the data or the tokenizer is refused
+FIXED = ("data.split", "run.seed")  # a change is refused, as of the data and the tokenizer
 Change = tuple[Any, Any]  # old, new
 
 

@@ -95,7 +95,7 @@ class Saved(NamedTuple):
 class Checkpointer:
     """Writes the checkpoints of a run to `directory` and retains the `keep` newest.
 
-    `group` is a gloo group over all ranks for this use alone; None stands for one process. All
+    `group` is a gloo group over all ranks for this use only; None means a single process. All
     ranks construct it and call `save` at the same steps. The constructor removes what a killed run
     left behind, so only one run may write to a directory; it raises CheckpointError if it cannot.
     `before_commit` is called on rank 0 before a checkpoint is renamed to its final name; it may
@@ -122,7 +122,7 @@ class Checkpointer:
         self._token = together(self._prepare, group)[0]
 
     def save(self, step: int, tensors: Sequence[ShardedTensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint of `tensors` and of rank 0's `state`, which JSON can represent.
+        """Write a checkpoint of `tensors` and of rank 0's `state`, which consists of JSON values.
 
         Waits for the previous checkpoint. With `async_save` it returns once the tensors are copied
         (on CUDA: once the copies are queued on the current stream), so later work may change them;
@@ -142,7 +142,7 @@ class Checkpointer:
         self._thread.start()
 
     def poll(self) -> None:
-        """Log a save that has finished, or raise its CheckpointError, each once. Never blocks.
+        """Log a finished save, or raise the CheckpointError of a failed one, once. Never blocks.
 
         Different ranks may raise the error of a failed save one step apart.
         """
@@ -161,8 +161,10 @@ class Checkpointer:
         self.poll()
 
     def _prepare(self) -> str:
-        """Clear the directory and check on rank 0 that it is writable; returns a token for
-        names."""
+        """On rank 0, remove incomplete checkpoints and check that the directory is writable.
+
+        Returns a random token for the names of temporary directories.
+        """
         token = secrets.token_hex(4)
         if self._rank == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -190,7 +192,7 @@ class Checkpointer:
             together(lambda: self._commit(temporary, step, files), self._group)
             written = sum(file.bytes for file in files.values())
             self._saved = Saved(step_name(step), written, time.monotonic() - begin)
-        except Exception as error:  # any type: an exception of a thread is lost otherwise
+        except Exception as error:  # of any type, as an exception in a thread would be lost
             if self._rank == 0:  # another rank could delete what rank 0 is about to rename
                 shutil.rmtree(temporary, ignore_errors=True)
             message = f"{self._directory / step_name(step)} was not written: {error_line(error)}"
@@ -223,7 +225,8 @@ class Checkpointer:
             path = temporary / name
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise CheckpointError(
-                    f"{name} is not as its rank wrote it: all ranks must share {self._directory}"
+                    f"{name} is not the file that its rank wrote: all ranks must share "
+                    f"{self._directory}"
                 )
         self._before_commit()
         write_manifest(temporary, self._directory, files)

@@ -20,7 +20,7 @@ def finish(config: Config, run: Progress, code: ExitCode) -> None:
     plot = None
     try:
         plot = loss_plot(config.run.dir)
-    except Exception as error:  # drawing fails in as many ways as matplotlib and disks do
+    except Exception as error:  # matplotlib and disks raise many types
         logger.warning("loss.png could not be drawn: %s", one_line(explain(error)))
     latest = ["checkpoints/latest"] if (config.run.dir / "checkpoints/latest").exists() else []
     parts = ["metrics.jsonl", *latest, *([plot.name] if plot else [])]

@@ -5,7 +5,7 @@ signal. Ranks may receive a signal at different times, or only one may receive i
 collective, so all ranks act in the same step on the most urgent signal that any of them has. A
 thread prints immediately what will happen, since the main thread may be inside a long step.
 
-Workers of torchrun whose agent is killed would continue to train, so each watches its parent.
+If torchrun's agent is killed, its workers would continue to train, so each watches its parent.
 
 A rank blocked in a collective that never completes cannot detect this itself. A watchdog thread
 does: after `timeout_s` seconds without a call of `beat` it writes the stack of every thread and
@@ -77,14 +77,14 @@ SIGNALS = {
     signal.SIGTERM: ExitCode.TERMINATED,
 }
 URGENCY = tuple(SIGNALS)
-LOST = len(URGENCY)  # more urgent than any signal: the run directory is another run's
+LOST = len(URGENCY)  # more urgent than any signal: another run has the lock of the run directory
 PLAN = "finishing this step, then saving"
 
 
 class StopSignal:
     """Records SIGINT, SIGUSR1, SIGHUP and SIGTERM until `close`; a second SIGINT ends the run.
 
-    The process with `speaks`, rank 0, prints one line on stderr for each signal. A second SIGINT
+    With `speaks` (on rank 0) it prints one line on stderr for each signal. A second SIGINT
     raises Interrupted, and ends the process if it has not exited after QUIT_S seconds. A SIGHUP
     that is ignored (nohup) stays ignored.
 
@@ -118,7 +118,7 @@ class StopSignal:
             raise LostLockError
         self._leaving = urgency >= 0
         if urgency >= 0 and self.received is None:
-            self._say(f"{URGENCY[urgency].name} came to another rank: saving and leaving")
+            self._say(f"another rank received {URGENCY[urgency].name}: saving and leaving")
         return None if urgency < 0 else URGENCY[urgency]
 
     def leave(self) -> None:
@@ -155,8 +155,10 @@ class StopSignal:
         self.received = URGENCY[max(known, URGENCY.index(received))]
 
     def _answer(self, number: int) -> None:
-        """Print what will happen; after a second SIGINT, end the process. Runs in Wakeup's
-        thread."""
+        """Print how the run reacts to a signal; end the process after a second SIGINT.
+
+        Wakeup calls this in its thread.
+        """
         if number not in SIGNALS:
             return
         if number not in self._answered:
@@ -175,14 +177,14 @@ class StopSignal:
 def end_with(parent: int) -> None:
     """Start a thread that ends this process once `parent` is no longer its parent.
 
-    torchrun's agent ends its workers, unless it is killed itself. They would then continue to train
-    beside the workers of the next start.
+    torchrun's agent ends its workers when it exits, but not when it is killed. They would then
+    continue to train beside the workers of the next start.
     """
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_S)
-        say(f"error: pid {os.getpid()}: its launcher, pid {parent}, has gone: leaving")
+        say(f"error: pid {os.getpid()}: exiting, as its launcher, pid {parent}, has exited")
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
@@ -293,7 +295,7 @@ class NonFiniteGuard:
             if self.in_row >= self.max_in_row:
                 raise NonFiniteError(
                     f"gradient norm {norm:g} at step {step}: train.max_skipped={self.max_in_row} "
-                    "steps in a row were skipped. The weights are those of step "
+                    "consecutive steps were skipped. The weights are those of step "
                     f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help",
                     step,
                 )

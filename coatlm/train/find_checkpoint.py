@@ -26,7 +26,7 @@ from coatlm.train.manifest import (
 )
 from coatlm.train.reports import error_line
 
-REMOVED = ("tp_comm",)  # keys of `parallel` in older checkpoints that changed no result
+REMOVED = ("tp_comm",)  # keys of `parallel` in older checkpoints, ignored: they changed no result
 CHECKPOINTS = "checkpoints"  # the directory of the checkpoints in a run directory
 
 
@@ -43,8 +43,8 @@ def find_checkpoint(
     `auto`: the newest intact checkpoint of `directory`, None if there are no checkpoints. A path:
     that checkpoint, or the newest intact one of that run or checkpoints directory. Newer damaged
     ones are skipped with a warning on `log`. Every file is read once to compare its checksum, by
-    this process or divided among the ranks of a gloo `group`, all of which must call this. `auto`
-    skips checkpoints for whose state `wanted` is false.
+    this process, or by the ranks of a gloo `group`, all of which must call this and which divide
+    the files among them. `auto` skips checkpoints for whose state `wanted` returns False.
 
     Raises CheckpointError with the reason if the requested checkpoint is damaged, or if all
     checkpoints are.
@@ -61,16 +61,16 @@ def find_checkpoint(
         problems = [problem for share in shares for problem in share]
         if not problems:
             for problem in broken if rank == 0 else ():
-                log.warning("checkpoint passed over: %s", problem)
+                log.warning("damaged checkpoint skipped: %s", problem)
             return path
         broken.append(problems[0])
     if broken:
-        raise CheckpointError(f"no whole checkpoint: {'; '.join(broken)}")
+        raise CheckpointError(f"no intact checkpoint: {'; '.join(broken)}")
     return None
 
 
 def check_resume(resume: str, directory: Path) -> None:
-    """Raise ConfigError where `resume` is a path without a checkpoint.
+    """Raise ConfigError if `resume` is a path without a checkpoint.
 
     The path is not needed, and not checked, if the run already has checkpoints in `directory`.
     """
@@ -83,7 +83,7 @@ def check_resume(resume: str, directory: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the `state` that was saved with a checkpoint. Raises CheckpointError."""
+    """Read state.json of a checkpoint. Raises CheckpointError."""
     path = checkpoint / STATE
     try:
         check_regular(path)

@@ -14,9 +14,9 @@ lock.json.after-TOKEN, TOKEN being the stale holder's; only one process can succ
 its file to lock.json. If it dies before the rename, the next process links to lock.json.after- plus
 that process's token; the last process of this chain holds the lock.
 
-On a file system without hard links the file is created with O_EXCL instead, at which also only one
-process can succeed. Others may read the file before it is complete; they then treat its holder as
-unknown and watch its heartbeat.
+On a file system without hard links the file is created with O_EXCL instead; again only one process
+can succeed. Others may read the file before it is complete; they then treat its holder as unknown
+and watch its heartbeat.
 
 The heartbeat is written to the open file, not to its path, so a holder that was suspended and lost
 its lock writes to an unlinked file that nobody reads.
@@ -136,17 +136,16 @@ class RunLock:
         self._thread.start()
 
     def held(self) -> bool:
-        """Whether the lock is still ours. Reads the file only if the thread has not done so
-        lately."""
+        """Whether this process holds the lock. Reads the file unless the thread did so recently."""
         return self.confirm() if _now() - self._confirmed > 2 * BEAT_S else not self._lost
 
     def require(self) -> None:
-        """Read the lock file and raise LostLockError unless the lock is ours."""
+        """Read the lock file and raise LostLockError unless this process holds the lock."""
         if not self.confirm():
             raise LostLockError
 
     def confirm(self) -> bool:
-        """Read the lock file: is the lock ours? The answer stays while it cannot be read."""
+        """Read the lock file; whether this process holds the lock, or last did if unreadable."""
         now = _now()
         with contextlib.suppress(OSError):
             found = _read(self._path)
@@ -155,7 +154,7 @@ class RunLock:
         return not self._lost
 
     def close(self) -> None:
-        """Release the lock if it is ours."""
+        """Release the lock if this process holds it."""
         self._closed.set()
         self._thread.join(WATCH_S)  # times out only where the file system hangs
         os.close(self._file)  # before its removal, since NFS renames an open file instead
@@ -198,7 +197,7 @@ class RunLock:
         if not self._link(self._after(holder)):
             return False
         line = self._line()
-        if not line or line[-1].token != self._me.token:  # `holder` was succeeded and forgotten
+        if not line or line[-1].token != self._me.token:  # a successor has released the lock again
             self._after(holder).unlink(missing_ok=True)
             return False
         os.replace(self._own, self._path)
@@ -207,7 +206,7 @@ class RunLock:
         return True
 
     def _link(self, path: Path) -> bool:
-        """Hard-link our file to `path`; False if `path` exists."""
+        """Hard-link this process's file to `path`; False if `path` exists."""
         try:
             os.link(self._own, path)
         except FileExistsError:
@@ -217,7 +216,7 @@ class RunLock:
             if error.errno not in NO_LINKS:
                 raise
             try:
-                _create(path, self._me.encode())  # others may see it half written, and then wait
+                _create(path, self._me.encode())  # others that read it half written wait
             except FileExistsError:
                 return False
         return True

@@ -1,8 +1,8 @@
 """The steps of a run, and everything that happens between them.
 
-Nothing in a step waits for the device. Losses and gradient norms stay on the device and are fetched
-together on log steps; the optimizer decides on the device whether a step had NaN or Inf. Between
-steps the ranks agree over gloo on signals, so that all ranks save the same step.
+Within a step the host never waits for the device. Losses and gradient norms stay on the device and
+are fetched together on log steps; the optimizer decides on the device whether a step had NaN or
+Inf. Between steps the ranks agree over gloo on signals, so that all ranks save the same step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("coatlm")
 
 
 class Loop:
-    """The steps of a run, with everything that happens between them."""
+    """Runs the steps of a run; between them logs, evaluates, saves, and reacts to signals."""
 
     def __init__(
         self,
@@ -166,17 +166,17 @@ class Loop:
     def _log_numerics(self, probes: dict[int, Probe]) -> None:
         """Log the quantization errors that the probes measured in this step.
 
-        The time of the probes themselves counts as time of the step.
+        The report is excluded from the throughput; the probes inside the step are not.
         """
         with self.metrics.throughput.paused():
             records = self.trainer.measure_numerics(probes)
         self.metrics.log_numerics(self.run.step + 1, records)
 
     def _fetch(self) -> tuple[float, float]:
-        """Fetch the losses and gradient norms since the last call, which waits for the device.
+        """Fetch the losses and gradient norms since the last call; waits for the device.
 
-        Counts skipped steps and adds finite losses to the window. Returns the loss and the gradient
-        norm of the last step.
+        Skipped steps are counted and finite losses added to the window. Returns the loss and the
+        gradient norm of the last step.
         """
         run = self.run
         values = torch.stack([torch.stack(triple) for triple in run.pending]).tolist()
@@ -213,7 +213,7 @@ class Loop:
             self.checkpoints.save(self.run.step, tensors, state)
 
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Continue from the newest checkpoint before the skipped steps, without the batches since.
+        """Continue from the newest checkpoint before the skipped steps; leave out batches since.
 
         Raises `error` if train.rollbacks is exhausted or there is no such checkpoint.
         """
@@ -230,7 +230,7 @@ class Loop:
         )
         if path is None:
             raise error
-        # any steps after error.step would have been skipped too, so they do not count
+        # samples of steps after error.step do not count: these steps would have been skipped too
         samples = run.samples - (run.step - error.step) * self.config.train.global_batch
         left_out, run.step = run.left_out, error.step
         stop = run.batch

@@ -191,7 +191,7 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Undo a `publish` that was killed between its renames: restore the older checkpoint."""
+    """Restore the older checkpoint if a `publish` that replaced it was killed between renames."""
     for replaced in directory.glob(REPLACED + "*"):
         final = replaced.with_name(replaced.name.removeprefix(REPLACED))
         if final.exists():

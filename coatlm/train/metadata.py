@@ -1,9 +1,9 @@
 """Read `.metadata` of a checkpoint, which maps each tensor to files and offsets.
 
 torch.distributed.checkpoint (DCP) writes it as a pickle, and a checkpoint may be untrusted. It is
-read with an allow-list of the types that DCP uses, none of which executes code from the file. The
-tensors it describes must fit the sizes of the files, so that no memory is allocated for a shape
-that they cannot fill.
+unpickled with an allow-list of the types that DCP uses, none of which executes code from the file.
+The tensors that it describes must not be larger than the files, so that a forged shape allocates no
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle  # nosec B403 # an allow-list of types only
-import pickletools  # nosec B403 # it takes pickles apart and runs nothing
+import pickletools  # nosec B403 # it parses pickles and executes nothing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     try:
         pickled = path.read_bytes()
         _check_claims(pickled)
-        # from memory, where a frame that claims too many bytes allocates nothing
+        # from memory: a frame that declares too many bytes then allocates nothing
         content = _Unpickler(io.BytesIO(pickled)).load()
         if not isinstance(content, Metadata):
             raise CheckpointError(f"a {type(content).__name__}, not metadata")
@@ -54,7 +54,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def _check_claims(pickled: bytes) -> None:
-    """Raise for lengths and memo indices beyond the file, which unpickling would allocate.
+    """Raise an error for lengths and memo indices beyond the file: unpickling allocates them.
 
     `genops` executes nothing; it raises ValueError for lengths beyond the file.
     """

@@ -10,11 +10,12 @@
                     and the values of optim.edq.to_metrics
     numerics.jsonl  with log.numerics_every, the quantization errors in the layers: step and the
                     values of model.numerics.report, one line per layer and tensor
-    tb/             the same for TensorBoard, when asked; wandb likewise
+    tb/             with log.tensorboard, the records of metrics.jsonl as TensorBoard events;
+                    log.wandb_project sends the same to Weights & Biases
 
 Steps count from 1: `step` is the number of updates done. null means unknown (mfu and memory on a
-CPU). NaN and Inf are written as null too, because JSON has neither; the list `nonfinite`, which
-only such lines have, names these values.
+CPU). NaN and Inf are written as null too, because JSON has neither; a line with such values has a
+list `nonfinite` of their names.
 
     loss                 = loss of the last step
     loss_mean            = mean of the finite losses of all steps since the previous line
@@ -23,7 +24,7 @@ only such lines have, names these values.
     mfu                  = tflops_per_gpu / peak dense BF16 TFLOP/s of the GPU
     comm_bytes           = bytes that rank 0 sends per step (parallel.collectives, model.traffic)
 
-Nothing here reads from a device: values arrive as floats, on log steps only.
+This module reads nothing from a device: it is given floats, on log steps only.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Throughput:
                 self._total, self._total_steps, self.mean = 0.0, 0, 0.0
 
     def lap(self) -> float:
-        """Seconds per step since the last lap; the last lap's value if no step was made since."""
+        """Seconds per step since the last call; the previous value if there was no step since."""
         now = self.clock()
         if self._steps:
             elapsed = now - self._start
@@ -90,7 +91,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside the block."""
+        """Exclude the time inside the context from the throughput."""
         self.synchronize()
         stopped = self.clock()
         try:
@@ -204,8 +205,8 @@ class MetricsLogger:
     def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
         """Record that the run went back to `step` and leaves out batches [first, stop).
 
-        Only metrics.jsonl gets the record, as it belongs to no curve. A resume at `step` or earlier
-        drops the line, because the rollback then happens again.
+        Only metrics.jsonl gets the record, as it is not a point of a curve. A resume at `step` or
+        earlier drops the line, because the run then rolls back again.
         """
         for sink in self.sinks:
             if isinstance(sink, JsonLines):

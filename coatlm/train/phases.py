@@ -1,4 +1,4 @@
-"""Phases of a run's set-up, called by `start.set_up`; each succeeds on all ranks or on none."""
+"""Phases of a run's set-up. `start.set_up` calls them; each succeeds on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
 
 
 def begun_by(config: Config, launch: Launch) -> bool:
-    """Whether an earlier start of the same job got as far as `write_description`: see env.json."""
+    """Whether an earlier start of the same job has written env.json, in `write_description`."""
     return launch.restarted and read_environment(config.run.dir).get("job") == launch.job
 
 

@@ -49,7 +49,7 @@ def open_store(
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a host's name"
         raise ConfigError(
-            f"MASTER_ADDR={host[:80]!r}: must be a host that this one can find: {reason}"
+            f"MASTER_ADDR={host[:80]!r}: must be a host that this one can resolve: {reason}"
         ) from error
     deadline = time.monotonic() + seconds
     listener = None
@@ -87,7 +87,7 @@ def meet(
         found = store.compare_set(f"rank/{rank}", "", mine).decode()
         if found != mine:
             host, pid, _ = json.loads(found)
-            problem = f"RANK={rank}: process {pid} on {host} has it too: each process needs its own"
+            problem = f"RANK={rank}: process {pid} on {host} has the same rank: ranks must differ"
             store.set("twice", problem)
             raise ConfigError(problem)
         store.add("arrived", 1)
@@ -152,7 +152,7 @@ def _verdict(store: dist.Store, world_size: int, address: str, seconds: float) -
         message = merged(failures, hosts)
     elif missing:
         message = (
-            f"{plural(sorted(missing))} of {world_size} did not come to {address} within "
+            f"{plural(sorted(missing))} of {world_size} did not connect to {address} within "
             f"parallel.start_timeout={seconds:g} s"
         )
     return {"message": message, "code": code, "hosts": hosts}
@@ -164,7 +164,7 @@ def _await_verdict(store: dist.Store, address: str, seconds: float) -> dict[str,
     while not store.check(["verdict"]):
         if time.monotonic() >= deadline:
             raise LostPeerError(
-                f"rank 0 has not come to {address} within parallel.start_timeout={seconds:g} s"
+                f"rank 0 did not connect to {address} within parallel.start_timeout={seconds:g} s"
             )
         time.sleep(POLL_S)
     verdict: dict[str, Any] = json.loads(store.get("verdict"))
@@ -178,8 +178,7 @@ def _missing(store: dist.Store, world_size: int) -> list[int]:
 
 
 def _listen(host: str, port: int, one_host: bool) -> socket.socket:
-    """A listening socket: on the address of `host` if all ranks are there, else on all
-    addresses."""
+    """A listening socket, on the address of `host` with `one_host`, else on all addresses."""
     try:
         if not one_host:
             dual = socket.has_dualstack_ipv6()
@@ -190,9 +189,9 @@ def _listen(host: str, port: int, one_host: bool) -> socket.socket:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        second = "; another run has it, or a second process with RANK=0"
+        second = "; another run uses the port, or a second process with RANK=0"
         raise ConfigError(
-            f"MASTER_ADDR={host}, MASTER_PORT={port}: cannot be listened on: "
+            f"MASTER_ADDR={host}, MASTER_PORT={port}: rank 0 cannot listen there: "
             f"{os.strerror(error.errno or 0)}{second if error.errno == errno.EADDRINUSE else ''}"
         ) from error
 

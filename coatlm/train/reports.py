@@ -32,7 +32,7 @@ from coatlm.train.manifest import CheckpointError, LostPeerError
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
 UNEXPECTED = 1  # Python's code for an uncaught exception; launchers restart after it
-PEER_GRACE_S = 2.0  # seconds in which a lost peer may print the reason first
+PEER_GRACE_S = 2.0  # seconds to wait for the rank that failed to print the reason first
 MAX_LINES = 10  # listed errors
 MAX_HOSTS = 4  # named hosts per error
 
@@ -45,7 +45,7 @@ class AgreedError(Exception):
         self.code = code
 
 
-# errors whose message is sufficient without the name of their type
+# errors whose messages need no type name in front
 OURS = (ConfigError, DatasetError, CacheFullError, CheckpointError, NonFiniteError, AgreedError)
 
 

@@ -1,4 +1,4 @@
-"""Resume a run, and the state that a checkpoint holds besides its tensors.
+"""Resume a run; save and restore the state that a checkpoint holds besides its tensors.
 
 A start resumes from
 
@@ -7,8 +7,8 @@ A start resumes from
     2. checkpoint.resume=PATH                    if the run has no checkpoint
     3. newly initialized weights
 
-So the command that started a run also continues it, also in a requeued job or when a launcher
-starts it again. The two exceptions apply only once, and move the later files of the run directory
+So the command that started a run also continues it, in a requeued job or when a launcher repeats it
+too. The two exceptions of rule 1 apply only once, and move the later files of the run directory
 away (see `attempts`).
 """
 
@@ -38,8 +38,8 @@ logger = logging.getLogger("coatlm")
 class Progress:
     """The progress of a run.
 
-    `pending` has (loss, norm, spike) of steps that are still on the device, `window` the finite
-    losses fetched since the last line of metrics.jsonl.
+    `pending` has (loss, norm, spike) of each step, on the device, until the next log step fetches
+    them; `window` has the finite losses fetched since the last line of metrics.jsonl.
     """
 
     guard: NonFiniteGuard
@@ -80,7 +80,7 @@ def state_to_save(
     tokenizer: str,
     data: list[SourceIdentity],
 ) -> dict[str, Any]:
-    """The state for `restore` and `check_changes`. A collective call of all ranks."""
+    """The content of state.json, for `restore` and `check_changes`. A collective call."""
     return {
         "step": run.step,
         "tokens": run.tokens,
@@ -101,7 +101,7 @@ def state_to_save(
 
 
 def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Origin:
-    """The checkpoint to resume from, by the rules above. All ranks of a gloo group call it.
+    """The checkpoint to resume from, by the module's rules. All ranks of a gloo group call it.
 
     `restarted`: a launcher or batch system has started the same command again, so an earlier start
     has already applied `none`. Raises CheckpointError as `find_checkpoint` does.

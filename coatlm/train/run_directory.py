@@ -45,9 +45,10 @@ lines = logging.getLogger("coatlm.lines")  # lines that a progress bar replaces 
 
 
 def prepare_directory(path: Path, *, files: bool = True) -> None:
-    """Create the run directory. Raises ConfigError if it, or a file of the run, is not writable.
+    """Create the run directory. Raises ConfigError if it is not writable.
 
-    Several ranks may call it concurrently; `files` is for the rank that writes the run's files.
+    With `files`, for the rank that writes them, existing files of the run must be writable as well.
+    Several ranks may call this concurrently.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The JSON objects with a step of a .jsonl file; damaged lines are skipped, [] if no file."""
+    """The records of a .jsonl file, without damaged lines and lines without a step."""
     return [record for record, _ in _whole_lines(path)]
 
 

@@ -52,7 +52,7 @@ class Launch:
     error_file: Path | None = None  # where torchrun expects the error of a failed rank
     restarted: bool = False  # a launcher or batch system has started the same command before
     job: str | None = None  # the launcher's name of the job
-    owned: bool = False  # the parent process is the launcher; end when it ends
+    owned: bool = False  # the parent process is the launcher; this process ends when it ends
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -115,8 +115,8 @@ def start_processes(
     """Choose the device and initialize torch.distributed (NCCL with a GPU, gloo without).
 
     Returns the host of each rank. Waits up to `start_timeout` seconds for all ranks. `refusal` is
-    an error of this process that makes all ranks raise AgreedError; a single process raises it
-    itself. Raises LostPeerError if rank 0 does not answer.
+    an earlier error of this process: it makes all ranks raise AgreedError, or a single process
+    raise it. Raises LostPeerError if rank 0 does not answer.
     """
     gpu = None
     try:
@@ -167,7 +167,7 @@ def connecting(launch: Launch, start_timeout: float) -> AbstractContextManager[N
     """
     who = f"[rank {launch.rank}, {platform.node()}]"
     waited = f"parallel.start_timeout={start_timeout:g} s"
-    return within(start_timeout, f"{who} not all ranks connected within {waited}: one has gone")
+    return within(start_timeout, f"{who} not all ranks connected within {waited}: one has exited")
 
 
 def stay_on_loopback(env: MutableMapping[str, str] = os.environ) -> None:

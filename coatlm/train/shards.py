@@ -17,7 +17,7 @@ import hashlib
 import io
 import json
 import math
-import pickle  # nosec B403 # for a subclass of Unpickler that makes an allow-list of types only
+import pickle  # nosec B403 # for UnpicklingError only
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -95,7 +95,7 @@ def load(
     together(lambda: _check(reader, tensors), group)
     if not allow_extra and (unused := _unused(reader, tensors, group)):
         raise CheckpointError(
-            f"{checkpoint} holds another model: {unused[0]} is stored and has no place here"
+            f"{checkpoint} holds another model: {unused[0]} is stored and not part of this one"
             + _more(unused)
         )
     together(lambda: _fill(reader, _by_key(tensors)), group)
@@ -144,7 +144,7 @@ def write_one_by_one(
         save(empty, storage_writer=_Writer(directory), planner=planner, no_dist=True)
     except CheckpointException as error:
         cause = error.failures[0][0]
-        if isinstance(cause, ValueError | OSError):  # of `make`, or of the disk
+        if isinstance(cause, ValueError | OSError):  # raised by `make`, or by the disk
             raise cause from error
         raise CheckpointError(error_line(cause)) from error
 
@@ -257,9 +257,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _MakingPlanner(_SavePlanner):
-    """Plans with meta tensors; computes each one when it is written and frees it afterwards.
+    """Plans with meta tensors; computes each tensor when it is written, then frees it.
 
-    DCP itself would hold every tensor of a file until the file is complete.
+    DCP alone would hold every tensor of a file until the file is complete.
     """
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
@@ -282,18 +282,18 @@ class _MakingPlanner(_SavePlanner):
 class _Writer(filesystem.FileSystemWriter):
     """Writes one file per rank with fsync, in one thread: DCP loses exceptions of other threads.
 
-    Copying ahead is off, because DCP's thread for it would initialize CUDA on device 0.
+    DCP's copying ahead is off, because its thread would initialize CUDA on device 0.
     """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
 
     def storage_meta(self) -> StorageMeta:
-        """Empty, so that `.metadata` does not contain the temporary path."""
+        """Return empty metadata, so that `.metadata` does not contain the temporary path."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write; raise the OSError of a full disk, which torch's zip writer hides."""
+        """As in DCP, but raise the OSError of a full disk, which torch's zip writer hides."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -310,7 +310,7 @@ class _Reader(filesystem.FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata, of allowed types only. Raises CheckpointError for others."""
+        """Read `.metadata`, once. Raises CheckpointError for types that are not allowed."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path))
         return self._metadata

@@ -133,7 +133,7 @@ def missing_package(option: str, package: str) -> ValueError:
 
 
 def _scalars(record: Record) -> Record:
-    """The numbers of a record that are not null, named train/KEY or val/KEY."""
+    """The numeric values of a record, named train/KEY or val/KEY."""
     kind = "val" if "val_loss" in record else "train"
     return {
         f"{kind}/{k.removeprefix('val_')}": v

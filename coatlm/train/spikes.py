@@ -23,7 +23,7 @@ from torch import Tensor
 class SpikeGuard:
     """The window of recent values, and whether the last step was a spike.
 
-    `group` contains all ranks; None stands for one process.
+    `group` contains all ranks; None means a single process.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class SpikeGuard:
         self.spike = torch.zeros((), dtype=torch.bool, device=device)  # the last step was one
 
     def accepts(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Whether to make the update: a bool on the device, equal on all ranks. Call once per
-        step."""
+        """Whether to apply the update: a bool on the device, equal on all ranks.
+
+        Call it once per step.
+        """
         value_2 = torch.stack([loss, norm]).float()
         if self.group is not None:
             dist.all_reduce(value_2, op=dist.ReduceOp.MAX, group=self.group)

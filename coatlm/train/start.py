@@ -1,4 +1,4 @@
-"""Start a run: join the other processes, open the data, build the model, resume, then train."""
+"""A run from start to end: join the other processes, open the data, build, resume, train."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
     peers.agree(lambda: start_logging(config.run.dir, launch.rank))
     if lock is not None and lock.earlier is not None:
-        logger.warning("took the run directory over from %s, which has gone", lock.earlier)
+        logger.warning("took over the run directory from %s, which no longer runs", lock.earlier)
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")

@@ -50,7 +50,7 @@ class SavedSource(BaseModel):
 
 
 class SavedConfig(BaseModel):
-    """The parts of the saved configuration that a resumed run reads; all others are compared."""
+    """The parts of the saved configuration that a resumed run reads; others are only compared."""
 
     model_config = ConfigDict(strict=True)
 

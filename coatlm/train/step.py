@@ -1,4 +1,4 @@
-"""The trainer: a model in flat buckets, its optimizer, and the training step of both."""
+"""The trainer: a model in flat buckets, its optimizer, and the training step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Trainer:
-    """Everything that a training step changes. `vocab` is the padded vocabulary size."""
+    """All state that a training step changes. `vocab` is the padded vocabulary size."""
 
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
         self.config, self.groups = config, groups
@@ -151,7 +151,7 @@ class Trainer:
 
     @property
     def comm_bytes(self) -> dict[str, int]:
-        """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
+        """`Traffic.summary` of the bytes that this rank sent in the last step."""
         return Traffic(self.traffic.sent + self.model_traffic.sent).summary()
 
     def gradient_amaxes(self) -> Histories:
@@ -163,7 +163,10 @@ class Trainer:
         return {number: layer for report in reports for number, layer in report.items()}
 
     def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
-        """`edq.to_metrics` of the current step, the same on all ranks; waits for the device."""
+        """The rounding errors of the states in this step, by `edq.to_metrics`; same on all ranks.
+
+        Collective over `norm_group`; waits for the device.
+        """
         zero = self.optimizer
         sums = edq.local_sums(
             zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, counted=zero.unshared
@@ -174,13 +177,16 @@ class Trainer:
         return edq.to_metrics(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
 
     def watch_numerics(self) -> AbstractContextManager[dict[int, numerics.Probe]]:
-        """A context that probes this rank's FP8 layers in a step; only dp rank 0 has probes."""
+        """A context that probes the FP8 layers of this rank in a step; no probes where dp > 0."""
         chunks = [] if self.groups.dp.rank() else self.chunks
         layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
         return numerics.watched(flows_of(layers))
 
     def measure_numerics(self, probes: Mapping[int, numerics.Probe]) -> list[numerics.Record]:
-        """`numerics.report` of the probes of all ranks, on those of dp rank 0: their collective."""
+        """The quantization errors by `numerics.report`; a collective call of ranks with dp rank 0.
+
+        Empty on ranks with another dp rank.
+        """
         if self.groups.dp.rank():
             return []
         layers, where = self.config.model.layers, device()
@@ -194,7 +200,7 @@ class Trainer:
         return self._run(batches, forward_only=True)
 
     def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
-        """This rank's part of microbatches of whole samples, with attention masks where needed."""
+        """This rank's context-parallel slice of each microbatch, with attention masks if needed."""
         cp = self.groups.cp
         placed: list[Batch] = []
         for batch in batches:
@@ -238,7 +244,7 @@ def ignore(phase: str | None) -> None:
 
 
 def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
-    """The format in which gradients travel, as parallel.grad_comm names it."""
+    """The gradient format that parallel.grad_comm names."""
     if parallel.grad_comm in GRAD_DTYPES:
         return Plain(GRAD_DTYPES[parallel.grad_comm])
     if parallel.grad_comm == "fp8-nccl":

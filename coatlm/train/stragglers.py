@@ -37,7 +37,7 @@ class PhaseTimer:
         self._steps = 0
 
     def enter(self, phase: str | None) -> None:
-        """End the current phase and begin another; None begins none, as the rank then waits."""
+        """End the current phase and begin another; None begins none: the rank waits for others."""
         if self._open is not None:
             last, start = self._open
             if isinstance(start, float):
@@ -72,7 +72,7 @@ class PhaseTimer:
 
 
 class Slowest(NamedTuple):
-    """The rank with the longest time of its own, and its phase that exceeds the median most."""
+    """The rank with the longest time in phases, and its phase that exceeds the median most."""
 
     rank: int
     phase: str

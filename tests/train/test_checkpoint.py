@@ -1,4 +1,4 @@
-"""Checkpoints of one process: whole or absent, kept, found, and passed over when damaged."""
+"""Checkpoints of one process: whole or absent, kept, found, and skipped when damaged."""
 
 from __future__ import annotations
 

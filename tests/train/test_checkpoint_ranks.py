@@ -324,7 +324,7 @@ def test_other_shape_on_one_rank_is_named_on_all_and_nothing_is_loaded(
 def test_keys_are_compared_over_all_ranks_both_ways(ranks: list[dict[str, Any]]) -> None:
     for result in (rank["keys"] for rank in ranks):
         assert result["all"] == result["allowed"] == "nothing raised"
-        assert result["less"].endswith("bias is stored and has no place here")
+        assert result["less"].endswith("bias is stored and not part of this one")
         assert result["more"].endswith("added is not stored, expected float32 [3] (rank 1)")
 
 

@@ -202,7 +202,8 @@ def test_a_process_ends_with_its_parent() -> None:
     os.kill(child, 0)  # it runs as long as the parent does
     parent.kill()
     _, said = parent.communicate(timeout=30)  # until the child has closed its end, too
-    assert said == f"error: pid {child}: its launcher, pid {parent.pid}, has gone: leaving\n"
+    launcher = f"its launcher, pid {parent.pid}"
+    assert said == f"error: pid {child}: exiting, as {launcher}, has exited\n"
 
 
 AGREE = """
