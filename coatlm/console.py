@@ -1,4 +1,4 @@
-"""Console output of the command-line tools besides results: errors, progress bars, byte counts."""
+"""Errors, progress bars and byte counts on the console, for the command-line tools."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def progress(
     """Show the progress of `total` units of work; yields `advance(n)`, to call after each n units.
 
     On a terminal, a bar appears after `DELAY` seconds and disappears at the end. Elsewhere, for
-    example in the log of a batch system, a line is printed every `RARE` seconds. With `show=False`
-    this process prints nothing.
+    example in the log of a batch system, a line is printed every `RARE` seconds. `show=False`
+    prints nothing.
     """
     stream = stream or sys.stderr
     if not show or not stream.isatty():

@@ -102,7 +102,7 @@ def whole_directory(final: Path) -> Iterator[Path]:
 
 
 def _is_about(temporary: Path, error: BaseException) -> bool:
-    """Whether an error is an OSError of writing `temporary`. `write` names no file, a copy two."""
+    """Whether an error is an OSError about `temporary`; an OSError of `write` names no file."""
     if not isinstance(error, OSError):
         return False
     named = [str(name) for name in (error.filename, error.filename2) if name is not None]

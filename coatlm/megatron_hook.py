@@ -41,13 +41,13 @@ class Rule:
 RULES = tuple(
     Rule(re.compile(pattern), replacement)
     for pattern, replacement in (
-        # where tensors are made
+        # allocation of tensors
         (r"torch\.cuda\.current_device\(\)", "torch.device('cpu')"),
         (r"\bdevice\s*=\s*(['\"])cuda\1", "device='cpu'"),
         (r"\binit_data\((['\"])cuda\1\)", "init_data('cpu')"),
         (r"(['\"])torch\.cuda\.(Float|Half|BFloat16)Tensor\b", r"\1torch.\2Tensor"),
         (r"\bpin_memory\s*=\s*True", "pin_memory=False"),
-        # where they are moved
+        # copies to a device
         (r"\.cuda\(", ".to('cpu', "),
         (r"\.to\('cpu', (torch\.device\('cpu'\))?\)", ".to('cpu')"),
         # streams and synchronisation
@@ -56,7 +56,7 @@ RULES = tuple(
         # random numbers
         (r"torch\.cuda\.random\.get_rng_state\(device=device\)", "torch.get_rng_state()"),
         (r"torch\.cuda\.(get_rng_state|manual_seed)\b", r"torch.\1"),
-        # fusion by a compiler that a fresh machine may lack
+        # torch.compile, which needs a C compiler that the machine may lack
         (r"jit_fuser = torch\.compile", "jit_fuser = noop_decorator"),
     )
 )
@@ -70,7 +70,7 @@ def rewrite(source: str) -> str:
 
 
 def unmatched_rules() -> list[str]:
-    """Patterns that match nothing in the installed megatron-core: its source has moved on."""
+    """Patterns that match nothing in the installed megatron-core, as its source has changed."""
     unmatched = {rule.pattern.pattern for rule in RULES}
     for path in sorted(_package_directory().rglob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 def _track_cpu_generator(random: Any) -> None:
     """Let megatron's tracker of named random states drive torch's CPU generator.
 
-    Its own `fork` switches CUDA states and objects when the CPU state has moved meanwhile.
+    megatron-core's own `fork` switches CUDA states, and warns if the CPU state has changed.
     """
 
     @contextlib.contextmanager

@@ -17,9 +17,9 @@ def device() -> torch.device:
 
 
 def device_memory(gpu: torch.device | None, processes: int) -> tuple[int, str]:
-    """Memory in bytes for this process, and a name for the device that has it.
+    """The memory in bytes that this process can use, and the name of its device.
 
-    It is all memory of a GPU, or else the available host memory divided by `processes`.
+    It is the whole memory of `gpu`, or without one the available host memory / `processes`.
     """
     if gpu is not None:
         properties = torch.cuda.get_device_properties(gpu)
@@ -29,14 +29,13 @@ def device_memory(gpu: torch.device | None, processes: int) -> tuple[int, str]:
 
 
 def has_apex() -> bool:
-    """Whether NVIDIA's apex is installed with the kernel that fuses weight-gradient
-    accumulation."""
+    """Whether NVIDIA's apex is installed with the kernel that accumulates weight gradients."""
     kernels = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
     return torch.cuda.is_available() and kernels is not None
 
 
 def has_foreign_apex() -> bool:
-    """Whether another package named apex than NVIDIA's is installed; PyPI's is a web library."""
+    """Whether a package apex that is not NVIDIA's is installed, such as PyPI's web library."""
     found = importlib.util.find_spec("apex")
     if found is None or found.submodule_search_locations is None:
         return found is not None

@@ -81,9 +81,9 @@ def handled(signals: tuple[signal.Signals, ...]) -> tuple[signal.Signals, ...]:
 
 
 def listen(*also: signal.Signals, speaks: bool = True) -> None:
-    """Until `run` is called, let INTERRUPTS and `also` end the process with one line.
+    """Let INTERRUPTS and `also` end the process with one line, without clean-up, until `run`.
 
-    There is nothing to clean up yet. `speaks=False` omits the line.
+    `speaks=False` omits the line.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -149,7 +149,7 @@ def run(
         code = code or CLOSED_STDOUT
     except Interrupted as error:
         received.append(error.number)
-    except BaseException:  # an exception into which a library turned the interruption
+    except BaseException:  # a library may have turned the interruption into another exception
         if not received:
             raise
     wakeup.close()
@@ -269,7 +269,7 @@ def outlive_streams() -> None:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """`stream` with the same descriptor and encoding that outlives its reader.
+    """A stream like `stream`, with its descriptor and encoding, that outlives its reader.
 
     A stream without a descriptor is returned unchanged.
     """

@@ -1,15 +1,15 @@
 """Flat buckets: the units in which gradients are reduced and weights are all-gathered.
 
-Layout, in elements. Parameters lie in the order in which backward finishes them, each aligned to
-128 elements; a bucket is closed once it holds `bucket_size` elements. Each rank of the process
-group has one shard of every bucket, which it updates under ZeRO. Shards are either equal (the
-bucket is padded to a multiple of 128 * ranks), or (`owner`) the parameters of one owner are
-contiguous and form its shard. Shards start on multiples of 128, so a block of 128 consecutive
-elements of a parameter never moves when the number of ranks changes: whatever is quantized in such
-blocks can be resharded exactly.
+Parameters are laid out in the order in which backward finishes them, each aligned to 128 elements;
+a bucket is closed once it holds `bucket_size` elements. Each rank of the process group has one
+shard of every bucket, which it updates under ZeRO. Shards are of equal size, with the bucket padded
+to a multiple of 128 * ranks; or, with `owner`, a shard consists of the whole parameters of one
+rank, which are contiguous. Shards start on multiples of 128, so the blocks of 128 consecutive
+elements of a parameter do not depend on the number of ranks: values quantized in such blocks can be
+resharded exactly.
 
-A weight that two pipeline stages share gets a bucket of its own, so that both stages shard it
-alike. Weights that are all-gathered in FP8 share buckets only with each other.
+A weight that two pipeline stages share gets a bucket of its own, so that both stages shard it in
+the same way. Weights that are all-gathered in FP8 share buckets only with each other.
 
 Gradients are zeroed at the start of a step, except those of parameters with an attribute
 `main_grad_stale`: their wgrad GEMM reads that attribute and overwrites the stale gradient instead
@@ -35,34 +35,34 @@ SMALLEST, MOST = 40_000_000, 48  # defaults: elements per bucket, buckets per mo
 
 @dataclass(frozen=True)
 class Cut:
-    """How parameters are cut into buckets and shards; `rank` is this rank of `ranks`."""
+    """How parameters are cut into buckets and shards, for one rank."""
 
-    rank: int
+    rank: int  # this rank, of `ranks`
     ranks: int
     zero: int  # stage: 0 | 1 | 2
     grad_dtype: torch.dtype
-    bucket_size: int  # elements; 0: `bucket_elements`
+    bucket_size: int  # elements; 0: the default of `bucket_elements`
     owner: Mapping[nn.Parameter, int] | None = None  # None: equal shards
     fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # all-gathered in FP8
-    fp8_rows: bool = False  # row-wise scales, as the FP8 flow has; else tensor-wise
+    fp8_rows: bool = False  # scales of `fp8_weights` are row-wise, else tensor-wise
 
 
 @dataclass(eq=False)
 class Bucket:
     """A contiguous buffer of parameters and their gradients, and the state of its reduction."""
 
-    params: dict[nn.Parameter, tuple[int, int]]  # -> [start, end) inside the bucket
+    params: dict[nn.Parameter, tuple[int, int]]  # parameter -> [start, end) in the bucket
     weights: Tensor  # [n] in the model's dtype
     grads: Tensor  # [n] fp32 or bf16: the main gradients that backward adds to
     sizes: tuple[int, ...]  # elements of each rank's shard
     owned: tuple[int, int]  # [begin, end) that this rank updates: all at stage 0, else its shard
-    reduced: Tensor  # [end - begin]: `owned` of the gradients, summed over the process group
+    reduced: Tensor  # [end - begin]: gradients of `owned`, summed over the process group
     tensors: Tensors
     fp8: bool  # weights are all-gathered in FP8
-    rows: Rows | None = None  # the rows that have a scale each; None: tensor-wise scales
+    rows: Rows | None = None  # rows with one scale each; None: tensor-wise scales
     overwritten: tuple[nn.Parameter, ...] = ()  # parameters that need no zeroed gradient
     zeroed: list[Tensor] = field(default_factory=list)  # all other parts of `grads`
-    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters without a gradient yet
+    waiting: set[nn.Parameter] = field(default_factory=set)  # gradients that backward still owes
     reduction: Reduction | None = None
     sums: int = 0  # reductions in this step: one, or at ZeRO stage 2 one per microbatch
     gather: Pending | None = None
@@ -101,7 +101,7 @@ class Bucket:
         self.grads.untyped_storage().resize_(0)
 
     def summed(self, param: nn.Parameter) -> Tensor:
-        """The part of the reduced gradient of `param` that this rank owns, flat, maybe empty."""
+        """The part of `param`'s reduced gradient in `owned`, flat; empty if there is none."""
         (start, end), (first, last) = self.params[param], self.owned
         begin = min(max(start, first), last)
         return self.reduced[begin - first : max(min(end, last), begin) - first]
@@ -155,7 +155,7 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     begin = sum(sizes[: cut.rank])
     owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
     tensors = Tensors.of([p.numel() for p in params], numel // SCALE_BLOCK, first.device)
-    tensors.mu.fill_(1.0 / cut.ranks)  # FP8-LM: no sum of so many codes saturates
+    tensors.mu.fill_(1.0 / cut.ranks)  # FP8-LM: no sum over this many ranks saturates
     rows = None
     if fp8 and cut.fp8_rows:
         rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
@@ -192,11 +192,11 @@ def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -
 
 
 def bucket_elements(asked: int, parameters: int) -> int:
-    """The elements at which a bucket is closed; `asked` = 0: 40M, more for large models.
+    """The elements at which a bucket is closed: `asked`, or if it is 0, 40M or more.
 
     Every bucket costs some tenths of a millisecond on the host and a network latency, several times
-    per step, so the number of buckets is bounded. The communication of one bucket, the last, is
-    exposed.
+    per step, so large models get larger buckets, about 48 of them. The communication of the last
+    bucket is exposed.
     """
     return asked or max(SMALLEST, parameters // MOST)
 

@@ -1,15 +1,16 @@
 """Asynchronous collectives of one process group that count the bytes they send.
 
-The count is what one of R ranks sends with the algorithm that sends least, whichever the library
-uses:
+The count for one of R ranks assumes the algorithm that sends the fewest bytes, whichever algorithm
+the library uses:
 
-    reduce-scatter, all-gather, all-to-all of n bytes in all     n (R - 1) / R
+    reduce-scatter, all-gather, all-to-all of n bytes in total   n (R - 1) / R
     all-reduce of n bytes                                        2 n (R - 1) / R
     reduce, broadcast of n bytes along a chain                   n, except on its last rank
 
-Bytes of gradients and weights are added where a collective is issued, by what it carries ("grad",
-"weights") and by the format on the wire. Those that layers send over tensor- and context-parallel
-groups ("tp", "cp"), most of them in megatron-core, have a closed form: coatlm.model.traffic.
+Bytes of gradients and weights are counted where a collective is issued, by its content ("grad",
+"weights") and by the format of the bytes sent. Bytes that layers send over tensor- and
+context-parallel groups ("tp", "cp"), most of them in megatron-core, are computed in closed form by
+coatlm.model.traffic.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ FORMATS = {
     torch.uint8: "fp8",
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
-    torch.int32: "amax",  # the bits of largest magnitudes
+    torch.int32: "amax",  # fp32 amaxes, reduced as integers
 }
 
 
 @dataclass(eq=False)
 class Traffic:
-    """Bytes that this rank has sent, by (what, format)."""
+    """Bytes that this rank has sent, by (content, format)."""
 
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -43,9 +44,9 @@ class Traffic:
         self.sent[what, FORMATS.get(dtype, str(dtype).removeprefix("torch."))] += round(sent)
 
     def summary(self) -> dict[str, int]:
-        """comm_bytes_WHAT in all, and comm_bytes_WHAT_FORMAT of each format that was used.
+        """The totals comm_bytes_WHAT, and comm_bytes_WHAT_FORMAT for each format that was used.
 
-        The totals of grad, weights and tp are always there, that of cp where something was sent.
+        The totals of grad, weights and tp are always included, that of cp if it is not zero.
         """
         totals = {f"comm_bytes_{what}": 0 for what in ("grad", "weights", "tp")}
         parts: dict[str, int] = {}
@@ -56,13 +57,13 @@ class Traffic:
 
 
 class Pending(Protocol):
-    """An operation in flight. `wait` returns once it is done; on a GPU, it lets the stream wait."""
+    """An operation in flight. `wait` blocks until it is done; on a GPU, only the stream waits."""
 
     def wait(self) -> object: ...
 
 
 class Several:
-    """Several operations in flight, which are waited for together."""
+    """Several operations in flight with one `wait`."""
 
     def __init__(self, works: Sequence[Pending]) -> None:
         self.works = works
@@ -85,7 +86,7 @@ class Comm:
         return _work(dist.all_reduce(x, op, group=self.group, async_op=True))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        """Sum x, of parts of `sizes` elements; afterwards the r-th part of rank r is the sum."""
+        """Sum x, in place: part r, of sizes[r] elements, holds the sum on rank r alone."""
         parts = x.split(list(sizes))
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
@@ -100,7 +101,7 @@ class Comm:
         return Several(works)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        """Fill x from its parts of `sizes` elements, the r-th of which is valid on rank r."""
+        """Fill x, in place, from part r of rank r, which has sizes[r] elements."""
         parts = x.split(list(sizes))
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
@@ -123,7 +124,7 @@ class Comm:
         received_sizes: Sequence[int] | None = None,
         sent_sizes: Sequence[int] | None = None,
     ) -> Pending:
-        """Send part r of `sent` to rank r. Parts are equal (rows) unless their sizes are given."""
+        """Send part r of `sent` to rank r. Parts have equal sizes unless sizes are given."""
         own = sent.nbytes / self.size
         if sent_sizes is not None:
             own = sent_sizes[self.rank] * sent.element_size()

@@ -1,14 +1,15 @@
 """CUDA graphs of microbatches: capture forward and backward once, replay them in every step.
 
-A microbatch launches some sixty kernels per layer; its replay is a single launch. Kernels and
-numbers are the same. This is for models without pipeline stages.
+A microbatch launches some sixty kernels per layer; its replay is a single launch of the same
+kernels, with the same results. Models with pipeline stages are not supported.
 
 Microbatches of a step differ: the first all-gathers weights during forward and overwrites stale
-gradients, the last reduces gradients during backward. So there are up to three kinds, and a graph
-of each. The first microbatch of a kind runs eagerly, which compiles its kernels; the second is
-captured; all others are copied into the static inputs of the graphs and replayed.
+gradients, the last reduces gradients during backward. So there are up to three kinds of
+microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
+its kernels; the second is captured and replayed; for all later ones, the inputs are copied into the
+static inputs of the graphs and the graph is replayed.
 
-Eager microbatches, capture and replay use one stream, the one that the model was built for:
+Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.
 """
 
@@ -36,7 +37,7 @@ class MicrobatchKind(NamedTuple):
 
 @dataclass(eq=False)
 class CapturedMicrobatch:
-    """A graph, the loss that its replay leaves, and the bytes that one replay sends."""
+    """A graph, the tensor in which a replay leaves the loss, and the bytes that a replay sends."""
 
     graph: Any
     loss: Tensor
@@ -46,8 +47,8 @@ class CapturedMicrobatch:
 class MicrobatchGraphs:
     """Runs microbatches as CUDA graphs; see the module's docstring.
 
-    While `paused`, microbatches run eagerly and nothing is captured: for steps that differ from the
-    others.
+    While `paused`, microbatches run eagerly and nothing is captured, for steps that differ from the
+    others, such as the calibration of delayed scales.
     """
 
     def __init__(self, model: FlatModel) -> None:
@@ -59,9 +60,10 @@ class MicrobatchGraphs:
         self.inputs: Batch = {}
 
     def run(self, batch: Batch, share: Tensor, *, first: bool, last: bool) -> Tensor:
-        """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device.
+        """Run forward and backward of a microbatch: eagerly, or by capture and replay.
 
-        `first`, `last`: it is the first or the last microbatch of the step.
+        Returns its part of the loss, sum(loss * mask) * share, fp32 on the device. `first`, `last`:
+        whether it is the first or the last microbatch of the step.
         """
         inputs, model = {**batch, "share": share}, self.model
         kind = MicrobatchKind(first, last and model.group.size() > 1)
@@ -99,7 +101,7 @@ class MicrobatchGraphs:
         return captured.loss.clone()
 
     def _capture(self, inputs: Batch, kind: MicrobatchKind) -> tuple[Any, Tensor]:
-        """A graph of a microbatch of this kind and its loss; the kernels have not run yet."""
+        """Capture a microbatch of this kind. Returns the graph and its loss, not yet computed."""
         if not self.inputs:
             self.inputs = {
                 name: value.clone() if isinstance(value, Tensor) else value
@@ -110,7 +112,7 @@ class MicrobatchGraphs:
         # thread_local: the watchdog of NCCL queries its events during the capture
         with torch.cuda.graph(
             graph,
-            pool=pools[0] if pools else None,  # shared: the graphs never run at the same time
+            pool=pools[0] if pools else None,  # shared, as graphs never run at the same time
             stream=self.model.stream,
             capture_error_mode="thread_local",
         ):
@@ -118,7 +120,7 @@ class MicrobatchGraphs:
         return graph, loss
 
     def _captured_work(self, kind: MicrobatchKind) -> Tensor:
-        """Run what a graph captures; returns the loss."""
+        """The work that a graph captures; returns the loss."""
         loss = self._forward_backward(self.inputs)
         if kind.reduces:
             self.model.finish_grad_sync()

@@ -2,13 +2,14 @@
 
 Every rank packs its bucket into FP8 codes with scales, part by part (`fp8.payload`), and sends part
 r to rank r. Rank r decodes the parts of the other ranks and adds them, in fp32, to its own part,
-which is not rounded. Of R contributions R - 1 are rounded, so for any number of ranks the error is
-sqrt((R - 1) / R) times that of a cast. Without sharding the sums are all-gathered in FP8 as well,
+which is not rounded. R - 1 of R contributions are rounded, so for any number of ranks the error is
+sqrt((R - 1) / R) times that of a cast. At ZeRO stage 0 the sums are all-gathered in FP8 as well,
 each block with its own scale, which rounds a second time.
 
-Across nodes that are joined by slower links the exchange has two levels. The L ranks inside a node
-sum their contributions to each of the N nodes; then ranks with the same position in their nodes
-exchange these sums, which are rounded to FP8 once more. Of n elements, n / L cross the slow links.
+With slower links between nodes the exchange has two levels. The L ranks inside a node sum their
+contributions to each of the N nodes; then ranks with the same position in their nodes exchange
+these sums, which are rounded to FP8 once more. Each rank sends n / L of its n elements between
+nodes.
 
 A bucket is sent in pieces: packing a piece overlaps with the exchange of the piece before it.
 """
@@ -44,11 +45,11 @@ class Levels:
 
 @dataclass(frozen=True)
 class Fp8Exchange:
-    """The gradient format.
+    """The gradient format of an FP8 all-to-all with sums in fp32.
 
     `scaling` is the scale granularity. "block": each rank sends its own scale per 128 elements.
-    "tensor", "bucket": the ranks first all-reduce the amax and use one scale, which costs another
-    read of the gradients, beside the compute stream. All-gathered sums always have block scales.
+    "tensor", "bucket": the ranks first all-reduce the amax and share one scale, which costs another
+    read of the gradients, overlapped with backward. All-gathered sums always have block scales.
     """
 
     fmt: Coding = E4M3
@@ -198,9 +199,9 @@ class Fp8Exchange:
         self._land(payloads, job.out[None, None], own, shared, add=job.add)
 
     def _send(self, x_ABP: Tensor, comm: Comm, shared: Shared | None) -> tuple[Pending, Tensor]:
-        """Pack x and start to send x[a] to rank a. Returns the handle and what arrives.
+        """Pack x and start to send x[a] to rank a.
 
-        That is [source, B, bytes].
+        Returns the handle and the buffer [source, B, bytes] of the payloads that are received.
         """
         layout = self._layout(x_ABP.shape[2], shared)
         payloads = layout.empty(*x_ABP.shape[:2], device=x_ABP.device)
@@ -239,7 +240,7 @@ def _pipeline(
     send: Callable[[int, int], tuple[Pending, Tensor]],
     land: Callable[[int, int, Tensor], None],
 ) -> Steps:
-    """Start to send each piece before the previous one is waited for and unpacked."""
+    """Send all pieces; each is started before the previous one is waited for and unpacked."""
     previous: tuple[int, int, Pending, Tensor] | None = None
     for begin, end in pieces:
         work, received = send(begin, end)

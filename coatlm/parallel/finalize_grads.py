@@ -1,4 +1,4 @@
-"""From each rank's gradients to the gradients of the global batch, and their norm.
+"""Complete the gradients of the global batch from those of each rank, and compute their norm.
 
 A gradient is complete after up to three sums: over data- and context-parallel ranks (the flat
 buckets); over tensor-parallel ranks, for replicated weights whose gradient each rank has computed
@@ -23,14 +23,14 @@ from coatlm.parallel.groups import Groups
 
 
 class TensorParallelSums(NamedTuple):
-    """Sizes of what a rank sums over its tensor-parallel group once per step."""
+    """Sizes of the all-reduces over the tensor-parallel group once per step."""
 
-    gradients: int  # elements that it owns of gradients of which every rank holds a partial sum
-    mus: int  # tensors whose automatic scales the ranks agree on
+    gradients: int  # elements of partial gradients that this rank owns
+    mus: int  # tensors whose FP8-LM factor mu is adjusted
 
 
 def tensor_parallel_sums(chunks: Sequence[FlatModel], groups: Groups) -> TensorParallelSums:
-    """The sizes of what `finalize_gradients` will sum over the tensor-parallel group."""
+    """The sizes of the all-reduces of `finalize_gradients` over the tensor-parallel group."""
     if groups.tp.size() == 1:
         return TensorParallelSums(0, 0)
     automatic = [chunk for chunk in chunks if chunk.wire.automatic and groups.dp_cp.size() > 1]
@@ -52,7 +52,7 @@ def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
 def grad_norm(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """The global L2 norm, fp32 on the device; NaN or Inf if any gradient is.
 
-    `parts` are gradients of this rank; the ranks of `group` together have each logical value once.
+    `parts` are gradients of this rank. Over all ranks of `group` each logical gradient occurs once.
     """
     total = torch.zeros((), dtype=torch.float32, device=device)
     if parts:
@@ -85,7 +85,7 @@ def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> No
 
 
 def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor]:
-    """The owned parts of gradients that each tensor-parallel rank has of some tokens or heads."""
+    """This rank's shards of gradients that are sums over only its own tokens or heads."""
     parts = [
         chunk.bucket_of[param].summed(param)
         for chunk in chunks
@@ -102,5 +102,5 @@ def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:
     if found is not None:
         bucket, weight = found
         part = bucket.summed(weight)
-        if len(part):  # the shards of both stages are alike
+        if len(part):  # both stages shard it in the same way
             dist.all_reduce(part, group=groups.embedding)

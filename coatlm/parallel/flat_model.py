@@ -28,8 +28,8 @@ Params = list[nn.Parameter]
 class FlatModel(nn.Module):
     """A model chunk in flat buckets.
 
-    `module` is the chunk, `config` its megatron TransformerConfig, `group` the data-parallel (and
-    context-parallel) process group, `wire` the format in which gradients travel.
+    `module` is the chunk, `config` its megatron TransformerConfig, `group` the data- and
+    context-parallel process group, `wire` the gradient format.
     """
 
     module: Any  # megatron's modules have no types
@@ -86,7 +86,7 @@ class FlatModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def set_is_first_microbatch(self) -> None:
-        """Tell the layers that weights are new: FP8 layers have to cast them again."""
+        """Tell the layers that weights have changed: FP8 layers must cast them again."""
         self.module.set_is_first_microbatch()
 
     def zero_grad_buffer(self) -> None:
@@ -94,7 +94,7 @@ class FlatModel(nn.Module):
         self.grads.start_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only accumulate gradients: for all microbatches but the last."""
+        """A context that only accumulates gradients, for all microbatches but the last."""
         return self.grads.no_sync()
 
     def finish_grad_sync(self) -> None:
@@ -124,7 +124,7 @@ class FlatModel(nn.Module):
             self.grads.allocate_before_backward({u: self._buckets_of(p) for u, p in units})
 
     def _units(self) -> tuple[Params, list[tuple[nn.Module, Params]], Params]:
-        """Parameters in the order of their use: the embedding's, each layer's, all others."""
+        """Parameters in the order of forward: the embedding's, each layer's, all others."""
         embedding = getattr(self.module, "embedding", None)
         first = [] if embedding is None else list(embedding.parameters())
         layers = [(layer, list(layer.parameters())) for layer in self.module.decoder.layers]

@@ -3,21 +3,21 @@
 A linear layer in FP8 computes with cast(w / S). Its result does not change if that cast is done
 before the all-gather:
 
-    amax      of each rank's part of the elements that share a scale; MAX over the ranks
-    codes     cast(w / S), one byte per element, all-gathered; every rank knows S
-    weights   bf16(code * S) on arrival
+    amax      largest |w| of each row or tensor in this rank's shard; all-reduce with MAX
+    codes     cast(w / S), one byte per element, all-gathered; every rank derives S from amax
+    weights   bf16(code * S) of the received codes
 
 The owner does not round its shard: the optimizer updates the exact weight, which the GEMM casts to
-the same codes. S is the scale that the layer uses:
+the same codes. S is the scale that the layer uses, with one of two granularities:
 
-Row-wise, a power of two, in the FP8 flow. `fp8/weight_rows.py` has the casts and shows why a layer
-derives the same scales and codes from what arrives. Its backward transposes the codes of forward,
-so they are the same as well (`fp8/transpose.py`).
+Row-wise and a power of two in the FP8 flow. `fp8/weight_rows.py` has the casts and shows why a
+layer derives the same scales and codes from the received weights. Its backward transposes the codes
+of forward, so they are the same as well (`fp8/transpose.py`).
 
-Tensor-wise, amax / 448, with TransformerEngine's current scaling and in `coat-paper`. A GEMM that
-casts what arrives finds the same amax: the largest code is 448, and 448 S, rounded to BF16, is
-amax. It finds the same codes: rounding to BF16 moves code * S by at most 2^-9 of its value, while
-codes are 2^-4 apart.
+Tensor-wise and amax / 448 with TransformerEngine's current scaling and in `coat-paper`. A GEMM that
+casts the received weights finds the same amax: the largest code is 448, and 448 S, rounded to BF16,
+is amax. It finds the same codes: rounding to BF16 moves code * S by at most 2^-9 of its value,
+while codes are 2^-4 apart.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ RangeCast = Callable[[Tensor, int, int], None]  # (codes uint8 [n], begin, end)
 def gather(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
 ) -> Iterator[None]:
-    """Yield after the all-gather of each bucket's weights, in place, has been started.
+    """Start the in-place all-gather of one bucket's weights after another; yield after each start.
 
-    A single all-reduce of the amax of all FP8 buckets precedes the first of these.
+    A single all-reduce of the amax of all FP8 buckets precedes the first of them.
     """
     amaxes: dict[Bucket, Tensor] = {}
     for bucket in buckets:
@@ -60,10 +60,10 @@ def gather(
 def _reduce_amax(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
 ) -> dict[Bucket, Tensor]:
-    """Bits of the largest |w| of each row or tensor, by bucket; computed on `stream` on a GPU.
+    """The amax of each row or tensor as integer bits, by bucket; computed on `stream` on a GPU.
 
-    They are allocated on `stream` as well. Memory of the current stream would be reused by its
-    kernels as soon as the last gather has been issued, before that has run.
+    The results are allocated on `stream` as well. The allocator would let kernels of the current
+    stream reuse its memory once the last gather is issued, before that gather has run.
     """
     counts = [len(b.tensors.mu) if b.rows is None else b.rows.count for b in buckets]
     found: list[Tensor] = []
@@ -80,7 +80,7 @@ def _reduce_amax(
 
 
 def _largest(bucket: Bucket) -> Tensor:
-    """Bits of the largest |w| in this rank's shard, for each row or tensor."""
+    """The amax of each row or tensor in this rank's shard, as integer bits."""
     begin, end = bucket.owned
     if bucket.rows is not None:
         return weight_rows.row_amax(bucket.weights, bucket.rows, begin, end)

@@ -1,14 +1,14 @@
 """FP8-LM's automatic scaling of FP8 gradient sums (arXiv 2310.18313, section 3.1).
 
-The library's sum in FP8 saturates where the sum of the ranks' codes exceeds +-MAX. Codes are
-therefore cast(mu s g), with a factor mu <= 1 per tensor. mu starts at 1 / ranks, with which no sum
-saturates. After each step,
+NCCL's sum in FP8 saturates where the sum of the ranks' codes exceeds +-MAX. Codes are therefore
+cast(mu s g), with a factor mu <= 1 per tensor. mu starts at 1 / ranks, with which no sum saturates.
+After each step,
 
     mu <- mu / 2          if more than 1e-5 of the tensor's sums are +-MAX (`SATURATED`)
     mu <- mu 2^(1/1000)   otherwise, up to 1 (`GROWTH`)
 
 The counts of saturated sums are reduced over the ranks that have a part or a copy of the tensor, so
-all ranks agree on mu, on the device.
+all ranks compute the same mu. This happens on the device, without synchronization.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coatlm.parallel.groups import Groups
 from coatlm.parallel.wire import Tensors
 
 SATURATED = 1e-5  # fraction of sums at +-MAX above which mu is halved
-GROWTH = 2.0 ** (1 / 1000)  # of mu per step, otherwise
+GROWTH = 2.0 ** (1 / 1000)  # factor on mu per step otherwise
 SMALLEST_MU = 2.0**-20
 
 
@@ -45,7 +45,7 @@ def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, nonfinite: Tensor) 
 
 
 def adjust_automatic_scales(chunks: Sequence[FlatModel], groups: Groups) -> None:
-    """Adjust mu of every tensor after a step, alike on all ranks with a part or a copy of it."""
+    """Adjust mu of every tensor after a step; equal on all ranks with a part or a copy of it."""
     buckets = [b for chunk in chunks if chunk.wire.automatic for b in chunk.buckets]
     if not buckets or groups.dp_cp.size() == 1:
         return

@@ -34,7 +34,7 @@ class GradReduction:
     """Reduces `buckets` with the gradient format `wire`; see the module's docstring.
 
     `sharded`: each rank receives the sums of its shard only. `every_microbatch`: ZeRO stage 2.
-    `overlap`: a bucket is reduced as soon as its last gradient is there, else after backward.
+    `overlap`: a bucket is reduced as soon as its last gradient is ready, else after backward.
     `stream`: the CUDA stream of the reductions.
     """
 
@@ -72,7 +72,7 @@ class GradReduction:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for all microbatches but the last.
+        """A context that only accumulates gradients, for all microbatches but the last.
 
         ZeRO stage 2 reduces inside this context as well.
         """
@@ -83,7 +83,7 @@ class GradReduction:
             self.last_microbatch = True
 
     def finish(self) -> None:
-        """Wait until all buckets are reduced; start the reductions that are not in flight."""
+        """Start the reductions that are not in flight; wait until all buckets are reduced."""
         if self.done:
             return
         for bucket in self.buckets:
@@ -161,7 +161,7 @@ class GradReduction:
         self.accumulation_nodes[param] = node
 
     def allocate_before_backward(self, units: Mapping[nn.Module, Sequence[Bucket]]) -> None:
-        """Allocate the buckets of a unit when the gradient of the unit's output arrives."""
+        """Allocate the buckets of a module when backward reaches it: its output has a gradient."""
         for unit, used in units.items():
 
             def allocate(_: Tensor, buckets: Sequence[Bucket] = used) -> None:

@@ -1,8 +1,8 @@
 """The process groups of a run, as one frozen value that is passed down.
 
 Ranks are numbered as in megatron-core: tensor parallel fastest, then context, data, pipeline.
-megatron-core stores its groups in globals, which its own layers and schedules read. They are made
-here once; the rest of coatlm takes them from `Groups`.
+megatron-core stores its groups in globals, which its own layers and schedules read. `make_groups`
+creates them once; the rest of coatlm takes them from `Groups`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank; `size()` and `rank()` of a group say its place in it."""
+    """The process groups that this rank belongs to, named by what their ranks have in common."""
 
-    world: Group
-    tp: Group  # ranks that split every layer
-    pp: Group  # ranks with the other layers: pipeline stages
-    cp: Group  # ranks with the other parts of the sequence
-    dp: Group  # ranks with other samples
+    world: Group  # all ranks
+    tp: Group  # tensor parallel: ranks that split every layer
+    pp: Group  # pipeline parallel: ranks with the stages of one model
+    cp: Group  # context parallel: ranks with the parts of the same samples
+    dp: Group  # data parallel: ranks with different samples
     dp_cp: Group  # ranks with the same parameters: gradients are summed, states sharded over it
     model: Group  # tp x pp: one whole model
     stage: Group  # tp x dp_cp: ranks with the same layers
     embedding: Group | None  # first and last stage, if this rank is in one of them
     control: Group  # gloo over all ranks, for signals and decisions of the host
     checkpoint: Group  # gloo over all ranks, used by the thread that writes checkpoints
-    node: Group | None  # of dp_cp: the ranks on this node, if gradients take two levels
-    nodes: Group | None  # of dp_cp: the ranks with this local rank on every node
-    collection: ProcessGroupCollection  # what megatron-core's constructors take
+    node: Group | None  # subgroup of dp_cp on this node, for two-level reduction of gradients
+    nodes: Group | None  # subgroup of dp_cp with one rank per node, at the same position
+    collection: ProcessGroupCollection  # the argument of megatron-core's constructors
 
     @property
     def first_stage(self) -> bool:
@@ -98,10 +98,10 @@ def make_groups(
 def split_into_nodes(
     members: Sequence[int], first_on_node: Mapping[int, int], nodes: int | None
 ) -> list[list[int]]:
-    """The ranks of a process group, node by node: of `nodes` nodes, or (None) as launched.
+    """Split the ranks of a process group by node: into `nodes` equal nodes, or (None) as launched.
 
-    There is one list where two levels are of no use: one node, or one rank per node. So there is
-    where nodes have different numbers of ranks, or ranks that are not consecutive.
+    Returns a single list where two levels are of no use (one node, or one rank per node) or not
+    supported (different numbers of ranks per node, or ranks of a node that are not consecutive).
     """
     if nodes is None:
         nodes = len({first_on_node[rank] for rank in members})

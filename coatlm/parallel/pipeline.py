@@ -114,7 +114,7 @@ def _run_schedule(
 
 
 def _synchronise_on_last_microbatch(chunks: Sequence[FlatModel]) -> None:
-    """Let the schedule defer the reductions to the last backward pass."""
+    """Give the schedule `no_sync`, with which it defers reductions to the last microbatch."""
     config = chunks[0].config
     no_sync = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -1,11 +1,11 @@
 """Conversion of moments in blocks of 128 elements when the tensor-parallel layout changes.
 
-Where a row of a local weight is no multiple of 128, blocks cross the ends of rows, and another
-tensor-parallel layout has other blocks. A checkpoint therefore records what the blocks of each such
-tensor cover (`ZeroCheckpoint.flat_blocks`). Loading compares that with the blocks here. Where they
-are equal, codes and scales are copied. Where they differ, the stored codes and scales are read
-whole, on the host, decoded with the stored blocks, cut to the rectangles of this rank and encoded
-with the blocks of now, which rounds once.
+Where the rows of a local weight are not multiples of 128 long, blocks cross the ends of rows, and
+another tensor-parallel layout has other blocks. A checkpoint therefore records which rectangles the
+blocks of each such tensor cover (`ZeroCheckpoint.flat_blocks`), and loading compares these with the
+blocks of the current layout. If they are equal, codes and scales are copied. If not, the stored
+codes and scales are read whole, on the host, decoded in the stored blocks, cut to the rectangles of
+this rank and encoded in the current blocks, which rounds once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def extents_of(regions: Sequence[Region], start: int) -> Extents:
 
 
 def whole_extents(regions: Sequence[Region]) -> list[Extents]:
-    """The extents where rows are multiples of 128: each logical tensor on its own."""
+    """The extents of a tensor whose rows are multiples of 128: each logical tensor is whole."""
     return [
         [
             {
@@ -65,7 +65,7 @@ class StoredShard:
     state: MomentState
 
     def values_in(self, decoded: Tensor, region: Region, into: Tensor) -> None:
-        """Copy what this shard has of `region` to `into`, which has the shape of the region."""
+        """Copy this shard's part of `region` from `decoded` to `into`, of the region's shape."""
         for stored in self.extents:
             if stored["key"] != region.key:
                 continue
@@ -101,7 +101,10 @@ class Reblock:
         stored: Sequence[Extents],
         like: Mapping[str, tuple[torch.dtype, bool]],
     ) -> Reblock:
-        """`like`: suffix -> dtype of the state, and whether it has one element per block."""
+        """Allocate host buffers for the `stored` shards of the moment `name`.
+
+        `like`: suffix -> dtype of the state, and whether it has one element per block.
+        """
         shards = []
         for extents in stored:
             end = max(r["start"] + torch.Size(r["shape"]).numel() for r in extents)
@@ -116,7 +119,7 @@ class Reblock:
         return cls(name, span, regions, shards)
 
     def pieces(self, flat: bool) -> Iterator[ShardedTensor]:
-        """The tensors to load. `flat`: what is stored per block is a shard of one flat tensor."""
+        """The tensors to load. `flat`: states per block are stored as shards of a flat tensor."""
         for number, shard in enumerate(self.shards):
             for suffix, tensor in shard.state.items():
                 prefix = f"optimizer.state.{self.name}{suffix}."
@@ -141,7 +144,7 @@ class Reblock:
         decode: Callable[..., Tensor],
         encode: Callable[..., MomentState],
     ) -> None:
-        """Decode what was loaded, and encode it into the parameter's part of `states`."""
+        """Decode the loaded moment and encode it into the parameter's part of `states`."""
         start, stop = self.span
         padded = round_up(stop - start, SCALE_BLOCK)
         values = torch.zeros(padded, device="cpu")

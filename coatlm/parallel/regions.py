@@ -2,10 +2,10 @@
 
 A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
 whole rows, the start of its last row. States with one element per block of 128 consecutive elements
-(the scales of quantized moments) are rectangles of a tensor that is 128 times narrower. Where a row
-is no multiple of 128, blocks cross the ends of rows. The blocks of each tensor-parallel rank are
-then a shard of a flat tensor, which is meaningful in the same tensor-parallel layout only;
-`reblock` converts it to others.
+(the scales of quantized moments) are rectangles of a tensor that is 128 times narrower. Where rows
+are not multiples of 128 long, blocks cross the ends of rows. The blocks of each tensor-parallel
+rank are then a shard of a flat tensor, which only the same tensor-parallel layout can read;
+`reblock` converts it for others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Region:
     global_shape: tuple[int, ...]  # of the logical tensor
     offset: tuple[int, ...]  # of the rectangle in it
     start: int  # first element in the bucket
-    main: bool  # no replica of what another model-parallel rank writes
+    main: bool  # not a replica of a tensor that another model-parallel rank writes
 
     def narrowed(self) -> Region:
         """The region in units of 128 elements. Its last dimension is a multiple of 128."""
@@ -141,9 +141,9 @@ def block_regions_of(
 
 
 def sharded_tensors(model: Any) -> Iterator[tuple[str, ShardedTensor]]:
-    """Yield (parameter name, logical tensor and position of its data), as megatron-core has them.
+    """Yield (parameter name, its ShardedTensor) of a model, from megatron-core.
 
-    The data are views of the parameters. A fused gate|up weight yields two tensors.
+    Their data are views of the parameters. A fused gate|up weight yields two tensors.
     """
     state = model.sharded_state_dict(metadata=METADATA)
     apply_factories(state)

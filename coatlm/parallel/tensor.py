@@ -1,16 +1,16 @@
-"""Tensor- and sequence-parallel collectives of the FP8 flow, outside autograd.
+"""Tensor- and sequence-parallel collectives of the FP8 flow, which autograd does not record.
 
-Under sequence parallelism each rank of the group holds a run of the tokens between the linears.
+Under sequence parallelism each rank of the group holds some of the tokens between the linears.
 Before a column-parallel linear the tokens are all-gathered; after a row-parallel one the ranks'
-partial sums are reduce-scattered. An all-gather carries an operand in FP8 where it can:
+partial sums are reduce-scattered. An all-gather sends an operand in FP8 where possible:
 
     forward     codes of the linear's input, with the scale of each row or block of a row; or with
-                one scale, the largest of all ranks, on which they agree by an all-reduce
-    backward    codes of gradients and of the same inputs, where the operand has one scale
+                one scale, the largest of all ranks, which an all-reduce finds
+    backward    codes of gradients and of the same inputs, if the operand has one scale
 
 Where wgrad takes scales along the tokens, dgrad and wgrad need different codes of a gradient, and
 the scales of wgrad are not those of forward. Then backward gathers BF16 and every rank quantizes
-all tokens: for a gradient two FP8 gathers would move as many bytes.
+all tokens: two FP8 gathers of a gradient would send as many bytes as one in BF16.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class TensorParallel:
 
     @property
     def scattered(self) -> bool:
-        """Tokens between linears are spread over the group."""
+        """Whether tokens between linears are sharded over the group."""
         return self.sequence_parallel and self.size > 1
 
     def gather_rows(self, x: QTensor) -> QTensor:
-        """This rank's rows [T/tp, K] -> those of all ranks [T, K], in rank order.
+        """All-gather this rank's rows [T/tp, K] to those of all ranks [T, K], in rank order.
 
-        Scales are per tensor, and the same on all ranks, or in blocks of one row.
+        Scales are per tensor (and equal on all ranks), or belong to one row or a block of it.
         """
         if not self.scattered:
             return x
@@ -53,11 +53,11 @@ class TensorParallel:
         return QTensor(codes, scale, x.granularity, x.fmt)
 
     def gather_values(self, x: Tensor) -> Tensor:
-        """As `gather_rows`, of values that are not quantized."""
+        """`gather_rows` for values that are not quantized."""
         return self._gather(x) if self.scattered else x
 
     def shared_scale(self, scale: Tensor) -> Tensor:
-        """The largest scale of all ranks, where rows with one scale will be gathered."""
+        """The largest scale of all ranks, for rows that will be gathered under one scale."""
         if not self.scattered:
             return scale
         bits = scale.view(torch.int32).clone()  # NaN > Inf > numbers, as integers
@@ -65,9 +65,9 @@ class TensorParallel:
         return bits.view(torch.float32)
 
     def sum_partial(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start summing partial sums x[T, K] over the ranks; call the result for the sum.
+        """Start to sum partial sums x[T, K] over the ranks. Returns a function that waits for it.
 
-        It is [T, K], or this rank's rows of it under sequence parallelism.
+        The sum is [T, K], or this rank's rows of it under sequence parallelism.
         """
         if self.size == 1:
             return lambda: x

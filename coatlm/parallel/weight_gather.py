@@ -22,14 +22,14 @@ from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
 from coatlm.parallel.fp8_gather import gather
 
-AHEAD = 4  # buckets that are in flight before they are needed, where forward starts the gathers
+AHEAD = 4  # with `in_forward`: a gather starts this many buckets before the one that forward uses
 
 
 class WeightGather:
-    """Gathers `buckets`, which are in the order of backward; see the module's docstring.
+    """All-gathers `buckets`, which are in the order of backward; see the module's docstring.
 
     `enabled`: there are shards to gather. `overlap`: `start` does not wait. `stream`: the CUDA
-    stream on which FP8 weights are cast, beside the one of the model.
+    stream on which FP8 weights are cast, other than the model's.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class WeightGather:
     ) -> None:
         self.buckets, self.comm = buckets, comm
         self.enabled, self.overlap, self.stream = enabled, overlap, stream
-        self.in_forward = False  # the next forward starts the gathers, not the update
+        self.in_forward = False  # the next forward starts the gathers, instead of the update
         self.due = False  # weights have changed since the last gather
         self.gathering: Iterator[None] = iter(())  # each `next` starts the gather of one bucket
         self.not_started = 0  # buckets that `gathering` has yet to start: the first of `buckets`
 
     def start(self) -> None:
-        """Gather the weights that the ranks have updated, in the order of their use."""
+        """Gather the weights that the ranks have updated, in the order of forward."""
         if not self.enabled:
             return
         self.due = True

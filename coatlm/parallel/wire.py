@@ -7,15 +7,16 @@
     exchange.Fp8Exchange    an all-to-all of FP8 codes, summed in fp32
 
 Fp8Sum rounds after every addition and may saturate; `fp8lm_scaling` adjusts mu so that it rarely
-does. Gloo cannot sum FP8: there the ranks exchange codes and round after each addition themselves.
+does. Gloo cannot sum FP8: with it the ranks exchange codes and round after each addition
+themselves.
 
-The method `steps` of a format is a generator over one bucket: it starts collectives and yields the
-handles to wait for. `Reduction` runs it: on a GPU all of it at once, on a stream beside the compute
-stream, so that the host never waits; on a CPU up to the first wait, and the rest when the result is
-needed.
+The method `steps` of a format is a generator that sums one bucket: it starts collectives and yields
+the handles to wait for. `Reduction` runs it: on a GPU all of it at once, on a stream other than the
+compute stream, so that the host never waits; on a CPU up to the first wait, and the rest when the
+result is needed.
 
-The ranks agree on scales on the device. The amax is all-reduced as the bits of an integer, whose
-order is NaN > Inf > numbers; a sum is NaN or Inf where the value of any rank was.
+The ranks agree on scales on the device. The fp32 bits of amax are all-reduced as integers, whose
+order is NaN > Inf > numbers; a sum is NaN or Inf if the value of any rank was.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Tensors:
     mu: Tensor  # fp32 [T]
     values: Tensor  # int64 [T]: elements, without padding
     saturated: Tensor  # int64 [T]: sums at +-MAX of this rank's shard since mu was adjusted
-    nonfinite: Tensor  # bool [T]: there was NaN or Inf since mu was adjusted
+    nonfinite: Tensor  # bool [T]: whether there was NaN or Inf since mu was adjusted
 
     @classmethod
     def of(cls, sizes: Sequence[int], blocks: int, device: torch.device) -> Tensors:
@@ -64,7 +65,7 @@ class Tensors:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """One bucket to be summed. `out` receives the sum: of all elements, or of this rank's shard."""
+    """One bucket to be summed into `out`: all of its elements, or this rank's shard."""
 
     grads: Tensor  # [n], fp32 or BF16
     out: Tensor  # [n] or [sizes[rank]]; may be (a part of) `grads`
@@ -75,7 +76,7 @@ class Sum:
 
 
 class Wire(Protocol):
-    """A gradient format. `automatic`: it uses mu, which is adjusted after every step."""
+    """A gradient format. `automatic`: it uses FP8-LM's mu, which is adjusted after every step."""
 
     @property
     def automatic(self) -> bool: ...
@@ -83,7 +84,7 @@ class Wire(Protocol):
 
 
 class Reduction:
-    """The executor of a format's `steps`, in flight; see the module's docstring."""
+    """A reduction in flight: runs the `steps` of a format; see the module's docstring."""
 
     def __init__(self, steps: Steps, stream: torch.cuda.Stream | None) -> None:
         self.steps, self.pending = steps, None
@@ -108,7 +109,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Plain:
-    """The collective sum in `dtype`, as the library has it."""
+    """The collective library's own sum, in `dtype`."""
 
     dtype: torch.dtype
     automatic: bool = False
@@ -175,7 +176,7 @@ class Fp8Sum:
 
 
 def _finish(job: Sum, total: Tensor) -> None:
-    """Add or copy a sum to `job.out`, unless it is there already."""
+    """Add or copy a sum to `job.out`, unless it was computed in place."""
     if job.add:
         job.out.add_(total)
     elif total.data_ptr() != job.out.data_ptr():

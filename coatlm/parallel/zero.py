@@ -1,8 +1,9 @@
-"""ZeRO over flat buckets: each rank updates its shard of the weights and holds the states of it.
+"""ZeRO over flat buckets: each rank updates one shard of the weights and holds its states.
 
 Stage 0 all-reduces the gradients and updates everything on every rank. Stages 1 and 2
-reduce-scatter the gradients, update one shard per rank and all-gather the weights. The optimizer is
-given flat shards and decides how their states are stored; `zero_checkpoint` saves and loads them.
+reduce-scatter the gradients, update one shard per rank and all-gather the weights. The optimizer
+receives flat shards and decides how their states are stored; `zero_checkpoint` saves and loads
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from coatlm.parallel.regions import Region, regions_of
 class ZeroOptimizer:
     """Reduces and clips gradients, updates shards, starts the weight all-gather.
 
-    `make_optimizer(shards)` makes the update rule of shards that `make_shard` has made.
+    `make_shard` constructs the optimizer's shard of each bucket (`optim.adamw.FlatShard`), and
+    `make_optimizer(shards)` the optimizer that updates them.
     """
 
     def __init__(
@@ -55,10 +57,10 @@ class ZeroOptimizer:
     ) -> Tensor:
         """Update weights and states. Returns the global gradient norm, on the device.
 
-        The update is skipped if the norm is NaN or Inf, or `accepts(norm)`, on the device, is
-        False. `observe` is called with the clip coefficient before weights and states change.
-        `enter` is called with "update" where that phase starts on this rank, and with None where it
-        ends.
+        The update is skipped if the norm is NaN or Inf, or if `accepts(norm)`, a bool on the
+        device, is False. `observe` is called with the clip coefficient before weights and states
+        change. `enter` is called with "update" when that phase starts on this rank, and with None
+        when it ends.
         """
         finalize_gradients(self.chunks, self.groups)
         norm = grad_norm(self.counted, self.norm_group, self.buckets[0].reduced.device)
@@ -85,7 +87,7 @@ def _counted(bucket: Bucket, regions: Sequence[Region]) -> Iterator[Tensor]:
 
 
 def _unshared(bucket: Bucket, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
-    """Ranges of this rank's shard, in multiples of 128, without replicas of other ranks' values."""
+    """Ranges of this rank's shard, as multiples of 128, without replicas that others count."""
     begin, end = bucket.owned
     for start, stop in bucket.params.values():
         inside = [region for region in regions if start <= region.start < stop]
@@ -95,7 +97,7 @@ def _unshared(bucket: Bucket, regions: Sequence[Region]) -> Iterator[tuple[int, 
 
 
 def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:
-    """This rank's shard of a bucket, made by `make_shard` for the optimizer."""
+    """The optimizer's shard of a bucket on this rank, constructed by `make_shard`."""
     begin, end = bucket.owned
     inside = [
         (param, (max(start, begin) - begin, min(stop, end) - begin))

@@ -1,9 +1,9 @@
-"""Checkpoints of ZeRO shards: weights and optimizer states in a form free of the layout.
+"""Checkpoints of ZeRO shards: weights and optimizer states, independent of the parallel layout.
 
 Every shard is written as rectangles of logical tensors (`regions`), so a checkpoint does not depend
 on how many ranks wrote it. Moments that are quantized in blocks of 128 elements are stored as codes
 and scales; where tensor parallelism splits a matrix so that blocks cross the ends of rows, loading
-into another tensor-parallel layout decodes and encodes them (`reblock`).
+into another tensor-parallel layout decodes them and encodes them again (`reblock`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ZeroCheckpoint:
     def tensors_to_save(self) -> list[ShardedTensor]:
         """The weights and states of this rank's shards, as rectangles of logical tensors.
 
-        Replicas of what another rank writes are marked as such.
+        Tensors that another rank writes too are marked as replicas.
         """
         for chunk in self.zero.chunks:
             chunk.finish_param_sync()
@@ -51,7 +51,7 @@ class ZeroCheckpoint:
     ) -> list[ShardedTensor]:
         """All local weights and this rank's states, which a load fills in place.
 
-        `flat_blocks` is the `flat_blocks()` of the run that wrote the checkpoint. Moments that it
+        `flat_blocks` is the result of `flat_blocks()` in the run that wrote the checkpoint. Moments
         stored in other blocks are loaded into buffers, which `finish_load` converts to states.
         """
         for chunk in self.zero.chunks:
@@ -71,7 +71,7 @@ class ZeroCheckpoint:
         return [*weights, *self._states(moved), *pieces]
 
     def finish_load(self) -> None:
-        """Complete a load: convert moments from other blocks, and all-gather the FP8 weights."""
+        """Convert moments loaded in other blocks, and all-gather the FP8 weights."""
         codec = self.zero.optimizer.decode_parts, self.zero.optimizer.encode_parts
         for bucket, states, reblock in self.reblocked:
             reblock.finish(bucket, states, *codec)
@@ -99,7 +99,7 @@ class ZeroCheckpoint:
         return [b for chunk in self.zero.chunks if chunk.wire.automatic for b in chunk.buckets]
 
     def _keys(self, bucket: Bucket) -> list[str]:
-        """The key of each parameter of a bucket: the one of its first logical tensor."""
+        """The checkpoint key of each parameter of a bucket: that of its first logical tensor."""
         starts = {start: i for i, (start, _) in enumerate(bucket.params.values())}
         first = {starts[r.start]: r.key for r in self.regions[bucket] if r.start in starts}
         return [first[i] for i in range(len(starts))]
@@ -111,9 +111,9 @@ class ZeroCheckpoint:
         return reports
 
     def flat_blocks(self) -> dict[str, list[Extents]]:
-        """The tensors whose blocks cross the ends of rows, and what the blocks of each rank cover.
+        """The tensors whose blocks cross the ends of rows -> the extents of each shard.
 
-        A collective call: all ranks make it together.
+        A collective call.
         """
         mine: dict[str, tuple[int, Extents]] = {}
         if self._blocked():
@@ -139,7 +139,7 @@ class ZeroCheckpoint:
         return {name: s for name, s in found.items() if any(once for _, once in s.values())}
 
     def _flat_extents(self, bucket: Bucket, param: nn.Parameter) -> Extents | None:
-        """What the blocks of `param` cover, if they cross the ends of rows; else None."""
+        """The rectangles that the blocks of `param` cover if they cross ends of rows; else None."""
         start, stop = bucket.params[param]
         inside = [r for r in self.regions[bucket] if start <= r.start < stop]
         if all(not region.shape[-1] % SCALE_BLOCK for region in inside):
