@@ -1,8 +1,8 @@
 """Everything of megatron-core that coatlm uses; no other module imports megatron.
 
-The import hook of `megatron_hook` has to be in place before the first `import megatron.core`, so it
-is installed here, above the imports. Modules that work without megatron-core (`config`, `fp8`,
-`optim`) do not import this one.
+The import hook of `megatron_hook` must be installed before the first `import megatron.core`, so
+this module installs it above the imports. Packages that work without megatron-core (`config`,
+`fp8`, `optim`) do not import this module.
 """
 
 # ruff: noqa: E402
@@ -73,7 +73,7 @@ __all__ = [
 
 
 def transformer_engine() -> ModuleType:
-    """megatron-core's wrappers of TransformerEngine's modules. Needs the package."""
+    """megatron-core's wrappers of TransformerEngine's modules. Requires TransformerEngine."""
     from megatron.core.extensions import transformer_engine as wrappers
 
     return wrappers

@@ -1,4 +1,4 @@
-"""The device that a process computes on, its memory, and what is installed beside torch."""
+"""The device of a process, its memory, whether apex is installed, and the boot id."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class FlatModel(nn.Module):
         overlap_param_gather: bool,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`stream`: the CUDA stream on which backward will run, if it is not the current one."""
+        """Move the parameters into buckets. `stream`: where backward runs; None: the current."""
         super().__init__()
         self.module = module
         self.config: Any = self.module.config

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ownership:
-    """`owner[i]` is the rank of tensor i, `loads[r]` the elements on rank r."""
+    """An assignment: `owner[i]` is the rank of tensor i, `loads[r]` the elements on rank r."""
 
     owner: tuple[int, ...]
     loads: tuple[int, ...]
@@ -33,10 +33,10 @@ class Ownership:
 
 
 def largest_first(sizes: Sequence[int], ranks: int, *, pinned: Sequence[int] = ()) -> Ownership:
-    """Assign tensors of `sizes` elements to ranks; those with `pinned` indices go to rank 0 first.
+    """Assign tensors of `sizes` elements to ranks, those with `pinned` indices first, to rank 0.
 
-    The result depends on the sizes only, so all ranks compute the same. Raises ValueError if a rank
-    would own nothing: it would have nothing to update.
+    The result depends only on the arguments, so all ranks compute the same. Raises ValueError if
+    there are fewer tensors than ranks: a rank without a tensor has nothing to update.
     """
     if len(sizes) < ranks:
         raise ValueError(

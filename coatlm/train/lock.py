@@ -61,7 +61,7 @@ class LostLockError(CheckpointError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"{LOCK} is gone or names another run: it was deleted, or this run was suspended or "
+            f"{LOCK} is missing or names another run: it was deleted, or this run was suspended or "
             "cut off so long that another run took run.dir over; this run ends without saving"
         )
 

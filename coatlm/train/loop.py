@@ -95,7 +95,7 @@ class Loop:
         return ExitCode.OK
 
     def _lost(self) -> bool:
-        """Whether another run has taken the run directory over; if so, closes the metrics."""
+        """Whether another run has taken over the run directory; if so, metrics are closed."""
         lost = self.lock is not None and not self.lock.held()
         if lost:
             self.metrics.close()

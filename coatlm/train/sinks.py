@@ -1,4 +1,4 @@
-"""Where the records of a run go: JSON lines, TensorBoard, Weights & Biases, the console."""
+"""The sinks for the records of a run: JSON lines, TensorBoard, Weights & Biases, the console."""
 
 from __future__ import annotations
 

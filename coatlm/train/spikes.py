@@ -37,7 +37,7 @@ class SpikeGuard:
         if not sigma > 0.0:
             raise ValueError(f"sigma={sigma}: must be > 0")
         if window < 2:
-            raise ValueError(f"window={window}: a deviation takes at least 2 steps")
+            raise ValueError(f"window={window}: a standard deviation needs at least 2 steps")
         self.sigma, self.group = sigma, group
         self.values_2W = torch.zeros(2, window, dtype=torch.float32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # finite steps seen

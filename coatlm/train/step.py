@@ -126,7 +126,7 @@ class Trainer:
         """Train on one global batch. Returns loss and gradient norm, fp32 on the device.
 
         Both are the same on all ranks. `observe` is called with the clip coefficient when the
-        gradients are complete. Afterwards `comm_bytes` has the bytes that this rank has sent.
+        gradients are complete. `comm_bytes` then has the bytes that this rank sent in the step.
         """
         self.traffic.sent.clear()
         for chunk in self.chunks:
