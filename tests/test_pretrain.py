@@ -372,7 +372,7 @@ def test_ranks_whose_directory_was_taken_over_end_and_write_nothing_more(
     time.sleep(2 * BEAT_S + 0.5)
     ranks[0].kill(signal.SIGCONT)
     assert [rank.wait() for rank in ranks] == [4, 4], ranks[0].text() + ranks[1].text()
-    assert "lock.json is gone or names another run" in ranks[0].text()
+    assert "lock.json is missing or names another run" in ranks[0].text()
     assert "Traceback" not in ranks[0].text() + ranks[1].text()
     assert (run / "metrics.jsonl").read_bytes() == before
     assert not (run / "checkpoints/latest").exists()
