@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.norm import processors
-from coatlm.fp8.qtensor import ROW, QTensor, group
+from coatlm.fp8.qtensor import ROW, QTensor, block
 from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import (
     amax_of,
@@ -76,7 +76,7 @@ def norm_quantize_ref(
     saved = None
     if group_size:
         saved = quantize_ref(
-            x, fmt=E4M3, granularity=group(group_size), scale_dtype=torch.float8_e8m0fnu
+            x, fmt=E4M3, granularity=block(1, group_size), scale_dtype=torch.float8_e8m0fnu
         )
     return Normed(y, x, rstd, saved)
 
@@ -269,7 +269,7 @@ def norm_quantize(
     )
     kept = None
     if saved is not None and exponents is not None:
-        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), group(group_size), E4M3)
+        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), block(1, group_size), E4M3)
     return Normed(QTensor(y, scale, ROW, E4M3), x, rstd, kept)
 
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import SOURCES, Fp8Format, cast
-from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, Granularity, QTensor
+from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of, scale_ref
 
 TILE = 4096  # elements a program
@@ -52,7 +52,7 @@ def quantize_ref(
 ) -> QTensor:
     """The definition, and the CPU path."""
     if scale is None:
-        scale = scale_ref(_amax_ref(x, granularity), fmt, dtype=scale_dtype)
+        scale = scale_ref(amax_ref(x, granularity), fmt, dtype=scale_dtype)
     divisor = granularity.spread(scale.float(), x.shape)
     quotient = torch.where(divisor.isfinite(), x.float() / divisor, torch.nan)
     codes = cast(quotient, fmt)
@@ -60,7 +60,7 @@ def quantize_ref(
     return QTensor(codes, scale, granularity, fmt, codes_t)
 
 
-def _amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
+def amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
     """fp32, the largest |x| of each granule, in the shape of the scales."""
     if granularity == TENSOR:
         return x.float().abs().amax()
@@ -307,7 +307,7 @@ def _launch(x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity) 
         codes,
         scale.view(torch.uint8) if e8m0 else scale,
         GIVEN=granularity == TENSOR,
-        WHOLE=granularity == BLOCK,
+        WHOLE=granularity == block(128, 128),
         TOP=fmt.max,
         E8M0=e8m0,
         **tile,
@@ -366,7 +366,7 @@ def _tile(m: int, k: int, granularity: Granularity) -> dict[str, int]:
     rows = 1
     if granularity == TENSOR:
         m, k, columns = 1, m * k, TILE  # one long row
-    elif granularity == BLOCK:
+    elif granularity == block(128, 128):
         rows, columns = 128, 128
     else:
         columns = triton.next_power_of_2(k)

@@ -36,7 +36,7 @@ from coatlm.fp8.norm_quantize import (
     parts_of,
     quantize_rows_ref,
 )
-from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, group
+from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import (
     amax_of,
@@ -79,7 +79,7 @@ def swiglu_quantize_ref(x: Tensor, *, group_size: int) -> Activated:
     saved = None
     if group_size:
         saved = quantize_ref(
-            x, fmt=E4M3, granularity=group(group_size), scale_dtype=torch.float8_e8m0fnu
+            x, fmt=E4M3, granularity=block(1, group_size), scale_dtype=torch.float8_e8m0fnu
         )
     return Activated(quantize_rows_ref(swiglu_ref(x.float())), saved)
 
@@ -218,7 +218,7 @@ def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
     )
     kept = None
     if saved is not None and exponents is not None:
-        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), group(group_size), E4M3)
+        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), block(1, group_size), E4M3)
     return Activated(QTensor(codes, scale, ROW, E4M3), kept)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from coatlm.config import Config
-from coatlm.fp8.recipe import recipe_of
+from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
 from coatlm.model.accounting import key_size, query_size
 
 STATISTIC = 4  # bytes of an fp32 number that a kernel saves per row
@@ -71,19 +71,38 @@ def _plain_layer(config: Config, x: int) -> LayerBytes:
 
 
 def flow_layer(config: Config) -> LayerBytes:
-    """An FP8 flow, which saves tensors in FP8 blocks, in FP8 with a scale per row, and in BF16."""
-    m, recipe, e = config.model, recipe_of(config.precision), element_bytes(config)
-    saved = 1 + 1 / recipe.group if recipe.group else e
-    attended = 1 + 1 / recipe.attention_group if recipe.attention_group else e
-    inputs = 1 if recipe.keep_linear_inputs else 0  # bytes of norm and SwiGLU outputs
-    projected = 1 if recipe.keep_linear_inputs else attended
-    return LayerBytes(
-        stream=2 * m.hidden * (saved + inputs) + 2 * STATISTIC,
-        attention=attention(config, attended, projected),
-        mlp=(2 * saved + inputs) * m.ffn,
-        swiglu=inputs * m.ffn,
-        scales=ROW_SCALES,
+    """An FP8 flow: every saved tensor as its recipe says (coatlm/config/recipes.py)."""
+    m, recipe, e = config.model, config.precision.flow_recipe(), element_bytes(config)
+    saved, code = recipe.saved, _code_bytes(recipe.forward.activation)
+    norm_input, gate_up, attended = (
+        e if operand is None else operand.bytes_per_element
+        for operand in (saved.norm_input, saved.gate_up, saved.attention)
     )
+    inputs = code if saved.linear_input else 0  # bytes of norm and SwiGLU outputs
+    projected = code if saved.projection_input else attended
+    return LayerBytes(
+        stream=2 * m.hidden * (norm_input + inputs) + 2 * STATISTIC,
+        attention=attention(config, attended, projected),
+        mlp=(2 * gate_up + inputs) * m.ffn,
+        swiglu=inputs * m.ffn,
+        scales=_row_scales(recipe),
+    )
+
+
+def _code_bytes(operand: Operand) -> float:
+    """Bytes per element of an operand of a GEMM, whose scales are fp32; those per row left out."""
+    columns = operand.granularity.columns
+    return 1 + STATISTIC / columns if columns else 1
+
+
+def _row_scales(recipe: FlowRecipe) -> int:
+    """Bytes per token of row scales that are saved: with the codes, or alone for wgrad."""
+    if recipe.forward.activation.granularity != ROW:
+        return 0
+    if recipe.wgrad.activation.scaling == "forward":
+        return ROW_SCALES
+    saved = 3 * recipe.saved.linear_input + recipe.saved.projection_input
+    return saved * ROW_SCALES // 4
 
 
 def attention(config: Config, e: float, x: float) -> float:
@@ -135,21 +154,18 @@ class PrecisionMemory:
     weight_copies: int  # FP8 copies of each matrix that always live: W, its transpose
 
 
-PRECISIONS = {  # precision.recipe -> bytes; a corrected formula changes the one function named here
-    "fp32": PrecisionMemory(bf16_layer, 0),
-    "bf16": PrecisionMemory(bf16_layer, 0),
-    "te-delayed": PrecisionMemory(fp8_linear_layer, 2),
-    "te-current": PrecisionMemory(fp8_linear_layer, 2),
-    "te-blockwise": PrecisionMemory(fp8_linear_layer, 2),
-    "fp8-linear": PrecisionMemory(flow_layer, 0),
-    "coat": PrecisionMemory(flow_layer, 0),
-    "coat-lean": PrecisionMemory(flow_layer, 0),
-}
+def precision_memory(config: Config) -> PrecisionMemory:
+    """What `precision.recipe` means for memory: a corrected formula changes one function."""
+    if config.precision.flow:
+        return PrecisionMemory(flow_layer, 0)
+    if config.precision.recipe in TE_RECIPES:
+        return PrecisionMemory(fp8_linear_layer, 2)
+    return PrecisionMemory(bf16_layer, 0)
 
 
 def saved_bytes(config: Config) -> LayerBytes:
     """What a layer of the configured precision saves."""
-    return PRECISIONS[config.precision.recipe].layer(config)
+    return precision_memory(config).layer(config)
 
 
 def layer_activation_bytes(config: Config) -> float:
@@ -175,6 +191,9 @@ def layer_backward_bytes(config: Config) -> float:
     """
     p, saved = config.parallel, saved_bytes(config)
     mlp = (3 * config.model.ffn * element_bytes(config) - saved.swiglu) / p.tp
+    if config.precision.flow and not config.precision.flow_recipe().fused_gradients:
+        # gate | up decoded, and its gradient before it is quantized
+        mlp += 4 * config.model.ffn * element_bytes(config) / p.tp
     freed = saved.mlp / p.tp + saved.stream / 2 / (p.tp if p.sequence_parallel else 1)
     inside = attention_gradients(config) / p.tp - freed
     return layer_input_bytes(config) + max(mlp, inside)
@@ -185,9 +204,10 @@ def attention_gradients(config: Config) -> float:
 
     Context parallelism has those of all keys and values on every rank. The second prefix in the
     order of backward, at most half of the sequence, adds its own before they are summed; the output
-    of the first, half of a rank's, has been freed by then.
+    and the statistics of the first, half of a rank's, have been freed by then.
     """
-    m, cp, prefixes = config.model, config.parallel.cp, in_prefixes(config)
-    queries = query_size(m) * (1.5 if prefixes else 2)
-    keys = 2 * key_size(m) * cp * (1.5 if prefixes else 1)
-    return (queries + keys) * element_bytes(config)
+    m, e = config.model, element_bytes(config)
+    q, keys = query_size(m), 2 * key_size(m) * config.parallel.cp
+    if not in_prefixes(config):
+        return (2 * q + keys) * e
+    return (2 * q + 1.5 * keys) * e - (q * e + STATISTIC * m.heads) / 2

@@ -28,12 +28,12 @@ from typing import Any
 from coatlm.config import Config, ConfigError
 from coatlm.model.accounting import layer_matrices, rank_parameters
 from coatlm.model.layer_memory import (
-    PRECISIONS,
     STATISTIC,
     element_bytes,
     layer_activation_bytes,
     layer_backward_bytes,
     layer_input_bytes,
+    precision_memory,
     weight_dtype,
 )
 from coatlm.model.loss import default_chunk
@@ -81,7 +81,7 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 
 def fp8_weight_bytes(config: Config) -> int:
     """Bytes of the FP8 copies of a rank's matrices."""
-    p, copies = config.parallel, PRECISIONS[config.precision.recipe].weight_copies
+    p, copies = config.parallel, precision_memory(config).weight_copies
     copies += 2 * config.precision.keep_weights
     return copies * (config.model.layers // p.pp) * layer_matrices(config.model) // p.tp
 

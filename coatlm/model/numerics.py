@@ -7,19 +7,19 @@ For a tensor x with codes c, which stand for the values d(c) = code * scale:
     underflow        share of the non-zero x whose code is zero
     relative_error   |d(c) - x| / |x|, Euclidean norms over the whole tensor
 
-    *_saved          kept for backward: the residual stream before each norm, gate | up, and with
+    *_saved          saved for backward: the residual stream before each norm, gate | up, and with
                      coat-lean the attention output
     qkv_input, attention_output, fc1_input, fc2_input, *_weight      operands of forward's GEMMs
-    *_grad           gradient of a linear's output, the operand of its two GEMMs in backward
+    *_grad           gradient of a linear's output, as dgrad takes it
 
-x is what the quantising kernel had in its registers. Outputs of norms and SwiGLU and the gradients
-of gate | up and q | k | v are never in memory, so the references make them again in fp32, some rows
-at a time, from the operands that the kernel read.
+x is what the quantizing kernel had in its registers. Outputs of norms and SwiGLU and the gradients
+of gate | up and q | k | v are never in memory where kernels are fused, so the references recompute
+them in fp32, some rows at a time, from the operands that the kernel read.
 
 Everything follows from sums over elements, so ranks add theirs: those of tensor and context
 parallelism, for the whole tensor where it is split (a copy on every rank changes no ratio; a scale
 is that of a rank's part, as in training), and those of the pipeline, for the other layers. Only the
-first microbatch of data-parallel rank 0 is looked at.
+first microbatch of data-parallel rank 0 is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
-from coatlm.fp8.qtensor import TENSOR, QTensor
+from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rope import join_qkv_rope_ref
 from coatlm.parallel.groups import Groups
 
@@ -46,15 +46,15 @@ TENSORS = (
 SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
 PIECE = 1 << 22  # elements at a time: some 60 bytes each of temporaries, 0.25 GB
 
-Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
+RowSource = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
 Record = dict[str, int | float | str]
 
 
 class Probe:
     """The tensors of one layer in one step.
 
-    A tensor counts when it comes first: in the first microbatch, as microbatches go through
-    forward and through backward in order, and not again where forward is repeated in backward.
+    A tensor counts at its first occurrence: in the first microbatch, as microbatches go through
+    forward and backward in order, and not again where backward recomputes forward.
     """
 
     def __init__(self) -> None:
@@ -62,21 +62,21 @@ class Probe:
         self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]
 
     @torch.no_grad()
-    def record(self, name: str, source: Tensor | Rows, quantised: QTensor) -> None:
-        """`source`: x[M, K] of the codes in `quantised`. Waits for nothing."""
+    def record(self, name: str, source: Tensor | RowSource, quantised: QTensor) -> None:
+        """Measure the codes of x[M, K] = `source`, unless `name` is known. Never syncs."""
         if name not in self.sums:
             self.amax[name], self.sums[name] = _measure(source, quantised)
 
 
 class Probed(Protocol):
-    """What shows its tensors to a probe while it has one."""
+    """An object that shows its tensors to a probe while it has one."""
 
     probe: Probe | None
 
 
 @contextmanager
 def watched(layers: Mapping[int, Probed]) -> Iterator[dict[int, Probe]]:
-    """A probe for each of these layers, by number from 1, while the context lasts."""
+    """Give each of these layers, by number from 1, a probe while the context lasts."""
     probes = {number: Probe() for number in layers}
     for number, layer in layers.items():
         layer.probe = probes[number]
@@ -90,7 +90,7 @@ def watched(layers: Mapping[int, Probed]) -> Iterator[dict[int, Probe]]:
 def collect(
     probes: Mapping[int, Probe], groups: Groups, *, layers: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """amax [layers, TENSORS] in fp32 and sums [layers, TENSORS, SUMS] in fp64, of all ranks.
+    """amax fp32 [layers, TENSORS] and sums fp64 [layers, TENSORS, SUMS], reduced over the ranks.
 
     The ranks of one data-parallel rank call this together; `layers` are those of the whole model.
     """
@@ -108,7 +108,7 @@ def collect(
 
 
 def report(amax: Tensor, sums: Tensor) -> list[Record]:
-    """A record for each layer and tensor that was seen, in order; waits for the device."""
+    """One record per layer and tensor that was measured, in order. Syncs with the device."""
     records: list[Record] = []
     tables = zip(amax.tolist(), sums.tolist(), strict=True)
     for number, (amax_of_layer, sums_of_layer) in enumerate(tables, start=1):
@@ -129,8 +129,8 @@ def report(amax: Tensor, sums: Tensor) -> list[Record]:
     return records
 
 
-def norm_output(x: Tensor, weight: Tensor, eps: float) -> Rows:
-    """Of RMSNorm, from its input [M, H]."""
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> RowSource:
+    """Rows of the output of RMSNorm, from its input [M, H]."""
 
     def rows(start: int, stop: int) -> Tensor:
         part = x[start:stop].float()
@@ -140,26 +140,26 @@ def norm_output(x: Tensor, weight: Tensor, eps: float) -> Rows:
     return rows
 
 
-def swiglu_output(gate_up: Tensor) -> Rows:
-    """silu(gate) * up, from gate | up [M, 2F]."""
+def swiglu_rows(gate_up: Tensor) -> RowSource:
+    """Rows of silu(gate) * up, from gate | up [M, 2F]."""
     return lambda start, stop: swiglu_ref(gate_up[start:stop].float())
 
 
-def swiglu_gradient(da: Tensor, gate_up: Tensor | QTensor) -> Rows:
-    """Of gate | up, as it was kept, from the gradient of SwiGLU's output [M, F]."""
+def swiglu_gradient_rows(da: Tensor, gate_up: Tensor | QTensor) -> RowSource:
+    """Rows of the gradient of gate | up, as it was saved, from that of SwiGLU's output [M, F]."""
 
     def rows(start: int, stop: int) -> Tensor:
         if isinstance(gate_up, QTensor):
-            kept = _cut(gate_up, start, stop).dequantize()
+            saved = _cut(gate_up, start, stop).dequantize()
         else:
-            kept = gate_up[start:stop].float()
-        return swiglu_backward_ref(da[start:stop].float(), kept)
+            saved = gate_up[start:stop].float()
+        return swiglu_backward_ref(da[start:stop].float(), saved)
 
     return rows
 
 
-def qkv_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Rows:
-    """Of q | k | v before rotation, [S * B, W], from those of attention [S, B, heads, D]."""
+def qkv_gradient_rows(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> RowSource:
+    """Rows of d(q | k | v) before RoPE [S * B, W], from those of attention [S, B, heads, D]."""
     batch = dq.shape[1]
 
     def rows(start: int, stop: int) -> Tensor:
@@ -171,12 +171,13 @@ def qkv_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -
     return rows
 
 
-def _measure(source: Tensor | Rows, quantised: QTensor) -> tuple[Tensor, Tensor]:
-    """amax and sums of one tensor on this rank."""
+def _measure(source: Tensor | RowSource, quantised: QTensor) -> tuple[Tensor, Tensor]:
+    """The amax and the sums of one tensor on this rank."""
     m, k = quantised.shape
     amax: list[Tensor] = []
     sums: list[Tensor] = []
-    step = max(1, PIECE // k)
+    height = quantised.granularity.rows or 1
+    step = max(height, PIECE // k // height * height)
     for start in range(0, m, step):
         stop = min(start + step, m)
         x = source[start:stop].float() if isinstance(source, Tensor) else source(start, stop)
@@ -196,9 +197,10 @@ def _measure(source: Tensor | Rows, quantised: QTensor) -> tuple[Tensor, Tensor]
 
 
 def _cut(x: QTensor, start: int, stop: int) -> QTensor:
-    """Rows of a matrix with one scale, or with scales of rows or of groups in a row."""
-    assert x.granularity == TENSOR or x.granularity.rows == 1
-    scale = x.scale if x.granularity == TENSOR else x.scale[start:stop]
+    """Rows of a matrix; `start` is a multiple of the rows that share a scale."""
+    scale, height = x.scale, x.granularity.rows
+    if height is not None:
+        scale = scale[start // height : -(-stop // height)]
     return QTensor(x.codes[start:stop], scale, x.granularity, x.fmt)
 
 

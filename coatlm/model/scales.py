@@ -7,13 +7,14 @@ use the scales fixed before it, and raise the amaxes. After the step, for the wh
     history[L, 4, 16] <- amax                                unless one of them is not finite
     scale[L, 4] from history
 
-Ranks share scales, so those of sequence parallelism have nothing to agree on in backward.
+Ranks use the same scales, so sequence parallelism needs no all-reduce of amaxes in backward.
 
-Scales and amaxes keep their memory: CUDA graphs of microbatches see what is written there. Scales
-lie 16 bytes apart, as products take them (fp8/gemm.py).
+Scales and amaxes keep their addresses, so that replays of a CUDA graph read the newest scales.
+Scales lie 16 bytes apart, as GEMMs take them (fp8/gemm.py).
 
-While there is no history the gradients are scaled by their own amax, as without delay, and that is
-remembered: the first step of a run, and as many as have NaN or Inf. Only such a step is waited for.
+Without a history gradients are scaled by their own amax, as with current scaling, and that amax is
+recorded: in the first step of a run, and in further ones as long as a step has NaN or Inf. Only
+after such a step does the host wait for the device.
 """
 
 from __future__ import annotations
@@ -26,50 +27,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8 import gemm
-from coatlm.fp8.delayed import DelayedScaling, Slot
+from coatlm.fp8.delayed import DelayedScaling, ScaleSlot
 from coatlm.fp8.formats import Fp8Format
 
 GRADIENTS = ("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad")
 
-Saved = dict[str, dict[str, list[float]]]  # layer -> gradient -> amaxes, newest first: JSON
+Histories = dict[str, dict[str, list[float]]]  # layer -> gradient -> amaxes, newest first
 
 
 class Scales(Protocol):
-    """Where a layer asks for the scale of one of GRADIENTS."""
+    """The source of the scales of a layer's GRADIENTS."""
 
-    def slot(self, name: str) -> Slot: ...
+    def slot(self, name: str) -> ScaleSlot: ...
 
 
 class Scaled(Protocol):
-    """A layer that does."""
+    """A layer that asks for scales."""
 
     scales: Scales
 
 
 class CurrentScales:
-    """Every gradient by its own amax (COAT, arXiv 2410.19313, section 5: just in time)."""
+    """Every gradient is scaled by its own amax (COAT, arXiv 2410.19313, section 5)."""
 
-    def slot(self, name: str) -> Slot:
-        """None but its own."""
-        return Slot()
+    def slot(self, name: str) -> ScaleSlot:
+        """No scale is given and no amax is recorded."""
+        return ScaleSlot()
 
 
 class _LayerScales:
-    """A layer's part of its stage's scales."""
+    """The scales of one layer, views of those of its stage."""
 
     def __init__(self, stage: DelayedScales, scale: Tensor, amax: Tensor) -> None:
         self.stage = stage
         slots = zip(GRADIENTS, scale, amax, strict=True)
-        self.slots = {name: Slot(*tensors) for name, *tensors in slots}
+        self.slots = {name: ScaleSlot(*tensors) for name, *tensors in slots}
 
-    def slot(self, name: str) -> Slot:
-        """The scale fixed before the step, once there is one."""
+    def slot(self, name: str) -> ScaleSlot:
+        """The scale fixed before the step, unless there is no history, and where the amax goes."""
         slot = self.slots[name]
         return slot._replace(scale=None) if self.stage.calibrating else slot
 
 
 class DelayedScales:
-    """Those of the layers of this rank's stage, by number in the whole model."""
+    """Delayed scales of the layers of this rank's stage, by their number in the whole model."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class DelayedScales:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`group`: the ranks that hold the same stage; None: this one alone."""
+        """`group`: the ranks that hold the same stage; None means this rank alone."""
         self.numbers, self.rule, self.group = sorted(layers), DelayedScaling(fmt), group
         shape = (len(layers), len(GRADIENTS))
         self.history = torch.zeros(*shape, self.rule.length, device=device)
@@ -91,7 +92,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def update_(self) -> None:
-        """A step is over. All ranks of the group call it."""
+        """Fix the scales of the next step from this one's amaxes. All ranks of the group call."""
         if not self.numbers:
             return
         if self.group is not None:  # NaN > Inf > numbers, as integers
@@ -102,15 +103,15 @@ class DelayedScales:
         if self.calibrating:
             self.calibrating = not bool(taken)
 
-    def state(self) -> Saved:
-        """The histories as values of JSON, which hold fp32 exactly. Waits for the device."""
+    def state(self) -> Histories:
+        """The histories as JSON values, which hold fp32 exactly. Syncs with the device."""
         return {
             str(number): dict(zip(GRADIENTS, rows, strict=True))
             for number, rows in zip(self.numbers, self.history.tolist(), strict=True)
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up histories of whichever layers; calibrate again without those of one, or any."""
+        """Load the histories of this stage's layers; calibrate again where a layer has none."""
         empty = dict.fromkeys(GRADIENTS, [0.0] * self.rule.length)
         found = [saved.get(str(number), empty) for number in self.numbers]
         if found:

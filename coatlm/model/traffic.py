@@ -31,7 +31,8 @@ from dataclasses import dataclass
 import torch
 
 from coatlm.config import Config
-from coatlm.fp8.qtensor import ROW, Granularity
+from coatlm.config.recipes import TENSOR
+from coatlm.fp8.qtensor import Granularity
 from coatlm.model.accounting import key_size
 from coatlm.model.layer_memory import weight_dtype
 from coatlm.model.memory import bf16_share, microbatch_tokens
@@ -64,8 +65,6 @@ class LayerGathers:
 
 UNQUANTISED = OperandGather(None)
 TENSOR_WISE = OperandGather(CODES)
-FLOW = LayerGathers(OperandGather(CODES, ROW), TENSOR_WISE, OperandGather(CODES, amaxes=1))
-
 PLAIN = LayerGathers(UNQUANTISED, UNQUANTISED, UNQUANTISED)
 GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers are PLAIN
     "fp32": PLAIN,
@@ -73,10 +72,29 @@ GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers
     "te-delayed": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
     "te-current": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
     "te-blockwise": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
-    "fp8-linear": FLOW,
-    "coat": FLOW,
-    "coat-lean": FLOW,
 }
+
+
+def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
+    """What the layers of `precision.recipe` gather, those of `precision.bf16_layers` apart.
+
+    `current`: gradients are scaled by their own amax.
+    """
+    if not config.precision.flow:
+        return GATHERS[config.precision.recipe]
+    recipe = config.precision.flow_recipe()
+    granularity = recipe.forward.activation.granularity
+    whole = granularity == TENSOR
+    scales = None if whole else granularity
+    inputs = OperandGather(CODES, scales, amaxes=int(whole))
+    again = UNQUANTISED
+    if recipe.wgrad.activation.scaling == "forward":
+        again = TENSOR_WISE
+    elif recipe.saved.linear_input:
+        again = OperandGather(CODES, scales)
+    tensor_wise = recipe.tensor_wise_gradients
+    gradients = OperandGather(CODES, amaxes=int(current)) if tensor_wise else UNQUANTISED
+    return LayerGathers(inputs, again, gradients)
 
 
 def step_traffic(
@@ -120,14 +138,15 @@ class _Sender:
         for end in (0, p.pp - 1):
             if stage == end:
                 self._sum(1)
-                self._gather(UNQUANTISED, 1, calibrating)
+                self._gather(UNQUANTISED, 1)
         if stage == p.pp - 1:
             self._all_reduce(self.tokens, torch.float32)
             self._all_reduce(2 * self.tokens, torch.float32)
-        for gathers, count in ((GATHERS[c.precision.recipe], layers - plain), (PLAIN, plain)):
-            self._gather(gathers.inputs, 2 * count * forwards, calibrating)
-            self._gather(gathers.again, 2 * count, calibrating)
-            self._gather(gathers.gradients, 2 * count, calibrating)
+        current = c.precision.scaling == "current" or calibrating
+        for gathers, count in ((layer_gathers(c, current=current), layers - plain), (PLAIN, plain)):
+            self._gather(gathers.inputs, 2 * count * forwards)
+            self._gather(gathers.again, 2 * count)
+            self._gather(gathers.gradients, 2 * count)
 
     def sums(self, once: TensorParallelSums) -> None:
         """What a step sums over the tensor-parallel group after its last microbatch."""
@@ -150,19 +169,16 @@ class _Sender:
         else:
             self._all_reduce(x, self.dtype, count)
 
-    def _gather(self, operand: OperandGather, count: int, calibrating: bool) -> None:
+    def _gather(self, operand: OperandGather, count: int) -> None:
         """Under sequence parallelism, all-gather an operand as wide as x."""
-        precision, dtype = self.config.precision, operand.dtype or self.dtype
+        dtype = operand.dtype or self.dtype
         if not self.config.parallel.sequence_parallel:
             return
-        if precision.flow and dtype == CODES and self.config.parallel.tp_comm == "bf16":
-            dtype = torch.bfloat16
         shape = torch.Size((self.tokens, self.config.model.hidden))
         self._move(shape.numel(), dtype, count)
         if operand.scales is not None:
             self._move(torch.Size(operand.scales.scale_shape(shape)).numel(), SCALES, count)
-        if precision.scaling == "current" or calibrating:
-            self._all_reduce(operand.amaxes, AMAX, count)
+        self._all_reduce(operand.amaxes, AMAX, count)
 
     def _move(self, elements: int, dtype: torch.dtype, count: int) -> None:
         """All-gather or reduce-scatter `elements` in all, `count` times."""

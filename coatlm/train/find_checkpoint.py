@@ -26,6 +26,7 @@ from coatlm.train.manifest import (
 )
 from coatlm.train.reports import error_line
 
+REMOVED = ("tp_comm",)  # keys of `parallel` in older checkpoints that changed no result
 CHECKPOINTS = "checkpoints"  # the directory of the checkpoints in a run directory
 
 
@@ -103,8 +104,11 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
     path = checkpoint / STATE
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{path} is damaged (it has no configuration)")
+    config, parallel = state["config"], state["config"].get("parallel")
+    if isinstance(parallel, dict):
+        config = config | {"parallel": {k: v for k, v in parallel.items() if k not in REMOVED}}
     try:
-        return make_config(state["config"])
+        return make_config(config)
     except ConfigError as error:
         problem = str(error).splitlines()[0]
         raise CheckpointError(

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
 from coatlm.data import dataset
-from coatlm.fp8.formats import E3M4, E4M3, FORMATS
+from coatlm.fp8.formats import E3M4, E4M3
+from coatlm.fp8.operand import format_of
+from coatlm.fp8.qtensor import ROW
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
-from coatlm.model.scales import DelayedScales, Saved
+from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, FlatShard
@@ -67,7 +69,8 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow,
+                    fp8_rows=config.precision.flow
+                    and config.precision.flow_recipe().gathered_weights == ROW,
                 ),
                 wire=make_wire(p, groups, self.traffic),
                 traffic=self.traffic,
@@ -151,11 +154,11 @@ class Trainer:
         """Bytes that this rank has sent in the last step, for metrics.jsonl: `Traffic.summary`."""
         return Traffic(self.traffic.sent + self.model_traffic.sent).summary()
 
-    def gradient_amaxes(self) -> Saved:
+    def gradient_amaxes(self) -> Histories:
         """The amaxes of delayed scaling in all layers, for a checkpoint. A collective call."""
         if self.scales is None:
             return {}
-        reports: list[Saved] = [{}] * self.groups.control.size()
+        reports: list[Histories] = [{}] * self.groups.control.size()
         dist.all_gather_object(reports, self.scales.state(), group=self.groups.control)
         return {number: layer for report in reports for number, layer in report.items()}
 
@@ -226,7 +229,7 @@ def delayed_scales(
     if precision.scaling == "current":
         return None
     flows = flows_of(layer for module in modules for layer in module.decoder.layers)
-    fmt = FORMATS[precision.grad_format]
+    fmt = format_of(precision.flow_recipe().dgrad.gradient)
     return DelayedScales(flows, fmt, device=device(), group=groups.stage)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, SQUARE_BLOCK, matmul, scales_in_order
-from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, group
+from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 
 M, N, K = 19, 32, 48
 FP32 = 2.0**-20  # of the sum of magnitudes: 48 terms, each addition within 2^-24
@@ -121,7 +121,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(ROW, TENSOR), (TENSOR, ROW), (group(16), group(16)), (SQUARE_BLOCK, SQUARE_BLOCK)],
+    [(ROW, TENSOR), (TENSOR, ROW), (block(1, 16), block(1, 16)), (SQUARE_BLOCK, SQUARE_BLOCK)],
 )
 def test_scales_that_the_tensor_cores_do_not_take_are_refused(
     first: Granularity, second: Granularity

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coatlm.fp8 import norm_quantize as module
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
-from coatlm.fp8.qtensor import ROW, group
+from coatlm.fp8.qtensor import ROW, block
 from tests.fp8.bounds import (
     FP32,
     assert_powers_of_two_that_fit,
@@ -63,7 +63,7 @@ def test_the_sum_is_the_residual_stream_in_bf16_and_what_is_normalised() -> None
 def test_the_saved_input_has_a_power_of_two_for_each_group(size: int, dtype: torch.dtype) -> None:
     a, _, weight = tensors(dtype)
     saved = norm_quantize(a, weight, EPS, group_size=size).saved
-    assert saved.granularity == group(size)
+    assert saved.granularity == block(1, size)
     assert saved.scale.nbytes == R * H // size
     assert_rounded(saved, a.double())
     assert_powers_of_two_that_fit(saved.scale.float(), a.unflatten(1, (-1, size)).abs().amax(-1))

@@ -11,7 +11,7 @@ from torch import Tensor
 from coatlm.fp8 import payload as module
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding
 from coatlm.fp8.payload import Layout, Own, Shared, pack, unpack
-from coatlm.fp8.qtensor import TENSOR, group
+from coatlm.fp8.qtensor import TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
@@ -97,7 +97,7 @@ def test_own_scales_are_those_of_1x128_blocks() -> None:
     payloads = layout.empty(2, 2, device=CPU)
     pack(x, payloads, layout=layout)
     scales = payloads[..., 4 * SCALE_BLOCK : 4 * SCALE_BLOCK + 16].contiguous().view(torch.float32)
-    assert torch.equal(scales, quantize(x, fmt=E4M3, granularity=group(128)).scale)
+    assert torch.equal(scales, quantize(x, fmt=E4M3, granularity=block(1, 128)).scale)
 
 
 def test_the_sum_over_sources_is_added_to_what_is_there_in_any_view() -> None:

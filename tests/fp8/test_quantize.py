@@ -19,13 +19,13 @@ from torch import Tensor
 
 from coatlm.fp8 import quantize as module
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format, cast
-from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, Granularity, QTensor, group
+from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.quantize import quantize, quantize_ref
 from coatlm.fp8.scaling import current_scale, scale_ref
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
 E8M0 = torch.float8_e8m0fnu
-GRANULARITIES = [TENSOR, ROW, group(16), group(128), BLOCK]
+GRANULARITIES = [TENSOR, ROW, block(1, 16), block(1, 128), block(128, 128)]
 both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 every = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 seeds = st.integers(0, 2**32 - 1)
@@ -177,12 +177,12 @@ def test_e8m0_scales_cost_a_byte_and_at_most_a_bit_of_range(granularity: Granula
 
 def test_nbytes_counts_codes_scales_and_transpose() -> None:
     x = random(6, 128, 256)
-    assert quantize(x, fmt=E4M3, granularity=group(16)).nbytes == x.numel() * (1 + 4 / 16)
+    assert quantize(x, fmt=E4M3, granularity=block(1, 16)).nbytes == x.numel() * (1 + 4 / 16)
     assert quantize(x, fmt=E4M3, granularity=TENSOR, transpose=True).nbytes == 2 * x.numel() + 4
 
 
 def test_dequantize_rounds_once_to_the_dtype_asked_for() -> None:
-    q = quantize(random(7), fmt=E4M3, granularity=group(16))
+    q = quantize(random(7), fmt=E4M3, granularity=block(1, 16))
     assert torch.equal(q.dequantize(torch.bfloat16), q.dequantize().bfloat16())
 
 
@@ -199,7 +199,7 @@ def test_16_bit_inputs_are_quantized_as_their_fp32_values(
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0, 128)])
 @every
 def test_an_empty_tensor_has_no_codes(granularity: Granularity, shape: tuple[int, ...]) -> None:
-    if granularity == BLOCK and len(shape) != 2:
+    if granularity == block(128, 128) and len(shape) != 2:
         return
     q = quantize(torch.empty(shape), fmt=E4M3, granularity=granularity)
     assert q.shape == shape and q.scale.shape == granularity.scale_shape(torch.Size(shape))
@@ -213,11 +213,11 @@ def test_an_empty_matrix_has_an_empty_transpose() -> None:
 ONE = torch.ones(())
 REFUSED: list[tuple[str, Tensor, dict[str, Any]]] = [
     ("x.dtype", torch.ones(2, 128).double(), {"granularity": TENSOR}),
-    ("multiples of 128", torch.ones(2, 100), {"granularity": group(128)}),
-    ("multiples of 16", torch.ones(()), {"granularity": group(16)}),
-    ("blocks need a matrix", torch.ones(2, 2, 128), {"granularity": BLOCK}),
+    ("multiples of 128", torch.ones(2, 100), {"granularity": block(1, 128)}),
+    ("multiples of 16", torch.ones(()), {"granularity": block(1, 16)}),
+    ("blocks need a matrix", torch.ones(2, 2, 128), {"granularity": block(128, 128)}),
     ("go with TENSOR", torch.ones(2, 128), {"granularity": ROW, "scale": ONE}),
-    ("go with TENSOR", torch.ones(2, 128), {"granularity": BLOCK, "transpose": True}),
+    ("go with TENSOR", torch.ones(2, 128), {"granularity": block(128, 128), "transpose": True}),
     ("scale", torch.ones(2, 128), {"granularity": TENSOR, "scale": torch.ones(1)}),
     ("scale", torch.ones(2, 128), {"granularity": TENSOR, "scale": ONE.bfloat16()}),
     ("scale_dtype", torch.ones(2, 128), {"granularity": ROW, "scale_dtype": torch.float16}),
@@ -233,9 +233,9 @@ def test_what_cannot_be_done_is_refused(message: str, x: Tensor, options: dict[s
 
 
 @pytest.mark.parametrize("size", [0, 1, 24, -16])
-def test_groups_are_powers_of_two(size: int) -> None:
-    with pytest.raises(ValueError, match=f"size={size}"):
-        group(size)
+def test_blocks_are_powers_of_two(size: int) -> None:
+    with pytest.raises(ValueError, match=f"block=1x{size}"):
+        block(1, size)
 
 
 def fused_multiply_add() -> Callable[[float, float, float], float]:
@@ -299,12 +299,12 @@ def test_the_kernels_division_gives_nan_for_what_is_not_finite(x: float, scale: 
 
 def compiled(granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: bool) -> Any:
     """The kernel as launched for a matrix of 4096 x 4096."""
-    if granularity in (group(16), group(128)):
+    if granularity in (block(1, 16), block(1, 128)):
         return compiled_groups(granularity, x, fmt, e8m0=e8m0)
     tile = module._tile(4096, 4096, granularity)
     pointer = POINTER[fmt.dtype]
     arguments = {"x_ptr": POINTER[x], "code_ptr": pointer, "scale_ptr": "*u8" if e8m0 else "*fp32"}
-    given, whole = granularity == TENSOR, granularity == BLOCK
+    given, whole = granularity == TENSOR, granularity == block(128, 128)
     return compile_sm90(
         module._quantize_kernel,
         arguments | {"M": "i32", "K": "i64"},
@@ -383,7 +383,7 @@ def test_kernel_with_e8m0_scales_compiles_for_sm90(granularity: Granularity) -> 
     compiled(granularity, torch.bfloat16, E4M3, e8m0=True)
 
 
-@pytest.mark.parametrize("granularity", [ROW, BLOCK], ids=str)
+@pytest.mark.parametrize("granularity", [ROW, block(128, 128)], ids=str)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, E8M0])
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def interpreted_scales_equal_the_reference(

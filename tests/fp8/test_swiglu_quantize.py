@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, group
+from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from tests.fp8.bounds import (
     assert_padded_transpose,
@@ -55,7 +55,7 @@ def test_codes_are_the_activations_rounded_once_with_a_scale_a_row(dtype: torch.
 def test_the_saved_input_has_a_power_of_two_for_each_group(size: int) -> None:
     x = gate_up()
     saved = swiglu_quantize(x, group_size=size).saved
-    assert saved.granularity == group(size)
+    assert saved.granularity == block(1, size)
     assert saved.scale.nbytes == 2 * M * FFN // size
     assert_rounded(saved, x.double())
     assert_powers_of_two_that_fit(saved.scale.float(), x.unflatten(1, (-1, size)).abs().amax(-1))

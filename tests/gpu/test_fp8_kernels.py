@@ -25,7 +25,7 @@ from coatlm.fp8.expand import (
     expand_quantize_ref,
 )
 from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, Fp8Format, cast, decode_table
-from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, Granularity, QTensor, group
+from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.quantize import quantize, quantize_ref
 from coatlm.fp8.scaling import current_scale, group_amax, group_amax_ref, group_scale, scale_ref
 
@@ -36,7 +36,7 @@ pytestmark = [
 
 OVER_INT32 = 2**31 + 2**20  # elements
 E8M0 = torch.float8_e8m0fnu
-GRANULARITIES = [TENSOR, ROW, group(8), group(16), group(128), BLOCK]
+GRANULARITIES = [TENSOR, ROW, block(1, 8), block(1, 16), block(1, 128), block(128, 128)]
 STATES = [
     M_E4M3,
     V_E4M3,
@@ -155,7 +155,7 @@ def test_a_view_that_is_not_contiguous_or_not_aligned_is_quantized_as_its_copy()
     unaligned = x.flatten()[1 : 1 + 256 * 1024].view(256, 1024)
     for view in (x[1:, 1:], x[1:, 1:].t(), unaligned):
         copy = view.contiguous().cpu()
-        for granularity in (TENSOR, ROW, group(16)):
+        for granularity in (TENSOR, ROW, block(1, 16)):
             options: dict[str, Any] = {"fmt": E4M3, "granularity": granularity}
             same(quantize(view, **options), quantize_ref(copy, **options))
 

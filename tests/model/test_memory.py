@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from coatlm import megatron_hook
-from coatlm.config import Config, ConfigError, OptimRecipe, PrecisionRecipe, make_config
+from coatlm.config import Config, ConfigError, OptimRecipe, make_config
+from coatlm.config.recipes import PRECISION_RECIPES, ROW, TENSOR
+from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.fp8.attention import SavedInFp8
-from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import AdamW, FlatShard
@@ -25,9 +26,8 @@ from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
 
 def tensors_in(saved: Any) -> list[Tensor]:
     """What autograd, or `SavedInFp8` in its place, saves of one tensor."""
-    if isinstance(saved, Tensor):
-        return [saved]
-    return [saved[0].codes, saved[0].scale]
+    held = saved if isinstance(saved, Tensor) else saved.held
+    return [held] if isinstance(held, Tensor) else [held.codes.codes, held.codes.scale]
 
 
 def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -54,17 +54,18 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
     mask = torch.ones(batch, 1, seq, c.data.seq_len).triu(1).bool()
     mask = mask if c.data.reset_attention_mask else None
     not_activations = {t.untyped_storage().data_ptr() for t in (*block.parameters(), cos_sin)}
-    storages = {}
+    everything: list[Any] = []
 
     def record(saved: Any) -> Any:
-        for part in tensors_in(saved):
-            storages[part.untyped_storage().data_ptr()] = part.untyped_storage()
+        everything.append(saved)
         return saved
 
     pack = SavedInFp8._pack  # its hooks come between autograd and those of this function
     monkeypatch.setattr(SavedInFp8, "_pack", lambda self, x: record(pack(self, x)))
     with torch.autograd.graph.saved_tensors_hooks(record, lambda saved: saved):
         block(hidden.requires_grad_(), attention_mask=mask, rotary_pos_emb=cos_sin)
+    parts = [part for x in everything for part in tensors_in(x)]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
     saved = sum(s.nbytes() for at, s in storages.items() if at not in not_activations)
     return saved / (seq * batch * c.model.layers)
 
@@ -101,7 +102,7 @@ def test_layer_activations_are_the_bytes_autograd_saves(
     ],
 )
 @pytest.mark.parametrize("recipe", sorted(FLOW_RECIPES))
-def test_fp8_layers_save_what_their_recipe_says_and_a_scale_for_each_row_of_a_weight(
+def test_fp8_layers_save_what_their_recipe_says_and_the_scales_of_weights_and_whole_tensors(
     recipe: str,
     model: dict[str, Any],
     sections: dict[str, Any],
@@ -109,13 +110,19 @@ def test_fp8_layers_save_what_their_recipe_says_and_a_scale_for_each_row_of_a_we
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = {**TINY, "layers": 2, "head_dim": 32, "ffn": 64, **model}
+    if recipe == "fp8-block":
+        sizes |= {"hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256}
     precision = {"recipe": recipe, **sections.get("precision", {})}
     c = make_config({"model": sizes, "data": DATA, **sections, "precision": precision})
     m, tokens = c.model, c.train.micro_batch * 64
     q, k = m.heads * 32, m.queries_groups * 32
     weight_rows = (q + 2 * k) + m.hidden + 2 * m.ffn + m.hidden
     saved = saved_bytes_per_token_and_layer(c, monkeypatch)
-    assert saved == layer.layer_activation_bytes(c) + 4 * weight_rows / tokens
+    row = FLOW_RECIPES[recipe]
+    scales = {ROW: weight_rows, TENSOR: 4 + 4}.get(row.forward.weight.granularity, 0)
+    if row.dgrad.weight.scaling != "forward":
+        scales = 0
+    assert saved == layer.layer_activation_bytes(c) + 4 * scales / tokens
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat-lean"])
@@ -209,8 +216,9 @@ def test_backward_holds_the_gradients_of_all_keys_where_they_outgrow_those_of_th
     h, f, q, k = 32, 64, 64, 64
     freed = 2 * 3 * f + 2 * 2 * h + 4  # of the MLP and its norm
     assert backward(1) == 2 * h + 2 * 2 * f  # of three tensors of f elements, less the SwiGLU freed
-    # of the output and the queries, less half the output, of all keys and values and half of them
-    assert backward(4) == 2 * h + 2 * (1.5 * q + 2 * k * 4 * 1.5) - freed > backward(1)
+    # of the output and the queries, of all keys and values and of half of them once more
+    first = (2 * q + 4 * 4) / 2  # half of the output and of its statistics
+    assert backward(4) == 2 * h + 2 * (2 * q + 2 * k * 4 * 1.5) - first - freed > backward(1)
 
 
 @pytest.mark.parametrize("recipe", get_args(OptimRecipe))
@@ -315,16 +323,27 @@ def test_fp8_weights_that_live_for_a_step_take_two_bytes_each() -> None:
     assert mem.fp8_weight_bytes(c) == 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
 
 
-@pytest.mark.parametrize("recipe", sorted(set(layer.PRECISIONS) - {"fp32"}))
+@pytest.mark.parametrize("recipe", sorted(set(PRECISION_RECIPES) - {"fp32"}))
 def test_tensor_and_sequence_parallel_divide_all_but_row_scales(recipe: str) -> None:
     one = layer.layer_activation_bytes(with_recipe(recipe))
-    split = with_recipe(recipe, parallel={"tp": 4, "sequence_parallel": True})
-    whole = layer.PRECISIONS[recipe].layer(split).scales  # of all tokens, on every rank
-    assert layer.layer_activation_bytes(split) - whole == (one - whole) / 4
+    split = with_recipe(recipe, parallel={"tp": 2, "sequence_parallel": True})
+    whole = layer.precision_memory(split).layer(split).scales  # of all tokens, on every rank
+    assert layer.layer_activation_bytes(split) - whole == (one - whole) / 2
 
 
 def test_every_precision_of_the_configuration_has_its_bytes() -> None:
-    assert set(get_args(PrecisionRecipe)) <= set(layer.PRECISIONS)
+    assert all(layer.layer_activation_bytes(with_recipe(r)) > 0 for r in PRECISION_RECIPES)
+
+
+@pytest.mark.parametrize("recipe", ["coat-paper", "rowwise", "fp8-block"])
+def test_backward_without_fused_kernels_holds_gate_and_up_and_their_gradient_in_bf16(
+    recipe: str,
+) -> None:
+    c = config(LLAMA2_7B, precision={"recipe": recipe})
+    fused = config(LLAMA2_7B, precision={"recipe": "coat", "keep_linear_inputs": False})
+    saved = layer.flow_layer(c).swiglu  # freed before
+    more = mem.backward_bytes(c) - mem.backward_bytes(fused)
+    assert more == mem.microbatch_tokens(c) * (8 * c.model.ffn - saved)
 
 
 # a rank

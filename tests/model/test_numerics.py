@@ -8,17 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.config.recipes import RECIPES, ROW, TENSOR, Granularity, Operand, block
 from coatlm.fp8.formats import E5M2
 from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
+from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rope import rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from coatlm.model import numerics
-from coatlm.model.numerics import SUMS, Probe, Rows
+from coatlm.model.coat_layer import flows_of
+from coatlm.model.numerics import SUMS, TENSORS, Probe, RowSource, watched
+from tests.model.test_flow import build, run, run_config
 
 
-def measures(source: Tensor | Rows, quantised: QTensor) -> dict[str, float]:
+def measures(source: Tensor | RowSource, quantised: QTensor) -> dict[str, float]:
     probe = Probe()
     probe.record("fc1_input", source, quantised)
     at = 0, numerics.TENSORS.index("fc1_input")
@@ -65,7 +69,7 @@ def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(37, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     made = norm_quantize(x, torch.ones(64), 1e-5, group_size=16)
     assert made.saved is not None
-    sources = (x, made.saved), (numerics.norm_output(x, torch.ones(64), 1e-5), made.y)
+    sources = (x, made.saved), (numerics.norm_rows(x, torch.ones(64), 1e-5), made.y)
     whole = [measures(*source) for source in sources]
     monkeypatch.setattr(numerics, "PIECE", 5 * 64)
     for source, expected in zip(sources, whole, strict=True):
@@ -80,7 +84,7 @@ def test_only_what_comes_first_counts() -> None:
     assert probe.sums["qkv_input"][SUMS.index("elements")] == 32
 
 
-def test_sources_made_again_are_those_of_the_codes() -> None:
+def test_recomputed_sources_are_those_of_the_codes() -> None:
     """Encoding the source by the scale gives the codes, bit by bit; pieces cut through a batch."""
     torch.manual_seed(0)
     x, da = torch.randn(21, 128).bfloat16(), torch.randn(21, 64).bfloat16()
@@ -91,14 +95,45 @@ def test_sources_made_again_are_those_of_the_codes() -> None:
     cos, sin = rope_tables(torch.arange(7), torch.rand(8))
     joined = join_quantize(dq, dk, dv, cos, sin, fmt=E5M2).direct
     weight = torch.rand(128) + 0.5
-    sources: list[tuple[Rows, QTensor]] = [
-        (numerics.norm_output(x, weight, 1e-5), norm_quantize(x, weight, 1e-5).y),
-        (numerics.swiglu_output(x), active.a),
-        (numerics.swiglu_gradient(da, active.saved), gradient.dx),
-        (numerics.qkv_gradient(dq, dk, dv, cos, sin), joined),
+    sources: list[tuple[RowSource, QTensor]] = [
+        (numerics.norm_rows(x, weight, 1e-5), norm_quantize(x, weight, 1e-5).y),
+        (numerics.swiglu_rows(x), active.a),
+        (numerics.swiglu_gradient_rows(da, active.saved), gradient.dx),
+        (numerics.qkv_gradient_rows(dq, dk, dv, cos, sin), joined),
     ]
     for rows, codes in sources:
         parts = [rows(start, min(start + 5, 21)) for start in range(0, 21, 5)]
         assert torch.equal(
             codes.fmt.encode(torch.cat(parts) / codes.scale).float(), codes.codes.float()
         )
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, block(1, 128), block(128, 128)])
+def test_pieces_of_every_granularity_add_up(
+    granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = emit_direct(x, Operand("e4m3", granularity))
+    whole = measures(x, made)
+    exact = (made.dequantize() - x.float()).norm() / x.float().norm()
+    assert whole["relative_error"] == pytest.approx(exact.item(), rel=1e-5)
+    monkeypatch.setattr(numerics, "PIECE", 5 * 256)
+    assert measures(x, made) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_layers_of_every_recipe_show_their_tensors(name: str, megatron: None) -> None:
+    c = run_config(name)
+    model = build(c)
+    with watched(flows_of(model.decoder.layers)) as probes:
+        run(c, model)
+    saved = RECIPES[name].saved
+    missing = set() if saved.norm_input else {"norm1_saved", "norm2_saved", "gate_up_saved"}
+    missing |= set() if saved.attention else {"attention_saved"}
+    (probe,) = probes.values()
+    assert set(probe.sums) == set(TENSORS) - missing
+    for tensor, sums in probe.sums.items():
+        error, size = (float(sums[SUMS.index(k)]) for k in ("error", "size"))
+        # 2^-3 for E5M2, 2^-4 for E4M3, in the root mean square of a spacing at its worst
+        limit = 2.0**-3 if tensor.endswith("_grad") else 2.0**-4
+        assert 0 < (error / size) ** 0.5 <= limit / 3**0.5

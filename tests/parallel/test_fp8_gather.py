@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.norm_quantize import quantize_rows
+from coatlm.fp8.producers import as_operand, weight_transposed
 from coatlm.fp8.qtensor import TENSOR
 from coatlm.fp8.quantize import quantize
-from coatlm.fp8.transpose import quantize_rows_transposed
 from tests.distributed import run_ranks
 
 
@@ -54,6 +53,7 @@ FLOW_CASES: dict[int, dict[str, dict[str, Any]]] = {
         "coat whole-tensor zero2": {"parallel": {"partition": "whole-tensor", "zero": 2}},
         "coat-lean": {"precision": {"recipe": "coat-lean"}, "optim": {"recipe": "coat-lean"}},
         "fp8-linear": {"precision": {"recipe": "fp8-linear", "grad_format": "e4m3"}},
+        "coat-paper": {"precision": {"recipe": "coat-paper"}},
         "kept weights": {"precision": {"keep_weights": True}},
         "recompute": {"train": {"recompute": "full"}},
         "bf16 ends, biases": {
@@ -156,17 +156,20 @@ def scatter_rows(trainer: Any) -> None:
 
 def codes_are_the_owners(trainer: Any, groups: Any) -> bool:
     """Whether forward and backward cast what is here to what they cast the exact weights to."""
-    same = True
+    same, recipe = True, trainer.config.precision.flow_recipe()
     for bucket in (b for chunk in trainer.chunks for b in chunk.buckets if b.fp8):
         parts: list[Any] = [None] * groups.dp_cp.size()
         dist.all_gather_object(parts, bucket.weights[slice(*bucket.owned)].cpu(), groups.dp_cp)
         whole = torch.cat(parts).to(bucket.weights.device)
         for param, (start, stop) in bucket.params.items():
             here, exact = param.detach(), whole[start:stop].view(param.shape)
-            forward, expected = quantize_rows(here), quantize_rows(exact)
+            forward, expected = (as_operand(w, recipe.forward.weight) for w in (here, exact))
             same &= torch.equal(forward.scale, expected.scale)
             same &= torch.equal(bits(forward.codes), bits(expected.codes))
-            backward = [quantize_rows_transposed(w, forward.scale) for w in (here, exact)]
+            backward = [
+                weight_transposed(w, recipe.forward, recipe.dgrad, forward.scale)
+                for w in (here, exact)
+            ]
             same &= torch.equal(*(bits(w.codes) for w in backward))
     return same
 

@@ -42,20 +42,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"train": {"recompute": "full"}},
 }
 # FP8 layers. Tensor-parallel ranks scale their own parts: rows of attention's and SwiGLU's outputs,
-# rows of the weights that take them, and in backward a weight's and a gradient's one scale. Scales
-# are powers of two, so codes differ from one process only where another scale makes a number
+# rows of the weights that take them, and in backward a weight's and a gradient's one scale. Where
+# scales are powers of two, codes differ from one process only where another scale makes a number
 # subnormal; the rest of the difference is that each rank rounds its partial sum to BF16 (2^-9)
 # before they are added. Context parallelism runs attention in two parts, in BF16 too. Errors of
-# single tokens average out in a loss of 1024: 2^-9 / sqrt(1024) = 6e-5 a rounding. Measured are
-# 1.3e-4 for losses and 3e-3 for norms; the limits are about three times that.
+# single tokens average out in a loss of 1024: 2^-9 / sqrt(1024) = 6e-5 per rounding. Measured are
+# 1.3e-4 for losses and 3e-3 for norms; the limits are about three times that. Under scales of
+# coat-paper, amax / MAX of a part, all codes of the part differ: another sample of its errors.
 FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
 FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2 sp, bf16 wire": {"tp": 2, "sequence_parallel": True, "tp_comm": "bf16"},
     "dp2 zero2": {"zero": 2},
 }
 DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps calibrates
 FLOW_VARIANTS: dict[str, dict[str, Any]] = {
     "kept weights": {"precision": {"keep_weights": True}},
+    "saved inputs": {"precision": {"keep_linear_inputs": True}},
+    "blocks": {"model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
     "delayed": DELAYED,
     "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
 }
@@ -63,7 +65,6 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
         *((layout, "plain", "coat") for layout in ("tp2", "tp2 sp", "pp2", "dp2 zero1", "cp2")),
         *(("tp2 sp", v, "coat-lean") for v in ("qwen", "documents", "recompute", "tied")),
-        ("tp2 sp, bf16 wire", "plain", "coat"),
         ("tp2 sp", "plain", "fp8-linear"),
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
@@ -71,6 +72,12 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *((layout, "delayed", "coat") for layout in ("tp2", "tp2 sp", "dp2 zero1", "cp2")),
         ("pp2", "delayed", "coat"),
         ("pp2 vpp2", "delayed, recompute", "coat"),
+        *((layout, "plain", "coat-paper") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
+        *((layout, "plain", "rowwise") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
+        *((layout, "blocks", "fp8-block") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
+        ("tp2 sp", "delayed", "coat-paper"),
+        ("tp2 sp", "saved inputs", "rowwise"),
+        ("dp2 zero2", "recompute", "rowwise"),
     ],
     4: [
         ("tp2 cp2", "plain", "coat-lean"),
@@ -195,10 +202,6 @@ def test_layout_trains_fp8_layers_like_one_process(
     limits = (RELATIVE, RELATIVE) if layout in SAME_TOKENS else FLOW_RELATIVE
     for column, limit in enumerate(limits):
         torch.testing.assert_close(actual[:, column], expected[:, column], rtol=limit, atol=0.0)
-
-
-def test_fp8_codes_and_decoded_values_on_the_wire_give_the_same_bits(curves: Any) -> None:
-    assert curves["tp2 sp, bf16 wire/plain/coat"] == curves["tp2 sp/plain/coat"]
 
 
 def test_sequence_parallel_fp8_layers_train_like_tensor_parallel_ones(curves: Any) -> None:

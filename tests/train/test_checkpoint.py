@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from coatlm.config import Config
 from coatlm.console import in_bytes
 from coatlm.train import checkpoint, manifest, shards
 from coatlm.train.checkpoint import (
@@ -207,6 +208,12 @@ def test_a_state_without_a_usable_configuration_is_refused_by_its_file(
 ) -> None:
     error = message(lambda: saved_config(tmp_path, state))
     assert complaint in error and str(tmp_path / "state.json") in error
+
+
+def test_a_key_that_is_no_more_does_not_stop_a_checkpoint_from_being_read(tmp_path: Path) -> None:
+    config = Config().model_dump(mode="json")
+    config["parallel"]["tp_comm"] = "fp8"
+    assert saved_config(tmp_path, {"config": config}) == Config()
 
 
 def test_the_newest_are_kept_and_latest_names_the_newest(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coatlm.config.recipes import RECIPES
 from tools.benchmarks.clock import DEVICE
 
 ROPE_THETA, NORM_EPS, INIT_STD, SEED = 10000.0, 1e-5, 0.02, 1234
@@ -26,11 +27,12 @@ COATLM = {  # row -> model.spec, precision.recipe, precision.scaling
     "coatlm te-delayed": ("te", "te-delayed", "current"),
     "coatlm te-current": ("te", "te-current", "current"),
     "coatlm te-blockwise": ("te", "te-blockwise", "current"),
-    "coatlm fp8-linear": ("local", "fp8-linear", "current"),
-    "coatlm coat": ("local", "coat", "current"),
-    "coatlm coat delayed": ("local", "coat", "delayed"),
-    "coatlm coat-lean": ("local", "coat-lean", "current"),
-    "coatlm coat-lean delayed": ("local", "coat-lean", "delayed"),
+    **{f"coatlm {name}": ("local", name, "current") for name in RECIPES},
+    **{
+        f"coatlm {name} delayed": ("local", name, "delayed")
+        for name, recipe in RECIPES.items()
+        if recipe.tensor_wise_gradients
+    },
 }
 
 
@@ -73,7 +75,7 @@ class Stack:
         return y
 
     def clear(self, x: Tensor) -> None:
-        """Forget the gradients of x and those that are not in `main_grad`."""
+        """Clear the gradients of x and those that are not in `main_grad`."""
         x.grad = None
         for parameter in self.parameters:
             parameter.grad = None
@@ -101,7 +103,7 @@ class Stack:
 
 @cache
 def groups() -> Any:
-    """This process as a run of its own; made once."""
+    """Initialize this process as a run of one rank, once."""
     from coatlm.config import Parallel
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
@@ -203,7 +205,7 @@ def _first_layer(decoder: Any) -> dict[str, nn.Parameter]:
 # plain torch
 
 
-class RMSNorm(nn.Module):
+class PlainRMSNorm(nn.Module):
     """fp32 inside; rounds before the weight is applied, as Hugging Face's Llama does."""
 
     def __init__(self, hidden: int) -> None:
@@ -224,7 +226,7 @@ class PlainLayer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = shape.heads, shape.head_dim
         hidden, ffn = shape.hidden, shape.ffn
-        self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
+        self.norm1, self.norm2 = PlainRMSNorm(hidden), PlainRMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
         self.fc1 = nn.Linear(hidden, 2 * ffn, bias=False)

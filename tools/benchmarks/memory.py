@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config import Config, make_config
+from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.platform import device
 from tools.benchmarks.ranks import run_ranks, send_record
@@ -30,9 +31,12 @@ STEPS = 3
 RECIPES = {  # precision.recipe -> model.spec, optim.recipe
     "bf16": ("local", "adamw-fp32"),
     "te-delayed": ("te", "adamw-fp32"),
-    "fp8-linear": ("local", "coat"),
-    "coat": ("local", "coat"),
-    "coat-lean": ("local", "coat-lean"),
+    # of blocks of 128 elements the sizes above are no multiples in every layout
+    **{
+        name: ("local", "coat-lean" if recipe.saved.attention else "coat")
+        for name, recipe in FLOW_RECIPES.items()
+        if recipe.summed_multiple == 16
+    },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
     "dp2": {},
@@ -65,7 +69,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
-    """What a row trains, and on how many GPUs."""
+    """The configuration of a row, and its number of GPUs."""
     *layout, recipe, zero, recompute = row.split()
     spec, optim = RECIPES[recipe]
     hidden, layers, heads, ffn = SHAPES[options.get("model", "1b")]
@@ -102,7 +106,7 @@ def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
 
 
 def train(config: Config) -> int:
-    """Bytes of the peak over STEPS steps, the largest of all ranks; 0 on a CPU, which has none."""
+    """The peak in bytes over STEPS steps, the largest of all ranks; 0 on a CPU."""
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -152,7 +156,7 @@ def record(row: str, options: dict[str, str], measured: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """A rank of a row of two GPUs, under torchrun."""
+    """Run one rank of a row with two GPUs, under torchrun."""
     row, *words = sys.argv[1:]
     options = dict(word.split("=", 1) for word in words)
     found = record(row, options, train(configuration(row, options)[0]))

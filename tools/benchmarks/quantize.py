@@ -15,7 +15,7 @@ from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import quantize_rows
-from coatlm.fp8.qtensor import BLOCK, ROW, TENSOR, group
+from coatlm.fp8.qtensor import ROW, TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale, group_amax
 from coatlm.fp8.transpose import quantize_rows_transposed
@@ -37,7 +37,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
-    """A record a kernel: milliseconds, GB/s, share of the copy."""
+    """One record per kernel: milliseconds, GB/s, share of the copy's bandwidth."""
     shape = tuple(int(size) for size in row.split("x"))
     sets = [kernels(shape) for _ in range(SETS)]
     records: list[dict[str, Any]] = []
@@ -69,10 +69,10 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
     return {
         "copy": (lambda: to.copy_(x), 4 * n),
         "scaled cast": (quantized(TENSOR, scale=scale), 3 * n),
-        "1x16": (quantized(group(16)), (3 + 4 / 16) * n),
-        "1x16, e8m0 scales": (quantized(group(16), **e8m0), (3 + 1 / 16) * n),
-        "1x128": (quantized(group(128)), (3 + 4 / 128) * n),
-        "128x128": (quantized(BLOCK), 3 * n),
+        "1x16": (quantized(block(1, 16)), (3 + 4 / 16) * n),
+        "1x16, e8m0 scales": (quantized(block(1, 16), **e8m0), (3 + 1 / 16) * n),
+        "1x128": (quantized(block(1, 128)), (3 + 4 / 128) * n),
+        "128x128": (quantized(block(128, 128)), 3 * n),
         "row": (quantized(ROW), 3 * n),
         "cast + transpose": (quantized(TENSOR, scale=scale, transpose=True), 4 * n),
         "amax of 1x128": (lambda: group_amax(x, 128), (2 + 4 / 128) * n),
