@@ -6,10 +6,10 @@ One process needs no launcher; several are started by torchrun or srun:
 
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
 
-Exit codes: 0 done (with torchrun --max-restarts also: saved on a signal), 1 unexpected error or
-missing rank, 2 bad input, 3 too many skipped steps in a row, 4 checkpoint or disk trouble or
-run.dir taken over, 5 hang, 85 saved on SIGUSR1, 138 SIGUSR1 before the first step; 129, 130, 143
-saved on SIGHUP, SIGINT, SIGTERM, unless it came before the first step or Ctrl-C was pressed twice.
+Exit codes: 0 done (with torchrun --max-restarts also: saved after a signal), 1 unexpected error or
+missing rank, 2 invalid input, 3 too many consecutive skipped steps, 4 checkpoint or disk error or
+run.dir taken over, 5 hang, 85 saved after SIGUSR1, 138 SIGUSR1 before the first step; 129, 130, 143
+saved after SIGHUP, SIGINT, SIGTERM, unless before the first step or Ctrl-C was pressed twice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from coatlm.console import fail
 if TYPE_CHECKING:
     from coatlm.train.setup import Launch
 
-REFUSAL_S = 30.0  # seconds for a rank without a configuration to find the others
+REFUSAL_S = 30.0  # seconds for a rank with an invalid configuration to reach the others
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, run, and turn errors of the user into one line and an exit code."""
+    """Parse and run; errors of the user become one line and an exit code."""
     try:
         args = parse(arguments)
         if args.keys is not None:
@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line, as every other mistake of the user."""
+    """An argument parser that raises ConfigError, so that its errors are printed in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see pretrain.py --help")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line. Raises ConfigError where it asks for what cannot be done."""
+    """Parse the command line. Raises ConfigError for invalid arguments."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument(
@@ -88,13 +88,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def dry_run(config: Config, ranks: int | None) -> int:
     """Print the resolved configuration and the plan; needs neither GPU nor launcher.
 
-    Raises ConfigError for what a run of so many ranks could not do.
+    Raises ConfigError if the configuration does not fit this number of ranks.
     """
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.model.plan import plan
 
     try:
-        known = config.model.vocab is not None  # then the tokenizer's files need not be here yet
+        known = config.model.vocab is not None  # then the tokenizer's files are not needed
         vocab = None if known else make_tokenizer(config.data.tokenizer).vocab_size
         text = plan(config, ranks, tokenizer_vocab=vocab)
     except ValueError as error:
@@ -105,16 +105,16 @@ def dry_run(config: Config, ranks: int | None) -> int:
 
 
 def run(config: Config | ConfigError) -> int:
-    """Train; errors of the user come before the first step.
+    """Train and return the exit code.
 
-    A ConfigError in the place of a configuration is told together with those of the other ranks.
+    A ConfigError in place of a configuration is reported together with those of other ranks.
     """
-    parent = os.getppid()  # before the imports: the launcher may be gone when they are done
-    process.outlive_streams()  # a pager or a terminal that is closed ends no training
-    # what megatron-core says on import is about packages that coatlm does without
+    parent = os.getppid()  # before the imports, during which the launcher may exit
+    process.outlive_streams()  # a closed pager or terminal must not end training
+    # megatron-core warns on import of optional packages
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from coatlm.train.faults import end_with
-    from coatlm.train.reports import report
+    from coatlm.train.reports import report_error
     from coatlm.train.setup import Launch
 
     launch = Launch()
@@ -124,11 +124,13 @@ def run(config: Config | ConfigError) -> int:
             end_with(parent)
         return refuse(config, launch) if isinstance(config, ConfigError) else start(config, launch)
     except Exception as error:
-        return report(error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file)
+        return report_error(
+            error, rank=launch.rank, world_size=launch.world_size, file=launch.error_file
+        )
 
 
 def start(config: Config, launch: Launch) -> int:
-    """Train; a disk that is full or read-only is named."""
+    """Train; the error of a full or read-only disk names run.dir."""
     from coatlm.data.cache import CacheFullError
     from coatlm.train.manifest import CheckpointError
     from coatlm.train.reports import UNWRITABLE
@@ -136,7 +138,7 @@ def start(config: Config, launch: Launch) -> int:
 
     try:
         return train(config, launch)
-    except CacheFullError:  # which names data.cache_dir
+    except CacheFullError:  # already names data.cache_dir
         raise
     except OSError as error:
         if error.errno not in UNWRITABLE:
@@ -147,11 +149,11 @@ def start(config: Config, launch: Launch) -> int:
 
 
 def refuse(error: ConfigError, launch: Launch) -> int:
-    """Tell the other ranks that this one has no configuration. Raises AgreedError or `error`."""
+    """Announce an invalid configuration to the other ranks. Raises AgreedError or `error`."""
     from coatlm.train.manifest import LostPeerError
     from coatlm.train.setup import start_processes
 
-    with suppress(LostPeerError):  # then it speaks for itself
+    with suppress(LostPeerError):  # if rank 0 does not answer, raise the error itself
         start_processes(launch, start_timeout=REFUSAL_S, refusal=error)
     raise error
 

@@ -11,6 +11,7 @@ source, and neither torch nor megatron-core has to be installed.
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from collections.abc import Iterator
@@ -62,11 +63,13 @@ def api_text(module: Path) -> str:
 
 
 def contents(package: Path) -> Iterator[str]:
+    """A line for each module and package directly in a package."""
     for module in modules():
         nested = module.stem == "__init__"
         if (module.parent.parent if nested else module.parent) == package:
             target = posixpath.relpath(api_page(module), f"api/{package.as_posix()}")
-            yield f"[`{dotted(module)}`]({target})"
+            purpose = ast.get_docstring(ast.parse((ROOT / module).read_text())) or ""
+            yield f"[`{dotted(module)}`]({target}) {purpose.splitlines()[0] if purpose else ''}"
 
 
 def api_nav() -> list[Any]:

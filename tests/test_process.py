@@ -268,5 +268,5 @@ def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(tmp_path: Pa
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said and "KeyboardInterrupt" not in said
-    assert said.count("error: interrupted by SIGINT; the same command goes on from here") == 1
+    assert said.count("error: interrupted by SIGINT; the same command resumes") == 1
     assert (tmp_path / "out.shards").is_dir()

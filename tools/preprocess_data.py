@@ -152,4 +152,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    process.run(main, hint="the same command goes on from here")
+    process.run(main, hint="the same command resumes")

@@ -66,7 +66,7 @@ ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Gradients:
+class RankGradients:
     """Gradients of E elements in T matrices on R ranks."""
 
     values: Tensor  # fp32 [R, E], E a multiple of 128
@@ -82,7 +82,7 @@ class Gradients:
                 raise error.__context__ or error from error
 
     @classmethod
-    def load(cls, path: Path) -> Gradients:
+    def load(cls, path: Path) -> RankGradients:
         """Read what `save` wrote. Raises ValueError for any other file."""
         try:
             found = cls(**torch.load(path, weights_only=True, map_location=device()))
@@ -112,7 +112,7 @@ class Found:
     mu: float | None  # the smallest mu of auto-scaling
 
 
-def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
+def capture(config: Config, *, ranks: int, elements: int) -> RankGradients:
     """Train, then compute the gradients of `ranks` microbatches. Raises ValueError."""
     with ExitStack() as stack:
         session = start.set_up(config, Launch(), stack)
@@ -149,7 +149,7 @@ def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
             values.append(torch.cat(parts))
     owner = torch.cat([torch.full((len(chosen[p]),), i) for i, p in enumerate(matrices)])
     stacked = torch.stack(values)
-    return Gradients(
+    return RankGradients(
         stacked,
         torch.stack(amax),
         owner.int().to(stacked.device),
@@ -163,13 +163,15 @@ def _spread(groups: int, most: int) -> Tensor:
     return (torch.arange(count, device=device()) * groups) // count
 
 
-def study(gradients: Gradients, ranks: Sequence[int]) -> Iterator[Found]:
+def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[Found]:
     """Yield the errors of every way of summing, for each number of ranks. Raises ValueError."""
     most = len(gradients.values)
     if not ranks or max(ranks) > most or min(ranks) < 2:
         raise ValueError(f"ranks={list(ranks)}: from 2 to the {most} whose gradients are there")
     for n in ranks:
-        g = Gradients(gradients.values[:n], gradients.amax[:n], gradients.owner, gradients.names)
+        g = RankGradients(
+            gradients.values[:n], gradients.amax[:n], gradients.owner, gradients.names
+        )
         ones = torch.ones(len(g.names), device=g.values.device)
         yield _judge("pre-scaling", g, fp8_sum(g, ones / n))
         yield _judge("post-scaling", g, fp8_sum(g, ones))
@@ -198,7 +200,7 @@ class Total:
             self.full = self.value.abs() == E4M3.max
 
 
-def fp8_sum(g: Gradients, mu: Tensor) -> Total:
+def fp8_sum(g: RankGradients, mu: Tensor) -> Total:
     """Sum over ranks in E4M3, with mu [T] per matrix."""
     scale = (scale_ref(g.amax.amax(0), E4M3) / mu)[g.owner.long()].repeat_interleave(SCALE_BLOCK)
     total = Total(torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool))
@@ -208,7 +210,7 @@ def fp8_sum(g: Gradients, mu: Tensor) -> Total:
     return total
 
 
-def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
+def auto_scaled(g: RankGradients) -> tuple[Tensor, Total]:
     """mu and its sum, with mu halved until no matrix saturates by FP8-LM's rule."""
     mu = torch.ones(len(g.names), device=g.values.device)
     groups = torch.zeros_like(mu).index_add_(0, g.owner, torch.ones_like(g.owner, dtype=mu.dtype))
@@ -223,7 +225,7 @@ def auto_scaled(g: Gradients) -> tuple[Tensor, Total]:
         mu = torch.where(too_many, mu / 2, mu)
 
 
-def exchanged(g: Gradients, fmt: Coding, *, shared: bool) -> Total:
+def exchanged(g: RankGradients, fmt: Coding, *, shared: bool) -> Total:
     """Sum as fp8-a2a does: values are rounded once, sums are fp32."""
     total = Total(torch.zeros_like(g.values[0]))
     scale = scale_ref(g.amax.amax(0), fmt)[g.owner.long()].repeat_interleave(SCALE_BLOCK)
@@ -243,7 +245,7 @@ def exchanged(g: Gradients, fmt: Coding, *, shared: bool) -> Total:
     return total
 
 
-def _judge(how: str, g: Gradients, total: Total, *, mu: float | None = None) -> Found:
+def _judge(how: str, g: RankGradients, total: Total, *, mu: float | None = None) -> Found:
     exact = g.values.double().sum(0)
     error = (exact - total.value.double()).square().sum() / exact.square().sum()
     return Found(
@@ -315,12 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_or_capture(options: Any) -> Gradients:
+def read_or_capture(options: Any) -> RankGradients:
     """Read --gradients, or train and save gradients.pt. Raises ValueError."""
     if (options.gradients is None) == (options.config is None):
         raise ValueError("give either CONFIG or --gradients")
     if options.gradients is not None:
-        return Gradients.load(options.gradients)
+        return RankGradients.load(options.gradients)
     if min(options.ranks) < 2 or options.elements < SCALE_BLOCK:
         raise ValueError(
             f"--ranks {min(options.ranks)} --elements {options.elements}: "

@@ -144,7 +144,7 @@ def _errors_of(cache_dir: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"data.cache_dir={cache_dir}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = CacheFullError(f"{reason}; finished shards stay, the same command goes on")
+            full = CacheFullError(f"{reason}; the same command reuses finished shards")
             full.errno = error.errno
             raise full from None
         raise ValueError(f"{reason}; it must be a directory that can be written to") from None

@@ -200,7 +200,7 @@ def read_segment(
         raise ValueError(f"{path}: {error.strerror or error}") from None
 
 
-def decode(raw: bytes) -> tuple[str, int]:
+def decode_utf8(raw: bytes) -> tuple[str, int]:
     """Decode UTF-8; returns the text and the number of U+FFFD that replace invalid bytes."""
     try:
         return raw.decode("utf-8"), 0
@@ -220,7 +220,7 @@ def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> I
         while raw := stream.read_piece(stop, document_bytes):
             if raw.startswith(_BOM) and stream.offset == len(raw):
                 raw = raw[len(_BOM) :]
-            text, replaced = decode(raw)
+            text, replaced = decode_utf8(raw)
             yield Block([text], replaced, 0, stream.bytes_from_disk())
         if stream.offset > begin or not compressed:
             yield Block([], 0, 0, stream.bytes_from_disk(), ends=True)
@@ -255,7 +255,7 @@ def _jsonl_blocks(segment: Segment, stream: TextStream, field: str) -> Iterator[
 
 def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
     """The text in `field` of a JSON object, and the number of U+FFFD in place of invalid bytes."""
-    source, wrong = decode(line)
+    source, wrong = decode_utf8(line)
     try:
         record = json.loads(source)
     except RecursionError:
@@ -279,7 +279,7 @@ def _parquet_blocks(segment: Segment, column: str, limits: Limits) -> Iterator[B
     """Yield one document per row; rows without text are counted."""
     batches = read_column(segment.path, segment.start, column, segment.size, limits)
     for values, share in batches:
-        decoded = [decode(value) for value in values if value]
+        decoded = [decode_utf8(value) for value in values if value]
         yield Block(
             [text for text, _ in decoded],
             sum(wrong for _, wrong in decoded),

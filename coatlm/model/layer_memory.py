@@ -204,9 +204,10 @@ def attention_gradients(config: Config) -> float:
 
     Context parallelism has those of all keys and values on every rank. The second prefix in the
     order of backward, at most half of the sequence, adds its own before they are summed; the output
-    of the first, half of a rank's, has been freed by then.
+    and the statistics of the first, half of a rank's, have been freed by then.
     """
-    m, cp, prefixes = config.model, config.parallel.cp, in_prefixes(config)
-    queries = query_size(m) * (1.5 if prefixes else 2)
-    keys = 2 * key_size(m) * cp * (1.5 if prefixes else 1)
-    return (queries + keys) * element_bytes(config)
+    m, e = config.model, element_bytes(config)
+    q, keys = query_size(m), 2 * key_size(m) * config.parallel.cp
+    if not in_prefixes(config):
+        return (2 * q + keys) * e
+    return (2 * q + 1.5 * keys) * e - (q * e + STATISTIC * m.heads) / 2

@@ -78,7 +78,10 @@ def check_recipe(
             raise ValueError(f"shards[{i}]: dtype or device differs from that of shards[0]")
         for start, end in (*shard.decay, *shard.params):
             if start % SCALE_BLOCK or not 0 <= start <= end <= n:
-                raise ValueError(f"shards[{i}]: [{start}, {end}) not in [0, {n}) from 128 j on")
+                raise ValueError(
+                    f"shards[{i}]: [{start}, {end}) must lie in [0, {n}) and start at a multiple "
+                    f"of {SCALE_BLOCK}"
+                )
 
 
 class Proposal(NamedTuple):

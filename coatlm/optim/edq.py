@@ -161,8 +161,8 @@ def _sums(
 def _k_statistics(count: Tensor, moment: ExpandedFp8) -> dict[str, float]:
     """Statistics of k; count[k16], fp64[256], are blocks. k16 = 0 marks blocks never stored to."""
     count[0] = 0
-    groups = count.sum().clamp(min=1)
-    share = count / groups
+    blocks = count.sum().clamp(min=1)
+    share = count / blocks
     reached = share.cumsum(0)
     result = {"k_mean": (share @ torch.arange(256.0, dtype=torch.float64)).item() / 16}
     for percent in (5, 50, 95):

@@ -2,7 +2,7 @@
 
 A recipe is a row of `RECIPES`, whose names are the values of the key `optim.recipe`; the formats
 are those of `coatlm.optim.formats`. A new combination of formats is one more row, its name in
-`coatlm.config.model.OptimRecipe`, and the bytes per parameter in tests/optim/test_adamw.py.
+`coatlm.config.model.OptimRecipe`, and the bytes per parameter in tests/optim/test_recipes.py.
 """
 
 from __future__ import annotations

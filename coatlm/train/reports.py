@@ -132,7 +132,7 @@ def print_error(message: str) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def report(
+def report_error(
     error: Exception, *, rank: int = 0, world_size: int = 1, file: Path | None = None
 ) -> int:
     """Print why this process ends, unless another rank has printed it. Returns the exit code.

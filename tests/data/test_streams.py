@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatlm.data import streams
-from coatlm.data.documents import decode, expand_inputs, plan_segments, read_segment
+from coatlm.data.documents import decode_utf8, expand_inputs, plan_segments, read_segment
 from coatlm.data.streams import Limits
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_compressed_text_gives_the_documents_of_its_plain_file(
         patch.setattr(streams, "BLOCK_BYTES", block_bytes)
         plain = documents(home / "x.txt", document_bytes)
         assert documents(home / f"x.txt{suffix}", document_bytes) == plain
-    assert "".join(plain) == decode(raw)[0]
+    assert "".join(plain) == decode_utf8(raw)[0]
 
 
 def test_text_without_a_line_end_is_cut_between_characters(

@@ -1,68 +1,26 @@
-"""AdamW on the CPU, which is its definition: arithmetic, contracts, and what each recipe costs."""
+"""AdamW on the CPU, the reference: its arithmetic, and what holds for every recipe."""
 
 from __future__ import annotations
-
-from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from coatlm.config import FP32_RECIPES, OptimRecipe
-from coatlm.optim.adamw import AdamW, FlatShard, bytes_per_parameter
-from coatlm.optim.recipes import RECIPES, Recipe
-
-BF16, FP32 = torch.bfloat16, torch.float32
-BETAS = (0.9, 0.95)
-NAMES = sorted(RECIPES)
-
-
-def shard_of(weight: Tensor, *, grad: torch.dtype = BF16, **ranges: Any) -> FlatShard:
-    n = weight.numel()
-    ranges = {"decay": ((0, n),), "params": ((0, n),), **ranges}
-    return FlatShard(weight, torch.zeros(n, dtype=grad), **ranges)
-
-
-def weights(n: int, *, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    return (0.02 * torch.randn(n, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def optimizer(shards: list[FlatShard], recipe: str | Recipe, **options: Any) -> AdamW:
-    options = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, **options}
-    return AdamW(shards, recipe=recipe, **options)
-
-
-def fill(shards: list[FlatShard], seed: int) -> None:
-    """New gradients of uneven size, the same for the same seed and layout."""
-    generator = torch.Generator().manual_seed(seed)
-    for shard in shards:
-        n = shard.grad.numel()
-        g = 1e-3 * torch.randn(n, generator=generator) * torch.randn(n, generator=generator).exp()
-        shard.grad.copy_(g)
-
-
-def train(opt: AdamW, steps: range, *, clip: float | None = 0.7, lr: float = 1e-3) -> None:
-    for seed in steps:
-        fill(list(opt.shards), seed)
-        opt.step(lr=lr, clip_coefficient=None if clip is None else torch.tensor(clip))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()]).clone()
-
-
-def snapshot(opt: AdamW) -> list[Tensor]:
-    parts = [opt.step_count, *(s.weight for s in opt.shards)]
-    parts += [tensor for states in opt.states for tensor in states.values()]
-    return [bits(tensor) for tensor in parts]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-# --- arithmetic ---------------------------------------------------------------------------------
+from coatlm.optim.recipes import RECIPES
+from tests.optim.toy import (
+    BETAS,
+    BF16,
+    FP32,
+    NAMES,
+    bits,
+    equal,
+    fill,
+    optimizer,
+    shard_of,
+    snapshot,
+    train,
+    weights,
+)
 
 
 @pytest.mark.parametrize("dtype", (FP32, BF16))
@@ -156,9 +114,6 @@ def test_expansion_makes_m_over_root_v_more_accurate() -> None:
     relative = {name: ((x - exact).norm() / exact.norm()).item() for name, x in errors.items()}
     assert relative["coat"] < 0.1
     assert relative["fp8-plain"] > 1.6 * relative["coat"]  # 1.63 in the paper
-
-
-# --- contracts ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coefficient", (float("nan"), float("inf"), float("-inf")))
@@ -309,87 +264,3 @@ def test_reload_from_weights_forgets_the_old_master() -> None:
         eps = 2.0**-11 if recipe == "fp8lm" else 0.0  # FP16 holds BF16's bits, but not its range
         expected = weights(256, seed=1).float()
         torch.testing.assert_close(opt.decode(0, "fp32_param"), expected, rtol=eps, atol=1e-8)
-
-
-# --- cost and errors ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recipe", "budget"),
-    {
-        "adamw-fp32": 12,
-        "adamw-bf16": 4,
-        "adamw-bf16-fp32state": 8,
-        "kahan": 6,
-        "collage-light": 6,
-        "collage-plus": 8,
-        "fp8lm": 5 + 3 * 4 / 128,
-        "coat": 4 + 2 * (1 + 5 / 128),
-        "coat-lean": 2 + 2 * (1 + 5 / 128),
-        "coat-24": 1 + 2 * (1 + 5 / 128),
-        "fp8-plain": 4 + 2 * (1 + 5 / 128),
-    }.items(),
-)
-def test_bytes_per_parameter(recipe: str, budget: float) -> None:
-    """Beside the BF16 weight; with it coat-lean has 6.08, coat-24 5.08; m and v of COAT 2.08."""
-    assert bytes_per_parameter(recipe, BF16) == budget
-    n = 128 * 7
-    assert optimizer([shard_of(weights(n))], recipe).state_bytes() == budget * n
-
-
-def test_fp32_weights_are_their_own_master() -> None:
-    assert bytes_per_parameter("adamw-fp32", FP32) == 8
-    assert bytes_per_parameter("coat", FP32) == 2 + 10 / 128
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    (
-        ({"recipe": "coat-leaner"}, r"recipe='coat-leaner': one of adamw-fp32, .*coat-lean"),
-        ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\): each is in \[0, 1\)"),
-        ({"betas": (-0.1, 0.9)}, r"betas=\(-0\.1, 0\.9\)"),
-        ({"eps": 0.0}, r"eps=0\.0: must be > 0"),
-        ({"weight_decay": -0.1}, r"weight_decay=-0\.1: must be >= 0"),
-    ),
-)
-def test_impossible_options_name_field_and_limit(change: dict[str, Any], message: str) -> None:
-    options = {"recipe": "coat", "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1, **change}
-    with pytest.raises(ValueError, match=message):
-        AdamW([shard_of(weights(128))], **options)
-
-
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    (
-        ([], r"shards=\(\): there is nothing"),
-        ([shard_of(torch.zeros(100, dtype=BF16))], r"shards\[0\]: shapes \(100,\).*128"),
-        ([shard_of(torch.zeros(128, dtype=torch.half))], r"shards\[0\]\.weight is torch\.float16"),
-        ([shard_of(weights(128), grad=torch.half)], r"shards\[0\]\.grad is torch\.float16"),
-        ([shard_of(weights(128, dtype=FP32))], r"shards\[0\]\.weight is torch\.float32"),
-        ([shard_of(weights(256), decay=((64, 256),))], r"shards\[0\]: \[64, 256\)"),
-        ([shard_of(weights(256), params=((0, 300),))], r"shards\[0\]: \[0, 300\)"),
-        ([shard_of(weights(128)), shard_of(weights(128), grad=FP32)], r"shards\[1\]: dtype"),
-    ),
-)
-def test_impossible_shards_are_refused(shards: list[FlatShard], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        optimizer(shards, "adamw-bf16")
-
-
-def test_a_negative_rate_is_refused() -> None:
-    opt = optimizer([shard_of(weights(128))], "coat")
-    with pytest.raises(ValueError, match=r"lr=-0\.1: must be >= 0"):
-        opt.step(lr=-0.1, clip_coefficient=None)
-
-
-def test_an_unknown_state_names_those_there_are() -> None:
-    opt = optimizer([shard_of(weights(128))], "coat")
-    with pytest.raises(ValueError, match=r"name='exp_avg_cubed': .*exp_avg_sq"):
-        opt.decode(0, "exp_avg_cubed")
-
-
-def test_the_configuration_names_the_recipes_that_there_are() -> None:
-    """config.py is below optim and lists the names itself."""
-    assert set(get_args(OptimRecipe)) == set(RECIPES)
-    fp32 = {name for name, recipe in RECIPES.items() if torch.float32 in recipe.weights}
-    assert set(FP32_RECIPES) == fp32

@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coatlm.optim.formats import Bf16, Bf16Pair, Pair, Remainder, TensorScaled, nearest_bf16
+from coatlm.optim.formats import (
+    Bf16,
+    Bf16Pair,
+    Direct,
+    Kahan,
+    Master,
+    Pair,
+    Remainder,
+    TensorScaled,
+    TensorScaledMaster,
+    nearest_bf16,
+)
 from coatlm.optim.recipes import RECIPES
 
 BF16 = torch.bfloat16
@@ -156,3 +167,41 @@ def test_v_of_a_quiet_weight_takes_a_large_gradient() -> None:
     _, state = moment.ema(state, x, 0.5)  # 0.5 is exact in BF16, so are both products
     expected = 0.5 * quiet.double() + 0.5
     assert ((moment.decode(state).double() - expected).abs() <= 2.0**-17).all()
+
+
+def test_kahan_adds_what_rounding_took_from_the_last_update() -> None:
+    """64 updates of 2^-12, each less than half the spacing at 1, arrive in steps of 2^-7."""
+    kahan, weight = Kahan(), torch.ones(128, dtype=BF16)
+    state = kahan.initial(weight)
+    for _ in range(64):
+        weight, state = kahan.add(weight, state, torch.full((128,), 2.0**-12))
+        assert (state[".compensation"].abs() <= 2.0**-8).all()
+    assert torch.equal(kahan.decode(weight, state), torch.full((128,), 1 + 2.0**-6))
+
+
+def test_direct_adds_an_update_that_is_rounded_to_bf16() -> None:
+    weight, update = torch.full((128,), 2.0**-7, dtype=BF16), torch.full((128,), 1 + 2.0**-8)
+    new, state = Direct().add(weight, {}, update)  # the tie 1 + 2^-8 rounds to 1
+    assert state == {}
+    assert torch.equal(new, torch.full((128,), 1 + 2.0**-7, dtype=BF16))
+
+
+def test_masters_are_rounded_once_to_the_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(128, generator=generator).to(BF16)
+    update = 2.0**-10 * torch.randn(128, generator=generator)
+    exact = weight.float() + update
+    new, state = Master().add(weight, Master().initial(weight), update)
+    assert torch.equal(state[""], exact) and torch.equal(new, nearest_bf16(exact))
+    assert Master().initial(exact) == {} and Master().add(exact, {}, update)[1] == {}
+    fp16 = TensorScaledMaster()
+    new, state = fp16.add(weight, fp16.initial(weight), update)
+    assert torch.equal(new, nearest_bf16(exact))  # BF16 weights of one size are exact in FP16
+    stored = fp16.decode(new, state)
+    assert torch.equal(stored, TensorScaled(torch.float16).decode(state))
+    assert ((stored - exact).abs() <= 2.0**-11 * exact.abs()).all() and (stored != exact).any()
+
+
+def test_tensor_scale_of_zeros_is_the_smallest_normal_number() -> None:
+    scale = TensorScaled(torch.float16).encode(torch.zeros(256))[".scale"]
+    assert scale.tolist() == [torch.finfo(torch.float32).smallest_normal] * 2

@@ -79,6 +79,20 @@ def test_wsd_decay_that_does_not_fit_names_field_and_limit() -> None:
         learning_rate(0, optim("wsd", decay_steps=95), 100)
 
 
+def test_wsd_decays_for_a_step_at_least_and_never_during_warmup() -> None:
+    assert wsd_decay_steps(optim("wsd", warmup_steps=0), 5) == 1
+    assert wsd_decay_steps(optim("wsd", warmup_steps=0), 29) == 2
+    assert wsd_decay_steps(optim("wsd", warmup_steps=97), 100) == 3
+    assert wsd_decay_steps(optim("wsd", warmup_steps=100), 100) == 0
+    assert wsd_decay_steps(optim("wsd", warmup_steps=100), 50) == 0
+
+
+def test_wsd_may_decay_right_after_warmup() -> None:
+    o = optim("wsd", decay_steps=90)  # all 90 steps after the warm-up of 10
+    assert learning_rate(9, o, 100) == o.lr > learning_rate(10, o, 100)
+    assert learning_rate(99, o, 100) == o.min_lr
+
+
 def test_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="step=-1"):
         learning_rate(-1, optim("cosine"), 100)

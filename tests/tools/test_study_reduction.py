@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.study_reduction import Found, Gradients, main, study
+from tools.study_reduction import Found, RankGradients, main, study
 
 GROUPS = 64
 
 
-def made(ranks: int, *, alike: float) -> Gradients:
+def made(ranks: int, *, alike: float) -> RankGradients:
     """Normal gradients of two matrices; `alike` of each rank's is common to all."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(GROUPS * 128, generator=generator)
@@ -23,7 +23,7 @@ def made(ranks: int, *, alike: float) -> Gradients:
     values = (alike * common + (1 - alike) * own) * 1e-4
     owner = torch.arange(2, dtype=torch.int32).repeat_interleave(GROUPS // 2)
     amax = values.abs().view(ranks, 2, -1).amax(-1)
-    return Gradients(values, amax, owner, ["a", "b"])
+    return RankGradients(values, amax, owner, ["a", "b"])
 
 
 @pytest.fixture(scope="module")

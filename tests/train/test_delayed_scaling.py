@@ -107,8 +107,8 @@ def test_another_layout_goes_on_with_the_histories_of_every_layer(runs: Path, la
             assert amaxes[5:10] == before[number][name][:5]
     lines = [line for line in metrics_of(directory) if "loss" in line]
     expected = {line["step"]: line for line in metrics_of(runs / "single") if "loss" in line}
-    for line in lines:
-        assert line["loss"] == pytest.approx(expected[line["step"]]["loss"], rel=1e-3)
+    for line in lines:  # FP8 layers on another layout: measured are 6e-4, times three
+        assert line["loss"] == pytest.approx(expected[line["step"]]["loss"], rel=2e-3)
 
 
 @pytest.mark.parametrize("name", ["from current", "from bf16"])
@@ -124,7 +124,8 @@ def test_a_checkpoint_without_histories_starts_with_a_current_step(runs: Path, n
     )
     if name == "from current":
         assert first == straight
-    assert first["loss"] == pytest.approx(straight["loss"], rel=1e-2)
+    # weights of FP8 layers in BF16 ones: measured are 5e-3, times three
+    assert first["loss"] == pytest.approx(straight["loss"], rel=1.5e-2)
 
 
 @pytest.mark.parametrize("name", ["to current", "to bf16", "to fp8-linear"])
@@ -133,7 +134,7 @@ def test_a_checkpoint_with_histories_continues_as_any_other_recipe(runs: Path, n
     assert [line["step"] for line in lines] == [6, 7, 8, 9, 10]
     expected = [line for line in metrics_of(runs / "single") if "loss" in line][5:]
     for line, straight in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(straight["loss"], rel=1e-2)
+        assert line["loss"] == pytest.approx(straight["loss"], rel=1.5e-2)  # as above
     kept = histories(runs / name / FINAL)
     assert bool(kept) is (name == "to fp8-linear")
 

@@ -144,7 +144,7 @@ def cases_of_two_ranks(rank: int, size: int, arguments: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     from coatlm.train.agreement import Peers
-    from coatlm.train.reports import AgreedError, report
+    from coatlm.train.reports import AgreedError, report_error
     from coatlm.train.setup import Launch, start_processes
 
     hosts = start_processes(Launch.from_environment())
@@ -170,12 +170,16 @@ def cases_of_two_ranks(rank: int, size: int, arguments: Any) -> dict[str, Any]:
         try:
             peers.agree(lambda error=error, who=who: fail(error, who))  # type: ignore[misc]
         except AgreedError as agreed:
-            found[name] = (str(agreed), agreed.code, report(agreed, rank=rank, world_size=size))
+            found[name] = (
+                str(agreed),
+                agreed.code,
+                report_error(agreed, rank=rank, world_size=size),
+            )
     error_file = Path(arguments) / f"{rank}.json"
-    codes = [report(ValueError("ours"), rank=rank, world_size=size, file=error_file)]
+    codes = [report_error(ValueError("ours"), rank=rank, world_size=size, file=error_file)]
     from coatlm.train.faults import NonFiniteError
 
-    codes.append(report(NonFiniteError("step 3", 3), rank=rank, world_size=size))
+    codes.append(report_error(NonFiniteError("step 3", 3), rank=rank, world_size=size))
     found["codes"] = codes
     found["stuck"] = stuck(peers)  # the last one: the group does not survive it
     return found

@@ -7,7 +7,14 @@ import pytest
 from coatlm.config import ConfigError
 from coatlm.train.faults import NonFiniteError
 from coatlm.train.manifest import CheckpointError, LostPeerError
-from coatlm.train.reports import MAX_LINES, AgreedError, exit_code, merged, number_list, report
+from coatlm.train.reports import (
+    MAX_LINES,
+    AgreedError,
+    exit_code,
+    merged,
+    number_list,
+    report_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +62,12 @@ def test_the_exit_code_belongs_to_the_error(error: Exception, code: int) -> None
 def test_every_line_of_an_unexpected_errors_traceback_has_its_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert report(KeyError("config"), rank=3, world_size=4) == 1
+    assert report_error(KeyError("config"), rank=3, world_size=4) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("[rank 3, ") for line in lines)
     assert lines[-1].endswith("KeyError: 'config'")
 
 
 def test_what_was_agreed_on_is_not_said_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(AgreedError("no", 2), rank=1, world_size=2) == 2
+    assert report_error(AgreedError("no", 2), rank=1, world_size=2) == 2
     assert capsys.readouterr().err == ""

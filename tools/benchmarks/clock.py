@@ -1,4 +1,4 @@
-"""Times of a layer on its device: CUDA events on a GPU, the wall clock on a CPU."""
+"""Measure times on a device: with CUDA events on a GPU, with the wall clock on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARMUP, REPS = 3, 20
 
 
 def mark() -> Any:
-    """A moment of the device, for `elapsed`."""
+    """Record the current time of the device, for `elapsed`."""
     if DEVICE == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -29,13 +29,13 @@ def elapsed(start: Any, end: Any) -> float:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that was asked."""
+    """Wait until the device has finished all queued work."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
 def milliseconds(launch: Callable[[], object], reps: int = REPS) -> float:
-    """Median time of `launch`, after a few to warm up."""
+    """The median time of `launch`, after a warm-up."""
     for _ in range(WARMUP):
         launch()
     laps = []
@@ -48,7 +48,7 @@ def milliseconds(launch: Callable[[], object], reps: int = REPS) -> float:
 
 
 def release() -> None:
-    """Give back what nobody holds, so that the allocator's count is what is held."""
+    """Free unreferenced memory, so that the allocator's count is what is in use."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.synchronize()

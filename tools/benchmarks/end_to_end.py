@@ -1,18 +1,18 @@
-"""Tokens a second and peak memory of whole training steps: coatlm and megatron-core + TE.
+"""Tokens per second and peak memory of whole training steps: coatlm and megatron-core + TE.
 
-Random tokens, one microbatch a step; a step is forward, backward, gradient norm, clipping and the
+Random tokens, one microbatch per step; a step is forward, backward, gradient norm, clipping and the
 update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
 DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
-master weights and moments, fp32 gradients. Nothing waits for the device between steps: the time of
-one is that between the ends of two updates, `host_ms` the least that the host took to issue one.
-`peak_gib` is what tensors held, `reserved_gib` what the allocator has in the end, `device_gib` what
-is taken of the device then, by NCCL and CUDA too.
+master weights and moments, fp32 gradients. Nothing waits for the device between steps: a step's
+time is that between the ends of two updates, `host_ms` the minimum time of the host to launch one.
+`peak_gib` is the peak of tensors, `reserved_gib` the allocator's memory at the end, `device_gib`
+the device memory in use then, including NCCL and CUDA.
 
-With gpus=N a row is N data-parallel processes, zero=1 on both sides, reduction and gathers
-overlapped; tokens a second are those of a GPU, the peak is the largest. trace=1 adds from a trace
-of rank 0, a step: `comm_ms`, in which anything communicates, `exposed_ms`, in which nothing else
-runs meanwhile, and `idle_ms`, in which nothing runs at all. A trace slows the host, and so shows
-more of the last than there is. trace=DIR keeps those of all ranks there too.
+With gpus=N a row runs on N data-parallel processes, with ZeRO-1 on both sides and overlapped
+gradient reduction and weight all-gather; tokens per second are per GPU, the peak is the largest.
+trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with communication,
+`exposed_ms`, communication without other kernels, and `idle_ms`, no kernels. Tracing slows the
+host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
 rows optim=adamw-fp32,coat-lean (each row with each of these in optim.recipe; the first is what the
@@ -71,11 +71,11 @@ PEERS = {  # row -> fp8, fp8_recipe of megatron-core
 }
 
 
-OPTIM = ", optim "  # between a row's name and its optim.recipe
+OPTIM = ", optim "  # separates a row's name from its optim.recipe
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """Peers and coatlm in turn, so that a drift of the machine meets both."""
+    """The rows, peers and coatlm alternating, so that a drift of the machine affects both."""
     also = [name for name in options.get("also", "").split(",") if name]
     names = ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16"]
     names += ["megatron+te delayed", "coatlm coat", "coatlm coat-lean", *also]
@@ -95,7 +95,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
-    """Median step time, tokens a second and peak memory of one row, over `gpus` processes."""
+    """Median step time, tokens per second and peak memory of one row, over `gpus` processes."""
     if int(options.get("gpus", 1)) == 1:
         return measure_here(row, options)
     words = [row, *(f"{name}={value}" for name, value in options.items())]
@@ -103,7 +103,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
-    """The row, or this process's part of it."""
+    """Measure the row in this process, which may be one of several ranks."""
     size = int(options.get("mbs", 4)), int(options.get("seq", 2048))
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
     layers = int(options.get("layers", layers))
@@ -158,7 +158,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Events around every call of `optimizer.step`: norm, clipping and update."""
+    """Record events around every call of `optimizer.step`: norm, clipping and update."""
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     inner = optimizer.step
 
@@ -174,7 +174,7 @@ def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Ev
 
 
 def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
-    """Fresh [mbs, seq + 1] tokens a call, the same sequence for every row; another a rank."""
+    """Draw [mbs, seq + 1] tokens per call, the same for every row and different on each rank."""
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
 
@@ -182,7 +182,7 @@ def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
 def coatlm_config(
     row: str, shape: tuple[int, ...], mbs: int, seq: int, overrides: Sequence[str] = ()
 ) -> Any:
-    """The run behind a row of coatlm. Raises ConfigError for what a run does not know."""
+    """The configuration of a row of coatlm. Raises ConfigError for unknown keys."""
     from coatlm.config import make_config, override
 
     hidden, layers, heads, ffn = shape
@@ -201,7 +201,7 @@ def coatlm_config(
 def coatlm_step(
     config: Any, mbs: int, seq: int
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
-    """One step of coatlm's trainer, its optimizer, and the bytes that a step has sent."""
+    """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -228,7 +228,7 @@ def coatlm_step(
 def peer_step(
     row: str, shape: tuple[int, ...], mbs: int, seq: int
 ) -> tuple[Callable[[], Any], Any]:
-    """One step of megatron-core with TransformerEngine layers, configured as its users do."""
+    """A step of megatron-core with TransformerEngine layers in their usual configuration."""
     provide_fused_weight_gradient()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
@@ -347,7 +347,7 @@ def peer_step(
 
 
 def provide_fused_weight_gradient() -> None:
-    """Without apex, megatron's output layer refuses fused accumulation: give it a plain one."""
+    """Replace megatron's output layer, which requires apex for fused gradient accumulation."""
     module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
 
     def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -358,7 +358,7 @@ def provide_fused_weight_gradient() -> None:
 
 
 def main() -> None:
-    """A process of a row of several GPUs, under torchrun."""
+    """Run one process of a row with several GPUs, under torchrun."""
     row, *words = sys.argv[1:]
     found = measure_here(row, dict(word.split("=", 1) for word in words))
     if dist.get_rank() == 0:

@@ -1,17 +1,18 @@
 """One Llama layer: coatlm's recipes and their peers, in time, memory and accuracy.
 
-A record is a row at a shape. `ms` is forward and backward by CUDA events (median), weight gradients
-added to fp32 buffers by coatlm and TransformerEngine (--first: coatlm's as in a step's first
-microbatch, which writes over what is there); `launch_ms` is the time until a step's last kernel is
-queued on an idle device; `graph_ms` the step replayed from one CUDA graph.
+A record is one row at one shape. `ms` is the median of forward and backward, from CUDA events;
+coatlm and TransformerEngine add weight gradients to fp32 buffers (--first: coatlm overwrites them,
+as in the first microbatch of a step). `launch_ms` is the time until the last kernel of a step is
+queued on an idle device; `graph_ms` the time of the step replayed from one CUDA graph.
 
-What a stack of 4 layers holds between forward and backward is read off the allocator at two batch
-sizes. A layer: `act_b_per_token` is what grows with the tokens, scales and all side data in
-(`act_u` in COAT's units of 2 * hidden bytes); `weight_copies_mib` is what does not, with whatever
-a step leaves behind for the next; `held_b_per_token` is both, and all that a compiled peer tells.
+The memory of a stack of 4 layers between forward and backward is read from the allocator at two
+batch sizes. Per layer, `act_b_per_token` is the part that grows with the tokens, including scales
+and all side data (`act_u` in COAT's units of 2 * hidden bytes); `weight_copies_mib` is the rest,
+including what a step leaves for the next; `held_b_per_token` is the sum, the only value for
+compiled peers.
 
-`err_*` is ||x - x_ref|| / ||x_ref|| to fp32 with the same weights and inputs: of the output, of the
-input's gradient (`_branch`: both without the residual stream), and of each weight's.
+`err_*` is ||x - x_ref|| / ||x_ref|| against fp32 with the same weights and inputs, for the output,
+the gradient of the input (`_branch`: both without the residual stream), and each weight gradient.
 
 Options: shapes=hidden:seq,... batch=4 steps=30 grads=bf16 (TransformerEngine's weight gradients)
 also=ROW,... and dotted options for coatlm's rows, such as precision.group=32. Flags: --graph,
@@ -86,7 +87,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def prepare(row: str) -> None:
-    """Import what the row needs, and start on the device, while it waits for its turn."""
+    """Import what the row needs, and initialize the device, before its measurement."""
     torch.zeros((), device=DEVICE)
     if row in COATLM:
         import coatlm.model.builder  # noqa: F401
@@ -97,7 +98,7 @@ def prepare(row: str) -> None:
 
 
 def shapes(options: dict[str, str]) -> list[Shape]:
-    """The shapes asked for. Raises ValueError for a hidden size whose ffn is not known."""
+    """The requested shapes. Raises ValueError for a hidden size without a known ffn size."""
     smoke = "smoke" in options
     batch, head_dim = int(options.get("batch", 4)), SMOKE_HEAD_DIM if smoke else HEAD_DIM
     found = []
@@ -113,7 +114,7 @@ def shapes(options: dict[str, str]) -> list[Shape]:
 
 
 def measure(row: str, options: dict[str, str]) -> Iterator[Record]:
-    """A record a shape, and those of the profile; a shape that fails says why."""
+    """One record per shape, and those of the profile; the record of a failed shape has a reason."""
     if DEVICE == "cpu":
         yield from _measure(row, options)
         return
@@ -138,14 +139,14 @@ def _measure(row: str, options: dict[str, str]) -> Iterator[Record]:
 
 
 def summary(found: list[Record]) -> list[Record]:
-    """Rows by shapes: `ms`, `graph_ms` if it was asked for, bytes a token; then who is faster."""
+    """Tables of rows by shapes: `ms`, `graph_ms` if requested, bytes per token; then ratios."""
     table: dict[str, Record] = {}
     times: dict[str, dict[str, float]] = {}
     for record in found:
         if "table" in record or ("ms" not in record and "roofline_ms" not in record):
             continue
         row, shape = record["row"], f"{record['hidden']}:{record['seq']}"
-        line = table.setdefault(row, {"table": "ms; from a graph; bytes a token", "row": row})
+        line = table.setdefault(row, {"table": "ms; from a graph; bytes per token", "row": row})
         held_bytes = record.get("act_b_per_token", record.get("held_b_per_token"))
         parts = (record.get("ms", record.get("roofline_ms")), record.get("graph_ms"), held_bytes)
         line[shape] = "; ".join(str(part) for part in parts if part is not None)
@@ -159,12 +160,12 @@ def summary(found: list[Record]) -> list[Record]:
                 ratios[shape] = round(min(peers) / ms[ours], 3)
         if ratios:
             name = f"fastest FP8 peer / {ours}"
-            table[name] = {"table": "ms; from a graph; bytes a token", "row": name, **ratios}
+            table[name] = {"table": "ms; from a graph; bytes per token", "row": name, **ratios}
     return list(table.values())
 
 
 def records(row: str, shape: Shape, options: dict[str, str]) -> Iterator[Record]:
-    """The measurements of a row at a shape; with `profile` one more record a kernel."""
+    """The measurements of a row at a shape; with `profile`, also one record per kernel."""
     steps = int(options.get("steps", 3 if "smoke" in options else 30))
     extras = ("graph" in options, "profile" in options)
     if row in COATLM:
@@ -194,7 +195,7 @@ def peer(
     graph: bool = False,
     profile: bool = False,
 ) -> tuple[Record, ...]:
-    """The records of a peer, measured once a process. Raises ImportError without its package."""
+    """The records of a peer, measured once per process. Raises ImportError without its package."""
     shape = Shape(hidden, ffn, heads, seq, batch)
 
     def build(layers: int) -> Stack:
@@ -223,7 +224,7 @@ def _of_stack(
 
 
 def timing(stack: Stack, shape: Shape, steps: int) -> Record:
-    """Median milliseconds of forward, of the whole step, and of queueing it."""
+    """Median milliseconds of forward, of the whole step, and of launching it."""
     x, dy = stack.inputs(shape.batch)
     for _ in range(WARMUP):
         stack.step(x, dy)

@@ -34,7 +34,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
-    """A record a kernel: milliseconds, GB/s, share of the copy."""
+    """One record per kernel: milliseconds, GB/s, share of the copy's bandwidth."""
     hidden, ffn, seq = (int(options.get(k, v)) for k, v in DEFAULTS.items())
     sets = [kernels(hidden, ffn, seq) for _ in range(SETS)]
     records: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def milliseconds(launches: list[Launch]) -> float:
-    """Median time of one launch, where successive launches use other memory."""
+    """Median time of one launch; successive launches use different memory."""
 
     def all_of_them() -> None:
         for launch in launches:

@@ -1,4 +1,4 @@
-"""What a stack of layers holds between forward and backward, read off the allocator."""
+"""The memory of a stack of layers between forward and backward, read from the allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS = 4
 
 
 def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
-    """Bytes that a stack holds between forward and backward, a token and layer."""
+    """Bytes per token and layer that a stack holds between forward and backward."""
     stack = build(LAYERS)
     x, dy = stack.inputs(shape.batch)
     release()
@@ -42,9 +42,9 @@ def held_by_compiled(stack: Stack, shape: Shape) -> dict[str, float]:
 
 
 def held_bytes(stack: Stack, batch: int) -> int:
-    """Bytes between forward and backward, the input in and the output out.
+    """Bytes held between forward and backward, including the input and excluding the output.
 
-    On a GPU what the allocator counts; on a CPU the storages that autograd has saved.
+    On a GPU the allocator counts them; on a CPU they are the storages that autograd has saved.
     """
     x, _ = stack.inputs(batch)
     release()

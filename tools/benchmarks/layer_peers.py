@@ -1,8 +1,8 @@
 """Peers of a coatlm layer: TransformerEngine's TransformerLayer, torch.compile, torchao.
 
-Each is set up as its documentation advises for a Llama layer: no biases, RMSNorm, SwiGLU, rotary
-embeddings, cuDNN attention. TransformerEngine adds its weight gradients to fp32 `main_grad` buffers
-(grads=bf16: makes BF16 gradients instead); the others make BF16 gradients.
+Each is configured as its documentation recommends for a Llama layer: no biases, RMSNorm, SwiGLU,
+rotary embeddings, cuDNN attention. TransformerEngine adds its weight gradients to fp32 `main_grad`
+buffers (grads=bf16: makes BF16 gradients instead); the others make BF16 gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 
 
 def prepare(row: str) -> None:
-    """Import what the row needs, before its turn on the GPU. Raises ImportError."""
+    """Import what the row needs, before its measurement. Raises ImportError."""
     if row in TE_RECIPES:
         # only the fused kernels of cuDNN: with another backend the row is no peer, and fails
         os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
@@ -48,7 +48,7 @@ def prepare(row: str) -> None:
 
 
 def peer_stack(row: str, shape: Shape, layers: int, *, fp32_grads: bool = True) -> Stack:
-    """`layers` layers of a peer. Raises ImportError where it is not installed."""
+    """Build `layers` layers of a peer. Raises ImportError if it is not installed."""
     prepare(row)
     if row in TE_RECIPES:
         return _transformer_engine(TE_RECIPES[row], shape, layers, fp32_grads)

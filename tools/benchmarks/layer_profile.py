@@ -1,4 +1,4 @@
-"""Where a layer's time goes, kernel by kernel, and what the machine would allow.
+"""The time of a layer by kernel, and its roofline on this machine.
 
 Roofline of a Llama layer in FP8 = its GEMMs alone at their shapes (cuBLASLt through torch, E4M3
 forward, E5M2 for gradients) + cuDNN's attention alone, forward and backward + the bytes that
@@ -37,7 +37,7 @@ BYTES: dict[str, dict[str, Bytes]] = {
         "_rope_kernel": lambda s: 2 * 12 * s.tokens * s.hidden,  # and its inverse in backward
     },
 }
-ELEMENTWISE = {  # what COAT's flow must move, bytes a token: (coefficient of H, of F)
+ELEMENTWISE = {  # bytes per token that COAT's flow must move: (coefficient of H, of F)
     "norm 1, quantised input and output": (4, 0),
     "rotary embedding and split of q, k, v": (12, 0),
     "quantised attention output": (3, 0),
@@ -51,11 +51,11 @@ ELEMENTWISE = {  # what COAT's flow must move, bytes a token: (coefficient of H,
     "rotary embedding backward, gradient both ways": (12, 0),
     "norm 1 backward, output again": (8, 0),
 }
-WEIGHT_CAST = 4  # bytes a weight: BF16 read, FP8 written both ways
+WEIGHT_CAST = 4  # bytes per weight: BF16 read, FP8 and its transpose written
 
 
 def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:
-    """A record a kernel of a step, longest first: its kind, time, and bandwidth where known.
+    """One record per kernel of a step, longest first: its kind, time, and bandwidth if known.
 
     On a CPU the operators stand for the kernels.
     """
@@ -105,7 +105,7 @@ def kind(kernel: str, known: dict[str, Bytes]) -> str:
 
 
 def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds a step on the device by kind; what is missing to `ms` is idle time."""
+    """Milliseconds per step on the device by kind; the difference to `ms` is idle time."""
     sums = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
     for kernel in kernels:
         sums[kernel["kind"]] += kernel["kernel_ms"]
@@ -113,7 +113,7 @@ def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def shown(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those worth a line."""
+    """The kernels that take long enough to be listed."""
     return [kernel for kernel in kernels if kernel["kernel_ms"] >= SHOWN_MS]
 
 

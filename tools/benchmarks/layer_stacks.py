@@ -75,7 +75,7 @@ class Stack:
         return y
 
     def clear(self, x: Tensor) -> None:
-        """Forget the gradients of x and those that are not in `main_grad`."""
+        """Clear the gradients of x and those that are not in `main_grad`."""
         x.grad = None
         for parameter in self.parameters:
             parameter.grad = None
@@ -103,7 +103,7 @@ class Stack:
 
 @cache
 def groups() -> Any:
-    """This process as a run of its own; made once."""
+    """Initialize this process as a run of one rank, once."""
     from coatlm.config import Parallel
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
@@ -205,7 +205,7 @@ def _first_layer(decoder: Any) -> dict[str, nn.Parameter]:
 # plain torch
 
 
-class RMSNorm(nn.Module):
+class PlainRMSNorm(nn.Module):
     """fp32 inside; rounds before the weight is applied, as Hugging Face's Llama does."""
 
     def __init__(self, hidden: int) -> None:
@@ -226,7 +226,7 @@ class PlainLayer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = shape.heads, shape.head_dim
         hidden, ffn = shape.hidden, shape.ffn
-        self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
+        self.norm1, self.norm2 = PlainRMSNorm(hidden), PlainRMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
         self.fc1 = nn.Linear(hidden, 2 * ffn, bias=False)

@@ -69,7 +69,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
-    """What a row trains, and on how many GPUs."""
+    """The configuration of a row, and its number of GPUs."""
     *layout, recipe, zero, recompute = row.split()
     spec, optim = RECIPES[recipe]
     hidden, layers, heads, ffn = SHAPES[options.get("model", "1b")]
@@ -106,7 +106,7 @@ def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
 
 
 def train(config: Config) -> int:
-    """Bytes of the peak over STEPS steps, the largest of all ranks; 0 on a CPU, which has none."""
+    """The peak in bytes over STEPS steps, the largest of all ranks; 0 on a CPU."""
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -156,7 +156,7 @@ def record(row: str, options: dict[str, str], measured: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """A rank of a row of two GPUs, under torchrun."""
+    """Run one rank of a row with two GPUs, under torchrun."""
     row, *words = sys.argv[1:]
     options = dict(word.split("=", 1) for word in words)
     found = record(row, options, train(configuration(row, options)[0]))

@@ -31,7 +31,7 @@ SMALL = [(4096,)] * 2000
 COPY = 1 << 32  # bytes
 PEERS: dict[
     str, tuple[torch.dtype, torch.dtype, float]
-] = {  # name -> dtype of weights, of gradients, least bytes a parameter moved by a step
+] = {  # name -> dtype of weights, of gradients, least bytes per parameter that a step moves
     "torch fused fp32": (FP32, FP32, 28),
     "torch fused bf16": (BF16, BF16, 14),
     "te fp32": (FP32, FP32, 28),
@@ -75,7 +75,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str, Any]]:
-    """One row, or a record a tile. Raises ImportError for a peer that is not installed."""
+    """One row, or one record per tile. Raises ImportError for a peer that is not installed."""
     reps = int(options.get("reps", "20"))
     kind, _, rest = row.partition(" ")
     name = rest if kind in ("small", "tiles") else row
@@ -111,7 +111,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str
 
 
 def bytes_moved(recipe: str, grad: torch.dtype) -> float:
-    """Least bytes a parameter that a step moves with BF16 weights, read and written."""
+    """The least bytes per parameter that a step reads and writes, with BF16 weights."""
     found = RECIPES[recipe]
     states = bytes_per_parameter(recipe)
     reads_weight = found.weight.kind not in ("master", "scaled")

@@ -1,4 +1,4 @@
-"""How much of a step's communication is not hidden behind compute, from a trace of the device."""
+"""The exposed communication of a step, which does not overlap with compute, from a trace."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of the union."""
+    """The total length of the union of intervals."""
     return sum(end - begin for begin, end in union(intervals))
 
 
 def idle(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
-    """Time between the first and the last in which there is neither."""
+    """The time between the first and the last interval without communication and compute."""
     busy = union([*communication, *compute])
     return busy[-1][1] - busy[0][0] - length(busy) if busy else 0.0
 
 
 def exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
-    """Time in which there is communication and no compute."""
+    """The time with communication and without compute."""
     return length([*communication, *compute]) - length(compute)

@@ -37,7 +37,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
-    """A record a kernel: milliseconds, GB/s, share of the copy."""
+    """One record per kernel: milliseconds, GB/s, share of the copy's bandwidth."""
     shape = tuple(int(size) for size in row.split("x"))
     sets = [kernels(shape) for _ in range(SETS)]
     records: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A row of a benchmark that needs several processes, one a GPU: torchrun starts them."""
+"""Run a row of a benchmark on several processes, one per GPU, with torchrun."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = "RANKS "  # rank 0 prints its record behind this
+RESULT = "RANKS "  # prefix of the record that rank 0 prints
 
 
 def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
-    """Run `python -m MODULE WORDS` on `ranks` processes; the record that one of them said.
+    """Run `python -m MODULE WORDS` on `ranks` processes; returns the record that one of them sent.
 
     Raises RuntimeError with the first error where none did.
     """
@@ -32,5 +32,5 @@ def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
 
 
 def send_record(record: dict[str, Any]) -> None:
-    """Give `record` to whoever called `run_ranks`; one rank does."""
+    """Send `record` to the caller of `run_ranks`, from one rank."""
     print(RESULT + json.dumps(record), flush=True)

@@ -1,9 +1,9 @@
-"""Reduce-scatter of gradients over all GPUs here: milliseconds, relative error, bytes an element.
+"""Reduce-scatter of gradients over all local GPUs: milliseconds, relative error, bytes per element.
 
 Rows: the bare exchange of one byte an element (uint8 all-to-all), the library's sums in fp32 and
 BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. `ms` is
 the device's time, behind other work, as in backward, so that the host has issued all of it;
-`host_ms` is what that took. All rows share the processes, one a GPU.
+`host_ms` is the time that took. All rows share the processes, one per GPU.
 
 Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
 piece sizes, whole=1 for all-reduces.
@@ -85,7 +85,7 @@ def measure(names: str, options: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def work(names: str, options: dict[str, str]) -> None:
-    """One process of the rows; rank 0 says the results, by row."""
+    """Measure the rows in one of several processes; rank 0 sends the results, by row."""
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -100,7 +100,7 @@ def work(names: str, options: dict[str, str]) -> None:
 
 
 def one(row: str, options: dict[str, str], comm: Comm, device: torch.device) -> dict[str, Any]:
-    """A row, on this rank."""
+    """Measure a row on this rank."""
     values = int(options.get("values", VALUES))
     reps = int(options.get("reps", 20))
     traffic = comm.traffic
