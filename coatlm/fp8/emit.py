@@ -1,0 +1,340 @@
+"""The one epilogue of kernels that make FP8 operands: a tile of fp32 values becomes codes.
+
+    loader       what a kernel reads: a matrix, a norm's input, the gradient of SwiGLU or of RoPE
+    matrix       what it writes: codes[M, K], their transpose [K, M'], or both, with their scales
+
+A loader is a JIT function `LOAD(source, factors, K, at, J, OPTIONS)`. `source` holds its pointers
+and integers, OPTIONS its constants, `at` the place of the tile (see `_tile`). It returns a tuple of
+values, fp32 tiles of the rows 4 r + J, each times its factor: the inverse of a power-of-two scale,
+which moves no bits and is multiplied where that is cheapest, or None. Rows beyond M are zero.
+
+VALUES places each of them: (matrix, parts, part, columns further, format). The matrix has `parts`
+times K columns, and the tile belongs to number `part` of the parts.
+
+SCALES says how the codes as they are, and transposed, are scaled:
+
+    factor   one power of two, read at scale_ptr, which the loader has divided by
+    tensor   any scale in fp32, read at scale_ptr
+    rows     a scale for each row of the operand, read at scale_ptr: for the transpose, per column
+
+`emit_blocks_kernel` finds scales of its own, those of 1 x 128 or of 128 x 128 elements: a tile has
+all elements of each. Quotients by powers of two are exact, others are rounded correctly, so that
+codes have the bits of the reference (scaling.scaled_codes_ref).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from coatlm.fp8.quantize import quotient
+from coatlm.fp8.scaling import amax_of, larger, scale_of
+from coatlm.fp8.tiles import (
+    amax_bits,
+    axes,
+    bytes_of,
+    inverse_of,
+    loads,
+    not_saturated,
+    place,
+    store_transposed,
+)
+
+
+@gluon.jit
+def _some(at, M, J: gl.constexpr):
+    """Which elements of the rows 4 r + J there are, [R, BLOCKS]."""
+    first_row, _, row, column, _, columns = at
+    return (row + J < M - first_row) & (column < columns)
+
+
+@gluon.jit
+def _divided(x, scale, POWER: gl.constexpr):
+    """x / scale, rounded to nearest; NaN where the scale is not finite."""
+    if POWER:
+        return x * inverse_of(scale)
+    else:
+        return quotient(x, scale)
+
+
+@gluon.jit
+def _store(x, code_ptr, at, some, width, start, J: gl.constexpr):
+    """Codes of the rows 4 r + J -> uint8[M, width], `start` columns further."""
+    first_row, first_column, row, column, inner, _ = at
+    tile_ptr = code_ptr + (first_row.to(gl.int64) * width + first_column) + start
+    inside = (row * width + column)[:, :, None] + inner
+    gl.store(tile_ptr + (inside + J * width), x, mask=some[:, :, None])
+
+
+@gluon.jit
+def _scaled_codes(
+    x, scale_ptr, at, some, J: gl.constexpr, KIND: gl.constexpr, POWER: gl.constexpr,
+    TRANSPOSED: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Codes of x by scales in memory."""
+    if KIND == "tensor":
+        x = quotient(x, gl.load(scale_ptr))
+    elif KIND == "rows":
+        first_row, first_column, row, column, inner, columns = at
+        if TRANSPOSED:  # a row of the transpose is a column of x
+            mask = (column < columns)[:, :, None]
+            each = column[:, :, None] + inner
+            scale = gl.load(scale_ptr + first_column + each, mask=mask, other=1.0)
+        else:
+            scale = gl.load(scale_ptr + first_row + row + J, mask=some, other=1.0)[:, :, None]
+        x = _divided(x, scale, POWER)
+    code = bytes_of(x, FORMAT)
+    if KIND != "factor":  # zeros divided by a scale that is not finite are NaN
+        code = gl.where(some[:, :, None], code, 0)
+    return code
+
+
+@gluon.jit
+def emit_kernel(
+    source,
+    matrices,  # tuple of (uint8[M, .], int32[., padded / 4], scale, scale of the transpose); None
+    amax_ptr,  # int32[], the bits of an amax to be raised to that of the first matrix, or None
+    M,
+    padded,
+    K,
+    PREPARE: gl.constexpr,
+    LOAD: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    VALUES: gl.constexpr,
+    SCALES: gl.constexpr,  # (of the codes as they are, of the transposed ones)
+    POWER: gl.constexpr,  # all scales are powers of two
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STEP: gl.constexpr,  # columns from one tile to the next
+    WIDTH: gl.constexpr,  # columns of a tile that count
+    INNER: gl.constexpr,
+    RUN: gl.constexpr,
+    DOWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    R: gl.constexpr = ROWS // 4
+    BLOCKS: gl.constexpr = COLUMNS // INNER
+    L: gl.constexpr = loads(R, BLOCKS, INNER, min(RUN, INNER), WARPS)
+    N: gl.constexpr = len(VALUES)
+    FOLDED: gl.constexpr = SCALES[0] == "factor"
+    SHARED: gl.constexpr = SCALES[0] == SCALES[1] and SCALES[0] != "rows"  # codes
+    first_row, first_column = place(padded, K, ROWS, STEP, DOWN)
+    row, block, inner = axes(R, BLOCKS, INNER, L)
+    columns = K - first_column
+    if WIDTH < STEP:
+        columns = gl.minimum(columns, WIDTH)
+    at = (first_row, first_column, row * 4, block * INNER, inner, columns)
+    if PREPARE is not None:
+        source = PREPARE(source, at)
+    factors = (None, None, None)
+    if FOLDED:
+        factors = ()
+        for i in gl.static_range(N):
+            factors += (inverse_of(gl.load(matrices[VALUES[i][0]][2])),)
+    largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
+    codes = ()
+    for j in gl.static_range(4):
+        some = _some(at, M, j)
+        values = LOAD(source, factors, K, at, some, j, OPTIONS)
+        for i in gl.static_range(N):
+            code_ptr, code_t_ptr, scale_ptr, scale_t_ptr = matrices[VALUES[i][0]]
+            x = values[i]
+            if amax_ptr is not None and VALUES[i][0] == 0:
+                largest = gl.maximum(largest, amax_bits(x))
+                if FOLDED:
+                    x = not_saturated(x)
+            code = x
+            if x.dtype != gl.uint8 and (code_ptr is not None or SHARED):
+                code = _scaled_codes(x, scale_ptr, at, some, j, SCALES[0], POWER, False,
+                                     VALUES[i][4])  # fmt: skip
+            if code_ptr is not None:
+                width, start = VALUES[i][1] * K, VALUES[i][2] * K + VALUES[i][3]
+                _store(code, code_ptr, at, some, width, start, j)
+            if code_t_ptr is not None and not SHARED:
+                code = _scaled_codes(x, scale_t_ptr, at, some, j, SCALES[1], POWER, True,
+                                     VALUES[i][4])  # fmt: skip
+            codes += (code,)
+    if amax_ptr is not None:
+        amax = gl.max(gl.max(largest, 1), 0)
+        if FOLDED:
+            amax = amax.to(gl.float32, bitcast=True) * gl.load(matrices[0][2])
+            amax = amax.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+        gl.atomic_max(amax_ptr, amax, sem="relaxed")
+    for i in gl.static_range(N):
+        code_t_ptr = matrices[VALUES[i][0]][1]
+        if code_t_ptr is not None:
+            start = (VALUES[i][2] * K + VALUES[i][3]).to(gl.int64)
+            store_transposed(
+                codes[i], codes[N + i], codes[2 * N + i], codes[3 * N + i],
+                code_t_ptr + start * (padded // 16 * 4), first_row, first_column, padded, columns,
+                R, BLOCKS, INNER, WARPS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _block_scales(
+    values, at, M, K, padded, scale_ptr, scale_t_ptr, SIZES: gl.constexpr, POWER: gl.constexpr,
+    TOPS: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Scales of a tile of 128 x 128 for its codes as they are (a tuple, for each J) and transposed.
+
+    They are stored as GEMMs read them: those of 1 x 128 elements with the rows of the operand
+    contiguous, those of 128 x 128 with rows padded to a multiple of 4.
+    """
+    first_row, first_column, _, _, _, columns = at
+    i, j = first_row // 128, first_column // 128
+    R: gl.constexpr = values[0].shape[0]
+    BLOCKS: gl.constexpr = values[0].shape[1]
+    INNER: gl.constexpr = values[0].shape[2]
+    scales, scale_t = (), None
+    most = gl.abs(values[0])
+    for J in gl.static_range(1, 4):
+        most = larger(most, gl.abs(values[J]))
+    if SIZES[0] == 128 or SIZES[1] == 128:
+        whole = amax_of(amax_of(amax_of(most, 2), 1), 0)
+    if SIZES[0] == 128:
+        scale = scale_of(whole, TOPS[0], POWER)
+        gl.store(scale_ptr + i * ((gl.cdiv(K, 128) + 3) // 4 * 4) + j, scale)
+        scales = (scale, scale, scale, scale)
+    elif SIZES[0] == 1:
+        row = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L))) * 4
+        for J in gl.static_range(4):
+            scale = scale_of(amax_of(amax_of(values[J], 2), 1), TOPS[0], POWER)
+            scale_at = scale_ptr + j.to(gl.int64) * M + first_row
+            gl.store(scale_at + row + J, scale, mask=row + J < M - first_row)
+            scales += (scale[:, None][:, :, None],)
+    if SIZES[1] == 128:
+        scale_t = scale_of(whole, TOPS[1], POWER)
+        gl.store(scale_t_ptr + j * ((gl.cdiv(padded, 128) + 3) // 4 * 4) + i, scale_t)
+    elif SIZES[1] == 1:
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
+        column = block * INNER + gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        scale = scale_of(amax_of(most, 0), TOPS[1], POWER)
+        gl.store(scale_t_ptr + i.to(gl.int64) * K + first_column + column, scale, mask=column < columns)
+        scale_t = scale[None, :, :]
+    return scales, scale_t
+
+
+@gluon.jit
+def emit_blocks_kernel(
+    source,
+    code_ptr,  # uint8[M, K], or None
+    code_t_ptr,  # int32[K, padded / 4], or None
+    scale_ptr,
+    scale_t_ptr,
+    amax_ptr,  # int32[], the bits of an amax to be raised to that of the matrix, or None
+    M,
+    padded,
+    K,
+    LOAD: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    SIZES: gl.constexpr,  # rows of a block of each operand: 1 or 128, and 0 where there is none
+    POWER: gl.constexpr,
+    FORMATS: gl.constexpr,
+    TOPS: gl.constexpr,  # the largest code of each
+    INNER: gl.constexpr,
+    RUN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """A tile of 128 x 128 elements stays in registers until its scales are known."""
+    R: gl.constexpr = 32
+    BLOCKS: gl.constexpr = 128 // INNER
+    L: gl.constexpr = loads(R, BLOCKS, INNER, min(RUN, INNER), WARPS)
+    SHARED: gl.constexpr = SIZES[0] == 128 and SIZES[1] == 128 and FORMATS[0] == FORMATS[1]
+    first_row, first_column = place(padded, K, 128, 128, 1)
+    row, block, inner = axes(R, BLOCKS, INNER, L)
+    columns = K - first_column
+    at = (first_row, first_column, row * 4, block * INNER, inner, columns)
+    values = ()
+    for j in gl.static_range(4):
+        values += LOAD(source, (None,), K, at, _some(at, M, j), j, OPTIONS)
+    if amax_ptr is not None:
+        largest = gl.maximum(amax_bits(values[0]), amax_bits(values[1]))
+        largest = gl.maximum(largest, gl.maximum(amax_bits(values[2]), amax_bits(values[3])))
+        gl.atomic_max(amax_ptr, gl.max(gl.max(largest, 1), 0), sem="relaxed")
+    scales, scale_t = _block_scales(
+        values, at, M, K, padded, scale_ptr, scale_t_ptr, SIZES, POWER, TOPS, L
+    )
+    codes = ()
+    for j in gl.static_range(4):
+        some = _some(at, M, j)
+        if code_ptr is not None:
+            code = bytes_of(_divided(values[j], scales[j], POWER), FORMATS[0])
+            _store(code, code_ptr, at, some, K, 0, j)
+        if code_t_ptr is not None:
+            if not SHARED:
+                code = bytes_of(_divided(values[j], scale_t, POWER), FORMATS[1])
+            codes += (gl.where(some[:, :, None], code, 0),)
+    if code_t_ptr is not None:
+        store_transposed(
+            codes[0], codes[1], codes[2], codes[3], code_t_ptr, first_row, first_column, padded,
+            columns, R, BLOCKS, INNER, WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def amax_kernel(
+    source,
+    amax_ptr,  # fp32[programs]
+    M,
+    K,
+    LOAD: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STEP: gl.constexpr,
+    WIDTH: gl.constexpr,
+    INNER: gl.constexpr,
+    RUN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The largest |value| of every `num_programs`-th tile."""
+    BLOCKS: gl.constexpr = COLUMNS // INNER
+    L: gl.constexpr = loads(ROWS, BLOCKS, INNER, min(RUN, INNER), WARPS)
+    row, block, inner = axes(ROWS, BLOCKS, INNER, L)
+    across = gl.cdiv(K, STEP)
+    largest = gl.full([ROWS, BLOCKS, INNER], 0.0, gl.float32, L)
+    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * across, gl.num_programs(0)):
+        first_row, first_column = tile // across * ROWS, tile % across * STEP
+        columns = gl.minimum(K - first_column, WIDTH)
+        at = (first_row, first_column, row, block * INNER, inner, columns)
+        values = LOAD(source, (None, None, None), K, at, _some(at, M, 0), 0, OPTIONS)
+        for i in gl.static_range(len(values)):
+            largest = larger(largest, gl.abs(values[i]))
+    bits = largest.to(gl.int32, bitcast=True)
+    amax = gl.max(gl.max(gl.max(bits, 2), 1), 0).to(gl.float32, bitcast=True)
+    gl.store(amax_ptr + gl.program_id(0), amax)
+
+
+@gluon.jit
+def line_amax_kernel(
+    source,
+    row_ptr,  # int32[M], bits to be raised to the amax of each row, or None
+    column_ptr,  # int32[K], the same of columns
+    M,
+    K,
+    LOAD: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    INNER: gl.constexpr,
+    RUN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The amaxes of rows and of columns."""
+    BLOCKS: gl.constexpr = COLUMNS // INNER
+    L: gl.constexpr = loads(ROWS, BLOCKS, INNER, min(RUN, INNER), WARPS)
+    first_row, first_column = place(M, K, ROWS, COLUMNS, 1)
+    row, block, inner = axes(ROWS, BLOCKS, INNER, L)
+    columns = K - first_column
+    at = (first_row, first_column, row, block * INNER, inner, columns)
+    (x,) = LOAD(source, (None,), K, at, _some(at, M, 0), 0, OPTIONS)
+    if row_ptr is not None:
+        each = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        bits = gl.max(amax_bits(x), 1)
+        gl.atomic_max(row_ptr + first_row + each, bits, mask=each < M - first_row, sem="relaxed")
+    if column_ptr is not None:
+        bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
+        each = block * INNER + gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        gl.atomic_max(column_ptr + first_column + each, bits, mask=each < columns, sem="relaxed")
