@@ -16,7 +16,7 @@ BANDIT := $(VENV)/bin/bandit --quiet --configfile pyproject.toml --recursive coa
 # torch 2.11 brings this one, constraints.txt the newest.
 OLDEST_TRITON := 3.6.0
 
-.PHONY: help install train test check audit kernels fuzz drill bench format
+.PHONY: help install train test check audit kernels fuzz drill bench format docs
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests; those that need GPUs or SLURM are skipped without"
@@ -26,6 +26,7 @@ help:
 	@echo "make fuzz     damage files and options at random for MINUTES ($(MINUTES)), see what happens"
 	@echo "make drill    kill, stop, starve and damage a running job, round after round"
 	@echo "make bench    measure kernels, layers and the optimizer against their peers"
+	@echo "make docs     build the pages and the API of every module as a site in build/site"
 	@echo "make format   apply the formatting that make check asks for"
 
 install: $(INSTALLED)
@@ -77,3 +78,12 @@ bench: $(INSTALLED)
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+# A warning, such as a link that leads nowhere, is an error. The variable silences a note on mkdocs 2.
+docs: $(INSTALLED) $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
+$(VENV)/.docs: $(INSTALLED)
+	$(PIP) --editable '.[docs]'
+	@touch $@

@@ -130,9 +130,9 @@ def run(config: Config | ConfigError) -> int:
 def start(config: Config, launch: Launch) -> int:
     """Train; a disk that is full or read-only is named."""
     from coatlm.data.cache import CacheFullError
-    from coatlm.train.loop import train
     from coatlm.train.manifest import CheckpointError
     from coatlm.train.reports import UNWRITABLE
+    from coatlm.train.start import train
 
     try:
         return train(config, launch)

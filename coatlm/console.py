@@ -11,7 +11,7 @@ from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
-from coatlm.config.errors import shortened
+from coatlm.config.errors import one_line, shortened
 
 DELAY = 2.0  # seconds before a progress bar appears: short work needs none
 REDRAW = 0.1  # seconds between redraws of a bar
@@ -45,11 +45,6 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
-
-
-def one_line(text: str) -> str:
-    """One printable line of bounded length: what files of strangers hold ends up in messages."""
-    return shortened(" ".join(text.split()))
 
 
 def in_bytes(count: float) -> str:

@@ -35,7 +35,7 @@ if torch.cuda.is_available():
     processes = multiprocessing.get_context("spawn")
 else:
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["coatlm.train.loop"])
+    processes.set_forkserver_preload(["coatlm.train.start"])
 
 
 def run_ranks(

@@ -9,8 +9,8 @@ import os
 import pytest
 
 from coatlm import console
-from coatlm.config.errors import LONGEST
-from coatlm.console import Parser, fail, in_bytes, one_line, progress
+from coatlm.config.errors import LONGEST, one_line
+from coatlm.console import Parser, fail, in_bytes, progress
 
 
 class Terminal(io.StringIO):

@@ -463,12 +463,12 @@ def test_damage_to_the_data_ends_a_run_in_one_line(
 ) -> None:
     import pretrain
     from coatlm.data.checksums import DatasetError
-    from coatlm.train import loop
+    from coatlm.train import start
 
     def damaged(*_: object) -> None:
         raise DatasetError("data/train.bin: damaged between bytes 0 and 16384")
 
-    monkeypatch.setattr(loop, "train", damaged)
+    monkeypatch.setattr(start, "train", damaged)
     assert pretrain.main([config]) == 2
     assert capsys.readouterr().err == "error: data/train.bin: damaged between bytes 0 and 16384\n"
 

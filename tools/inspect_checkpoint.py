@@ -42,7 +42,7 @@ from coatlm.train.manifest import (
     STEP,
     CheckpointError,
     newest_first,
-    read_manifest,
+    read_checkpoint_manifest,
     verify,
 )
 
@@ -57,7 +57,7 @@ CHUNK = 1 << 24  # elements compared at a time: bounds the double-precision copi
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """Tensors of one role and format."""
 
     name: str
@@ -91,14 +91,14 @@ def find(path: Path) -> Path:
     return found[0]
 
 
-def kinds(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[Kind]:
+def kinds(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[TensorKind]:
     """Weights and each state of the optimizer, by format; weights first."""
     weights = {key for key in described if not key.startswith(STATES)}
     grouped: dict[tuple[str, torch.dtype], list[int]] = {}
     for key, (dtype, shape) in described.items():
         name = WEIGHTS if key in weights else _state_name(key, weights)
         grouped.setdefault((name, dtype), []).append(math.prod(shape))
-    found = [Kind(name, t, len(sizes), sum(sizes)) for (name, t), sizes in grouped.items()]
+    found = [TensorKind(name, t, len(sizes), sum(sizes)) for (name, t), sizes in grouped.items()]
     return sorted(found, key=lambda kind: (kind.name != WEIGHTS, kind.name))
 
 
@@ -113,7 +113,7 @@ def _state_name(key: str, weights: set[str]) -> str:
 
 def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
     """The report's lines. Raises CheckpointError for a checkpoint that cannot be read."""
-    manifest, state = read_manifest(checkpoint), read_state(checkpoint)
+    manifest, state = read_checkpoint_manifest(checkpoint), read_state(checkpoint)
     described = StoredTensors(checkpoint).described
     found = kinds(described)
     config = _mapping(state, "config")

@@ -53,10 +53,10 @@ from coatlm.files import check_output, whole_file
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding, cast
 from coatlm.fp8.payload import Layout, pack, unpack
 from coatlm.fp8.scaling import scale_ref
+from coatlm.parallel.fp8lm_scaling import SATURATED, SMALLEST_MU
 from coatlm.parallel.pipeline import run_microbatches
-from coatlm.parallel.wire import SATURATED, SMALLEST_MU
 from coatlm.platform import device
-from coatlm.train import loop
+from coatlm.train import start
 from coatlm.train.checkpoint import CheckpointError
 from coatlm.train.faults import NonFiniteError
 from coatlm.train.setup import Launch
@@ -115,7 +115,7 @@ class Found:
 def capture(config: Config, *, ranks: int, elements: int) -> Gradients:
     """Train, then the gradients of `ranks` microbatches. Raises ValueError."""
     with ExitStack() as stack:
-        session = loop.set_up(config, Launch(), stack)
+        session = start.set_up(config, Launch(), stack)
         session.run_steps()
         trainer, t = session.trainer, config.train
         names = {p: n for c in trainer.chunks for n, p in c.module.named_parameters()}

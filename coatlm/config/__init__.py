@@ -1,15 +1,15 @@
-"""Every option of a run: frozen, strict, checked before anything is allocated.
+"""The configuration of a run: frozen, strict, and checked before anything is allocated.
 
-A run is described by one YAML file and dotted overrides (`optim.lr=3e-4`). They are merged as
-defaults < file < command line, then validated. Whatever is wrong is reported as
-`path=value: reason`, one line per mistake, through `ConfigError`.
+A run is described by one YAML file and dotted overrides (`optim.lr=3e-4`). They are merged with the
+precedence defaults < file < command line, then validated. `ConfigError` reports every mistake in
+one line, `path=value: reason`.
 
-    run, model, parallel   the sections: each field with its range, and the sentence of --keys
-    combined               the whole Config, and checks across sections
+    run, model, parallel   the sections: each field with its range and the docstring for --keys
+    combined               Config, and checks across sections
     load, yaml_text        file and overrides -> Config
-    keys, hints            the table of --keys; what an unknown key may have meant
+    keys, hints            the table of --keys; suggestions for unknown keys
 
-What depends on the number of processes is checked by `Config.data_parallel_size`.
+`Config.data_parallel_size` checks what depends on the number of processes.
 """
 
 from coatlm.config.combined import Config
@@ -28,7 +28,7 @@ from coatlm.config.model import (
     RopeScaling,
 )
 from coatlm.config.parallel import GradComm, Parallel
-from coatlm.config.run import Checkpoint, Data, Log, Run, Source, Train
+from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
+    "DataSource",
     "GradComm",
     "Log",
     "Model",
@@ -49,7 +50,6 @@ __all__ = [
     "PrecisionRecipe",
     "RopeScaling",
     "Run",
-    "Source",
     "Train",
     "dotted",
     "dump_yaml",

@@ -1,4 +1,4 @@
-"""A whole run: the sections together, and what they may not say at the same time."""
+"""The whole configuration of a run: its sections, and checks across them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coatlm.config.yaml_text import dump_yaml
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     run: Run = Run()
     model: Model = Field(default_factory=lambda: Model.model_validate({}))
@@ -69,7 +69,7 @@ class Config(Section):
         return self
 
     def _check_flow(self) -> None:
-        """FP8 layers: what their kernels can hold. Raises ValueError."""
+        """Raise ValueError for sizes and options that the FP8 kernels do not support."""
         m, p, recipe = self.model, self.precision, self.precision.recipe
         if not p.flow:
             for name in set(Precision.model_fields) - {"recipe"}:
@@ -107,7 +107,7 @@ class Config(Section):
             )
 
     def _check_graphs(self) -> None:
-        """What a CUDA graph of a microbatch cannot capture. Raises ValueError."""
+        """Raise ValueError for options that a CUDA graph of a microbatch cannot capture."""
         if not self.train.cuda_graphs:
             return
         for name, value, allowed in (
@@ -119,11 +119,11 @@ class Config(Section):
         ):
             if value != allowed:
                 raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
-        if self.parallel.zero == 2:  # the memory of gradients comes and goes
+        if self.parallel.zero == 2:  # gradient buffers are freed and allocated in every step
             raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that see different samples. Raises ConfigError where `world_size` does not fit."""
+        """The data-parallel size. Raises ConfigError where `world_size` does not fit the layout."""
         p, t = self.parallel, self.train
         ranks = p.tp * p.pp * p.cp
         if world_size % ranks:
@@ -151,7 +151,7 @@ class Config(Section):
         return dp
 
     def to_yaml(self) -> str:
-        """The resolved configuration; loading it gives the same Config."""
+        """The resolved configuration as YAML; loading it gives an equal Config."""
         return dump_yaml(self.model_dump(mode="json"))
 
 

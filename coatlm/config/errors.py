@@ -1,25 +1,25 @@
-"""What a user is told about a mistake: short lines that cannot write to the terminal's controls."""
+"""Error messages for users: few short lines without control characters."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LONGEST = 400 - len("error: ")  # characters of a line that a program prints behind `error: `
-TAIL = 140  # of them, those of the end: it says what is allowed
+LONGEST = 400 - len("error: ")  # characters of a line, which programs print after `error: `
+TAIL = 140  # characters at the end of a shortened line, which say what is allowed
 MOST_LINES = 10
 
 
 class ConfigError(ValueError):
-    """A run that cannot be started; each line names a field and what is allowed."""
+    """The configuration cannot be used; each line names a field and what is allowed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
 
 
 def shortened(message: str) -> str:
-    """At most 10 lines of at most 393 printable characters each, and a line that counts the others.
+    """`message` in at most 10 lines of at most 393 printable characters, plus a count of the rest.
 
-    A line that is too long loses its middle.
+    The middle of a longer line is replaced by `...`.
     """
     lines = [printable(line) for line in message.split("\n") if line.strip()]
     more = len(lines) - MOST_LINES
@@ -32,18 +32,18 @@ def shortened(message: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters and lone surrogates as Python escapes them."""
+    """`text` with control characters and lone surrogates escaped as in Python."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it."""
+    """The repr of a value, or its type where Python refuses to convert it."""
     try:
         return repr(value)
     except ValueError:  # Python converts no number of more than 4300 digits
         return f"<{type(value).__name__}>"
 
 
-def one_line(error: Exception) -> str:
-    """The message of an exception without line breaks."""
-    return " ".join(str(error).split())
+def one_line(message: object) -> str:
+    """`message` as one printable line of at most 393 characters."""
+    return shortened(" ".join(str(message).split()))

@@ -1,12 +1,12 @@
-"""What the fields of a configuration are made of: strict types, paths, and numbers with units.
+"""Types of configuration fields: strict numbers with units, text, paths.
 
-A field is declared with its default, its unit and its range, and below it stands the sentence that
+A field is declared with its default, its unit and its range. The docstring below it is what
 `pretrain.py --keys` prints:
 
     steps: StrictInt = number(150, "steps", ge=1, le=FOREVER)
-    \"\"\"Optimizer steps of the whole run; the learning-rate schedule ends with the last one.\"\"\"
+    \"\"\"Optimizer steps of the whole run.\"\"\"
 
-Every integer has an upper bound that no run reaches, so that no product of them overflows.
+Every integer has an upper bound beyond any real run, so that products of integers do not overflow.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 FOREVER = 2**40  # steps
 MOST_RANKS = 2**20  # processes
-YEAR = 366 * 24 * 3600  # seconds; threads cannot wait longer than 292 years
+YEAR = 366 * 24 * 3600  # seconds, the longest time a key takes; threads can wait for 292 years
 
 
 class Section(BaseModel):
-    """A YAML mapping: no unknown keys, no silent conversions, no changes after loading."""
+    """A frozen YAML mapping that rejects unknown keys and does not convert types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def number(default: float | None, unit: str = "", **bounds: Any) -> Any:
-    """A field that holds a number. `bounds`: ge, gt, le and lt, as pydantic calls them."""
+    """A numeric field. `bounds` are pydantic's ge, gt, le and lt."""
     return Field(default, json_schema_extra={"unit": unit}, **bounds)
 
 
 def _text(value: str) -> str:
-    """Refuse what would break a line of a log, or cannot be written as UTF-8."""
+    """Raise ValueError for characters that break a log line or cannot be encoded as UTF-8."""
     for character in value:
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
             raise ValueError(f"has the character {character!a}; only printable ones are allowed")
@@ -43,7 +43,7 @@ def _text(value: str) -> str:
 
 
 def expand_user(path: str) -> str:
-    """`~/x` and `~name/x` with the home directory in front. Raises ValueError for unknown users."""
+    """Replace `~` or `~name` by the home directory. Raises ValueError for unknown users."""
     if not _text(path):
         raise ValueError("a path has at least 1 character")
     expanded = os.path.expanduser(path)

@@ -1,7 +1,7 @@
-"""Which key an unknown one may have meant.
+"""Suggest the key that was meant by an unknown one.
 
-In this order: keys of that name in any section; what Megatron-LM, Hugging Face, TorchTitan and
-PyTorch call a key of coatlm; similar names in the same section, then in all.
+In this order: keys of that name in any section; the names that Megatron-LM, Hugging Face,
+TorchTitan and PyTorch use for a key of coatlm; similar names in the same section, then in all.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from coatlm.config.keys import keys
 
 NEAR, NEAR_ELSEWHERE = 0.66, 0.8  # difflib's similarity, 0 to 1
-LEAST_PREFIX = 4  # characters from which the beginning of a key stands for it
+LEAST_PREFIX = 4  # characters of a prefix that is long enough to stand for a key
 
-SYNONYMS = {  # of other programs -> key
+SYNONYMS = {  # name in another program -> key
     "accumulate_allreduce_grads_in_fp32": "parallel.main_grads",
     "activation_checkpoint": "train.recompute",
     "activation_checkpointing": "train.recompute",
@@ -143,7 +143,7 @@ SYNONYMS = {  # of other programs -> key
 
 
 def hint(location: Sequence[str | int]) -> str:
-    """The rest of a message about the unknown key at `location`, a path of names and indices."""
+    """The suggestion for an unknown key at `location`, a path of names and list indices."""
     *outer, last = location
     name = str(last).strip("-").replace("-", "_").lower()
     known = [key.name for key in keys()]
@@ -161,7 +161,7 @@ def hint(location: Sequence[str | int]) -> str:
 
 
 def _similar(name: str, outer: Sequence[str | int], known: Sequence[str]) -> list[str]:
-    """The nearest key of the same section, else of all, if one is near."""
+    """The most similar key of the same section, else of all sections; empty if none is similar."""
     pattern = "".join("[]" if isinstance(part, int) else f".{part}" for part in outer).lstrip(".")
     siblings = [_leaf(key) for key in known if key.rpartition(".")[0] == pattern]
     near = _nearest(name, siblings, NEAR)

@@ -1,4 +1,4 @@
-"""Every key of a configuration as data, and as the table that `pretrain.py --keys` prints."""
+"""The keys of the configuration as data, and the table that `pretrain.py --keys` prints."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ NAMES = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "p
 
 @dataclass(frozen=True)
 class Key:
-    """A field by its dotted name; `[]` stands for any item of a list: `data.paths[].weight`."""
+    """A field with its dotted name; `[]` stands for any item of a list: `data.paths[].weight`."""
 
     name: str
     field: FieldInfo
 
     @property
     def section(self) -> type[Section] | None:
-        """What the key holds, or a list of: None unless it is a mapping of other keys."""
+        """The section that the key holds, alone or in a list; None for a key that holds a value."""
         found = [t for t in scalars(self.field.annotation) if issubclass(t, Section)]
         return found[0] if found else None
 
     @property
     def textual(self) -> bool:
-        """The key holds text or a path, or a list of them, and nothing else but null."""
+        """Whether the key takes only text, paths, lists of them, or null."""
         return set(scalars(self.field.annotation)) <= {str, Path, type(None)}
 
 
 def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
-    """Every key, a section before the keys inside it."""
+    """All keys of a section, depth first: a section comes before the keys inside it."""
     for name, field in section.model_fields.items():
         key = Key(f"{prefix}{name}", field)
         yield key
@@ -51,7 +51,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
 
 
 def scalars(annotation: Any) -> Iterator[type]:
-    """The classes that a value of this type is made of; of a choice, those of its values."""
+    """The classes of the scalars that a value of this type contains."""
     if get_origin(annotation) is Literal:
         yield from {type(value) for value in get_args(annotation)}
     elif get_origin(annotation) is Annotated:
@@ -70,10 +70,10 @@ def _origins(annotation: Any) -> set[Any]:
 
 
 def keys_table(wanted: str = "") -> str:
-    """All keys, those of a section, or a single one, without a final newline.
+    """The table of all keys, of the keys of a section, or of one key; no final newline.
 
-    A line per key with its name, type, default, and what is allowed; below it what it means.
-    Raises ConfigError where there is no such section or key.
+    One line per key shows its name, type, default and range; the line below explains it. Raises
+    ConfigError where there is no such section or key.
     """
     inside = (f"{wanted}.", f"{wanted}[]")
     chosen = [k for k in keys() if not wanted or k.name == wanted or k.name.startswith(inside)]
@@ -114,19 +114,19 @@ def _by_section(chosen: Sequence[Key]) -> dict[str, list[Key]]:
 
 
 def _title(key: Key) -> list[str]:
-    """A section's name and what it is about, between empty lines."""
+    """The heading of a section: its name and docstring, between empty lines."""
     assert key.section is not None
     text = " ".join((key.section.__doc__ or "").split())
     return ["", *textwrap.wrap(f"{key.name}: {text}", WIDTH), ""]
 
 
 def sentence(field: FieldInfo) -> str:
-    """What the field means: the docstring below it."""
+    """The explanation of a field, which is the docstring below it."""
     return " ".join((field.description or "").split())
 
 
 def type_name(annotation: Any) -> str:
-    """`integer`, `choice or null`, `[number, number]`, `list of text`."""
+    """The type as the table shows it: `integer`, `choice or null`, `[number, number]`."""
     arguments = get_args(annotation)
     if annotation is type(None):
         return "null"
@@ -144,7 +144,7 @@ def type_name(annotation: Any) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    """The default as an override would give it; empty where a value must be given."""
+    """The default, written as in an override; empty for a required key."""
     value = field.get_default()
     if value is PydanticUndefined:
         return ""
@@ -156,7 +156,7 @@ def default(field: FieldInfo) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """The choices, or the range with its unit."""
+    """The allowed choices, or the range with its unit."""
     choices = list(_choices(field.annotation))
     if choices:
         return " | ".join(map(str, choices))
@@ -182,7 +182,7 @@ def _choices(annotation: Any) -> Iterator[Any]:
 
 
 def _short(bound: Any) -> str:
-    """A bound; large powers of two as such."""
+    """A bound as text; large powers of two are written as powers."""
     exponent = int(bound + 1).bit_length() - 1
     for number, text in ((2**exponent, f"2^{exponent}"), (2**exponent - 1, f"2^{exponent} - 1")):
         if exponent > 13 and bound == number:

@@ -1,8 +1,8 @@
-"""A YAML file and overrides -> Config, and the words for every mistake in them.
+"""Load a YAML file with overrides into a Config, and explain every mistake in them.
 
-An override is `section.key=value`. Where the key holds text or a path, the value is taken as it
-stands, ` #` and `: ` included; only `null`, a list `[...]`, and a value in quotes from one end to
-the other are read as YAML. All other values are YAML.
+An override is `section.key=value`. The value of a key that holds text or a path is taken literally,
+including ` #` and `: `, unless it is `null`, a list `[...]` or entirely in quotes. All other values
+are parsed as YAML.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def make_config(data: Any) -> Config:
-    """Validate a nested mapping. Raises ConfigError, one line per mistake."""
+    """Validate a nested mapping. Raises ConfigError with one line per mistake."""
     try:
         return Config.model_validate(data)
     except pydantic.ValidationError as error:
@@ -38,7 +38,7 @@ def make_config(data: Any) -> Config:
 
 
 def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`data` with overrides `a.b=c` applied. Raises ConfigError for the first that is wrong."""
+    """Apply overrides `a.b=c` to a copy of `data`. Raises ConfigError for the first invalid one."""
     merged = dict(data)
     for item in overrides:
         merged = _merged(merged, _nested(item), item)
@@ -46,7 +46,7 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The content of a YAML file that is a mapping. Raises ConfigError in one line."""
+    """Read a YAML file that holds a mapping. Raises ConfigError with one line."""
     name = printable(str(path))
     try:
         with Path(path).open("rb") as file:
@@ -70,7 +70,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def dotted(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested mapping."""
+    """The (dotted key, value) pairs of a nested mapping."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from dotted(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -93,7 +93,7 @@ def _nested(item: str) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """The value of an override. Raises ValueError where it is not valid YAML."""
+    """Parse the value of an override. Raises ValueError where it is not valid YAML."""
     textual = any(known.name == key and known.textual for known in keys())
     yaml = not text.strip() or text == "null" or text.startswith("[") or QUOTED.fullmatch(text)
     if textual and not yaml:
@@ -105,7 +105,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def _merged(base: Mapping[str, Any], change: Mapping[str, Any], item: str) -> dict[str, Any]:
-    """`base` with the values of `change`; mappings in both are merged, all else is replaced."""
+    """Merge `change` into a copy of `base`: mappings are merged, other values are replaced."""
     result = dict(base)
     for key, value in change.items():
         old = base.get(key)
@@ -119,7 +119,7 @@ def _merged(base: Mapping[str, Any], change: Mapping[str, Any], item: str) -> di
 
 
 def _explain(error: Any) -> str:
-    """One line for one pydantic error: dotted path, value, what is allowed."""
+    """Describe a pydantic error in one line: dotted path, value, what is allowed."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key; {hint(error['loc'])}"

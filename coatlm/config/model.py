@@ -1,4 +1,4 @@
-"""The model and its arithmetic: sizes, what GEMMs compute in, how states are stored."""
+"""The configuration sections model, precision and optim."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ class RopeScaling(Section):
     """Llama 3's scaling of the rotary frequencies, under Hugging Face's names."""
 
     factor: Real = number(8.0, ge=1.0)
-    """The context length divided by the original one."""
+    """The extended context length divided by the original one."""
 
     low_freq_factor: Real = number(1.0, gt=0.0)
-    """Frequencies with fewer rotations than this in the original context are divided by factor."""
+    """Frequencies that complete fewer rotations than this in the original context are divided by
+    factor."""
 
     high_freq_factor: Real = number(4.0, gt=0.0)
-    """Frequencies with more rotations than this in the original context stay as they are."""
+    """Frequencies that complete more rotations than this in the original context are unchanged."""
 
     original_max_position_embeddings: StrictInt = number(8192, "tokens", ge=1, le=2**30)
-    """The context length that the frequencies were made for."""
+    """The context length of the original pretraining."""
 
     @model_validator(mode="after")
     def _band(self) -> RopeScaling:
@@ -62,7 +63,7 @@ class Model(Section):
     """A Llama-family transformer: RMSNorm, SwiGLU, rotary embeddings, grouped-query attention."""
 
     spec: Literal["local", "te"] = "local"
-    """The layers' implementation: coatlm's own, or TransformerEngine's."""
+    """The implementation of the layers: coatlm's own, or TransformerEngine's."""
 
     layers: StrictInt = number(4, "layers", ge=1, le=MOST_LAYERS)
     """Transformer layers of the whole model."""
@@ -93,16 +94,16 @@ class Model(Section):
     """Llama 3's scaling of the rotary frequencies for long contexts; null means none."""
 
     norm_eps: Real = number(1e-5, gt=0.0)
-    """The small number that RMSNorm adds to the mean square before its root."""
+    """The epsilon that RMSNorm adds to the mean square before the square root."""
 
     tie_embeddings: StrictBool = False
-    """Use the embedding as the output layer's weight."""
+    """Share one weight between the embedding and the output layer."""
 
     qkv_bias: StrictBool = False
     """Add a bias to the query, key and value projections, as Qwen2 does."""
 
     qk_norm: StrictBool = False
-    """Normalize queries and keys per head, as Qwen3 does."""
+    """Apply RMSNorm to the queries and keys of each head, as Qwen3 does."""
 
     init_std: Real = number(0.02, gt=0.0)
     """Standard deviation of initial weights; projections into the residual stream are divided by
@@ -198,7 +199,7 @@ class Optim(Section):
     """AdamW, the formats of its states, and its learning-rate schedule."""
 
     recipe: OptimRecipe = "adamw-fp32"
-    """How weights and moments are stored, in bytes per parameter with BF16 weights: adamw-fp32 14,
+    """How weights and moments are stored. Bytes per parameter with BF16 weights: adamw-fp32 14,
     adamw-bf16 6, adamw-bf16-fp32state 10, kahan 8, collage-light 8, collage-plus 10, fp8lm 7.1,
     coat 8.1, coat-lean 6.1, coat-24 5.1, fp8-plain 8.1."""
 
@@ -216,20 +217,20 @@ class Optim(Section):
     """Steps over which the learning rate rises linearly from 0 to lr."""
 
     decay_steps: StrictInt | None = number(None, "steps", ge=1, le=FOREVER)
-    """Steps of the final decay with schedule=wsd, the only one to have it; null means a tenth of
-    train.steps."""
+    """Steps of the final decay of schedule=wsd, null means a tenth of train.steps; other schedules
+    do not have it."""
 
     weight_decay: Real = number(0.1, ge=0.0)
-    """The coefficient of decoupled weight decay of matrices; norms and biases have none."""
+    """The coefficient of decoupled weight decay for matrices; norms and biases are not decayed."""
 
     betas: tuple[Real, Real] = (0.9, 0.95)
     """Decay rates of the first and second moment, as [beta1, beta2]; each is in [0, 1)."""
 
     eps: Real = number(1e-8, gt=0.0)
-    """The small number that AdamW adds to the denominator of its update."""
+    """The epsilon that AdamW adds to the denominator of its update."""
 
     clip_grad: Real = number(1.0, ge=0.0)
-    """The largest global L2 norm of gradients; larger ones are scaled down to it. 0 means off."""
+    """The global L2 norm to which gradients are clipped; 0 means off."""
 
     @model_validator(mode="after")
     def _ranges(self) -> Optim:

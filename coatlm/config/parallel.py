@@ -1,4 +1,4 @@
-"""How the model and the batch are spread over ranks, and what travels between them."""
+"""The configuration section parallel: parallelism, sharding and the formats of communication."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 
 
 class Parallel(Section):
-    """The layout of the ranks: data-parallel size = processes / (tp * pp * cp)."""
+    """Parallelism, sharding and communication. Data-parallel size = processes / (tp * pp * cp)."""
 
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
-    """Tensor-parallel size; these ranks belong inside one node."""
+    """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""
 
     sequence_parallel: StrictBool = False
-    """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
+    """Shard norms and the residual stream along the sequence over the tensor-parallel ranks."""
 
     pp: StrictInt = number(1, "ranks", ge=1, le=10_000)
     """Pipeline-parallel size: the number of pipeline stages."""
@@ -27,13 +27,15 @@ class Parallel(Section):
     """Model chunks per pipeline stage; above 1 the schedule is interleaved."""
 
     cp: StrictInt = number(1, "ranks", ge=1, le=2**16)
-    """Context-parallel size: ranks that share the tokens of a sample."""
+    """Context-parallel size: the ranks over which the tokens of a sample are sharded."""
 
     zero: Literal[0, 1, 2] = 1
-    """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too."""
+    """The ZeRO stage, which is what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2
+    optimizer states and gradients."""
 
     partition: Literal["flat", "whole-tensor"] = "flat"
-    """How zero=1 and zero=2 shard: equal flat shards, or whole tensors per rank as in FP8-LM."""
+    """How zero=1 and zero=2 shard: into equal flat shards, or whole tensors per rank as in
+    FP8-LM."""
 
     main_grads: Literal["fp32", "bf16"] = "fp32"
     """The format in which gradients are accumulated over microbatches."""
@@ -44,35 +46,38 @@ class Parallel(Section):
 
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"
     """The scale granularity of fp8-a2a: one scale per block of 128 elements, or one per tensor or
-    per bucket, on which the ranks agree."""
+    per bucket that all ranks share."""
 
     grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"
-    """The FP8 format of fp8-a2a with block scales: more range, or half the rounding error."""
+    """The FP8 format of fp8-a2a with block scales: e4m3 has more range, e3m4 half the rounding
+    error."""
 
     grad_comm_nodes: StrictInt | None = number(None, "nodes", ge=1, le=MOST_RANKS)
-    """Nodes between which fp8-a2a exchanges what it has summed inside each; 1 means a single
-    exchange over all ranks, null takes the nodes from the launcher."""
+    """Nodes of a two-level fp8-a2a, which sums gradients inside each node first and then exchanges
+    these sums between nodes; 1 means a single exchange over all ranks, null takes the number of
+    nodes from the launcher."""
 
     weight_gather: Literal["bf16", "fp8"] = "bf16"
-    """The format in which zero=1 and zero=2 all-gather weights: as stored, or cast to FP8 as the
-    GEMMs would cast them."""
+    """The format in which zero=1 and zero=2 all-gather weights: bf16 as they are stored, fp8 cast
+    as the GEMMs cast them."""
 
     bucket_size: StrictInt = number(0, "elements", ge=0, le=2**48)
-    """The size of a gradient bucket; 0 means a 48th of a rank's parameters, at least 40 million."""
+    """Elements per gradient bucket; 0 means 1/48 of a rank's parameters, but at least 40
+    million."""
 
     overlap_grad_reduce: StrictBool = True
-    """Reduce each bucket while backward still computes the next ones."""
+    """Overlap the reduction of each gradient bucket with the rest of backward."""
 
     tp_comm: Literal["fp8", "bf16"] = "fp8"
     """The format of all-gathers between tensor-parallel ranks in the FP8 flow under
     sequence_parallel; both give the same bits."""
 
     overlap_param_gather: StrictBool = True
-    """With zero=1 and zero=2, all-gather weights while forward already computes."""
+    """Overlap the all-gather of weights with forward, with zero=1 and zero=2."""
 
     start_timeout: Real = number(600.0, "seconds", gt=0.0, le=86400.0)
-    """How long a start waits for all ranks to come and to connect, before it ends and names those
-    missing."""
+    """Seconds to wait at the start for all ranks to connect; the run then ends and names the
+    missing ranks."""
 
     @model_validator(mode="after")
     def _size(self) -> Parallel:

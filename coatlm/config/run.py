@@ -1,4 +1,4 @@
-"""The run around the model: where it lives, its data, its loop, its checkpoints and its logs."""
+"""The configuration sections run, data, train, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ StepNumber = Annotated[StrictInt, Field(ge=1, le=FOREVER)]
 
 
 class Run(Section):
-    """Where the run lives and what makes it repeatable."""
+    """The name, directory and seed of the run."""
 
     name: Text = Field("run", min_length=1)
     """The name of the run on the console and in Weights & Biases."""
 
     dir: UserPath = Path("runs/run")
-    """The run directory, which holds everything that the run writes but data.cache_dir."""
+    """The run directory, for everything that the run writes except data.cache_dir."""
 
     seed: StrictInt = number(1234, ge=0, le=2**63 - 1)  # torch adds a few thousand for its streams
     """The seed of the initial weights and of the order of training samples."""
 
 
-class Source(Section):
+class DataSource(Section):
     """One indexed dataset of a blend."""
 
     path: UserPath
-    """The prefix of an indexed dataset: PREFIX stands for PREFIX.bin and PREFIX.idx."""
+    """The path of an indexed dataset without suffix: PREFIX for PREFIX.bin and PREFIX.idx."""
 
     weight: Real = number(1.0, gt=0.0, le=1e12)
     """The share of samples from this dataset, relative to the weights of the others."""
 
 
 class Data(Section):
-    """What is trained on, either text or paths, and how it becomes samples."""
+    """The training data, given as either text or paths, and how it is cut into samples."""
 
     text: tuple[PathText, ...] = ()
-    """Text files and globs, tokenized once into cache_dir; python-stdlib is the source of Python's
-    standard library."""
+    """Text files and globs, tokenized once into cache_dir; python-stdlib stands for the source of
+    Python's standard library."""
 
-    paths: tuple[Source, ...] = ()
+    paths: tuple[DataSource, ...] = ()
     """Prefixes of indexed datasets, each as PREFIX or as {path: PREFIX, weight: W}."""
 
     tokenizer: TokenizerSpec = "byte"
@@ -69,20 +69,21 @@ class Data(Section):
     is >= 0 and the first is > 0."""
 
     reset_attention_mask: StrictBool = False
-    """Keep tokens from attending to tokens of other documents in the same sample."""
+    """Mask attention between different documents of the same sample."""
 
     eod_mask_loss: StrictBool = False
-    """Leave out of the loss the predictions that follow an end-of-document token."""
+    """Exclude from the loss the token predicted from an end-of-document token, which is the first
+    of the next document."""
 
     cache_dir: UserPath = Path(".cache/coatlm")
-    """The directory of the datasets that are made from text; runs share it."""
+    """The directory of the datasets tokenized from text, shared by all runs."""
 
     workers: StrictInt = number(0, "processes", ge=0, le=4096)
     """Processes that tokenize text; 0 means one per CPU core."""
 
     max_expansion: Real = number(1000.0, ge=1.0, le=1e9)
-    """How many bytes of text a compressed file (.gz, .zst, .parquet) may hold per byte on disk; a
-    larger ratio is refused as a decompression bomb."""
+    """The most bytes of text that a compressed file (.gz, .zst, .parquet) may hold per byte on
+    disk; a file with a larger ratio is refused as a decompression bomb."""
 
     max_record: StrictInt = number(128 << 20, "bytes", ge=1024, le=2**40)
     """The largest JSON line, parquet value or zstd window that is read into memory."""
@@ -112,67 +113,72 @@ class Train(Section):
     """The training loop. A sample has data.seq_len tokens."""
 
     steps: StrictInt = number(150, "steps", ge=1, le=FOREVER)
-    """Optimizer steps of the whole run; the learning-rate schedule ends with the last one."""
+    """Optimizer steps of the whole run, which are also the length of the learning-rate schedule."""
 
     micro_batch: StrictInt = number(4, "samples", ge=1, le=2**24)
     """Samples per forward pass on each data-parallel rank."""
 
     global_batch: StrictInt = number(16, "samples", ge=1, le=2**30)
-    """Samples per step over all ranks, a multiple of micro_batch times the data-parallel size."""
+    """Samples per optimizer step over all ranks, a multiple of micro_batch times the data-parallel
+    size."""
 
     eval_every: StrictInt = number(50, "steps", ge=0, le=FOREVER)
-    """Steps between evaluations on the validation part, with one more at the end; 0 means never."""
+    """Steps between evaluations on the validation part; another one follows the last step. 0 means
+    never."""
 
     eval_batches: StrictInt = number(8, "global batches", ge=1, le=2**30)
-    """Global batches per evaluation, the same ones each time."""
+    """Global batches per evaluation; every evaluation reads the same ones."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward recomputes instead of saving it: nothing, attention alone, or whole layers."""
+    """Activations that backward recomputes instead of saving them: none, those of attention, or
+    those of whole layers."""
 
     cuda_graphs: StrictBool = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
     by kernel launches."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
-    """Skipped steps in a row after which the run ends with exit code 3."""
+    """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""
 
     rollbacks: StrictInt = number(0, "times", ge=0, le=2**20)
-    """How often the run may return to a checkpoint and leave out the batches since then, where
-    max_skipped would otherwise end it."""
+    """How many times a run that reaches max_skipped may go back to its newest checkpoint from
+    before the skipped steps and continue without the batches read since then, instead of ending."""
 
     spike_sigma: Real = number(0.0, "standard deviations", ge=0.0)
-    """How many standard deviations above their mean of the last spike_window steps a loss or a
-    gradient norm may be; the update of a step beyond that is skipped. 0 means off."""
+    """Skip the update of a step whose loss or gradient norm is more than this many standard
+    deviations above its mean over the last spike_window steps; 0 means off."""
 
     spike_window: StrictInt = number(128, "steps", ge=2, le=2**20)
-    """The last steps over which spike_sigma takes mean and standard deviation."""
+    """Steps over which spike_sigma takes the mean and the standard deviation."""
 
 
 class Checkpoint(Section):
-    """When checkpoints are saved, and what a start resumes from."""
+    """When checkpoints are saved, and which checkpoint the run resumes from."""
 
     every: StrictInt = number(50, "steps", ge=0, le=FOREVER)
-    """Steps between checkpoints, with one more at the end; 0 saves only when a signal stops the
-    run."""
+    """Steps between checkpoints; another one follows the last step. 0 saves only when a signal
+    stops the run."""
 
     keep: StrictInt = number(3, "checkpoints", ge=1, le=2**20)
     """How many of the newest checkpoints stay on disk."""
 
     resume: PathText = "auto"
-    """What a start resumes from. auto: the run's newest checkpoint, else fresh weights. A path:
-    that checkpoint or run, if this run has no checkpoint yet; the path of an earlier checkpoint of
-    this run goes back to it once. none: fresh weights; what was there moves to attempts/."""
+    """The checkpoint that the run resumes from. auto: its newest one, or newly initialized weights
+    if it has none. A path: that checkpoint, or the newest of that run, if this run has none of its
+    own; the path of an earlier checkpoint of this run goes back to it, once. none: newly
+    initialized weights; earlier files of the run move to attempts/."""
 
     weights_only: StrictBool = False
-    """Take only the weights from the path in resume: the run starts at step 0 with fresh optimizer
-    states."""
+    """Load only the weights from the path in resume; the run starts at step 0 with newly
+    initialized optimizer states."""
 
     allow_changes: tuple[RunIdentity, ...] = ()
-    """Keys that may differ from the checkpoint's, which a resumed run otherwise refuses; data.text
-    and data.paths count as changed only if the tokens, their order or their weights differ."""
+    """Keys that may differ from those in the checkpoint; without it, resuming with a change of them
+    is refused. data.text and data.paths count as changed only if the tokens, their order or their
+    weights differ."""
 
     async_save: StrictBool = True
-    """Write checkpoints in the background while training goes on."""
+    """Write checkpoints in the background while training continues."""
 
 
 class Log(Section):
@@ -183,12 +189,12 @@ class Log(Section):
     logged too."""
 
     states_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
-    """Steps between records in states.jsonl of what the formats of weights and moments lose; 0
+    """Steps between records in states.jsonl of the rounding errors of stored weights and moments; 0
     means never."""
 
     numerics_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
-    """Steps between records in numerics.jsonl of what FP8 loses in each layer of the FP8 flow; 0
-    means never."""
+    """Steps between records in numerics.jsonl of the quantization errors in each layer of the FP8
+    flow; 0 means never."""
 
     tensorboard: StrictBool = False
     """Write TensorBoard events to tb/ in run.dir."""
@@ -197,16 +203,15 @@ class Log(Section):
     """The project in Weights & Biases to log to; null means none."""
 
     profile: tuple[StepNumber, StepNumber] | None = None
-    """First and last step that torch's profiler traces on rank 0, as [first, last]; null means
-    none."""
+    """The steps that torch's profiler traces on rank 0, as [first, last]; null means none."""
 
     hang_timeout: Real = number(0.0, "seconds", ge=0.0, le=YEAR)
-    """Seconds without a step after which the run writes the stacks of all threads and ends with
-    exit code 5; 0 means off."""
+    """Seconds without a finished step or evaluation batch after which the run writes the stacks of
+    all threads and ends with exit code 5; 0 means off."""
 
     straggler_factor: Real = number(2.0, ge=0.0)
-    """Warn of the slowest rank when its own work per step takes more than this times the median;
-    0 means no comparison."""
+    """Warn of the slowest rank when its time per step, without waiting for other ranks, exceeds
+    this factor times the median over ranks; 0 means off."""
 
     @model_validator(mode="after")
     def _window(self) -> Log:

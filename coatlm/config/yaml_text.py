@@ -1,13 +1,13 @@
-"""YAML as configurations use it: a small file, no surprises.
+"""The YAML subset of configuration files.
 
-YAML 1.1 as PyYAML's safe loader reads it, but
+It is YAML 1.1 as PyYAML's safe loader reads it, except that
 
-    3e-4                 is a number; PyYAML asks for a point before the exponent
-    010, 1:30, 2026-1-1  are strings, which no number takes; YAML 1.1 reads 8, 90 and a date
-    duplicate keys       are refused; PyYAML lets the last one win
-    aliases              may expand to no more than 2^20 characters
+    3e-4                 is a number; PyYAML requires a decimal point before the exponent
+    010, 1:30, 2026-1-1  are strings, which numeric keys refuse; YAML 1.1 reads 8, 90 and a date
+    duplicate keys       are errors; in PyYAML the last one wins
+    aliases              may expand to at most 2^20 characters
 
-`${...}` is text like any other: neither the environment nor other keys are ever put in its place.
+`${...}` is ordinary text: neither environment variables nor other keys are substituted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-MOST_CHARACTERS = 2**18  # of a file, and of an override
-MOST_EXPANDED = 2**20  # the same with every alias written out
+MOST_CHARACTERS = 2**18  # in a file or an override
+MOST_EXPANDED = 2**20  # characters after every alias is expanded
 
 _STANDARD = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01][01_]*|0x[0-9a-fA-F][0-9a-fA-F_]*)\Z")
@@ -31,8 +31,8 @@ _FLOAT = re.compile(
 )
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads; the table of how plain scalars get their types is its own."""
+class _YamlLoader(yaml.SafeLoader):
+    """Reads YAML with its own table of how plain scalars get their types."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's interface)
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _STANDARD]
@@ -40,21 +40,21 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes; strings are quoted that `_Loader` or a reader of YAML 1.1 would take for another."""
+class _YamlDumper(yaml.SafeDumper):
+    """Writes YAML; quotes strings that `_YamlLoader` or YAML 1.1 would read as another type."""
 
 
-for _class in (_Loader, _Dumper):
+for _class in (_YamlLoader, _YamlDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one YAML document. Raises ValueError in one line."""
+    """Parse one YAML document. Raises ValueError with one line."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -72,7 +72,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Characters of a node with its aliases written out; infinite where it contains itself.
+    """Characters of a node after its aliases are expanded; infinite where it contains itself.
 
     Raises MarkedYAMLError for a mapping with a key given twice.
     """
@@ -94,9 +94,9 @@ def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
 
 
 def has_comment(text: str) -> bool:
-    """Whether a part of a valid YAML text is a comment, as ` #` starts one outside of quotes."""
+    """Whether a valid YAML text contains a comment, which ` #` starts outside of quotes."""
     end = 0
-    for token in yaml.scan(text, Loader=_Loader):
+    for token in yaml.scan(text, Loader=_YamlLoader):
         if "#" in text[end : token.start_mark.index]:
             return True
         end = token.end_mark.index
@@ -104,5 +104,5 @@ def has_comment(text: str) -> bool:
 
 
 def dump_yaml(data: Any) -> str:
-    """A document that `parse_yaml` reads as `data`."""
-    return yaml.dump(data, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    """Write `data` as YAML that `parse_yaml` reads back."""
+    return yaml.dump(data, Dumper=_YamlDumper, allow_unicode=True, sort_keys=False)

@@ -64,7 +64,7 @@ class CacheFullError(OSError):
     """The disk of data.cache_dir is full."""
 
 
-def open_text(data: Data, tokenizer: Tokenizer) -> Indexed:
+def open_text_dataset(data: Data, tokenizer: Tokenizer) -> Indexed:
     """The tokens of `data.text`. Raises ValueError, or CacheFullError where the disk is full."""
     prefix = prepare_text(data, tokenizer)
     label = f"data.text={some(data.text)}"

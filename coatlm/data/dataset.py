@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatlm.config import Data
-from coatlm.data.cache import open_text
+from coatlm.data.cache import open_text_dataset
 from coatlm.data.identity import SourceIdentity, identify
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.order import Blend, Stream, split_bounds
@@ -69,7 +69,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
     CacheFullError where the disk of data.cache_dir is full.
     """
     if data.text:
-        sources = [open_text(data, tokenizer)]
+        sources = [open_text_dataset(data, tokenizer)]
     else:
         sources = [open_indexed(source.path, tokenizer) for source in data.paths]
     weights = [source.weight for source in data.paths] or [1.0]
@@ -103,7 +103,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
     return Datasets(train, part(1), part(2), sources, weights)
 
 
-class Batch(TypedDict):
+class Microbatch(TypedDict):
     """A microbatch of one rank. Context parallelism shortens s of all but `document_ids`."""
 
     tokens: Tensor  # [b, s] int64
@@ -121,7 +121,7 @@ def microbatches(
     dp_rank: int,
     dp_size: int,
     device: torch.device | str = "cpu",
-) -> Iterator[Batch]:
+) -> Iterator[Microbatch]:
     """This rank's microbatches of the global batch that begins at `first_sample`, in order.
 
     Row j of microbatch k is sample first_sample + k * (micro_batch * dp_size)
@@ -137,7 +137,7 @@ def microbatches(
         yield _to(_read_batch(dataset, range(first, first + micro_batch)), torch.device(device))
 
 
-def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Batch:
+def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
     """The batch of these samples, in host memory."""
     ids = torch.from_numpy(np.stack([dataset[i] for i in samples]))
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -146,13 +146,13 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Batch:
     documents = None
     if dataset.reset_attention_mask:
         documents = (ends.cumsum(1) - ends.long()).to(torch.int32)
-    return Batch(tokens=tokens, labels=labels, loss_mask=mask, document_ids=documents)
+    return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_ids=documents)
 
 
-def _map(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+def _map(batch: Microbatch, function: Callable[[Tensor], Tensor]) -> Microbatch:
     """Apply `function` to every tensor."""
     documents = batch["document_ids"]
-    return Batch(
+    return Microbatch(
         tokens=function(batch["tokens"]),
         labels=function(batch["labels"]),
         loss_mask=function(batch["loss_mask"]),
@@ -160,7 +160,7 @@ def _map(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     )
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
+def _to(batch: Microbatch, device: torch.device) -> Microbatch:
     return _map(batch, lambda t: t.to(device, non_blocking=True))
 
 
@@ -196,7 +196,7 @@ class BatchIterator:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next = self._thread.submit(self._prepare, self._first)
 
-    def _prepare(self, first_sample: int) -> list[Batch]:
+    def _prepare(self, first_sample: int) -> list[Microbatch]:
         """A global batch in host memory, pinned for a GPU. Runs in the thread."""
         batches = list(self._read(first_sample))
         if self._device.type == "cuda":
@@ -207,7 +207,7 @@ class BatchIterator:
     def __iter__(self) -> BatchIterator:
         return self
 
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> list[Microbatch]:
         batches = self._next.result()
         self._first += self._global_batch
         self._next = self._thread.submit(self._prepare, self._first)
@@ -235,13 +235,13 @@ def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
     return torch.cat((chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]))
 
 
-def cp_slice(batch: Batch, cp_rank: int, cp_size: int) -> Batch:
+def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
     """The rank's positions of tokens, labels and loss_mask; document_ids stay whole, for keys."""
     if cp_size == 1:
         return batch
     tokens = batch["tokens"]
     at = zigzag_positions(tokens.shape[1], cp_rank, cp_size).to(tokens.device, non_blocking=True)
-    return Batch(
+    return Microbatch(
         tokens=tokens.index_select(1, at),
         labels=batch["labels"].index_select(1, at),
         loss_mask=batch["loss_mask"].index_select(1, at),

@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Literal
 
 from coatlm.data.parquet import read_column, row_groups
-from coatlm.data.streams import BLOCK_BYTES, DEFAULT_LIMITS, Limits, TextStream, open_text, some
+from coatlm.data.streams import (
+    BLOCK_BYTES,
+    DEFAULT_LIMITS,
+    Limits,
+    TextStream,
+    open_text_stream,
+    some,
+)
 
 STDLIB = "python-stdlib"  # stands for the sources of the running Python's standard library
 STDLIB_BYTES = 16_000_000  # of which whole files are taken in sorted order, up to this size
@@ -181,7 +188,7 @@ def read_segment(
         if kind == "parquet":
             yield from _parquet_blocks(segment, column, limits)
             return
-        with open_text(path, compression, segment.size, limits) as stream:
+        with open_text_stream(path, compression, segment.size, limits) as stream:
             if kind == "jsonl":
                 yield from _jsonl_blocks(segment, stream, field)
             else:

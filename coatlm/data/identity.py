@@ -66,7 +66,7 @@ def _blocks(tokens: NDArray[Any]) -> list[NDArray[Any]]:
     return [tokens[start : start + size] for start in starts]
 
 
-def describe(identity: Sequence[SourceIdentity]) -> str:
+def describe_identity(identity: Sequence[SourceIdentity]) -> str:
     """An identity in a few words, for messages."""
     parts = [f"{s['tokens']:,} tokens ({s['sha256'][:8]})" for s in identity]
     more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""

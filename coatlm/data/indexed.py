@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coatlm.data.checksums import CheckedFile, DatasetError
-from coatlm.data.manifest import Manifest, read_manifest, read_sums, suffixed
+from coatlm.data.manifest import DatasetManifest, read_dataset_manifest, read_sums, suffixed
 from coatlm.data.tokenizer import Tokenizer
 
 HEADER_BYTES = 34
@@ -94,7 +94,7 @@ def open_indexed(
     on_damage: Callable[[], object] = lambda: None,
 ) -> Indexed:
     """Open PREFIX for reading. Raises DatasetError naming the file and what is wrong with it."""
-    manifest = read_manifest(prefix)
+    manifest = read_dataset_manifest(prefix)
     dtype, bounds_D1 = _read_index(prefix, manifest)
     if bounds_D1[-1] == 0:
         raise DatasetError(f"{suffixed(prefix, '.bin')}: holds no tokens")
@@ -115,14 +115,14 @@ def open_checked(prefix: Path) -> CheckedFile:
 
     Raises DatasetError where the other files are damaged or there are no checksums.
     """
-    manifest = read_manifest(prefix)
+    manifest = read_dataset_manifest(prefix)
     if manifest is None or manifest.version == 1:
         raise DatasetError(f"{prefix}: has no checksums; preprocess it again with --overwrite")
     dtype, bounds_D1 = _read_index(prefix, manifest)
     return _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
 
 
-def _open_bin(prefix: Path, manifest: Manifest | None, nbytes: int) -> CheckedFile:
+def _open_bin(prefix: Path, manifest: DatasetManifest | None, nbytes: int) -> CheckedFile:
     path = suffixed(prefix, ".bin")
     has_sums = manifest is not None and manifest.version >= 2
     sums = read_sums(prefix, manifest, nbytes) if manifest is not None and has_sums else None
@@ -130,7 +130,7 @@ def _open_bin(prefix: Path, manifest: Manifest | None, nbytes: int) -> CheckedFi
 
 
 def _read_index(
-    prefix: Path, manifest: Manifest | None
+    prefix: Path, manifest: DatasetManifest | None
 ) -> tuple[type[np.number[Any]], NDArray[np.int64]]:
     """dtype and document bounds, in tokens, of an .idx file that fits its .bin file."""
     idx, bin_ = suffixed(prefix, ".idx"), suffixed(prefix, ".bin")
@@ -190,7 +190,7 @@ def _read_index(
 
 def _check_manifest(
     prefix: Path,
-    manifest: Manifest,
+    manifest: DatasetManifest,
     tokenizer: Tokenizer,
     dtype: type[np.number[Any]],
     bounds_D1: NDArray[np.int64],

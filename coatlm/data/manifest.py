@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coatlm.data.checksums import SUM_BYTES, DatasetError
-from coatlm.data.streams import one_line, some
+from coatlm.data.streams import quoted, some
 
 FORMAT = "coatlm-tokens"
 VERSION = 2  # 1: without checksums
@@ -22,7 +22,7 @@ SUFFIXES = (".bin", ".crc32", ".json", ".idx")  # .idx, without which there is n
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """PREFIX.json."""
 
     tokenizer: str  # spec
@@ -60,7 +60,7 @@ def suffixed(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def read_manifest(prefix: Path) -> Manifest | None:
+def read_dataset_manifest(prefix: Path) -> DatasetManifest | None:
     """PREFIX.json, or None where there is none. Raises DatasetError if it is broken or not ours."""
     path = suffixed(prefix, ".json")
     if path.exists() and not path.is_file():
@@ -70,25 +70,25 @@ def read_manifest(prefix: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{path}: not readable as JSON: {one_line(error)}") from None
+        raise DatasetError(f"{path}: not readable as JSON: {quoted(error)}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DatasetError(f"{path}: does not describe a dataset of coatlm; move it elsewhere")
     if record.get("version") not in (1, VERSION):
         raise DatasetError(
-            f"{path}: version={one_line(record.get('version'))}: this coatlm reads versions 1 and "
+            f"{path}: version={quoted(record.get('version'))}: this coatlm reads versions 1 and "
             f"{VERSION}"
         )
-    known = {field.name: field.type for field in dataclasses.fields(Manifest)}
+    known = {field.name: field.type for field in dataclasses.fields(DatasetManifest)}
     if record["version"] == 1:
         record = dict.fromkeys(_SINCE_2, 0) | record
     if wrong := set(record) ^ set(known):
         raise DatasetError(f"{path}: unknown or missing keys: {some(sorted(wrong))}")
     if wrong := {name for name, kind in known.items() if type(record[name]).__name__ != kind}:
         raise DatasetError(f"{path}: of another type than was written: {some(sorted(wrong))}")
-    return Manifest(**record)
+    return DatasetManifest(**record)
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
+def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a file whole or not at all, and on disk when this returns."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def read_sums(prefix: Path, manifest: Manifest, nbytes: int) -> NDArray[np.uint32]:
+def read_sums(prefix: Path, manifest: DatasetManifest, nbytes: int) -> NDArray[np.uint32]:
     """PREFIX.crc32, compared with its own checksum; `nbytes` of PREFIX.bin."""
     path = suffixed(prefix, ".crc32")
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from coatlm.data.streams import Limits, one_line, some
+from coatlm.data.streams import Limits, quoted, some
 
 ROWS = 64  # decoded at once
 BATCH_BYTES = 64 << 20  # decoded at once where rows repeat long values
@@ -54,7 +54,7 @@ def read_column(
                     raise limits.record_error(f"{path}: column {column!r}", "a value")
                 yield values, len(values) / rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: broken parquet: {one_line(error)}") from None
+            raise ValueError(f"{path}: broken parquet: {quoted(error)}") from None
 
 
 def _open(path: str, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def _open(path: str, **options: Any) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, **options)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a parquet file: {one_line(error)}") from None
+        raise ValueError(f"{path}: not a parquet file: {quoted(error)}") from None
 
 
 def _string_type(path: str, file: Any, column: str) -> Any:
@@ -80,7 +80,7 @@ def _string_type(path: str, file: Any, column: str) -> Any:
     if pyarrow.types.is_dictionary(kind):
         kind = kind.value_type
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise ValueError(f"{path}: column {column!r} is {one_line(kind)}, not string")
+        raise ValueError(f"{path}: column {column!r} is {quoted(kind)}, not string")
     return kind
 
 

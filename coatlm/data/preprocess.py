@@ -27,13 +27,13 @@ from coatlm.data.checksums import BlockSums
 from coatlm.data.documents import Segment, expand_inputs, plan_segments
 from coatlm.data.manifest import (
     SUFFIXES,
-    Manifest,
-    read_manifest,
+    DatasetManifest,
+    read_dataset_manifest,
     suffixed,
     token_dtype,
-    write_json,
+    write_record,
 )
-from coatlm.data.shards import Options, Shard, fingerprint, plan_shards, tokenise
+from coatlm.data.shards import Options, TokenShard, fingerprint, plan_shards, tokenise
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
@@ -48,7 +48,7 @@ def preprocess(
     limits: Limits = DEFAULT_LIMITS,
     workers: int = 0,
     overwrite: bool = False,
-) -> Manifest:
+) -> DatasetManifest:
     """Tokenise files, globs or `python-stdlib` into PREFIX.bin, .idx, .json and .crc32.
 
     An interrupted call leaves PREFIX.shards behind, from which the same call goes on. If PREFIX is
@@ -83,14 +83,14 @@ def _shortened(inputs: Sequence[str]) -> str:
 
 def _existing(
     prefix: Path, key: str, segments: Sequence[Segment], overwrite: bool
-) -> Manifest | None:
+) -> DatasetManifest | None:
     """The manifest if PREFIX is what is asked for. Raises ValueError where it must not be."""
     targets = [suffixed(prefix, suffix) for suffix in SUFFIXES]
     inputs = {segment.path for segment in segments}
     for target in targets:
         if str(target.absolute()) in inputs:
             raise ValueError(f"{target}: would overwrite an input; choose another output prefix")
-    manifest = read_manifest(prefix)
+    manifest = read_dataset_manifest(prefix)
     if manifest is not None and manifest.inputs == key:
         expected = [suffixed(prefix, suffix) for suffix in manifest.suffixes]
         if all(target.exists() for target in expected) and not (
@@ -123,7 +123,7 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _join(shards: Sequence[Shard], base: Path, dtype: type[np.number[Any]]) -> tuple[int, int]:
+def _join(shards: Sequence[TokenShard], base: Path, dtype: type[np.number[Any]]) -> tuple[int, int]:
     """Write the documents of all shards, in order, to BASE.bin, .idx and .crc32, onto the disk.
 
     Returns the CRC-32 of .idx and of .crc32. Raises ValueError where a shard was damaged.
@@ -152,30 +152,30 @@ def _join(shards: Sequence[Shard], base: Path, dtype: type[np.number[Any]]) -> t
     return zlib.crc32(np.memmap(index, mode="r").data), zlib.crc32(sums.array().data)
 
 
-def _publish(prefix: Path, manifest: Manifest) -> None:
+def _publish(prefix: Path, manifest: DatasetManifest) -> None:
     """Give the joined files their names; PREFIX.idx, without which there is no dataset, last."""
     base = _joined(prefix)
     suffixed(prefix, ".idx").unlink(missing_ok=True)
     os.replace(suffixed(base, ".bin"), suffixed(prefix, ".bin"))
     os.replace(suffixed(base, ".crc32"), suffixed(prefix, ".crc32"))
-    write_json(suffixed(prefix, ".json"), dataclasses.asdict(manifest))
+    write_record(suffixed(prefix, ".json"), dataclasses.asdict(manifest))
     os.replace(suffixed(base, ".idx"), suffixed(prefix, ".idx"))
 
 
 def _describe(
-    shards: Sequence[Shard],
+    shards: Sequence[TokenShard],
     options: Options,
     tokenizer: Tokenizer,
     key: str,
     crc32: tuple[int, int],
-) -> Manifest:
+) -> DatasetManifest:
     """The manifest of finished shards; `crc32` of the files .idx and .crc32."""
     records = [shard.record() for shard in shards]
 
     def total(name: str) -> int:
         return sum(record[name] for record in records if record is not None)
 
-    return Manifest(
+    return DatasetManifest(
         tokenizer=options.tokenizer,
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,

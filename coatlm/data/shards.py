@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from coatlm.data.documents import Segment, file_kind, read_segment
-from coatlm.data.manifest import suffixed, token_dtype, write_json
+from coatlm.data.manifest import suffixed, token_dtype, write_record
 from coatlm.data.streams import BLOCK_BYTES, Limits
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.process import uninterrupted
@@ -64,7 +64,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """Segments that one process turns into DIRECTORY/NAME.bin, .lengths.npy and .json."""
 
     base: Path  # DIRECTORY/NAME
@@ -112,9 +112,9 @@ def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokeni
 
 def plan_shards(
     segments: Sequence[Segment], options: Options, tokenizer: Tokenizer, directory: Path
-) -> list[Shard]:
+) -> list[TokenShard]:
     """Consecutive segments, together of about options.shard_bytes."""
-    shards: list[Shard] = []
+    shards: list[TokenShard] = []
     group: list[Segment] = []
     size = 0
     for at, segment in enumerate(segments):
@@ -122,12 +122,12 @@ def plan_shards(
         size += segment.nbytes
         if size >= options.shard_bytes or at == len(segments) - 1:
             name = fingerprint(group, options, tokenizer)[:32]
-            shards.append(Shard(directory / name, tuple(group), size))
+            shards.append(TokenShard(directory / name, tuple(group), size))
             group, size = [], 0
     return shards
 
 
-def tokenise(shards: Sequence[Shard], options: Options, limits: Limits, workers: int) -> None:
+def tokenise(shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int) -> None:
     """Write the shards that are missing, and show how far it is."""
     missing = [shard for shard in shards if shard.record() is None]
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
@@ -159,7 +159,7 @@ def tokenise(shards: Sequence[Shard], options: Options, limits: Limits, workers:
 
 
 def _run_workers(
-    shards: Sequence[Shard], options: Options, limits: Limits, workers: int, report: Report
+    shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int, report: Report
 ) -> None:
     """Spread shards over processes. Raises the first worker's ValueError or OSError."""
     context = multiprocessing.get_context("spawn")  # fork would copy a CUDA context and threads
@@ -205,7 +205,7 @@ def _run_workers(
 
 
 def _work(
-    shards: Sequence[Shard], options: Options, limits: Limits, counters: Any, complaints: Any
+    shards: Sequence[TokenShard], options: Options, limits: Limits, counters: Any, complaints: Any
 ) -> None:
     """A worker process: take the next shard until there is none."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -267,7 +267,7 @@ class _Documents:
 
 
 def _write_shard(
-    shard: Shard, options: Options, limits: Limits, tokenizer: Tokenizer, report: Report
+    shard: TokenShard, options: Options, limits: Limits, tokenizer: Tokenizer, report: Report
 ) -> None:
     """Tokenise one shard. Files appear under their names when they are whole, the record last."""
     dtype = token_dtype(tokenizer.vocab_size)
@@ -297,7 +297,7 @@ def _write_shard(
     with _atomic(suffixed(shard.base, ".lengths.npy")) as file:
         np.save(file, np.asarray(documents.lengths, dtype=np.int32))
     tokens = sum(documents.lengths)
-    write_json(
+    write_record(
         suffixed(shard.base, ".json"),
         {
             "bytes": tokens * dtype().itemsize,

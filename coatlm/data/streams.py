@@ -150,13 +150,15 @@ class TextStream:
 
 
 @contextlib.contextmanager
-def open_text(path: str, compression: str, nbytes: int, limits: Limits) -> Iterator[TextStream]:
+def open_text_stream(
+    path: str, compression: str, nbytes: int, limits: Limits
+) -> Iterator[TextStream]:
     """The text of a file of `nbytes` that is compressed in one of "", ".gz" and ".zst"."""
     with open(path, "rb") as raw:
         yield TextStream(raw, path, compression, nbytes, limits)
 
 
-def one_line(message: object) -> str:
+def quoted(message: object) -> str:
     """What a library says, as far as a message of one line can hold it."""
     text = " ".join(str(message).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
@@ -164,7 +166,7 @@ def one_line(message: object) -> str:
 
 def some(names: Iterable[str]) -> str:
     """Names that a file gives, as far as a message can hold them."""
-    return one_line(", ".join(names)) or "none"
+    return quoted(", ".join(names)) or "none"
 
 
 class _ZstdReader(io.RawIOBase):

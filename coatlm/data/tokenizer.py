@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from coatlm.data.streams import one_line
+from coatlm.data.streams import quoted
 
 if TYPE_CHECKING:
     import tiktoken
@@ -246,7 +246,7 @@ def _named_encoding(spec: str, name: str) -> tiktoken.Encoding:
     except (OSError, ValueError) as error:  # errors of the network are OSErrors
         raise ValueError(
             f"data.tokenizer={spec!r}: its rank file is neither in tiktoken's cache "
-            f"(TIKTOKEN_CACHE_DIR) nor could it be fetched: {one_line(error)}"
+            f"(TIKTOKEN_CACHE_DIR) nor could it be fetched: {quoted(error)}"
         ) from None
 
 
@@ -285,7 +285,7 @@ def _library_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what}: {one_line(error) or type(error).__name__}") from None
+        raise ValueError(f"{what}: {quoted(error) or type(error).__name__}") from None
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ def read_model(raw: Mapping[str, Any]) -> Json:
     return section
 
 
-def write_config(
+def make_hf_config(
     config: Config, vocab: int, *, dtype: str, like: Mapping[str, Any] | None = None
 ) -> Json:
     """A config.json for the model of a run, for any transformers since 4.51.

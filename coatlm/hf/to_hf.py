@@ -21,7 +21,7 @@ from coatlm.config import Config
 from coatlm.console import progress
 from coatlm.files import read_json, whole_directory
 from coatlm.fp8.formats import SCALE_BLOCK
-from coatlm.hf.config import check_token_ids, output_bias, write_config
+from coatlm.hf.config import check_token_ids, make_hf_config, output_bias
 from coatlm.hf.files import (
     Described,
     Report,
@@ -87,7 +87,7 @@ def to_huggingface(
     if relative is not None:
         check_token_ids(str(relative / "config.json"), raw, weights.rows)
         check_files(relative, (GENERATION, *TOKENIZER_FILES), weights.rows)
-    result = write_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
+    result = make_hf_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
     plan = list(entries(config.model, rows))
     zeros = zero_biases(config.model) if output_bias(result) else {}
     described = _describe(plan, zeros, weights.dtype, fp8)

@@ -1,11 +1,12 @@
 """Causal self-attention of a Llama layer: QKV -> RoPE -> softmax(Q K^T / sqrt(d)) V -> output.
 
-Shapes: S tokens of this rank, B samples, N query heads, G key/value heads, D elements a head, T all
-tokens of a sample. The core runs torch's scaled_dot_product_attention, cuDNN first on a GPU.
+Shapes: S tokens of this rank, B samples, N query heads, G key/value heads, D elements per head, T
+tokens of a whole sample. The core attention is torch's scaled_dot_product_attention; on a GPU the
+cuDNN backend is preferred.
 
-Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), so that the causal
-work is balanced. Keys and values are gathered; each of the two query chunks attends to the prefix
-that ends with it, which is plain causal attention aligned at the lower right corner.
+Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), which balances the
+causal work. Keys and values are all-gathered; each of the two query chunks attends to the prefix
+that ends with it, which is causal attention aligned at the lower right corner.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BACKENDS = [
 
 
 class CoreAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D)) V, causal, or under an explicit mask; context parallel if asked."""
+    """softmax(Q K^T / sqrt(D)) V, causal or with an explicit mask, on one or more cp ranks."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, pg_collection: Any, **__: Any):
         super().__init__()
@@ -46,7 +47,7 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [S, B, N*D]. `attention_mask` [B, 1, S, T]: True may not attend."""
+        """Returns [S, B, N*D]. `attention_mask` [B, 1, S, T] is True where attention is masked."""
         q_BNSD = q_SBND.permute(1, 2, 0, 3)
         if self.cp_group.size() > 1:
             k_SBGD, v_SBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
@@ -84,7 +85,10 @@ class CoreAttention(nn.Module):
 
 
 class SelfAttention(MegatronSelfAttention):
-    """megatron's self-attention with its glue fused: parameters and checkpoints are its own."""
+    """megatron-core's self-attention, with a fused split, norm and RoPE between its linears.
+
+    Parameter names and checkpoints are those of megatron-core.
+    """
 
     def forward(
         self,
@@ -108,27 +112,27 @@ class SelfAttention(MegatronSelfAttention):
         return self.core_attention(*self.split_rotated(qkv_SBW, cos_sin), attention_mask)
 
     def split_rotated(self, qkv_SBW: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The projection's output -> q[S, B, N, D], k and v[S, B, G, D], normed and rotated."""
-        groups = self.num_query_groups_per_partition
-        heads_per_group = self.num_attention_heads_per_partition // groups
+        """Split the QKV output into q [S, B, N, D], k and v [S, B, G, D]; apply norm and RoPE."""
+        kv_heads = self.num_query_groups_per_partition
+        heads_per_group = self.num_attention_heads_per_partition // kv_heads
         head_dim = self.hidden_size_per_attention_head
-        qkv_SBGW = qkv_SBW.unflatten(-1, (groups, (heads_per_group + 2) * head_dim))
+        qkv_SBGW = qkv_SBW.unflatten(-1, (kv_heads, (heads_per_group + 2) * head_dim))
         cos, sin = cos_sin
         if self.q_layernorm is None:
             return split_qkv_rope(
                 qkv_SBGW, cos, sin, heads_per_group=heads_per_group, head_dim=head_dim
             )
         sizes = [heads_per_group * head_dim, head_dim, head_dim]
-        # copies: a view that is saved for backward would keep all of qkv alive
+        # copies: a view that is saved for backward would hold the memory of all of qkv
         q, k, v = (part.contiguous() for part in qkv_SBGW.split(sizes, dim=-1))
         q = self.q_layernorm(q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3))
         return rope(q, cos, sin), rope(self.k_layernorm(k), cos, sin), v
 
 
 def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
-    """[S, B, ...] of every rank's two chunks -> [T, B, ...] in the order of the sequence.
+    """All-gather the two chunks of each rank, [S, B, ...] -> [T, B, ...] in sequence order.
 
-    Backward sums the gradients over the group and returns each rank its chunks.
+    Backward reduce-scatters the gradients over `group`: each rank receives those of its chunks.
     """
     gathered = tensor_parallel.gather_from_sequence_parallel_region(
         x_SB.contiguous(), tensor_parallel_output_grad=True, group=group
@@ -137,4 +141,6 @@ def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
     chunks = gathered.unflatten(0, (2 * size, -1)).unbind()
     held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
     order = sorted(range(2 * size), key=held.__getitem__)
-    return torch.cat([chunks[i] for i in order])  # a list as an index would wait for the GPU
+    return torch.cat(
+        [chunks[i] for i in order]
+    )  # indexing with a list would synchronize with the GPU

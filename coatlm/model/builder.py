@@ -1,8 +1,9 @@
-"""From a configuration to the model chunks of this pipeline stage.
+"""Builds the model chunks of this pipeline stage from a configuration.
 
-`Llama` is megatron-core's GPTModel with its own forward pass: rotary tables are made once, the
-output layer and the cross entropy are one chunked operation (`loss.py`). Initial weights are a pure
-function of the seed and the parameter's name: every layout starts from the same model.
+`Llama` is megatron-core's GPTModel with a forward pass of its own: rotary tables are computed once,
+and the output layer and the cross entropy are one chunked operation (`loss.py`). Initial weights
+are a pure function of the seed and the parameter's name, so every layout starts from the same
+model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ TE_RECIPES = {  # precision.recipe -> megatron's fp8 and fp8_recipe
 
 
 class Llama(GPTModel):
-    """Tokens [B, S] (and labels) -> per-token loss [B, S], or hidden states between stages."""
+    """A Llama model chunk: tokens and labels [B, S] -> per-token loss [B, S].
+
+    Between pipeline stages it takes and returns hidden states.
+    """
 
     def __init__(
         self, config: TransformerConfig, run: Config, groups: Groups, **kwargs: Any
@@ -51,7 +55,7 @@ class Llama(GPTModel):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Last stage: loss [B, S] in fp32 with labels, else logits [B, S, V/tp]."""
+        """The last stage returns the loss [B, S] in fp32, without labels the logits [B, S, V/tp]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
@@ -70,9 +74,10 @@ class Llama(GPTModel):
         return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
 
     def set_is_first_microbatch(self) -> None:
-        """Weights are new: megatron-core's schedules call this at the first forward pass of a step.
+        """Discard the FP8 casts of old weights.
 
-        Its own method does nothing unless its own FP8 is on.
+        megatron-core's schedules call this before the first forward pass of a step. The method of
+        its base class does nothing without TransformerEngine's FP8.
         """
         super().set_is_first_microbatch()
         for layer in self.decoder.layers:
@@ -81,9 +86,9 @@ class Llama(GPTModel):
 
 
 def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
-    """The chunks of this stage (one, or `vpp`), on this rank's device, with initial weights.
+    """Build the chunks of this stage (one, or `vpp`) on this rank's device, with initial weights.
 
-    `vocab` is the padded vocabulary. Chunks are ordered as the interleaved schedule runs them.
+    `vocab` is the padded vocabulary size. Chunks are in the order of the interleaved schedule.
     """
     transformer = transformer_config(config)
     tensor_parallel.model_parallel_cuda_manual_seed(
@@ -113,7 +118,7 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """megatron-core's view of the model and its layout."""
+    """The megatron-core configuration of the model and its parallel layout."""
     m, p = config.model, config.parallel
     bf16 = config.precision.recipe != "fp32"
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -165,7 +170,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def token_positions(seq_len: int, groups: Groups) -> Tensor:
-    """Positions of this context-parallel rank's tokens, in its order."""
+    """The positions of this context-parallel rank's tokens in the sequence, in its order."""
     if groups.cp.size() == 1:
         return torch.arange(seq_len)
     return zigzag_positions(seq_len, groups.cp.rank(), groups.cp.size())
@@ -173,10 +178,11 @@ def token_positions(seq_len: int, groups: Groups) -> Tensor:
 
 @torch.no_grad()
 def init_weights(chunks: Sequence[Llama], config: Config) -> None:
-    """Normal(0, init_std); output projections Normal(0, init_std / sqrt(2 * layers)).
+    """Draw matrices from Normal(0, init_std), set norms to one and biases to zero.
 
-    Each logical tensor is drawn whole from a generator seeded by (seed, name), in fp32, and this
-    rank keeps its rectangle, so that no layout changes the model. Norms are one, biases zero.
+    Output projections are drawn from Normal(0, init_std / sqrt(2 * layers)). Each logical tensor is
+    drawn whole, in fp32, from a generator seeded by (seed, name); this rank copies its rectangle of
+    it. So the model is the same in every layout.
     """
     std = config.model.init_std
     for chunk in chunks:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coatlm.fp8.attention import attend_keeping_fp8
+from coatlm.fp8.gemm import Plans
 from coatlm.fp8.recipe import FlowRecipe
 from coatlm.megatron import TransformerLayer, tensor_parallel
 from coatlm.model.flow import Flow, NormQKV, ProjMLP
@@ -21,11 +22,13 @@ from coatlm.parallel.tensor import TensorParallel, Wire
 class CoatTransformerLayer(TransformerLayer):
     """megatron's layer, its parameters and checkpoints, with the FP8 flow as its forward pass."""
 
-    def __init__(self, *args: Any, recipe: FlowRecipe, wire: Wire, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: FlowRecipe, wire: Wire, plans: Plans, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         group = self.self_attention.linear_qkv.tp_group
         parallel = TensorParallel(group, self.config.sequence_parallel, wire)
-        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon)
+        self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
         for weight in self.linear_weights():
             weight.main_grad_stale = False  # type: ignore[attr-defined]
 

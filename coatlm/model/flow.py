@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.gemm import matmul, tune
+from coatlm.fp8.gemm import Plans, matmul
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, QTensor, group
 from coatlm.fp8.recipe import FlowRecipe
@@ -74,8 +74,12 @@ class Weight(NamedTuple):
 class Flow:
     """What the two functions of a layer share: recipe, layout, and weights kept for a step."""
 
-    def __init__(self, recipe: FlowRecipe, parallel: TensorParallel, eps: float) -> None:
+    def __init__(
+        self, recipe: FlowRecipe, parallel: TensorParallel, eps: float, plans: Plans | None = None
+    ) -> None:
+        """`plans`: of the model's GEMMs, which its layers share; None: of this layer alone."""
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
+        self.plans = Plans() if plans is None else plans
         self.keeping = False  # the layer sets it, to what the recipe says where it trains
         self.kept: dict[Tensor, Weight] = {}
         self.probe: Probe | None = None  # while this step's numerics are looked at
@@ -94,9 +98,9 @@ class Flow:
             kinds["device"] = weight.device.index
             n, k = weight.shape
             kinds |= {"fast": "dgrad" in fast, "accumulate": False}
-            tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
             kinds |= {"fast": "wgrad" in fast, "accumulate": True}
-            tune(n, k, padded_rows(tokens), out_dtype=grad_dtype, **kinds)
+            self.plans.tune(n, k, padded_rows(tokens), out_dtype=grad_dtype, **kinds)
 
     def forward_weight(self, weight: Tensor) -> QTensor:
         """[out, in] with a scale a row."""
@@ -115,20 +119,22 @@ class Flow:
 
     def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
         """x W^T of forward."""
-        return matmul(x, weight, fast="forward" in self.recipe.fast, **options)
+        fast = "forward" in self.recipe.fast
+        return matmul(x, weight, fast=fast, plans=self.plans, **options)
 
     def input_gradient(self, dy: QTensor, weight: Tensor, scale: Tensor) -> Tensor:
         """dy W."""
-        return matmul(dy, self.backward_weight(weight, scale), fast="dgrad" in self.recipe.fast)
+        w, fast = self.backward_weight(weight, scale), "dgrad" in self.recipe.fast
+        return matmul(dy, w, fast=fast, plans=self.plans)
 
     def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
         """dy^T x, added to `main_grad` where there is one, or written over it if it is stale."""
         fast = "wgrad" in self.recipe.fast
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
-            return matmul(dy_t, x_t, fast=fast).to(weight.dtype)
+            return matmul(dy_t, x_t, fast=fast, plans=self.plans).to(weight.dtype)
         stale = getattr(weight, "main_grad_stale", False)
-        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast)
+        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast, plans=self.plans)
         if stale:
             weight.main_grad_stale = False  # type: ignore[attr-defined]
         return None

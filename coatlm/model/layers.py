@@ -1,4 +1,4 @@
-"""The remaining parts of a Llama layer: RMSNorm and the SwiGLU MLP, on coatlm's kernels."""
+"""RMSNorm and the SwiGLU MLP of a BF16 Llama layer, on coatlm's kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from coatlm.megatron import MLP as MegatronMLP
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32 inside.
 
-    Under sequence parallelism each tensor-parallel rank sees part of the tokens; the mark on the
-    weight asks for its gradient to be summed over them.
+    Under sequence parallelism each tensor-parallel rank has part of the tokens. The attribute
+    `sequence_parallel` of the weight says that its gradient has to be summed over these ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -32,10 +32,10 @@ class RMSNorm(nn.Module):
 
 
 class MLP(MegatronMLP):
-    """down(silu(gate(x)) * up(x)); gate and up are one GEMM. Parameters are megatron's.
+    """down(silu(gate(x)) * up(x)), with gate and up as one GEMM; parameters are megatron-core's.
 
-    megatron-core 0.19 hands its constructor the process groups and more, 0.16 does not; the
-    tensor-parallel group is the same either way.
+    megatron-core 0.19 passes process groups and more to the constructor, 0.16 does not. They are
+    not needed: the tensor-parallel group is the same.
     """
 
     def __init__(self, config: Any, submodules: Any, **_: Any) -> None:

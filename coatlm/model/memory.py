@@ -35,7 +35,7 @@ from coatlm.model.accounting import key_size, layer_matrices, query_size, rank_p
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
 from coatlm.parallel.buckets import bucket_elements
-from coatlm.parallel.buffers import IN_FLIGHT
+from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
 STATISTIC = 4  # bytes of an fp32 number that a kernel keeps a row

@@ -9,7 +9,7 @@ use the scales fixed before it, and raise the amaxes. After the step, for the wh
 
 Ranks share scales, so those of sequence parallelism have nothing to agree on in backward.
 
-Scales and amaxes keep their memory: recordings of microbatches see what is written there. Scales
+Scales and amaxes keep their memory: CUDA graphs of microbatches see what is written there. Scales
 lie 16 bytes apart, as products take them (fp8/gemm.py).
 
 While there is no history the gradients are scaled by their own amax, as without delay, and that is

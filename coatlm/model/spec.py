@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 from coatlm.config import Config
+from coatlm.fp8.gemm import Plans
 from coatlm.fp8.recipe import FLOW_RECIPES, recipe_of
 from coatlm.megatron import (
     AttnMaskType,
@@ -66,7 +67,11 @@ def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
     """The modules of a local layer, and so its parameters and checkpoints, run as an FP8 flow."""
     return ModuleSpec(
         module=CoatTransformerLayer,
-        params={"recipe": recipe_of(config.precision), "wire": config.parallel.tp_comm},
+        params={
+            "recipe": recipe_of(config.precision),
+            "wire": config.parallel.tp_comm,
+            "plans": Plans(),
+        },
         submodules=local.submodules,
     )
 

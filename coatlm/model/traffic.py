@@ -36,7 +36,7 @@ from coatlm.config import Config
 from coatlm.model.accounting import key_size
 from coatlm.model.memory import bf16_share, microbatch_tokens, weight_dtype
 from coatlm.parallel.collectives import Traffic
-from coatlm.parallel.reduce import TensorParallelSums
+from coatlm.parallel.finalize_grads import TensorParallelSums
 
 CODES = torch.uint8
 SCALES = torch.float32

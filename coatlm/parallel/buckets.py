@@ -1,17 +1,19 @@
-"""Buckets: runs of the flat buffers that are reduced, and gathered, together.
+"""Flat buckets: the units in which gradients are reduced and weights are all-gathered.
 
-Layout (elements). Parameters stand in the order in which backward finishes them, each on a multiple
-of 128; a bucket is closed once it holds `bucket_size` elements. Every rank of the group has a part
-of it, its shard, which it updates under ZeRO. Either the bucket is padded to a multiple of 128 *
-ranks and cut into equal parts, or (`owner`) the parameters of one owner stand together and are its
-part. Parts start on multiples of 128, so groups of 128 consecutive elements of a parameter never
-move when the number of ranks changes: what is quantised by such groups can be resharded exactly.
+Layout, in elements. Parameters lie in the order in which backward finishes them, each aligned to
+128 elements; a bucket is closed once it holds `bucket_size` elements. Each rank of the process
+group has one shard of every bucket, which it updates under ZeRO. Shards are either equal (the
+bucket is padded to a multiple of 128 * ranks), or (`owner`) the parameters of one owner are
+contiguous and form its shard. Shards start on multiples of 128, so a block of 128 consecutive
+elements of a parameter never moves when the number of ranks changes: whatever is quantized in such
+blocks can be resharded exactly.
 
-A weight that two pipeline stages share gets its own bucket, so that both stages cut it alike, and
-weights that are gathered as FP8 get buckets without others.
+A weight that two pipeline stages share gets a bucket of its own, so that both stages shard it
+alike. Weights that are all-gathered in FP8 share buckets only with each other.
 
-Gradients start a step as zeros, but for parameters with an attribute `main_grad_stale`: the GEMM
-that makes their gradient looks at it and writes over what is there.
+Gradients are zeroed at the start of a step, except those of parameters with an attribute
+`main_grad_stale`: their wgrad GEMM reads that attribute and overwrites the stale gradient instead
+of adding to it.
 """
 
 from __future__ import annotations
@@ -28,41 +30,41 @@ from coatlm.fp8.weight_rows import Rows
 from coatlm.parallel.collectives import Pending
 from coatlm.parallel.wire import Reduction, Tensors
 
-SMALLEST, MOST = 40_000_000, 48  # elements of a bucket, and buckets of a model, unless told
+SMALLEST, MOST = 40_000_000, 48  # defaults: elements per bucket, buckets per model
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How buckets are made; `rank` is this one of `ranks`."""
+    """How parameters are cut into buckets and shards; `rank` is this rank of `ranks`."""
 
     rank: int
     ranks: int
     zero: int  # stage: 0 | 1 | 2
     grad_dtype: torch.dtype
     bucket_size: int  # elements; 0: `bucket_elements`
-    owner: Mapping[nn.Parameter, int] | None = None  # None: equal parts
-    fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # gathered as FP8
-    fp8_rows: bool = False  # with a scale a row, as the FP8 flow casts them; else one a tensor
+    owner: Mapping[nn.Parameter, int] | None = None  # None: equal shards
+    fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # all-gathered in FP8
+    fp8_rows: bool = False  # row-wise scales, as the FP8 flow has; else tensor-wise
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A run of the buffers."""
+    """A contiguous buffer of parameters and their gradients, and the state of its reduction."""
 
     params: dict[nn.Parameter, tuple[int, int]]  # -> [start, end) inside the bucket
     weights: Tensor  # [n] in the model's dtype
-    grads: Tensor  # [n] fp32 or bf16, what backward adds to
-    sizes: tuple[int, ...]  # elements of each rank's part
-    owned: tuple[int, int]  # what this rank updates: all of it at stage 0, else its part
-    reduced: Tensor  # [end - begin] sums over the group of what is owned
+    grads: Tensor  # [n] fp32 or bf16: the main gradients that backward adds to
+    sizes: tuple[int, ...]  # elements of each rank's shard
+    owned: tuple[int, int]  # [begin, end) that this rank updates: all at stage 0, else its shard
+    reduced: Tensor  # [end - begin]: `owned` of the gradients, summed over the process group
     tensors: Tensors
-    fp8: bool  # weights are gathered as FP8
-    rows: Rows | None = None  # with scales of these, if not of tensors
-    overwritten: tuple[nn.Parameter, ...] = ()  # whose first gradient of a step needs no zeros
-    zeroed: list[Tensor] = field(default_factory=list)  # the parts of `grads` that need them
-    waiting: set[nn.Parameter] = field(default_factory=set)  # gradients still to come
+    fp8: bool  # weights are all-gathered in FP8
+    rows: Rows | None = None  # the rows that have a scale each; None: tensor-wise scales
+    overwritten: tuple[nn.Parameter, ...] = ()  # parameters that need no zeroed gradient
+    zeroed: list[Tensor] = field(default_factory=list)  # all other parts of `grads`
+    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters without a gradient yet
     reduction: Reduction | None = None
-    sums: int = 0  # reductions in this step: one, at ZeRO stage 2 one per microbatch
+    sums: int = 0  # reductions in this step: one, or at ZeRO stage 2 one per microbatch
     gather: Pending | None = None
 
     @property
@@ -70,43 +72,43 @@ class Bucket:
         return bool(self.grads.untyped_storage().nbytes())
 
     def allocate(self) -> None:
-        """Give `grads` its memory, cleared. Views of it, such as `param.main_grad`, stay valid."""
+        """Allocate and clear `grads`. Views of it, such as `param.main_grad`, stay valid."""
         if not self.allocated:
             self.grads.untyped_storage().resize_(self.grads.nbytes)
             self.clear()
 
     def clear(self) -> None:
-        """Forget all gradients: those that can be are marked as stale, the rest is zeroed."""
+        """Discard all gradients: mark those of `overwritten` as stale and zero the others."""
         for param in self.overwritten:
             param.main_grad_stale = True  # type: ignore[attr-defined]
         if self.zeroed:
             torch._foreach_zero_(self.zeroed)
 
     def settle(self) -> None:
-        """Zero the gradients that are still stale: those of parameters that took no part."""
+        """Zero the gradients that are still stale: backward has not reached their parameters."""
         for param in self.overwritten:
             if param.main_grad_stale:  # type: ignore[attr-defined]
                 param.main_grad.zero_()  # type: ignore[attr-defined]
-        self.written()
+        self.mark_written()
 
-    def written(self) -> None:
-        """No gradient is stale any more."""
+    def mark_written(self) -> None:
+        """Mark every gradient as written: none is stale any more."""
         for param in self.overwritten:
             param.main_grad_stale = False  # type: ignore[attr-defined]
 
     def release(self) -> None:
-        """Give the memory of `grads` back to the allocator."""
+        """Return the memory of `grads` to the allocator."""
         self.grads.untyped_storage().resize_(0)
 
     def summed(self, param: nn.Parameter) -> Tensor:
-        """The part of `param`'s summed gradient that this rank owns, flat; it may be empty."""
+        """The part of the reduced gradient of `param` that this rank owns, flat, maybe empty."""
         (start, end), (first, last) = self.params[param], self.owned
         begin = min(max(start, first), last)
         return self.reduced[begin - first : max(min(end, last), begin) - first]
 
 
 def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
-    """Plan the layout, allocate it, and move the parameters in."""
+    """Plan the buckets, allocate them, and make the parameters views of them."""
     buckets: list[Bucket] = []
     enough = bucket_elements(cut.bucket_size, sum(p.numel() for p in params))
     pending: dict[bool, list[nn.Parameter]] = {False: [], True: []}
@@ -142,7 +144,7 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
         ranges[param] = (start, end)
     sizes = _sizes(ranges, round_up(end, SCALE_BLOCK), cut)
     numel, first = sum(sizes), params[0]
-    assert all(p.dtype == first.dtype for p in params), "one dtype a model"
+    assert all(p.dtype == first.dtype for p in params), "parameters of one dtype"
     weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
     grads = torch.zeros(numel, dtype=cut.grad_dtype, device=first.device)
     for param, (start, end) in ranges.items():
@@ -153,7 +155,7 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     begin = sum(sizes[: cut.rank])
     owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
     tensors = Tensors.of([p.numel() for p in params], numel // SCALE_BLOCK, first.device)
-    tensors.mu.fill_(1.0 / cut.ranks)  # from where no sum saturates
+    tensors.mu.fill_(1.0 / cut.ranks)  # FP8-LM: no sum of so many codes saturates
     rows = None
     if fp8 and cut.fp8_rows:
         rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
@@ -170,7 +172,7 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
 
 
 def _between(flat: Tensor, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """What is left of `flat` without `spans`, which do not overlap."""
+    """The parts of `flat` outside of `spans`, which do not overlap."""
     left, end = [], 0
     for start, stop in [*sorted(spans), (len(flat), 0)]:
         if end < start:
@@ -180,7 +182,7 @@ def _between(flat: Tensor, spans: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -> tuple[int, ...]:
-    """Elements of each rank's part."""
+    """Elements of each rank's shard."""
     if cut.owner is None:
         return (round_up(end, SCALE_BLOCK * cut.ranks) // cut.ranks,) * cut.ranks
     sizes = [0] * cut.ranks
@@ -190,10 +192,11 @@ def _sizes(ranges: Mapping[nn.Parameter, tuple[int, int]], end: int, cut: Cut) -
 
 
 def bucket_elements(asked: int, parameters: int) -> int:
-    """From how many elements on a bucket is full; `asked` = 0: 40M, more for large models.
+    """The elements at which a bucket is closed; `asked` = 0: 40M, more for large models.
 
-    A bucket costs the host some tenths of a millisecond and the wire a latency, several times a
-    step, so their number is bounded; what is exposed, at the ends, is one of them.
+    Every bucket costs some tenths of a millisecond on the host and a network latency, several times
+    per step, so the number of buckets is bounded. The communication of one bucket, the last, is
+    exposed.
     """
     return asked or max(SMALLEST, parameters // MOST)
 

@@ -1,10 +1,11 @@
-"""Collectives of one group that count the bytes they send.
+"""Asynchronous collectives of one process group that count the bytes they send.
 
-Counted is what a rank of R sends with the algorithms that move least, whatever the library does:
+The count is what one of R ranks sends with the algorithm that sends least, whichever the library
+uses:
 
     reduce-scatter, all-gather, all-to-all of n bytes in all     n (R - 1) / R
     all-reduce of n bytes                                        2 n (R - 1) / R
-    reduce, broadcast of n bytes along a chain                   n, but on its last rank
+    reduce, broadcast of n bytes along a chain                   n, except on its last rank
 
 Bytes of gradients and weights are added where a collective is issued, by what it carries ("grad",
 "weights") and by the format on the wire. Those that layers send over tensor- and context-parallel
@@ -55,13 +56,13 @@ class Traffic:
 
 
 class Pending(Protocol):
-    """Something under way. `wait` returns once it is done; on a GPU, lets the stream wait."""
+    """An operation in flight. `wait` returns once it is done; on a GPU, it lets the stream wait."""
 
     def wait(self) -> object: ...
 
 
 class Several:
-    """Operations that are waited for together."""
+    """Several operations in flight, which are waited for together."""
 
     def __init__(self, works: Sequence[Pending]) -> None:
         self.works = works
@@ -79,12 +80,12 @@ class Comm:
         self.size, self.rank = group.size(), group.rank()
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """In place."""
+        """Reduce x over the process group, in place."""
         self._count(x, 2 * x.nbytes * (self.size - 1) / self.size)
         return _work(dist.all_reduce(x, op, group=self.group, async_op=True))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        """Sum x; rank r then holds the sum of the r-th of `sizes` parts in its place there."""
+        """Sum x, of parts of `sizes` elements; afterwards the r-th part of rank r is the sum."""
         parts = x.split(list(sizes))
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
@@ -99,7 +100,7 @@ class Comm:
         return Several(works)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        """Rank r holds the r-th part of x; afterwards everyone holds all."""
+        """Fill x from its parts of `sizes` elements, the r-th of which is valid on rank r."""
         parts = x.split(list(sizes))
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
@@ -122,11 +123,11 @@ class Comm:
         received_sizes: Sequence[int] | None = None,
         sent_sizes: Sequence[int] | None = None,
     ) -> Pending:
-        """Part r of `sent` goes to rank r; parts are equal (rows) unless sizes are given."""
-        kept = sent.nbytes / self.size
+        """Send part r of `sent` to rank r. Parts are equal (rows) unless their sizes are given."""
+        own = sent.nbytes / self.size
         if sent_sizes is not None:
-            kept = sent_sizes[self.rank] * sent.element_size()
-        self._count(sent, sent.nbytes - kept)
+            own = sent_sizes[self.rank] * sent.element_size()
+        self._count(sent, sent.nbytes - own)
         return _work(
             dist.all_to_all_single(
                 received,

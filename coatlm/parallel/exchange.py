@@ -1,15 +1,16 @@
-"""FP8 all-to-all with sums in fp32: each gradient is rounded once, whatever the number of ranks.
+"""Gradient format: an FP8 all-to-all with sums in fp32, so that each gradient is rounded once.
 
 Every rank packs its bucket into FP8 codes with scales, part by part (`fp8.payload`), and sends part
-r to rank r, which decodes what it gets from the others and adds it to its own, which it need not
-round, in fp32: of R contributions R - 1 are rounded, an error of sqrt((R - 1) / R) times a cast's.
-Without sharding the sums are gathered as FP8 too, each group with its own scale: another rounding.
+r to rank r. Rank r decodes the parts of the other ranks and adds them, in fp32, to its own part,
+which is not rounded. Of R contributions R - 1 are rounded, so for any number of ranks the error is
+sqrt((R - 1) / R) times that of a cast. Without sharding the sums are all-gathered in FP8 as well,
+each block with its own scale, which rounds a second time.
 
-Over nodes that are joined by slower links there are two levels. The L ranks inside a node add up
-what they have for each of the N nodes, then ranks with the same place in their nodes exchange those
-sums, which one more rounding has made FP8 again; n / L of n elements cross the slow links, not n.
+Across nodes that are joined by slower links the exchange has two levels. The L ranks inside a node
+sum their contributions to each of the N nodes; then ranks with the same position in their nodes
+exchange these sums, which are rounded to FP8 once more. Of n elements, n / L cross the slow links.
 
-A bucket travels in pieces: packing one overlaps with the exchange of the one before.
+A bucket is sent in pieces: packing a piece overlaps with the exchange of the piece before it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from coatlm.parallel.collectives import Comm, Pending
 from coatlm.parallel.wire import Steps, Sum
 
 Scaling = Literal["block", "tensor", "bucket"]
-PIECE = 1 << 27  # elements of a bucket that are packed while those before them travel
+PIECE = 1 << 27  # elements of a piece
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The same ranks as nodes: `inside` a node, and `across` nodes those with one local place."""
+    """Two levels: the ranks `inside` a node, and those with one local rank `across` the nodes."""
 
     inside: Comm
     across: Comm
@@ -43,11 +44,11 @@ class Levels:
 
 @dataclass(frozen=True)
 class Fp8Exchange:
-    """The format.
+    """The gradient format.
 
-    `scaling`: "block" sends each rank's own scales of 1 x 128 along; "tensor" and "bucket" have the
-    ranks agree on one scale first, from the largest magnitude anywhere (one more read of the
-    gradients, beside the stream that computes). Gathered sums always carry their own scales.
+    `scaling` is the scale granularity. "block": each rank sends its own scale per 128 elements.
+    "tensor", "bucket": the ranks first all-reduce the amax and use one scale, which costs another
+    read of the gradients, beside the compute stream. All-gathered sums always have block scales.
     """
 
     fmt: Coding = E4M3
@@ -89,7 +90,7 @@ class Fp8Exchange:
         scale: Tensor | None,
         job: Sum,
     ) -> Steps:
-        """Sum this rank's part of `grads` into `out`."""
+        """Sum this rank's part of all ranks' `grads` into `out`, in one exchange."""
         x_RP = grads.view(comm.size, -1)
         owner_RG = job.tensors.owner.view(comm.size, -1)
 
@@ -115,7 +116,7 @@ class Fp8Exchange:
         scale: Tensor | None,
         job: Sum,
     ) -> Steps:
-        """The same in two exchanges; ranks are numbered node by node, N nodes of L."""
+        """Sum in two exchanges. Ranks are numbered node by node: N nodes of L ranks."""
         inside, across = levels.inside, levels.across
         x_LNP = grads.view(across.size, inside.size, -1).transpose(0, 1)
         owner_LNG = job.tensors.owner.view(across.size, inside.size, -1).transpose(0, 1)
@@ -144,7 +145,7 @@ class Fp8Exchange:
     def _gather(
         self, part: Tensor, out: Tensor, pieces: Sequence[tuple[int, int]], comm: Comm
     ) -> Steps:
-        """Everyone's sums `part` to everyone: the second leg of an all-reduce."""
+        """All-gather the sums `part` of every rank: the second half of an all-reduce."""
         levels = self.levels
         y_ABP = out.view(comm.size, -1)[:, None]
         if levels is not None:
@@ -174,12 +175,11 @@ class Fp8Exchange:
             land(begin, end, payloads)
 
     def _scatter_uneven(self, job: Sum, comm: Comm, scale: Tensor | None) -> Steps:
-        """Parts of different sizes, in one exchange."""
+        """Sum parts of different sizes, in one exchange."""
         layouts = [Layout(size, self.fmt, scaled=scale is None) for size in job.sizes]
         sizes = [layout.nbytes for layout in layouts]
         sent = torch.empty(sum(sizes), dtype=torch.uint8, device=job.grads.device)
-        groups = [size // SCALE_BLOCK for size in job.sizes]
-        owners = job.tensors.owner.split(groups)
+        owners = job.tensors.owner.split([size // SCALE_BLOCK for size in job.sizes])
         parts = job.grads.split(list(job.sizes))
         for rank, (x, payload, layout, owner) in enumerate(
             zip(parts, sent.split(sizes), layouts, owners, strict=True)
@@ -198,7 +198,10 @@ class Fp8Exchange:
         self._land(payloads, job.out[None, None], own, shared, add=job.add)
 
     def _send(self, x_ABP: Tensor, comm: Comm, shared: Shared | None) -> tuple[Pending, Tensor]:
-        """Pack x and start the exchange: x[a] goes to rank a. What arrives: [source, B, bytes]."""
+        """Pack x and start to send x[a] to rank a. Returns the handle and what arrives.
+
+        That is [source, B, bytes].
+        """
         layout = self._layout(x_ABP.shape[2], shared)
         payloads = layout.empty(*x_ABP.shape[:2], device=x_ABP.device)
         pack(x_ABP, payloads, layout=layout, shared=shared, skip=comm.rank)
@@ -208,7 +211,7 @@ class Fp8Exchange:
     def _land(
         self, received: Tensor, y_ABP: Tensor, own: Own, shared: Shared | None, *, add: bool
     ) -> None:
-        """Sum what has arrived, [source, B, bytes], and this rank's own values into y."""
+        """Sum `received` [source, B, bytes] and this rank's own values into y."""
         layout = self._layout(y_ABP.shape[2], shared)
         unpack(received[:, None], y_ABP, layout=layout, shared=shared, own=own, add=add)
 
@@ -224,7 +227,7 @@ def _shared(scale: Tensor | None, owner: Tensor) -> Shared | None:
 
 
 def _pieces(size: int, longest: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, size) into equal pieces, but for the last, on multiples of 128."""
+    """Cut [0, size) at multiples of 128 into pieces of equal length, except for the last."""
     count = -(-size // longest)
     step = -(-size // (count * SCALE_BLOCK)) * SCALE_BLOCK if count else 1
     for begin in range(0, size, step):
@@ -236,14 +239,14 @@ def _pipeline(
     send: Callable[[int, int], tuple[Pending, Tensor]],
     land: Callable[[int, int, Tensor], None],
 ) -> Steps:
-    """Send each piece before the one ahead of it is waited for and lands."""
-    ahead: tuple[int, int, Pending, Tensor] | None = None
+    """Start to send each piece before the previous one is waited for and unpacked."""
+    previous: tuple[int, int, Pending, Tensor] | None = None
     for begin, end in pieces:
         work, received = send(begin, end)
-        if ahead is not None:
-            yield ahead[2]
-            land(ahead[0], ahead[1], ahead[3])
-        ahead = (begin, end, work, received)
-    if ahead is not None:
-        yield ahead[2]
-        land(ahead[0], ahead[1], ahead[3])
+        if previous is not None:
+            yield previous[2]
+            land(previous[0], previous[1], previous[3])
+        previous = (begin, end, work, received)
+    if previous is not None:
+        yield previous[2]
+        land(previous[0], previous[1], previous[3])

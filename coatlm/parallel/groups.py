@@ -1,8 +1,8 @@
 """The process groups of a run, as one frozen value that is passed down.
 
-Ranks are laid out as megatron-core does (tensor parallel fastest, then context, data, pipeline).
-megatron-core keeps its groups in globals that its own layers and schedules read; they are made here
-once, and the rest of coatlm takes them from `Groups`.
+Ranks are numbered as in megatron-core: tensor parallel fastest, then context, data, pipeline.
+megatron-core stores its groups in globals, which its own layers and schedules read. They are made
+here once; the rest of coatlm takes them from `Groups`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Groups:
-    """Who this rank talks to. A size is `group.size()`, a position `group.rank()`."""
+    """The process groups of this rank; `size()` and `rank()` of a group say its place in it."""
 
     world: Group
-    tp: Group  # shares every layer
-    pp: Group  # holds the other layers
-    cp: Group  # holds the other parts of the sequence
-    dp: Group  # sees other samples
-    dp_cp: Group  # the same parameters: gradients are summed and states sharded over it
+    tp: Group  # ranks that split every layer
+    pp: Group  # ranks with the other layers: pipeline stages
+    cp: Group  # ranks with the other parts of the sequence
+    dp: Group  # ranks with other samples
+    dp_cp: Group  # ranks with the same parameters: gradients are summed, states sharded over it
     model: Group  # tp x pp: one whole model
-    stage: Group  # tp x dp_cp: the same layers
-    embedding: Group | None  # first and last stage, where this rank is one of them
-    control: Group  # gloo over all ranks: signals and agreements on the host
+    stage: Group  # tp x dp_cp: ranks with the same layers
+    embedding: Group | None  # first and last stage, if this rank is in one of them
+    control: Group  # gloo over all ranks, for signals and decisions of the host
     checkpoint: Group  # gloo over all ranks, used by the thread that writes checkpoints
-    node: Group | None  # of dp_cp: the ranks on this node, where gradients take two levels
-    nodes: Group | None  # of dp_cp: the ranks with this one's place on every node
+    node: Group | None  # of dp_cp: the ranks on this node, if gradients take two levels
+    nodes: Group | None  # of dp_cp: the ranks with this local rank on every node
     collection: ProcessGroupCollection  # what megatron-core's constructors take
 
     @property
@@ -56,10 +56,10 @@ def make_groups(
     first_on_node: int = 0,
     control: Group | None = None,
 ) -> Groups:
-    """Split the initialised world into groups. The world size is a multiple of tp * pp * cp.
+    """Split the initialized world into groups. The world size is a multiple of tp * pp * cp.
 
     `first_on_node` is the lowest rank on this rank's node. `control` is a gloo group over all
-    ranks, made here unless it is given.
+    ranks, created here unless it is given.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -98,10 +98,10 @@ def make_groups(
 def split_into_nodes(
     members: Sequence[int], first_on_node: Mapping[int, int], nodes: int | None
 ) -> list[list[int]]:
-    """The ranks of a group node by node: as told, or (None) as launched.
+    """The ranks of a process group, node by node: of `nodes` nodes, or (None) as launched.
 
-    One list where levels would gain nothing: one node, or one rank on each. So it is too where
-    nodes hold different numbers of them, or hold them apart.
+    There is one list where two levels are of no use: one node, or one rank per node. So there is
+    where nodes have different numbers of ranks, or ranks that are not consecutive.
     """
     if nodes is None:
         nodes = len({first_on_node[rank] for rank in members})
@@ -118,9 +118,9 @@ def split_into_nodes(
 def _levels(
     parallel: Parallel, dp_cp: Group, first_on_node: int, control: Group, timeout: timedelta
 ) -> tuple[Group | None, Group | None]:
-    """Groups inside and across nodes for the two levels of fp8-a2a, or None twice.
+    """The groups inside and across nodes for the two levels of fp8-a2a, or (None, None).
 
-    Every rank takes part in making every group, as torch.distributed demands.
+    Every rank has to create every group, as torch.distributed requires.
     """
     if parallel.grad_comm != "fp8-a2a" or parallel.partition != "flat":
         return None, None
@@ -134,17 +134,17 @@ def _levels(
         if len(split) == 1:
             continue
         for ranks in (*split, *map(list, zip(*split, strict=True))):
-            made = dist.new_group(ranks, timeout=timeout, pg_options=prompt())
+            group = dist.new_group(ranks, timeout=timeout, pg_options=high_priority())
             if dist.get_rank() in ranks:
-                inside, across = (made, across) if ranks in split else (inside, made)
+                inside, across = (group, across) if ranks in split else (inside, group)
     return inside, across
 
 
-def prompt() -> Any:
-    """Options of a group whose kernels start before those that wait for a place on the device.
+def high_priority() -> Any:
+    """Options of a process group on a high-priority stream; None on a CPU.
 
-    What is packed for a collective is packed by kernels that fill the device; without this, those
-    of the next piece go ahead of the collective of the one before.
+    The kernels that pack a piece fill the device. With normal priority, the collective of a piece
+    would start after the packing of the next one.
     """
     if device().type != "cuda":
         return None
@@ -152,10 +152,10 @@ def prompt() -> Any:
 
 
 def release_groups() -> None:
-    """Forget the layout; another `make_groups` may follow in the same world.
+    """Release the groups; another `make_groups` may follow in the same world.
 
-    Groups of gloo end with those who use them, and their threads. Those of NCCL stay: CUDA graphs
-    may hold their communicators.
+    Gloo groups are destroyed, which ends their threads. NCCL groups are not: CUDA graphs may have
+    captured their communicators.
     """
     parallel_state.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -1,10 +1,10 @@
-"""Who owns which weights: equal flat parts, or whole tensors (FP8-LM, section 3.3).
+"""Assignment of whole tensors to ranks, instead of equal flat shards (FP8-LM, section 3.3).
 
-FP8 states with one scale a tensor are simplest where a tensor is never cut, so FP8-LM gives whole
-tensors to ranks: in order of size, largest first, each to the rank that holds least so far. This is
-Graham's rule (SIAM J. Appl. Math. 17, 1969): the fullest rank holds at most 4/3 of the optimum.
-What matters for memory is the fullest rank: `waste`, max / mean - 1, is what it has to hold beyond
-an equal share.
+FP8 states with tensor-wise scales are simplest where no tensor is split, so FP8-LM assigns whole
+tensors to ranks: in order of size, largest first, each to the rank with the smallest load so far.
+This is Graham's rule (SIAM J. Appl. Math. 17, 1969): the largest load is at most 4/3 of the
+optimum. Memory is limited by the rank with the largest load; `waste`, max / mean - 1, is what that
+rank holds beyond an equal share.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Plan:
         return (
             f"{len(self.owner)} whole tensors over {len(self.loads)} ranks: "
             f"{min(self.loads):,} to {max(self.loads):,} elements each, "
-            f"the fullest {self.waste:.0%} above the mean"
+            f"the largest {self.waste:.0%} above the mean"
         )
 
 
 def largest_first(sizes: Sequence[int], ranks: int, *, pinned: Sequence[int] = ()) -> Plan:
-    """Distribute tensors of `sizes` elements; those whose indices are `pinned` go to rank 0 first.
+    """Assign tensors of `sizes` elements to ranks; those with `pinned` indices go to rank 0 first.
 
-    The same on every rank, for it depends on sizes alone. Raises ValueError where a rank would own
-    nothing, as it would have nothing to update.
+    The plan depends on the sizes only, so all ranks make the same. Raises ValueError if a rank
+    would own nothing: it would have nothing to update.
     """
     if len(sizes) < ranks:
         raise ValueError(

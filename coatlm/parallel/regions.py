@@ -1,10 +1,11 @@
-"""Where logical tensors lie in flat buckets, as rectangles; and where groups of 128 do.
+"""The rectangles of logical tensors that lie in flat buckets, for checkpoints.
 
 A flat range [a, b) of a row-major matrix is at most three rectangles: the rest of its first row,
-whole rows, the start of its last row. States that are kept once for 128 consecutive elements (the
-scales of quantised moments) are rectangles of a tensor that is 128 times narrower. Where a row is
-no multiple of 128, groups run over its end; then the groups of each tensor-parallel rank are a part
-of a flat tensor, which means something in the same tensor-parallel layout alone (`regroup`).
+whole rows, the start of its last row. States with one element per block of 128 consecutive elements
+(the scales of quantized moments) are rectangles of a tensor that is 128 times narrower. Where a row
+is no multiple of 128, blocks cross the ends of rows. The blocks of each tensor-parallel rank are
+then a shard of a flat tensor, which is meaningful in the same tensor-parallel layout only;
+`reblock` converts it to others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor, apply_factories, is_main_replica
 from coatlm.parallel.buckets import Bucket
-from coatlm.parallel.buffers import FlatModel
+from coatlm.parallel.flat_model import FlatModel
 
 METADATA = {"non_homogeneous_layers": True}  # keys name the layer: decoder.layers.7. ...
 
@@ -33,10 +34,10 @@ class Region:
     global_shape: tuple[int, ...]  # of the logical tensor
     offset: tuple[int, ...]  # of the rectangle in it
     start: int  # first element in the bucket
-    main: bool  # not a copy of what another model-parallel rank writes
+    main: bool  # no replica of what another model-parallel rank writes
 
     def narrowed(self) -> Region:
-        """The same in units of 128 elements. The last dimension is a multiple of 128."""
+        """The region in units of 128 elements. Its last dimension is a multiple of 128."""
         *shape, width = self.shape
         *global_shape, global_width = self.global_shape
         *offset, first = self.offset
@@ -83,7 +84,7 @@ def rectangles(
 
 
 def regions_of(chunk: FlatModel) -> dict[Bucket, list[Region]]:
-    """Where the logical tensors of a chunk lie in its buckets."""
+    """The regions of a chunk's logical tensors, by bucket."""
     named = dict(chunk.module.named_parameters())
     regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in chunk.buckets}
     seen: set[nn.Parameter] = set()
@@ -114,10 +115,10 @@ def regions_of(chunk: FlatModel) -> dict[Bucket, list[Region]]:
     return regions
 
 
-def group_regions_of(
+def block_regions_of(
     bucket: Bucket, regions: Sequence[Region], tp: dist.ProcessGroup
 ) -> list[Region]:
-    """The regions in units of 128 elements, for what is stored once a group."""
+    """The regions in units of 128 elements, for states with one element per block."""
     result = []
     for start, stop in bucket.params.values():
         inside = [region for region in regions if start <= region.start < stop]
@@ -140,9 +141,9 @@ def group_regions_of(
 
 
 def sharded_tensors(model: Any) -> Iterator[tuple[str, ShardedTensor]]:
-    """(parameter name, where its data lies in which logical tensor) as megatron-core describes it.
+    """Yield (parameter name, logical tensor and position of its data), as megatron-core has them.
 
-    The data are views of the parameters; a fused gate|up weight gives two.
+    The data are views of the parameters. A fused gate|up weight yields two tensors.
     """
     state = model.sharded_state_dict(metadata=METADATA)
     apply_factories(state)

@@ -1,20 +1,21 @@
-"""How gradients travel: the formats in which a bucket is summed over its group of R ranks.
+"""Gradient formats: how a bucket is summed over its process group of R ranks.
 
-    Plain     cast, one sum by the library in fp32 or BF16, cast back
-    Fp8Sum    FP8-LM (arXiv 2310.18313, section 3.1): codes = cast(mu s g) with one scale s for a
-              tensor on all ranks, one sum by the library in FP8, divided by mu s
-    exchange.Fp8Exchange    codes travel, sums are fp32
+    Plain                   cast, one collective sum in fp32 or BF16, cast back
+    Fp8Sum                  FP8-LM (arXiv 2310.18313, section 3.1): codes = cast(mu s g) with one
+                            scale s per tensor, the same on all ranks; one collective sum in FP8,
+                            divided by mu s
+    exchange.Fp8Exchange    an all-to-all of FP8 codes, summed in fp32
 
-Fp8Sum rounds after every addition and may saturate; mu, by which it keeps away from that, is halved
-after a step where more than 1e-5 of a tensor's sums are +-MAX, and else grows by 2^(1/1000), up to
-1. Gloo has no FP8: there the ranks exchange codes and round after each addition themselves.
+Fp8Sum rounds after every addition and may saturate; `fp8lm_scaling` adjusts mu so that it rarely
+does. Gloo cannot sum FP8: there the ranks exchange codes and round after each addition themselves.
 
-A format's `steps` is a generator over one bucket: it starts collectives and yields what it must
-wait for. `Reduction` runs it: on a GPU at once, on a stream beside the one that computes, where
-waiting costs the host nothing; on a CPU up to its first wait, the rest when the result is wanted.
+The method `steps` of a format is a generator over one bucket: it starts collectives and yields the
+handles to wait for. `Reduction` runs it: on a GPU all of it at once, on a stream beside the compute
+stream, so that the host never waits; on a CPU up to the first wait, and the rest when the result is
+needed.
 
-Nothing is agreed on the host. A largest magnitude that ranks agree on travels as the bits of an
-integer, where NaN > Inf > numbers; a sum is not finite where the value of any rank was not.
+The ranks agree on scales on the device. The amax is all-reduced as the bits of an integer, whose
+order is NaN > Inf > numbers; a sum is NaN or Inf where the value of any rank was.
 """
 
 from __future__ import annotations
@@ -34,26 +35,23 @@ from coatlm.fp8.segments import count_saturated, largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
 
 Steps = Generator[Pending, None, None]
-SATURATED = 1e-5  # share of sums at +-MAX from which mu is halved
-GROWTH = 2.0 ** (1 / 1000)  # of mu in a step without
-SMALLEST_MU = 2.0**-20
 
 
 @dataclass(eq=False)
 class Tensors:
-    """Which tensor each group of a bucket belongs to, and what Fp8Sum knows of the tensors."""
+    """The tensors of a bucket: the owner of each block, and the state of Fp8Sum per tensor."""
 
-    owner: Tensor  # int32 [n / 128]
+    owner: Tensor  # int32 [n / 128]: the tensor that each block belongs to
     mu: Tensor  # fp32 [T]
     values: Tensor  # int64 [T]: elements, without padding
-    saturated: Tensor  # int64 [T]: sums at +-MAX since the last adjustment, this rank's part
-    nonfinite: Tensor  # bool [T]: a sum since the last adjustment had NaN or Inf
+    saturated: Tensor  # int64 [T]: sums at +-MAX of this rank's shard since mu was adjusted
+    nonfinite: Tensor  # bool [T]: there was NaN or Inf since mu was adjusted
 
     @classmethod
-    def of(cls, sizes: Sequence[int], groups: int, device: torch.device) -> Tensors:
-        """T tensors of `sizes` elements, one behind the other from multiples of 128 on."""
+    def of(cls, sizes: Sequence[int], blocks: int, device: torch.device) -> Tensors:
+        """T tensors of `sizes` elements in `blocks` blocks; each tensor starts with a block."""
         counts = torch.tensor([-(-size // SCALE_BLOCK) for size in sizes])
-        counts[-1] += groups - counts.sum()  # padding
+        counts[-1] += blocks - counts.sum()  # padding
         owner = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
         return cls(
             owner.to(device),
@@ -66,18 +64,18 @@ class Tensors:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """One bucket to be summed: `out` gets the sum of all elements, or of this rank's part."""
+    """One bucket to be summed. `out` receives the sum: of all elements, or of this rank's shard."""
 
     grads: Tensor  # [n], fp32 or BF16
     out: Tensor  # [n] or [sizes[rank]]; may be (a part of) `grads`
-    sizes: tuple[int, ...]  # elements of each rank's part, multiples of 128
+    sizes: tuple[int, ...]  # elements of each rank's shard, multiples of 128
     tensors: Tensors
-    whole: bool  # everyone gets everything
-    add: bool = False  # to what `out` holds
+    whole: bool  # an all-reduce: every rank receives all sums; else a reduce-scatter
+    add: bool = False  # add the sums to `out`
 
 
 class Wire(Protocol):
-    """A format; `automatic`: it has a mu to adjust after a step."""
+    """A gradient format. `automatic`: it uses mu, which is adjusted after every step."""
 
     @property
     def automatic(self) -> bool: ...
@@ -85,7 +83,7 @@ class Wire(Protocol):
 
 
 class Reduction:
-    """A sum under way; see the module's docstring."""
+    """The executor of a format's `steps`, in flight; see the module's docstring."""
 
     def __init__(self, steps: Steps, stream: torch.cuda.Stream | None) -> None:
         self.steps, self.pending = steps, None
@@ -100,7 +98,7 @@ class Reduction:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """The current stream goes on when the sum is there."""
+        """Wait for the result; on a GPU, let the current stream wait for it."""
         if self.done is not None:
             torch.cuda.current_stream().wait_event(self.done)
         while self.pending is not None:
@@ -110,13 +108,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Plain:
-    """The library's sum in `dtype`."""
+    """The collective sum in `dtype`, as the library has it."""
 
     dtype: torch.dtype
     automatic: bool = False
 
     def steps(self, job: Sum, comm: Comm) -> Steps:
-        data = job.grads.to(self.dtype)  # the same memory where the types are equal
+        data = job.grads.to(self.dtype)  # no copy if the dtypes are equal
         if job.whole:
             yield comm.all_reduce(data)
             total = data
@@ -128,7 +126,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Fp8Sum:
-    """FP8-LM's sum, with a scale and a mu for each tensor."""
+    """FP8-LM's collective sum of codes, with a scale and a mu per tensor."""
 
     fmt: Fp8Format = E4M3
     automatic: bool = True
@@ -161,7 +159,7 @@ class Fp8Sum:
         unpack(total.view(1, 1, 1, -1), y, layout=part, shared=shared, add=job.add)
 
     def _sum_codes(self, codes: Tensor, job: Sum, comm: Comm) -> Steps:
-        """What NCCL does, through uint8: add in FP8 around the ring. Fills in this rank's part."""
+        """Sum codes as NCCL's ring does: round after each addition. Fills this rank's shard."""
         own = job.sizes[comm.rank]
         received = codes.new_empty(own * comm.size)
         sizes = [own] * comm.size
@@ -176,24 +174,8 @@ class Fp8Sum:
             yield comm.all_gather(codes, job.sizes)
 
 
-def adjust_mu(tensors: Sequence[Tensors], saturated: Tensor, nonfinite: Tensor) -> None:
-    """Set mu of the tensors of all buckets for the next step, and start new counts.
-
-    `saturated` fp32 [all T] are the shares of sums at +-MAX, `nonfinite` bool [all T] says in whose
-    sums there was NaN or Inf; both are the same on all ranks. Such a step is skipped, so these
-    tensors keep their mu.
-    """
-    mu = torch.cat([each.mu for each in tensors])
-    adjusted = torch.where(saturated > SATURATED, mu / 2, mu * GROWTH).clamp(SMALLEST_MU, 1.0)
-    adjusted = torch.where(nonfinite, mu, adjusted)
-    sizes = [len(each.mu) for each in tensors]
-    torch._foreach_copy_([each.mu for each in tensors], adjusted.split(sizes))
-    torch._foreach_zero_([each.saturated for each in tensors])
-    torch._foreach_zero_([each.nonfinite for each in tensors])
-
-
 def _finish(job: Sum, total: Tensor) -> None:
-    """Bring a sum to where it is wanted, unless it stands there already."""
+    """Add or copy a sum to `job.out`, unless it is there already."""
     if job.add:
         job.out.add_(total)
     elif total.data_ptr() != job.out.data_ptr():

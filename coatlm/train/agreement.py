@@ -16,12 +16,12 @@ from coatlm.train.reports import (
     UNEXPECTED,
     AgreedError,
     Failure,
+    error_line,
     exit_code,
     lost_peer,
     merged,
-    one_line,
+    print_error,
     print_traceback,
-    say,
 )
 
 Group = dist.ProcessGroup
@@ -76,7 +76,7 @@ class Peers:
             return
         message = merged({rank: f.message for rank, f in failures.items()}, self.hosts)
         if self.rank == 0:
-            say(message)
+            print_error(message)
         with suppress(RuntimeError):  # a launcher would end rank 0 once another rank has left
             dist.barrier(group=self.group)
         raise AgreedError(message, max(f.code for f in failures.values())) from error
@@ -113,18 +113,18 @@ def together(action: Callable[[], T], group: Group | None) -> list[T]:
     try:
         outcome = action(), None
     except Exception as error:  # of any kind: the others must not wait for this rank
-        outcome, cause = (None, one_line(error)), error
+        outcome, cause = (None, error_line(error)), error
     outcomes: list[Any] = [outcome]
     if group is not None:
         outcomes = [None] * group.size()
         dist.all_gather_object(outcomes, outcome, group=group)
     failures = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
     if failures:
-        raise CheckpointError(summary(failures, len(outcomes))) from cause
+        raise CheckpointError(describe_failures(failures, len(outcomes))) from cause
     return [result for result, _ in outcomes]
 
 
-def summary(failures: Mapping[int, str], world: int) -> str:
+def describe_failures(failures: Mapping[int, str], world: int) -> str:
     """What failed on which ranks of `world`; ranks that failed alike share one entry."""
     if world == 1:
         return failures[0]

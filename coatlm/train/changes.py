@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.config import Config, ConfigError, dotted
-from coatlm.data.identity import SourceIdentity, describe
+from coatlm.data.identity import SourceIdentity, describe_identity
 from coatlm.train.checkpoint import CheckpointError
 
 # what may change without a word: names, places, and what is logged or saved
@@ -65,7 +65,7 @@ def check_changes(
     before = state.get("data")  # None: a checkpoint of a version that did not record it
     if before is not None and before != list(data):
         name = "data.text" if config.data.text else "data.paths"
-        refused[name] = (describe(before), describe(data))
+        refused[name] = (describe_identity(before), describe_identity(data))
         for key in CONTENT:
             keys.pop(key, None)
     allowed = config.checkpoint.allow_changes

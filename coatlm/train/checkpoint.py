@@ -14,7 +14,6 @@ which the next start removes. There is no other process to survive it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import secrets
@@ -23,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,32 +29,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.config import Config, ConfigError, make_config
 from coatlm.console import in_bytes
-from coatlm.files import check_regular
 from coatlm.megatron import ShardedTensor, is_main_replica
 from coatlm.train.agreement import Group, together
+from coatlm.train.find_checkpoint import (
+    CHECKPOINTS,
+    check_resume,
+    find_checkpoint,
+    read_state,
+    saved_config,
+)
 from coatlm.train.manifest import (
-    LATEST,
-    MANIFEST,
     STATE,
-    STEP,
     TEMPORARY,
     CheckpointError,
     File,
     LostPeerError,
     clean,
-    newest_first,
     prune,
     publish,
-    recover,
     sha256,
     step_name,
     verify,
     write_file,
     write_manifest,
 )
-from coatlm.train.reports import one_line
+from coatlm.train.reports import error_line
 from coatlm.train.shards import (
     load,
     read_tensors,
@@ -67,6 +65,7 @@ from coatlm.train.shards import (
 )
 
 __all__ = [
+    "CHECKPOINTS",
     "CheckpointError",
     "Checkpointer",
     "LostPeerError",
@@ -80,8 +79,6 @@ __all__ = [
     "tensor_checksums",
     "verify",
 ]
-
-CHECKPOINTS = "checkpoints"  # in a run's directory
 
 logger = logging.getLogger("coatlm")
 
@@ -194,7 +191,7 @@ class Checkpointer:
         except Exception as error:  # of any kind: nobody looks at what a thread raises
             if self._rank == 0:  # another rank could delete what rank 0 is about to publish
                 shutil.rmtree(temporary, ignore_errors=True)
-            message = f"{self._directory / step_name(step)} was not written: {one_line(error)}"
+            message = f"{self._directory / step_name(step)} was not written: {error_line(error)}"
             lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
             self._error = LostPeerError(message) if lost else CheckpointError(message)
             self._error.__cause__ = error
@@ -230,124 +227,6 @@ class Checkpointer:
         write_manifest(temporary, self._directory, files)
         publish(temporary, self._directory / step_name(step))
         prune(self._directory, self._keep)
-
-
-def find_checkpoint(
-    resume: str,
-    directory: Path,
-    log: logging.Logger,
-    group: Group | None = None,
-    *,
-    wanted: Callable[[dict[str, Any]], bool] | None = None,
-) -> Path | None:
-    """The checkpoint to continue from. `resume` is `none`, `auto` or a path.
-
-    `auto`: the newest whole checkpoint of `directory`, None if it has none of any kind. A path:
-    that checkpoint, or the newest whole one of that run or checkpoints directory. Newer ones that
-    are not whole are passed over with a warning on `log`. Every file is read once and its checksum
-    compared: by this process, or shared among the ranks of a gloo group that all call this.
-    `auto` leaves out those whose `state` is not `wanted`.
-
-    Raises CheckpointError if a checkpoint that was asked for is not whole, naming the reason, or if
-    there are checkpoints and none is whole.
-    """
-    if resume == "none":
-        return None
-    rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    candidates = together(
-        lambda: _candidates(resume, directory, wanted) if rank == 0 else [], group
-    )[0]
-    broken: list[str] = []
-    for path in candidates:
-        shares = together(partial(verify, path, rank=rank, world=world), group)
-        problems = [problem for share in shares for problem in share]
-        if not problems:
-            for problem in broken if rank == 0 else ():
-                log.warning("checkpoint passed over: %s", problem)
-            return path
-        broken.append(problems[0])
-    if broken:
-        raise CheckpointError(f"no whole checkpoint: {'; '.join(broken)}")
-    return None
-
-
-def check_resume(resume: str, directory: Path) -> None:
-    """Raise ConfigError where `resume` is a path that has no checkpoint of any kind to offer.
-
-    A run that has checkpoints in `directory` need not have that path any more.
-    """
-    if resume in ("auto", "none") or newest_first(directory):
-        return
-    try:
-        _candidates(resume, directory, None)
-    except (CheckpointError, OSError) as error:
-        raise ConfigError(f"checkpoint.resume={resume}: {one_line(error)}") from error
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The `state` that was saved with a checkpoint. Raises CheckpointError."""
-    path = checkpoint / STATE
-    try:
-        check_regular(path)
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is damaged (nested too deeply)") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is damaged (a {type(state).__name__}, not an object)")
-    return state
-
-
-def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint's `state`. Raises CheckpointError, naming its file."""
-    path = checkpoint / STATE
-    if not isinstance(state.get("config"), dict):
-        raise CheckpointError(f"{path} is damaged (it has no configuration)")
-    try:
-        return make_config(state["config"])
-    except ConfigError as error:
-        problem = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{path} has a configuration that cannot be used: {problem}"
-        ) from None
-
-
-def _candidates(
-    resume: str, directory: Path, wanted: Callable[[dict[str, Any]], bool] | None
-) -> list[Path]:
-    """Where to look, best first. A checkpoint that was named is the only one."""
-    if resume == "auto":
-        recover(directory)
-        found = newest_first(directory)
-        return found if wanted is None else [path for path in found if _state_is(path, wanted)]
-    path = _followed(Path(resume))
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory")
-    if STEP.fullmatch(path.name) or (path / MANIFEST).exists() or (path / ".metadata").exists():
-        return [path]
-    found = newest_first(path / CHECKPOINTS) or newest_first(path)
-    if not found:
-        raise CheckpointError(f"{path} holds no checkpoint (no {step_name(0)[:-8]}* directory)")
-    return found
-
-
-def _followed(path: Path) -> Path:
-    """The checkpoint that a file `latest` names; any other path as it is."""
-    if path.name == LATEST and path.is_file():
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            name = path.read_text(encoding="utf-8").strip()
-            return path.with_name(name) if STEP.fullmatch(name) else path
-    return path
-
-
-def _state_is(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a checkpoint's state is readable and wanted."""
-    with contextlib.suppress(CheckpointError):
-        return wanted(read_state(path))
-    return False
 
 
 def _host_copy(data: Tensor) -> Tensor:

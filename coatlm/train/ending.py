@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from coatlm.config import Config
-from coatlm.console import explain, one_line
+from coatlm.config.errors import one_line
+from coatlm.console import explain
 from coatlm.optim.schedule import learning_rate
 from coatlm.train.faults import ExitCode
 from coatlm.train.resume import Progress

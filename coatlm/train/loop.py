@@ -1,8 +1,8 @@
-"""The run: data, model and checkpoint are put together, then one step follows another.
+"""The steps of a run, and everything that happens between them.
 
-Nothing in a step waits for the device. Losses and norms stay there and are fetched together on log
-steps; whether a step had NaN or Inf is decided by the optimizer on the device. Signals are agreed
-on over gloo between steps, so that all ranks save the same step.
+Nothing in a step waits for the device. Losses and gradient norms stay on the device and are fetched
+together on log steps; the optimizer decides on the device whether a step had NaN or Inf. Between
+steps the ranks agree over gloo on signals, so that all ranks save the same step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,138 +18,21 @@ import torch
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.dataset import BatchIterator, Datasets, microbatches, open_datasets
-from coatlm.data.tokenizer import make_tokenizer
-from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.data.dataset import BatchIterator, Datasets, microbatches
 from coatlm.model.numerics import Probe
-from coatlm.model.plan import plan
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups
-from coatlm.platform import device, has_foreign_apex
+from coatlm.platform import device
 from coatlm.train import checkpoint
-from coatlm.train.agreement import together
-from coatlm.train.ending import finish, nothing_to_do
-from coatlm.train.faults import (
-    SIGNALS,
-    ExitCode,
-    HangWatchdog,
-    NonFiniteError,
-    NonFiniteGuard,
-    StopSignal,
-)
-from coatlm.train.lock import RunLock, take_lock
+from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteError, StopSignal
+from coatlm.train.lock import RunLock
 from coatlm.train.metrics import MetricsLogger
-from coatlm.train.phases import (
-    begun_by,
-    check_inputs,
-    check_parts,
-    check_size,
-    describe,
-    device_name,
-    join,
-    split,
-)
-from coatlm.train.resume import Known, Progress, restore, resume, state_to_save
-from coatlm.train.run_directory import (
-    prepare_directory,
-    start_logging,
-)
-from coatlm.train.setup import (
-    Launch,
-    quiet_megatron,
-    recorded_collectives,
-)
+from coatlm.train.resume import Known, Progress, restore, state_to_save
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 from coatlm.train.stragglers import compare
 
 logger = logging.getLogger("coatlm")
-
-
-def train(config: Config, launch: Launch) -> ExitCode:
-    """Run `config` to its end, or until a signal.
-
-    Raises ConfigError for bad input (with several ranks AgreedError, on all of them),
-    CheckpointError if saving or loading fails, NonFiniteError after train.max_skipped skipped steps
-    in a row.
-    """
-    with ExitStack() as stack:
-        loop = set_up(config, launch, stack)
-        code = ExitCode.OK if loop is None else loop.run_steps()
-        if loop is not None:
-            loop.signals.leave()
-            loop.metrics.close()
-            loop.watchdog.close()
-            if launch.rank == 0:
-                finish(config, loop.run, code)
-    torch.distributed.destroy_process_group()
-    # torchrun --max-restarts takes any other code for a failure and would start the run again
-    return ExitCode.OK if launch.restarts else code
-
-
-def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
-    """Join the other processes, open the data, build the model, resume.
-
-    A list of phases: each succeeds on all ranks, or ends all of them with one message. Returns None
-    if the run has done all its steps already; such a start writes to train.log only. Raises
-    ConfigError in a single process, AgreedError with several ranks.
-    """
-    peers = join(config, launch)
-    tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
-    vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
-    peers.agree(lambda: check_size(config, launch, vocab))
-    peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))
-    lock = peers.agree(lambda: take_lock(config.run.dir, stack) if launch.rank == 0 else None)
-    peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
-    peers.agree(lambda: start_logging(config.run.dir, launch.rank))
-    if lock is not None and lock.earlier is not None:
-        logger.warning("took the run directory over from %s, which has gone", lock.earlier)
-    quiet_megatron()
-    if has_foreign_apex():
-        logger.warning("the installed package `apex` is not NVIDIA's: ignored")
-    groups = peers.agree(lambda: split(config, launch, peers))
-    data = peers.rank_zero_first(
-        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
-    )
-    peers.agree(lambda: check_parts(config, data))
-    about = peers.agree(
-        lambda: plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size)
-    )
-    logger.info("%s", about)
-    trainer = peers.agree(lambda: Trainer(config, groups, vocab))
-    stack.enter_context(closing(trainer))
-    run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
-    identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
-    known = Known(tokenizer=tokenizer.fingerprint, data=identity)
-    again = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
-    origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=again))
-    if run.step >= config.train.steps:
-        logger.info("%s", nothing_to_do(config, run.step))
-        return None
-    peers.agree(lambda: describe(config, launch, origin) if launch.rank == 0 else None)
-    signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
-    watchdog = HangWatchdog(
-        config.log.hang_timeout,
-        run_dir=config.run.dir,
-        rank=launch.rank,
-        flight=recorded_collectives,
-    )
-    stack.enter_context(closing(watchdog))
-    open_metrics = partial(
-        MetricsLogger,
-        config.run.dir,
-        config,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        flops_per_token=flops_per_token(config.model, vocab, config.data.seq_len),
-        device_name=device_name(),
-        synchronize=synchronize,
-    )
-    loop = peers.agree(
-        lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known, lock)
-    )
-    stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
-    return loop
 
 
 class Loop:
@@ -321,7 +204,7 @@ class Loop:
             if self.run.pending:
                 self._fetch()
             state = state_to_save(self.config, self.trainer, self.run, **self.known)
-            tensors = self.trainer.optimizer.tensors_to_save()
+            tensors = self.trainer.zero_checkpoint.tensors_to_save()
             self.checkpoints.save(self.run.step, tensors, state)
 
     def _roll_back(self, error: NonFiniteError) -> None:
@@ -392,9 +275,3 @@ class Loop:
 def peak_memory() -> float | None:
     """GiB that tensors have taken at most on this GPU since the start; None on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

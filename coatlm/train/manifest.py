@@ -56,7 +56,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The files of a checkpoint, by name, and its place in the order of writing."""
 
     serial: int
@@ -68,7 +68,7 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
     """The manifest of a checkpoint. Raises CheckpointError where there is none to rely on."""
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not a directory")
@@ -83,7 +83,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             name: File(int(file["bytes"]), str(file["sha256"]))
             for name, file in content["files"].items()
         }
-        manifest = Manifest(int(content["serial"]), files)
+        manifest = CheckpointManifest(int(content["serial"]), files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
@@ -104,7 +104,7 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
     the `rank`-th on: together, `world` ranks read each byte once. Rank 0 shows its progress.
     """
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = read_checkpoint_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
     problems = []
@@ -220,7 +220,7 @@ def _steps(directory: Path) -> Iterator[tuple[Path, int]]:
 
 def _serial(checkpoint: Path) -> float:
     with contextlib.suppress(CheckpointError):
-        return read_manifest(checkpoint).serial
+        return read_checkpoint_manifest(checkpoint).serial
     return math.inf
 
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from coatlm.console import in_bytes
-from coatlm.train.manifest import CheckpointError, read_manifest
-from coatlm.train.reports import one_line
+from coatlm.train.manifest import CheckpointError, read_checkpoint_manifest
+from coatlm.train.reports import error_line
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
     """Raises CheckpointError for metadata of other types, of other files, or beyond their size."""
-    files = read_manifest(checkpoint).files
+    files = read_checkpoint_manifest(checkpoint).files
     path = checkpoint / ".metadata"
     try:
         pickled = path.read_bytes()
@@ -45,7 +45,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{path} is damaged ({one_line(error)})") from error
+        raise CheckpointError(f"{path} is damaged ({error_line(error)})") from error
     return content
 
 

@@ -12,7 +12,7 @@ from coatlm.platform import device_memory
 from coatlm.train import checkpoint
 from coatlm.train.agreement import Peers
 from coatlm.train.faults import FLIGHT
-from coatlm.train.resume import Origin, set_aside
+from coatlm.train.resume import Origin, archive_attempt
 from coatlm.train.run_directory import read_environment, write_config, write_environment
 from coatlm.train.setup import (
     COLLECTIVE_TIMEOUT,
@@ -45,7 +45,7 @@ def check_inputs(config: Config) -> None:
     checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
 
 
-def split(config: Config, launch: Launch, peers: Peers) -> Groups:
+def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
     """The process groups of `config.parallel`."""
     first_on_node = launch.rank - launch.local_rank
     with connecting(launch, config.parallel.start_timeout):
@@ -66,13 +66,13 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
 
 
 def begun_by(config: Config, launch: Launch) -> bool:
-    """Whether env.json is from an earlier start of the same job, which then got to `describe`."""
+    """Whether an earlier start of the same job got as far as `write_description`: see env.json."""
     return launch.restarted and read_environment(config.run.dir).get("job") == launch.job
 
 
-def describe(config: Config, launch: Launch, origin: Origin) -> None:
+def write_description(config: Config, launch: Launch, origin: Origin) -> None:
     """Set aside what the run does not continue, then write config.yaml and env.json."""
-    set_aside(config, origin)
+    archive_attempt(config, origin)
     write_config(config.run.dir, config)
     write_environment(config.run.dir, device_name=device_name(), job=launch.job)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from coatlm.config import ConfigError
 from coatlm.train.manifest import LostPeerError
-from coatlm.train.reports import UNEXPECTED, AgreedError, Failure, merged, plural, say
+from coatlm.train.reports import UNEXPECTED, AgreedError, Failure, merged, plural, print_error
 
 POLL_S = 0.1
 NOTICE_S = 5.0  # seconds until the ranks that are missing are named,
@@ -125,7 +125,8 @@ def _decide(store: dist.Store, world_size: int, address: str, seconds: float) ->
         time.sleep(POLL_S)
     verdict = _verdict(store, world_size, address, seconds)
     if verdict["message"] is not None:
-        say(verdict["message"])  # before the others can leave: a launcher then ends this rank
+        # before other ranks can exit, because a launcher then ends this rank
+        print_error(verdict["message"])
     store.set("verdict", json.dumps(verdict))
     if verdict["message"] is not None:
         patience = time.monotonic() + GRACE_S

@@ -58,7 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        text = str(error) if isinstance(error, ConfigError) else one_line(error)
+        text = str(error) if isinstance(error, ConfigError) else error_line(error)
         return cls(text, exit_code(error))
 
 
@@ -79,7 +79,7 @@ def exit_code(error: BaseException) -> int:
     return UNEXPECTED
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An exception as a message of one line; the type is named where it is not one of ours."""
     text = next(iter(str(error).splitlines()), "")
     return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
@@ -126,7 +126,7 @@ def merged(failures: Mapping[int, str], hosts: Sequence[str | None]) -> str:
     return "\n".join(said)
 
 
-def say(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error: one line for each line of the message."""
     for line in shortened(message).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
@@ -151,7 +151,7 @@ def report(
     if code == UNEXPECTED and not lost_peer(error):
         _print_traceback(error, f"[rank {rank}, {platform.node()}] " if world_size > 1 else "")
     elif _first_to_say("lost" if lost_peer(error) else line):
-        say(line)
+        print_error(line)
     return code
 
 
@@ -161,9 +161,9 @@ def print_traceback(error: Exception, rank: int) -> None:
 
 
 def _line(error: Exception, prefix: str) -> str:
-    """What `say` is given for an error; common to all ranks where all of them have it alike."""
+    """The message of an error; without rank and host where every rank has the same error."""
     if isinstance(error, LostPeerError) or not lost_peer(error):
-        text = str(error) if isinstance(error, ConfigError) else one_line(error)
+        text = str(error) if isinstance(error, ConfigError) else error_line(error)
     else:
         text = "a connection to another rank was closed; that rank's own output says why it ended"
     common = isinstance(error, AgreedError | NonFiniteError) or type(error) is CheckpointError

@@ -77,12 +77,11 @@ def state_to_save(
     data: list[SourceIdentity],
 ) -> dict[str, Any]:
     """What `restore` and `check_changes` read. All ranks call it together."""
-    optimizer = trainer.optimizer
     return {
         "step": run.step,
         "tokens": run.tokens,
         "samples": run.samples,
-        "updates": int(optimizer.optimizer.step_count),
+        "updates": int(trainer.optimizer.optimizer.step_count),
         "skipped": run.guard.total,
         "skipped_in_row": run.guard.in_row,
         "left_out": run.left_out,
@@ -90,8 +89,8 @@ def state_to_save(
         "spikes": None if trainer.spikes is None else trainer.spikes.state(),
         "tokenizer": tokenizer,
         "data": data,
-        "flat_groups": optimizer.flat_groups(),
-        "automatic_scales": optimizer.automatic_scales(),
+        "flat_groups": trainer.zero_checkpoint.flat_blocks(),
+        "automatic_scales": trainer.zero_checkpoint.automatic_scales(),
         "gradient_amaxes": trainer.gradient_amaxes(),
         "config": config.model_dump(mode="json"),
     }
@@ -171,7 +170,7 @@ def resume(
     return origin
 
 
-def set_aside(config: Config, origin: Origin) -> None:
+def archive_attempt(config: Config, origin: Origin) -> None:
     """On rank 0, move away what this start would write over; see `attempts`. Raises OSError."""
     attempt = None
     if origin.back:
@@ -201,14 +200,15 @@ def restore(
     weights, from which fresh optimizer states are made. Counters and scales come from `state`, its
     state.json; `weights_only` leaves `run` as it is.
     """
-    tensors = trainer.optimizer.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
+    zero = trainer.zero_checkpoint
+    tensors = zero.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
-    trainer.optimizer.finish_load()
+    zero.finish_load()
     if weights_only:
         trainer.optimizer.optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
-    trainer.optimizer.set_automatic_scales(state.get("automatic_scales", {}))
+    zero.set_automatic_scales(state.get("automatic_scales", {}))
     if trainer.scales is not None:
         trainer.scales.restore(state.get("gradient_amaxes", {}))
     trainer.optimizer.optimizer.step_count.fill_(state["updates"])

@@ -41,10 +41,10 @@ from coatlm.megatron import (
     LocalShardsContainer,
     ShardedTensor,
 )
-from coatlm.train.agreement import Group, summary, together
+from coatlm.train.agreement import Group, describe_failures, together
 from coatlm.train.manifest import CheckpointError, write_file
 from coatlm.train.metadata import read_metadata
-from coatlm.train.reports import one_line
+from coatlm.train.reports import error_line
 
 
 def write_tensors(
@@ -63,9 +63,9 @@ def write_tensors(
             no_dist=group is None,
         )
     except CheckpointException as error:
-        reasons = {rank: one_line(failure[0]) for rank, failure in error.failures.items()}
+        reasons = {rank: error_line(failure[0]) for rank, failure in error.failures.items()}
         size = 1 if group is None else group.size()
-        raise CheckpointError(summary(reasons, size)) from error
+        raise CheckpointError(describe_failures(reasons, size)) from error
 
 
 def write_layout(directory: Path) -> None:
@@ -145,7 +145,7 @@ def write_one_by_one(
         cause = error.failures[0][0]
         if isinstance(cause, ValueError | OSError):  # of `make`, or of the disk
             raise cause from error
-        raise CheckpointError(one_line(cause)) from error
+        raise CheckpointError(error_line(cause)) from error
 
 
 def tensor_checksums(checkpoint: Path) -> dict[str, str]:
@@ -214,7 +214,7 @@ def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
         problem = "a .distcp file holds something other than tensors, refused"
         raise CheckpointError(f"{reader.path}: {problem}") from error
     except Exception as error:  # a damaged file raises nearly anything
-        raise CheckpointError(f"{reader.path} is damaged ({one_line(error)})") from error
+        raise CheckpointError(f"{reader.path} is damaged ({error_line(error)})") from error
 
 
 def _elements(target: Tensor) -> int:

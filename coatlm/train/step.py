@@ -1,4 +1,4 @@
-"""The model, its buffers and its optimizer, and one training step of them."""
+"""The trainer: a model in flat buckets, its optimizer, and the training step of both."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, Shard
 from coatlm.parallel.buckets import Cut
-from coatlm.parallel.buffers import FlatModel
 from coatlm.parallel.collectives import Comm, Traffic
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
 from coatlm.parallel.exchange import Fp8Exchange, Levels
+from coatlm.parallel.finalize_grads import tensor_parallel_sums
+from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
-from coatlm.parallel.pipeline import Batch, MicrobatchGraph, run_microbatches
-from coatlm.parallel.reduce import tensor_parallel_sums
+from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
+from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -41,13 +43,13 @@ GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Trainer:
-    """Everything that a step changes. `vocab` is the padded vocabulary."""
+    """Everything that a training step changes. `vocab` is the padded vocabulary size."""
 
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
-        recorded = config.train.cuda_graphs
-        if recorded and device().type != "cuda":
+        cuda_graphs = config.train.cuda_graphs
+        if cuda_graphs and device().type != "cuda":
             raise ValueError("train.cuda_graphs=true needs a GPU")
         self.traffic = Traffic()
         self.model_traffic = Traffic()  # of the last step, over tp and cp
@@ -71,7 +73,7 @@ class Trainer:
                 traffic=self.traffic,
                 overlap_grad_reduce=p.overlap_grad_reduce,
                 overlap_param_gather=p.overlap_param_gather,
-                stream=torch.cuda.Stream() if recorded else None,
+                stream=torch.cuda.Stream() if cuda_graphs else None,
             )
             for module in modules
         ]
@@ -87,7 +89,7 @@ class Trainer:
             tokens = config.train.micro_batch * config.data.seq_len // p.cp
             for chunk in self.chunks:
                 tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
-        self.graph = MicrobatchGraph(self.chunks[0]) if recorded else None
+        self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.scales = delayed_scales(config, modules, groups)
         self.optimizer = ZeroOptimizer(
             self.chunks,
@@ -98,11 +100,12 @@ class Trainer:
                 AdamW, recipe=o.recipe, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
             ),
         )
+        self.zero_checkpoint = ZeroCheckpoint(self.optimizer)
 
     def close(self) -> None:
         """Release CUDA graphs before the process groups: NCCL blocks on captured communicators."""
-        if self.graph is not None:
-            self.graph.close()
+        if self.graphs is not None:
+            self.graphs.close()
 
     @property
     def spike(self) -> Tensor:
@@ -117,18 +120,18 @@ class Trainer:
         *,
         observe: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One update. Returns loss and gradient norm, fp32 on the device, the same on all ranks.
+        """Train on one global batch. Returns loss and gradient norm, fp32 on the device.
 
-        `observe` is called with the clip coefficient when gradients are complete. `comm_bytes`
-        afterwards says what this rank has sent.
+        Both are the same on all ranks. `observe` is called with the clip coefficient when the
+        gradients are complete. Afterwards `comm_bytes` has the bytes that this rank has sent.
         """
         self.traffic.sent.clear()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         calibrating = self.scales is not None and self.scales.calibrating
-        if self.graph is not None:
-            self.graph.paused = calibrating
+        if self.graphs is not None:
+            self.graphs.paused = calibrating
         self.model_traffic = step_traffic(
             self.config,
             stage=self.groups.pp.rank(),
@@ -149,7 +152,7 @@ class Trainer:
         return Traffic(self.traffic.sent + self.model_traffic.sent).summary()
 
     def gradient_amaxes(self) -> Saved:
-        """What delayed scales remember of all layers, for a checkpoint. All ranks call it."""
+        """The amaxes of delayed scaling in all layers, for a checkpoint. A collective call."""
         if self.scales is None:
             return {}
         reports: list[Saved] = [{}] * self.groups.control.size()
@@ -157,7 +160,7 @@ class Trainer:
         return {number: layer for report in reports for number, layer in report.items()}
 
     def measure_states(self, lr: float, clip_coefficient: Tensor) -> dict[str, float]:
-        """`edq.report` of the step under way, the same on all ranks; waits for the device."""
+        """`edq.report` of the current step, the same on all ranks. Synchronizes with the device."""
         zero = self.optimizer
         sums = edq.collect(
             zero.optimizer, lr=lr, clip_coefficient=clip_coefficient, owned=zero.unshared
@@ -168,13 +171,13 @@ class Trainer:
         return edq.report(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
 
     def watch_numerics(self) -> AbstractContextManager[dict[int, numerics.Probe]]:
-        """Probes in the FP8 layers of this rank, for a step inside; none but on dp rank 0."""
+        """A context that probes this rank's FP8 layers in a step; only dp rank 0 has probes."""
         chunks = [] if self.groups.dp.rank() else self.chunks
         layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
         return numerics.watched(flows_of(layers))
 
     def measure_numerics(self, probes: Mapping[int, numerics.Probe]) -> list[numerics.Record]:
-        """`numerics.report` of the probes of all ranks, on those of dp rank 0; waits for them."""
+        """`numerics.report` of the probes of all ranks, on those of dp rank 0: their collective."""
         if self.groups.dp.rank():
             return []
         layers, where = self.config.model.layers, device()
@@ -182,17 +185,20 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Mean loss a token over `batches`, fp32 on the device."""
+        """The mean loss per token over `batches`, fp32 on the device."""
         for chunk in self.chunks:
             chunk.eval()
         return self._run(batches, forward_only=True)
 
-    def place(self, batches: Sequence[dataset.Batch]) -> list[Batch]:
+    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
         """This rank's part of microbatches of whole samples, with attention masks where needed."""
         cp = self.groups.cp
         placed: list[Batch] = []
         for batch in batches:
-            part: Batch = {**dataset.cp_slice(batch, cp.rank(), cp.size()), "attention_mask": None}
+            part: Batch = {
+                **dataset.cp_slice(batch, cp.rank(), cp.size()),
+                "attention_mask": None,
+            }
             ids = batch["document_ids"]
             if ids is not None:
                 positions = token_positions(self.config.data.seq_len, self.groups)
@@ -208,14 +214,14 @@ class Trainer:
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
             enter=ignore if forward_only else self.timer.enter,
-            graph=self.graph,
+            graphs=self.graphs,
         )
 
 
 def delayed_scales(
     config: Config, modules: Sequence[Llama], groups: Groups
 ) -> DelayedScales | None:
-    """Those of this stage's FP8 layers, where they are asked for."""
+    """The delayed scales of this pipeline stage's FP8 layers; None with current scaling."""
     precision = config.precision
     if precision.scaling == "current":
         return None
@@ -225,11 +231,11 @@ def delayed_scales(
 
 
 def ignore(phase: str | None) -> None:
-    """Evaluations are not timed."""
+    """Ignore the phases of an evaluation, which is not timed."""
 
 
 def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
-    """How gradients travel."""
+    """The format in which gradients travel, as parallel.grad_comm names it."""
     if parallel.grad_comm in GRAD_DTYPES:
         return Plain(GRAD_DTYPES[parallel.grad_comm])
     if parallel.grad_comm == "fp8-nccl":
@@ -242,9 +248,9 @@ def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
 
 
 def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Parameter, int]:
-    """The data-parallel rank that owns each parameter of this stage, whole; logs the balance.
+    """The data-parallel rank that owns each parameter of this stage as a whole tensor.
 
-    A weight that two stages share has the same owner on both.
+    A weight that two stages share has the same owner on both. The balance is logged.
     """
     params = [p for module in modules for p in module.parameters() if p.requires_grad]
     shared = [i for i, p in enumerate(params) if getattr(p, "shared_embedding", False)]
@@ -254,11 +260,11 @@ def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Paramet
 
 
 def fp8_weights(module: Any, config: Config) -> frozenset[nn.Parameter]:
-    """The weights to be gathered as FP8: those of FP8 layers' linears, if any."""
+    """The weights to be all-gathered in FP8: those of the linears of FP8 layers."""
     if config.parallel.weight_gather != "fp8":
         return frozenset()
     layers = list(module.decoder.layers)
-    if config.precision.flow:  # precision.bf16_layers are others
+    if config.precision.flow:  # not those of precision.bf16_layers
         layers = [layer for layer in layers if isinstance(layer, CoatTransformerLayer)]
     params = [p for layer in layers for p in layer.parameters()]
     return frozenset(p for p in params if p.requires_grad and p.dim() == 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from coatlm.config import ConfigError, Log
-from coatlm.train.metrics import missing_package
+from coatlm.train.sinks import missing_package
 
 
 def check_trackers(log: Log) -> None:

@@ -19,7 +19,7 @@ import pytest
 from coatlm.config import Data
 from coatlm.data import cache
 from coatlm.data import shards as shards_module
-from coatlm.data.cache import CacheFullError, open_text, prepare_text
+from coatlm.data.cache import CacheFullError, open_text_dataset, prepare_text
 from coatlm.data.checksums import DatasetError
 from coatlm.data.shards import Options
 from coatlm.data.tokenizer import ByteTokenizer
@@ -36,7 +36,7 @@ def data(tmp_path: Path) -> Data:
 
 
 def text_of(data: Data) -> str:
-    opened = open_text(data, BYTE)
+    opened = open_text_dataset(data, BYTE)
     return BYTE.decode(opened.read(0, len(opened.tokens)).tolist())
 
 
@@ -104,7 +104,7 @@ def test_damage_that_a_run_meets_is_repaired_by_the_next_start(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "VERIFIED_BYTES", 0)  # as if the entry were too large
-    opened = open_text(data, BYTE)
+    opened = open_text_dataset(data, BYTE)
     home = prepare_text(data).parent
     flip(home / "text.bin")
     assert BYTE.decode(opened.read(100, 200).tolist()) == TEXT[100:200]  # not of that block
@@ -188,7 +188,7 @@ def test_a_killed_start_is_continued_by_the_next(
     monkeypatch.setattr(cache, "Options", functools.partial(Options, shard_bytes=4096))
     write, written = shards_module._write_shard, []
 
-    def counted(shard: shards_module.Shard, *rest: object) -> None:
+    def counted(shard: shards_module.TokenShard, *rest: object) -> None:
         if len(written) == 5:
             raise KeyboardInterrupt  # leaves what SIGKILL leaves: nothing is cleared up
         written.append(shard.base.name)
@@ -204,7 +204,7 @@ def test_a_killed_start_is_continued_by_the_next(
         shards_module, "_write_shard", lambda s, *r: (written.append(s.base.name), write(s, *r))
     )
     with caplog.at_level(logging.INFO, logger="coatlm"):
-        opened = open_text(data, BYTE)
+        opened = open_text_dataset(data, BYTE)
     assert BYTE.decode(opened.tokens.tolist()) == TEXT
     assert len(first) == 5 and written and not set(first) & set(written)
     assert entries(data) == [folder.partition(".")[0]]
@@ -216,7 +216,7 @@ def test_a_shard_damaged_between_two_starts_is_an_error_and_is_made_again(
 ) -> None:
     tokenise = shards_module.tokenise
 
-    def and_damage(shards: list[shards_module.Shard], *rest: object) -> None:
+    def and_damage(shards: list[shards_module.TokenShard], *rest: object) -> None:
         tokenise(shards, *rest)  # type: ignore[arg-type]
         flip(shards[0].base.with_name(shards[0].base.name + ".bin"))
 

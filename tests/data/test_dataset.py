@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coatlm import megatron_hook
-from coatlm.config import Data, Source
+from coatlm.config import Data, DataSource
 from coatlm.data import checksums, indexed
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
 from coatlm.data.dataset import (
-    Batch,
     BatchIterator,
     Dataset,
+    Microbatch,
     attention_mask,
     cp_slice,
     microbatches,
@@ -82,7 +82,7 @@ def write_foreign(prefix: Path, documents: list[list[int]], dtype: type = np.int
 
 
 def options(prefix: Path, **changes: object) -> Data:
-    fields = dict(paths=(Source(path=prefix),), seq_len=SEQ_LEN, split=(80, 10, 10))
+    fields = dict(paths=(DataSource(path=prefix),), seq_len=SEQ_LEN, split=(80, 10, 10))
     return Data.model_validate(fields | changes)
 
 
@@ -582,7 +582,7 @@ def test_a_batch_that_does_not_divide_is_an_error(train: Dataset) -> None:
 SHAPE = dict(global_batch=8, micro_batch=2, dp_rank=1, dp_size=2)
 
 
-def equal(a: Batch, b: Batch) -> bool:
+def equal(a: Microbatch, b: Microbatch) -> bool:
     keys = ("tokens", "labels", "loss_mask")
     return all(torch.equal(a[key], b[key]) for key in keys)  # type: ignore[literal-required]
 
@@ -606,7 +606,7 @@ def test_an_error_while_reading_ahead_reaches_the_caller(train: Dataset) -> None
 # ---- what is in a batch
 
 
-def batch_of(rows: list[list[int]], **flags: bool) -> Batch:
+def batch_of(rows: list[list[int]], **flags: bool) -> Microbatch:
     """A batch whose samples are `rows`, eod = 0."""
 
     class Rows(Dataset):

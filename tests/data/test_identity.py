@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from coatlm.data import identity
 from coatlm.data.checksums import CheckedFile
-from coatlm.data.identity import content_hash, describe, identify
+from coatlm.data.identity import content_hash, describe_identity, identify
 from coatlm.data.indexed import Indexed
 from coatlm.data.tokenizer import make_tokenizer
 
@@ -65,4 +65,7 @@ def test_sources_are_identified_in_the_order_of_the_blend() -> None:
     found = identify([a, b], [1, 3])
     assert [(s["documents"], s["tokens"], s["weight"]) for s in found] == [(1, 2, 1.0), (2, 3, 3.0)]
     assert identify([b, a], [3, 1]) == found[::-1] != found
-    assert describe(found) == f"2 tokens ({content_hash(a)[:8]}) + 3 tokens ({content_hash(b)[:8]})"
+    assert (
+        describe_identity(found)
+        == f"2 tokens ({content_hash(a)[:8]}) + 3 tokens ({content_hash(b)[:8]})"
+    )

@@ -288,7 +288,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     preprocess(mixture, tmp_path / "straight", options, workers=1)
     write, written = shards_module._write_shard, []
 
-    def interrupted(shard: shards_module.Shard, *rest: object) -> None:
+    def interrupted(shard: shards_module.TokenShard, *rest: object) -> None:
         if len(written) == 7:
             raise KeyboardInterrupt
         written.append(shard.base.name)

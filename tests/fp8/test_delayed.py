@@ -53,6 +53,20 @@ def test_what_grows_by_less_than_the_margin_does_not_saturate(
     assert bool(fits.all()) is (growth <= 2 ** MARGINS[fmt])
 
 
+def test_a_tensor_may_grow_by_8_in_e5m2_and_by_2_in_e4m3() -> None:
+    for fmt, room in ((E5M2, 8.0), (E4M3, 2.0)):
+        assert DelayedScaling(fmt).scale(torch.full((1, 16), fmt.max)).item() == room
+
+
+def test_a_history_has_any_number_of_dimensions_before_its_steps() -> None:
+    rule = DelayedScaling(E5M2, length=3)
+    history = torch.zeros(2, 4, 3)
+    for step in (1.0, 2.0):
+        assert rule.push_(history, torch.arange(8.0).view(2, 4) * step)
+    expected = torch.arange(8.0).view(2, 4)
+    assert torch.equal(history, torch.stack([2 * expected, expected, 0 * expected], -1))
+
+
 @both
 def test_without_history_the_scale_is_1(fmt: Fp8Format) -> None:
     assert DelayedScaling(fmt).scale(torch.zeros(2, 4, 16)).tolist() == [[1.0] * 4] * 2
@@ -69,6 +83,7 @@ def test_an_amax_that_is_not_finite_leaves_every_history_alone(bad: float) -> No
 
 def test_16_steps_are_remembered_unless_told_otherwise() -> None:
     assert DelayedScaling(E4M3).length == 16
+    assert DelayedScaling(E4M3, length=1).length == 1
     with pytest.raises(ValueError, match="length=0"):
         DelayedScaling(E4M3, length=0)
 

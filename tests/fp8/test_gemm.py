@@ -1,11 +1,11 @@
-"""FP8 matrix products on the CPU against products in fp64; what cannot be done is refused."""
+"""FP8 GEMMs on the CPU against GEMMs in fp64; what cannot be done is refused."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.gemm import matmul
+from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, SQUARE_BLOCK, matmul, scales_in_order
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 
 M, N, K = 19, 32, 48
@@ -13,17 +13,19 @@ FP32 = 2.0**-20  # of the sum of magnitudes: 48 terms, each addition within 2^-2
 BF16 = 2.0**-8  # half a spacing, as a part of the value
 
 
-def operand(rows: int, granularity: Granularity, fmt: Fp8Format = E4M3, seed: int = 0) -> QTensor:
+def operand(
+    rows: int, granularity: Granularity, fmt: Fp8Format = E4M3, seed: int = 0, k: int = K
+) -> QTensor:
     generator = torch.Generator().manual_seed(seed + rows)
-    x = torch.randn(rows, K, generator=generator)
+    x = torch.randn(rows, k, generator=generator)
     shape = granularity.scale_shape(x.shape)
     scale = 2.0 ** torch.randint(-6, 6, shape, generator=generator).float()
     return QTensor(fmt.encode(x), scale, granularity, fmt)
 
 
 def exact(a: QTensor, b: QTensor) -> tuple[Tensor, Tensor]:
-    """The product in fp64, and that of magnitudes, by which an fp32 sum's error is measured."""
-    a64, b64 = (x.codes.double() * x.scale.double() for x in (a, b))
+    """The GEMM in fp64, and that of magnitudes, by which an fp32 sum's error is measured."""
+    a64, b64 = (x.codes.double() * x.granularity.spread(x.scale.double(), x.shape) for x in (a, b))
     return a64 @ b64.t(), a64.abs() @ b64.abs().t()
 
 
@@ -35,11 +37,35 @@ def assert_bf16(actual: Tensor, expected: Tensor, magnitude: Tensor) -> None:
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW])
 @pytest.mark.parametrize(("a_fmt", "b_fmt"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-def test_product_is_rounded_once_to_bf16(
+def test_gemm_is_rounded_once_to_bf16(
     granularity: Granularity, a_fmt: Fp8Format, b_fmt: Fp8Format
 ) -> None:
     a, b = operand(M, granularity, a_fmt), operand(N, granularity, b_fmt)
     assert_bf16(matmul(a, b), *exact(a, b))
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_every_pair_of_granularities_multiplies_what_it_stands_for(
+    first: Granularity, second: Granularity
+) -> None:
+    a, b = operand(M, first, k=384), operand(N, second, k=384)
+    assert_bf16(matmul(a, b), *exact(a, b))
+
+
+def test_scales_of_blocks_lie_as_cublaslt_reads_them() -> None:
+    rows = operand(M, ROW_BLOCK, k=384)
+    assert torch.equal(scales_in_order(rows), rows.scale)
+    assert scales_in_order(rows).stride() == (1, M)
+    square = operand(200, SQUARE_BLOCK, k=384)
+    padded = scales_in_order(square)
+    assert torch.equal(padded[:, :3], square.scale)
+    assert (padded.shape, padded.stride()) == ((2, 4), (4, 1))
+
+
+def test_scales_that_are_in_order_are_not_copied() -> None:
+    rows, square = operand(M, ROW_BLOCK, k=512), operand(200, SQUARE_BLOCK, k=512)
+    for x in (QTensor(rows.codes, scales_in_order(rows), ROW_BLOCK, E4M3), square):
+        assert scales_in_order(x).data_ptr() == x.scale.data_ptr()
 
 
 def test_bias_and_a_matrix_are_added_before_the_rounding() -> None:
@@ -94,16 +120,19 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(ROW, TENSOR), (TENSOR, ROW), (block(1, 16), block(1, 16))]
+    ("first", "second"),
+    [(ROW, TENSOR), (TENSOR, ROW), (block(1, 16), block(1, 16)), (SQUARE_BLOCK, SQUARE_BLOCK)],
 )
 def test_scales_that_the_tensor_cores_do_not_take_are_refused(
     first: Granularity, second: Granularity
 ) -> None:
-    with pytest.raises(ValueError, match="both TENSOR or both ROW"):
-        matmul(operand(M, first), operand(N, second))
+    with pytest.raises(
+        ValueError, match=r"must be TENSOR and TENSOR, ROW and ROW, block\(1, 128\)"
+    ):
+        matmul(operand(M, first, k=128), operand(N, second, k=128))
 
 
-def test_a_product_is_added_to_one_matrix_only() -> None:
+def test_a_gemm_is_added_to_one_matrix_only() -> None:
     matrix = torch.zeros(M, N).bfloat16()
     with pytest.raises(ValueError, match="add"):
         matmul(operand(M, TENSOR), operand(N, TENSOR), out=matrix, add=matrix)

@@ -72,6 +72,25 @@ def test_a_shared_scale_with_division_makes_the_codes_of_a_gemm(seed: int) -> No
     assert torch.equal(payloads[..., : x.numel()], expected.codes.view(torch.uint8))
 
 
+def test_values_are_multiplied_with_the_rounded_inverse_unless_told_to_be_divided() -> None:
+    """With S = 1.3 the two differ: fp32 values beside the middle between two codes."""
+    scale = torch.tensor([1.3])
+    codes = E4M3.decode(torch.arange(0x08, 0x7E, dtype=torch.uint8).view(E4M3.dtype))
+    middle = (codes[:-1] + codes[1:]) / 2 * scale
+    near = torch.cat([middle, *(middle.nextafter(torch.tensor(to)) for to in (0.0, 1e9))])
+    x = torch.nn.functional.pad(near, (0, -len(near) % SCALE_BLOCK))[None, None]
+    by_inverse, by_division = (
+        E4M3.encode(y).view(torch.uint8) for y in (x * (1 / scale), x / scale)
+    )
+    assert not torch.equal(by_inverse, by_division)
+    layout = Layout(x.shape[-1], E4M3, scaled=False)
+    shared = Shared(scale, torch.zeros(1, 1, layout.groups, dtype=torch.int32))
+    payloads = layout.empty(1, 1, device=CPU)
+    for options, expected in (({}, by_inverse), ({"divide": True}, by_division)):
+        pack(x, payloads, layout=layout, shared=shared, **options)
+        assert torch.equal(payloads, expected)
+
+
 def test_own_scales_are_those_of_1x128_groups() -> None:
     x = gradients(1, 2, 2, 4 * SCALE_BLOCK)
     layout = Layout(4 * SCALE_BLOCK, E4M3, scaled=True)
@@ -175,6 +194,40 @@ def test_bad_input_is_refused(x: Tensor, scaled: bool, message: str) -> None:
     layout = Layout(x.shape[-1], E4M3, scaled=scaled)
     with pytest.raises(ValueError, match=message):
         pack(x, layout.empty(1, 1, device=CPU), layout=layout)
+
+
+def test_a_target_and_own_values_that_do_not_fit_are_refused() -> None:
+    layout = Layout(SCALE_BLOCK, E4M3, scaled=True)
+    payloads, y = layout.empty(2, 1, 1, device=CPU), torch.zeros(1, 1, SCALE_BLOCK)
+    with pytest.raises(ValueError, match=r"x\.dtype=torch\.float16"):
+        unpack(payloads, y.half(), layout=layout)
+    with pytest.raises(ValueError, match=r"x \[1, 2, 128\]|payloads \[2, 1, 1, 144\]"):
+        unpack(payloads, y, layout=layout, own=Own(torch.zeros(1, 2, SCALE_BLOCK), 0))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_that_begin_between_multiples_of_128_are_refused(dim: int) -> None:
+    x = torch.zeros(3 * SCALE_BLOCK).as_strided((2, 2, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK, 1))
+    strides = [SCALE_BLOCK, SCALE_BLOCK, 1]
+    strides[dim] = SCALE_BLOCK - 16
+    layout = Layout(SCALE_BLOCK, E4M3, scaled=True)
+    with pytest.raises(ValueError, match="strides"):
+        pack(x.as_strided(x.shape, strides), layout.empty(2, 2, device=CPU), layout=layout)
+
+
+@pytest.mark.parametrize(
+    "owner", [torch.zeros(1, 1, 3), torch.zeros(1, 2, 2), torch.zeros(1, 1, 4)[..., ::2]], ids=str
+)
+def test_owners_that_do_not_fit_are_refused(owner: Tensor) -> None:
+    layout = Layout(2 * SCALE_BLOCK, E4M3, scaled=False)
+    shared = Shared(torch.ones(1), owner.int() if owner.is_contiguous() else owner)
+    with pytest.raises(ValueError, match=r"owner .*: \[1, 1, 2\], rows contiguous"):
+        pack(
+            torch.ones(1, 1, 2 * SCALE_BLOCK),
+            layout.empty(1, 1, device=CPU),
+            layout=layout,
+            shared=shared,
+        )
 
 
 def test_e3m4_with_a_scale_that_does_not_travel_is_refused() -> None:

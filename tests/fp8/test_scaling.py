@@ -18,7 +18,9 @@ from coatlm.fp8.scaling import (
     group_amax_ref,
     group_scale,
     power_of_two_ref,
+    raise_amax_ref,
     scale_ref,
+    scaled_codes_ref,
     top_exponent,
 )
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
@@ -108,6 +110,37 @@ def test_group_scaling_gives_the_current_scale(size: int) -> None:
     assert amax.shape == (3, 5, 256 // size)
     assert torch.equal(group_scale(amax, E4M3), current_scale(x, E4M3))
     assert torch.equal(current_scale(x, E4M3), scale_ref(x.abs().max().float(), E4M3))
+
+
+def test_a_group_has_128_elements_unless_told_otherwise() -> None:
+    assert group_amax(torch.ones(3, 256)).shape == (3, 2)
+
+
+@both
+def test_the_power_of_two_of_many_amaxes_is_that_of_the_largest(fmt: Fp8Format) -> None:
+    amax = torch.tensor([[0.1, 700.0], [3.0, 0.0]])
+    expected = power_of_two_ref(torch.tensor(700.0), fmt)
+    assert group_scale(amax, fmt, power_of_two=True) == expected
+    assert current_scale(-amax, fmt, power_of_two=True) == expected
+
+
+@both
+def test_codes_are_of_the_quotient_and_nan_where_the_scale_is_not_finite(fmt: Fp8Format) -> None:
+    x, scale = torch.tensor([6.0, -6.0, 6.0, 6.0]), torch.tensor([4.0, 0.5, inf, nan])
+    codes = scaled_codes_ref(x, scale, fmt).float()
+    assert codes[:2].tolist() == [1.5, -12.0]
+    assert codes[2:].isnan().all()
+
+
+def test_an_amax_is_raised_to_the_largest_magnitude_and_a_nan_stays() -> None:
+    amax = torch.tensor(2.0)
+    raise_amax_ref(None, torch.ones(3))
+    for x, expected in (([1.0, -1.5], 2.0), ([1.0, -3.0, 0.0], 3.0), ([2.0], 3.0)):
+        raise_amax_ref(amax, torch.tensor(x))
+        assert amax == expected
+    raise_amax_ref(amax, torch.tensor([1.0, nan]))
+    raise_amax_ref(amax, torch.ones(1))
+    assert amax.isnan()
 
 
 def test_current_scale_of_an_empty_tensor_is_one() -> None:

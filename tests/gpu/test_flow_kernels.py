@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 
 from coatlm.fp8.attention import SavedInFp8, attend_keeping_fp8, dequantize_groups
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.fp8.gemm import matmul, tune
+from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, Plans, matmul
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize
@@ -323,7 +323,7 @@ def close_product(actual: Tensor, a: QTensor, b: QTensor, more: Any, fast: bool)
 
     A BF16 product may be rounded before something is added to it.
     """
-    a64, b64 = (x.codes.double() * x.scale.double() for x in (a, b))
+    a64, b64 = (x.codes.double() * x.granularity.spread(x.scale.double(), x.shape) for x in (a, b))
     expected, magnitude = a64 @ b64.t() + more, a64.abs() @ b64.abs().t()
     allowed = (2.0**-9 if fast else 2.0**-11) * magnitude + 1e-6 * expected.abs()
     if actual.dtype == torch.bfloat16:
@@ -382,14 +382,33 @@ def test_tuned_products_are_as_exact_as_the_first_choice(accumulate: bool) -> No
     m, n, k = 384, 512, 1024
     dtype = torch.float32 if accumulate else torch.bfloat16
     kinds: dict[str, Any] = {"a_fmt": E5M2, "b_fmt": E4M3, "out_dtype": dtype, "fast": True}
-    tune(m, n, k, accumulate=accumulate, device=torch.cuda.current_device(), **kinds)
+    plans = Plans()
+    plans.tune(m, n, k, accumulate=accumulate, device=torch.cuda.current_device(), **kinds)
     a, b = operand(m, k, TENSOR, E5M2), operand(n, k, TENSOR)
     before = torch.randn(m, n) if accumulate else torch.zeros(1)
     out = before.cuda() if accumulate else None
-    close_product(matmul(*on("cuda", (a, b)), out=out), a, b, before.double(), True)
+    y = matmul(*on("cuda", (a, b)), out=out, plans=plans)
+    close_product(y, a, b, before.double(), True)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS[2:])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("a_fmt", "b_fmt"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_gemms_of_blocks(
+    first: Any, second: Any, dtype: torch.dtype | None, a_fmt: Fp8Format, b_fmt: Fp8Format
+) -> None:
+    for m, n, k in ((256, 512, 1024), (4, 16, 128), (512, 384, 384)):
+        a, b = operand(m, k, first, a_fmt), operand(n, k, second, b_fmt)
+        before = torch.zeros(1) if dtype is None else torch.randn(m, n).to(dtype)
+        out = None if dtype is None else before.cuda()
+        y = matmul(on("cuda", a), on("cuda", b), out=out)
+        close_product(y, a, b, before.double(), False)
 
 
 def test_products_that_tensor_cores_cannot_take_are_refused() -> None:
+    a, b = (on("cuda", operand(rows, 128, ROW_BLOCK)) for rows in (6, 16))
+    with pytest.raises(ValueError, match="multiple of 4 rows"):
+        matmul(a, b)
     a, b = (on("cuda", operand(rows, 24, TENSOR)) for rows in (16, 16))
     with pytest.raises(ValueError, match="multiples of 16"):
         matmul(a, b)

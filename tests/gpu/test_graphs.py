@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recordings import Step, run_both_ways
+from tests.graphs import Step, run_both_ways
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches a step, sections
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches per step, sections
     "bf16": (3, {"precision": {"recipe": "bf16"}}),
     "coat": (3, {"precision": {"recipe": "coat"}}),
     "coat-lean": (3, {"precision": {"recipe": "coat-lean"}}),
@@ -21,13 +21,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches a step, section
 }
 
 
-def test_a_recorded_microbatch_trains_like_an_eager_one() -> None:
+def test_a_replayed_microbatch_trains_like_an_eager_one() -> None:
     (found,) = run_both_ways(1, CASES)
     for name in CASES:
-        eager, recorded = ([Step(*step) for step in way] for way in found[name])
-        first = name != "coat delayed"  # a step that calibrates is not recorded
-        assert [bool(step.recordings) for step in recorded] == [first, True, True, True, True]
-        assert not any(step.recordings for step in eager)
+        eager, replayed = ([Step(*step) for step in way] for way in found[name])
+        first = name != "coat delayed"  # a step that calibrates is not captured
+        assert [bool(step.graphs) for step in replayed] == [first, True, True, True, True]
+        assert not any(step.graphs for step in eager)
         # the same kernels; gradients of the embedding and of attention are summed in any order
-        curves = (torch.tensor([step.curve for step in way]) for way in (recorded, eager))
+        curves = (torch.tensor([step.curve for step in way]) for way in (replayed, eager))
         torch.testing.assert_close(*curves, rtol=2e-3, atol=0)

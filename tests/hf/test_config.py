@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from coatlm.config import make_config
-from coatlm.hf.config import read_model, run_config, write_config
+from coatlm.hf.config import make_hf_config, read_model, run_config
 from tests.hf.models import CASES, SMALL
 
 BASE = {name: value for name, value in SMALL.items() if not name.endswith("token_id")}
@@ -88,7 +88,7 @@ def test_transformers_reads_the_same_values_from_a_config_that_went_through_coat
     raw = {**original.to_dict(), "architectures": None}
     raw = {key: value for key, value in raw.items() if key in original.to_diff_dict()}
     config = run_config(read_model(raw), tokenizer="byte", seq_len=128, precision="fp32")
-    written = write_config(config, SMALL["vocab_size"], dtype="float32", like=raw)
+    written = make_hf_config(config, SMALL["vocab_size"], dtype="float32", like=raw)
     again = AutoConfig.for_model(**written).to_diff_dict()
     ignored = {"architectures", "transformers_version", "dtype", "pretraining_tp"}
     expected = {k: v for k, v in original.to_diff_dict().items() if k not in ignored}
@@ -128,15 +128,15 @@ def test_family_has_the_features_of_the_model(
     model: dict[str, Any], wanted: str | None, family: str
 ) -> None:
     config = make_config({"model": model})
-    like = write_config(make_config({}), 256, dtype="bfloat16") if wanted else {}
+    like = make_hf_config(make_config({}), 256, dtype="bfloat16") if wanted else {}
     like |= {"model_type": wanted, "architectures": None}
-    written = write_config(config, 256, dtype="bfloat16", like=like if wanted else None)
+    written = make_hf_config(config, 256, dtype="bfloat16", like=like if wanted else None)
     assert written["model_type"] == family
     section = make_config({"model": read_model(written)}).model
     assert section == config.model.model_copy(update={"vocab": 256})
 
 
 def test_relative_of_another_shape_is_refused() -> None:
-    like = write_config(make_config({"model": {"ffn": 512}}), 256, dtype="bfloat16")
+    like = make_hf_config(make_config({"model": {"ffn": 512}}), 256, dtype="bfloat16")
     with pytest.raises(ValueError, match=r"model\.ffn is 704, and 512 in the config\.json"):
-        write_config(make_config({}), 256, dtype="bfloat16", like=like)
+        make_hf_config(make_config({}), 256, dtype="bfloat16", like=like)

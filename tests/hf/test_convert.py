@@ -18,7 +18,7 @@ from coatlm.hf.files import Weights
 from coatlm.hf.from_hf import from_huggingface
 from coatlm.hf.to_hf import to_huggingface
 from coatlm.parallel.groups import release_groups
-from coatlm.train import loop
+from coatlm.train import start
 from coatlm.train.checkpoint import tensor_checksums, verify
 from coatlm.train.setup import Launch
 from coatlm.train.shards import StoredTensors
@@ -44,7 +44,7 @@ def train_here(jobs: Sequence[Config]) -> None:
     """Run each job in this process."""
     for config in jobs:
         with ExitStack() as stack:
-            assert loop.set_up(config, Launch(), stack).run_steps() == 0
+            assert start.set_up(config, Launch(), stack).run_steps() == 0
         release_groups()
         torch.distributed.destroy_process_group()
 

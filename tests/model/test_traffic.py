@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from coatlm.config import PrecisionRecipe
 from coatlm.model import traffic as closed
 from coatlm.parallel.collectives import Traffic
-from coatlm.parallel.reduce import TensorParallelSums
+from coatlm.parallel.finalize_grads import TensorParallelSums
 from tests.distributed import run_ranks
 from tests.model.shapes import config
 
@@ -164,7 +164,7 @@ def test_every_precision_of_the_configuration_says_what_its_layers_gather() -> N
 
 
 def test_microbatches_repeat_all_but_the_sums_of_a_step() -> None:
-    c = config(parallel=SP, precision={"recipe": "coat"})
+    c = config({"ffn": 64}, parallel=SP, precision={"recipe": "coat"})
     one, two, three = (
         closed.step_traffic(c, stage=0, microbatches=n, once=TensorParallelSums(640, 0)).sent
         for n in (1, 2, 3)
@@ -179,7 +179,7 @@ def test_a_gathered_operand_costs_its_codes_scales_and_amaxes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A recipe that is one row of the table: FP8 rows forward, BF16 gathers in backward."""
-    c = config(parallel=SP, precision={"recipe": "coat"})
+    c = config({"ffn": 64}, parallel=SP, precision={"recipe": "coat"})
     before = closed.step_traffic(c, stage=0, microbatches=1, once=TensorParallelSums(0, 0)).sent
     forward = closed.OperandGather(torch.uint8, scales=1)
     plain = closed.OperandGather(None)

@@ -1,4 +1,4 @@
-"""Recorded microbatches gather weights and reduce gradients as eager ones do."""
+"""Replayed microbatches gather weights and reduce gradients as eager ones do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.recordings import Step, run_both_ways
+from tests.graphs import Step, run_both_ways
 from tests.train.test_resume import run_config
 
 pytestmark = [
@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 SMALL = {"bucket_size": 300_000}  # several buckets a layer
-CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # microbatches a step, their kinds, sections
+CASES: dict[
+    str, tuple[int, int, dict[str, Any]]
+] = {  # microbatches per step, their kinds, sections
     "one microbatch": (1, 1, {"precision": {"recipe": "coat"}}),
     "delayed, codes gathered": (
         3,
@@ -50,32 +52,32 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_recorded_microbatches_communicate_like_eager_ones(found: Any, name: str) -> None:
+def test_replayed_microbatches_communicate_like_eager_ones(found: Any, name: str) -> None:
     kinds = CASES[name][1]
     for rank in found:
-        eager, recorded = ([Step(*step) for step in way] for way in rank[name])
+        eager, replayed = ([Step(*step) for step in way] for way in rank[name])
         # the same kernels; gradients of the embedding and of attention are summed in any order
-        curves = (torch.tensor([step.curve for step in way]) for way in (recorded, eager))
+        curves = (torch.tensor([step.curve for step in way]) for way in (replayed, eager))
         torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
-        assert [step.sent for step in recorded] == [step.sent for step in eager]
-        assert (eager[-1].recordings, recorded[-1].recordings) == (0, kinds)
+        assert [step.sent for step in replayed] == [step.sent for step in eager]
+        assert (eager[-1].graphs, replayed[-1].graphs) == (0, kinds)
 
 
 def train_to_the_end(rank: int, size: int, root: str) -> float:
     """A run of 20 steps; the seconds from its last step until its groups were destroyed."""
-    from coatlm.train import loop
+    from coatlm.train import start
     from coatlm.train.setup import Launch
 
     ended = 0.0
 
-    class Trainer(loop.Trainer):
+    class Trainer(start.Trainer):
         def close(self) -> None:
             nonlocal ended
-            assert self.graph is not None and self.graph.recordings
+            assert self.graphs is not None and self.graphs.graphs
             ended = time.monotonic()
             super().close()
 
-    loop.Trainer = Trainer  # type: ignore[misc]
+    start.Trainer = Trainer  # type: ignore[misc]
     config = run_config(
         Path(root) / "run",
         "dp2 zero1",
@@ -87,12 +89,12 @@ def train_to_the_end(rank: int, size: int, root: str) -> float:
         train={"steps": 20, "global_batch": 8, "eval_every": 0, "cuda_graphs": True},
         checkpoint={"every": 10},
     )
-    assert loop.train(config, Launch.from_environment()) == 0
+    assert start.train(config, Launch.from_environment()) == 0
     return time.monotonic() - ended
 
 
-def test_a_run_with_recordings_ends(tmp_path: Path) -> None:
-    """NCCL does not destroy a communicator while a recording has sums of it."""
+def test_a_run_with_cuda_graphs_ends(tmp_path: Path) -> None:
+    """NCCL does not destroy a communicator while a CUDA graph has captured its collectives."""
     (tmp_path / "text.txt").write_text("one two three four\n" * 20000)
     seconds = run_ranks(2, f"{__name__}:train_to_the_end", str(tmp_path), timeout=180)
     assert max(seconds) < 60

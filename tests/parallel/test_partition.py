@@ -22,7 +22,7 @@ def test_waste_over_32_ranks(name: str, hidden: int, layers: int, waste: float) 
 def test_the_plan_is_printed_with_its_balance() -> None:
     assert str(largest_first(matrices(768, 12), 32)) == (
         "48 whole tensors over 32 ranks: 2,359,296 to 3,538,944 elements each, "
-        "the fullest 33% above the mean"
+        "the largest 33% above the mean"
     )
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config, make_config
-from coatlm.parallel.reduce import _adjust_automatic_scales
+from coatlm.parallel.fp8lm_scaling import adjust_automatic_scales
 from coatlm.platform import device
 from tests.distributed import run_ranks
 from tests.parallel.test_parity import MODEL, batches
@@ -114,7 +114,7 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
             "skips": skips(trainer, rank, size, config, groups),
             "sent": trainer.comm_bytes,
             "numel": sum(len(b.weights) for chunk in trainer.chunks for b in chunk.buckets),
-            "scales": scales_survive(trainer.optimizer),
+            "scales": scales_survive(trainer.zero_checkpoint),
             "held": max(sum(b.allocated for b in c.buckets) for c in trainer.chunks),
             "buckets": max(len(chunk.buckets) for chunk in trainer.chunks),
         }
@@ -142,16 +142,16 @@ def factors_of_mu(trainer: Any, groups: Any) -> list[list[float]]:
                 if param is tied and groups.last_stage:
                     bucket.tensors.saturated[index] = param.numel()
     before = [torch.stack(mu) for mu in held]
-    _adjust_automatic_scales(trainer.chunks, groups)
+    adjust_automatic_scales(trainer.chunks, groups)
     return [(torch.stack(mu) / old).tolist() for mu, old in zip(held, before, strict=True)]
 
 
-def scales_survive(optimizer: Any) -> tuple[int, bool]:
+def scales_survive(checkpoint: Any) -> tuple[int, bool]:
     """How many automatic scales a checkpoint would have, and whether they can be set again."""
-    saved = optimizer.automatic_scales()
+    saved = checkpoint.automatic_scales()
     wanted = {key: mu / 4 for key, mu in saved.items()}
-    optimizer.set_automatic_scales(wanted)
-    return len(saved), optimizer.automatic_scales() == wanted
+    checkpoint.set_automatic_scales(wanted)
+    return len(saved), checkpoint.automatic_scales() == wanted
 
 
 def key_of(case: Case) -> tuple[str, bool]:
@@ -161,7 +161,7 @@ def key_of(case: Case) -> tuple[str, bool]:
 
 def skips(trainer: Any, rank: int, size: int, config: Config, groups: Any) -> bool:
     """Whether a NaN in a gradient of the last rank leaves all weights of all ranks as they are."""
-    trainer.optimizer.tensors_to_save()
+    trainer.zero_checkpoint.tensors_to_save()
     weights = [b.weights for chunk in trainer.chunks for b in chunk.buckets]
     before = [w.clone() for w in weights]
     spoiled = trainer.chunks[-1].buckets[-1]
@@ -171,10 +171,10 @@ def skips(trainer: Any, rank: int, size: int, config: Config, groups: Any) -> bo
         if rank == size - 1:
             param.main_grad.view(-1)[0] = torch.nan
 
-    handle = trainer.chunks[-1].accumulation_nodes[param].register_prehook(spoil)
+    handle = trainer.chunks[-1].grads.accumulation_nodes[param].register_prehook(spoil)
     _, norm = trainer.train_step(trainer.place(batches(config, groups, 9)), lr=1e-3)
     handle.remove()
-    trainer.optimizer.tensors_to_save()
+    trainer.zero_checkpoint.tensors_to_save()
     kept = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
     everywhere = torch.tensor([float(kept and not bool(norm.isfinite()))], device=device())
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)

@@ -20,6 +20,7 @@ from torch import Tensor
 from coatlm.fp8.formats import E3M4, E5M2
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange, Levels
+from coatlm.parallel.fp8lm_scaling import adjust_mu
 from coatlm.parallel.wire import (
     Fp8Sum,
     Plain,
@@ -27,7 +28,6 @@ from coatlm.parallel.wire import (
     Sum,
     Tensors,
     Wire,
-    adjust_mu,
 )
 from tests.distributed import run_ranks
 
@@ -258,6 +258,21 @@ def test_mu_is_halved_by_saturation_and_grows_without() -> None:
     growth = 2 ** (1 / 1000)  # per step: mu doubles in a thousand
     assert mu == pytest.approx([0.125, 0.5 * growth**2, 1.0])
     assert not any(bucket.saturated.any() for bucket in buckets)
+
+
+def test_mu_stays_between_2_to_the_minus_20_and_1() -> None:
+    bucket = Tensors.of((128, 128), 2, torch.device("cpu"))
+    bucket.mu.copy_(torch.tensor([1.0, 1.5 * 2.0**-20]))
+    adjust_mu([bucket], torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.bool))
+    assert bucket.mu.tolist() == [1.0, 2.0**-20]
+
+
+def test_adjusting_mu_starts_new_counts() -> None:
+    bucket = Tensors.of((128,), 1, torch.device("cpu"))
+    bucket.saturated.fill_(3)
+    bucket.nonfinite.fill_(True)
+    adjust_mu([bucket], torch.ones(1), torch.zeros(1, dtype=torch.bool))
+    assert bucket.saturated.tolist() == [0] and bucket.nonfinite.tolist() == [False]
 
 
 def die(rank: int, size: int, wire: str) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import pytest
 from tests.distributed import ROOT
 from tools.drill import main
 from tools.drilling.report import Round
-from tools.drilling.run import Run
+from tools.drilling.run import DrilledRun
 
 LINES = [{"step": step, "loss": 1.0 / step, "grad_norm": 1.0, "lr": 1e-3} for step in (1, 2, 3)]
 
 
-def run_of(tmp_path: Path, lines: list[object], *, torn: str = "") -> Run:
-    run = Run(tmp_path / "run", tmp_path / "config.yaml", many=False)
+def run_of(tmp_path: Path, lines: list[object], *, torn: str = "") -> DrilledRun:
+    run = DrilledRun(tmp_path / "run", tmp_path / "config.yaml", many=False)
     run.directory.mkdir()
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
     return run

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.test_files import small_disk
-from tools.plot_run import GROUPS, Run, difference, draw, main, read_run, read_runs, smoothing
+from tools.curves import LoggedRun, difference, read_run, read_runs, smoothing
+from tools.plot_run import GROUPS, draw, main
 
 
 def run_in(directory: Path, losses: Sequence[float | None], *, val: float | None = None) -> Path:
@@ -33,8 +34,8 @@ def test_final_loss_is_the_mean_of_the_last_twentieth_of_the_steps(tmp_path: Pat
 
 
 def test_difference_is_smoothed_over_the_common_steps() -> None:
-    run = Run({1: 2.0, 2: 2.2, 3: 2.4, 4: 2.0, 9: 7.0}, 0, None)
-    baseline = Run({step: 2.0 for step in range(1, 7)}, 0, None)
+    run = LoggedRun({1: 2.0, 2: 2.2, 3: 2.4, 4: 2.0, 9: 7.0}, 0, None)
+    baseline = LoggedRun({step: 2.0 for step in range(1, 7)}, 0, None)
     assert difference(run, baseline, smooth=2) == pytest.approx({2: 5.0, 3: 15.0, 4: 10.0})
     assert difference(run, baseline, smooth=5) == {}
 
@@ -51,8 +52,8 @@ def test_the_difference_of_short_runs_is_smoothed_over_fewer_steps(tmp_path: Pat
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_difference() -> None:
-    run = Run({1: 2.2, 2: math.nan, 3: 2.2, 4: 2.2}, 0, None)
-    baseline = Run({step: 2.0 for step in range(1, 5)}, 0, None)
+    run = LoggedRun({1: 2.2, 2: math.nan, 3: 2.2, 4: 2.2}, 0, None)
+    baseline = LoggedRun({step: 2.0 for step in range(1, 5)}, 0, None)
     assert difference(run, baseline, smooth=2) == pytest.approx({3: 10.0, 4: 10.0})
 
 

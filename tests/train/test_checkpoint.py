@@ -25,7 +25,7 @@ from coatlm.train.checkpoint import (
     read_state,
     saved_config,
 )
-from coatlm.train.manifest import read_manifest
+from coatlm.train.manifest import read_checkpoint_manifest
 from tests.train.layouts import (
     bits,
     differing,
@@ -174,7 +174,9 @@ def test_a_published_checkpoint_is_logged_with_size_and_seconds(
     saver.wait()
     saver.poll()
     lines = [record for record in caplog.records if record.name == "coatlm"]
-    written = sum(file.bytes for file in read_manifest(tmp_path / "step_00000001").files.values())
+    written = sum(
+        file.bytes for file in read_checkpoint_manifest(tmp_path / "step_00000001").files.values()
+    )
     assert len(lines) == 1
     assert re.fullmatch(
         rf"saved step_00000001: {re.escape(in_bytes(written))} in \d+\.\d s", lines[0].getMessage()
@@ -187,7 +189,7 @@ def test_a_file_of_nested_json_is_damage_of_that_file(tmp_path: Path, name: str)
     saver_in(tmp_path).save(1, pieces_of(tensors_of(1), "copies"), {})
     path = tmp_path / "step_00000001"
     (path / name).write_text('{"config": ' + "[" * 100_000)
-    read = read_manifest if name == "manifest.json" else read_state
+    read = read_checkpoint_manifest if name == "manifest.json" else read_state
     assert message(lambda: read(path)) == f"{path / name} is damaged (nested too deeply)"
 
 

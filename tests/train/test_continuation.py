@@ -19,13 +19,13 @@ class Lives:
     """Starts of runs below `root`, one after the other in this process."""
 
     def __init__(self, root: Path) -> None:
-        from coatlm.train import loop, phases
+        from coatlm.train import phases, start
 
-        self.root, self.loop = root, loop
+        self.root, self.start = root, start
         started: list[Any] = []
-        start = phases.start_processes
+        start_processes = phases.start_processes
         phases.start_processes = lambda *arguments, **options: (  # type: ignore[assignment]
-            started or started.append(start(*arguments, **options)) or started
+            started or started.append(start_processes(*arguments, **options)) or started
         )[0]
 
     def live(
@@ -50,7 +50,7 @@ class Lives:
         launch = replace(Launch(), restarted=job is not None, job=job)
         with ExitStack() as stack:
             try:
-                session = self.loop.set_up(config, launch, stack)
+                session = self.start.set_up(config, launch, stack)
                 if session is not None:
                     self._run(session, until, read)
                     found |= {"tokens": session.run.tokens, "step": session.run.step}

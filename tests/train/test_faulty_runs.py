@@ -118,7 +118,7 @@ def train_all(rank: int, size: int, root: str) -> dict[str, str]:
     from dataclasses import replace
 
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop, phases
+    from coatlm.train import phases, start
     from coatlm.train.faults import NonFiniteError
     from coatlm.train.setup import Launch
 
@@ -126,7 +126,7 @@ def train_all(rank: int, size: int, root: str) -> dict[str, str]:
     ends = {}
     for name, case in CASES.items():
         with ExitStack() as stack:
-            session = loop.set_up(config(Path(root), name), Launch.from_environment(), stack)
+            session = start.set_up(config(Path(root), name), Launch.from_environment(), stack)
             spoil(session, case)
             if "shift" in case:
                 shifted: Any = Shifted(session.data.train, *case["shift"], size=16)

@@ -14,18 +14,18 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
     """What was taken down, in order, by a run with this learning rate."""
     import torch.distributed as dist
 
-    from coatlm.train import loop
+    from coatlm.train import start
     from coatlm.train.faults import NonFiniteError
     from coatlm.train.setup import Launch
 
     happened: list[str] = []
 
-    class Trainer(loop.Trainer):
+    class Trainer(start.Trainer):
         def close(self) -> None:
-            happened.append("recordings")
+            happened.append("graphs")
             super().close()
 
-    loop.Trainer = Trainer  # type: ignore[misc]
+    start.Trainer = Trainer  # type: ignore[misc]
     dist.destroy_process_group = lambda *_: happened.append("groups")  # type: ignore[assignment]
     root, rate = arguments
     config = run_config(
@@ -36,7 +36,7 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
         checkpoint={"every": 0},
     )
     try:
-        loop.train(config, Launch())
+        start.train(config, Launch())
     except NonFiniteError:
         happened.append("error")
     return happened
@@ -44,13 +44,13 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("rate", "expected"),
-    [(1e-3, ["recordings", "groups"]), (1e30, ["recordings", "error"])],
+    [(1e-3, ["graphs", "groups"]), (1e30, ["graphs", "error"])],
     ids=["ends", "gives up"],
 )
-def test_recordings_go_before_the_groups_whose_sums_they_have(
+def test_cuda_graphs_are_released_before_the_process_groups(
     tmp_path: Path, rate: float, expected: list[str]
 ) -> None:
-    """NCCL would wait for ever for them."""
+    """NCCL blocks on communicators that a graph has captured."""
     (tmp_path / "text.txt").write_text("one two three four\n" * 2000)
     (found,) = run_ranks(1, f"{__name__}:taken_down", (str(tmp_path), rate))
     assert found == expected

@@ -20,7 +20,7 @@ STEPS, EVERY, NAN = 10, 4, 5  # lines at 1, 4, 8 and 10; the batch of step 6 has
 def train_all(rank: int, size: int, root: str) -> None:
     """An undisturbed run, one that logs each step, and one resumed inside a window."""
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop, phases
+    from coatlm.train import phases, start
     from coatlm.train.setup import Launch
 
     phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
@@ -38,7 +38,7 @@ def train_all(rank: int, size: int, root: str) -> None:
             log={"every": every},
         )
         with ExitStack() as stack:
-            session = loop.set_up(config, Launch.from_environment(), stack)
+            session = start.set_up(config, Launch.from_environment(), stack)
             place = session.trainer.place
 
             def spoilt(batches: Any, place: Any = place, session: Any = session) -> Any:

@@ -64,13 +64,13 @@ def train_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
     from contextlib import ExitStack
 
     from coatlm.parallel.groups import release_groups
-    from coatlm.train import loop, phases
+    from coatlm.train import phases, start
     from coatlm.train.setup import Launch
 
     phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
     for job in jobs:
         with ExitStack() as stack:
-            session = loop.set_up(make_config(job), Launch.from_environment(), stack)
+            session = start.set_up(make_config(job), Launch.from_environment(), stack)
             assert session.run_steps() == 0
         release_groups()
 
@@ -155,13 +155,13 @@ def exchange(rank: int, size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     for layout in [name for name, (ranks, _) in LAYOUTS.items() if ranks == size]:
         config = run_config(root / "unused", layout)
         groups = make_groups(config.parallel)
-        optimizer = Trainer(config, groups, vocab=384).optimizer
-        targets = optimizer.tensors_to_load()
+        zero = Trainer(config, groups, vocab=384).zero_checkpoint
+        targets = zero.tensors_to_load()
         load(Path(arguments["reference"]), targets, groups.checkpoint)
         if not arguments["sources"]:
             directory = root / f"{layout} from single" / "checkpoints"
             saver = Checkpointer(directory, keep=1, async_save=False, group=groups.checkpoint)
-            saver.save(5, optimizer.tensors_to_save(), {})
+            saver.save(5, zero.tensors_to_save(), {})
             results[layout] = tensor_checksums(directory / "step_00000005") if rank == 0 else {}
         expected = [target.data.clone() for target in targets]
         for source in arguments["sources"]:

@@ -78,11 +78,11 @@ def reshard(rank: int, size: int, root: str) -> dict[str, dict[str, str]]:
     for recipe in RECIPES:
         config = recipe_config(Path(root) / "unused", TARGETS[size], recipe)
         groups = make_groups(config.parallel)
-        optimizer = Trainer(config, groups, vocab=384).optimizer
-        load(Path(step_five(Path(root) / recipe)), optimizer.tensors_to_load(), groups.checkpoint)
+        zero = Trainer(config, groups, vocab=384).zero_checkpoint
+        load(Path(step_five(Path(root) / recipe)), zero.tensors_to_load(), groups.checkpoint)
         directory = Path(root) / f"{recipe} on {size}" / "checkpoints"
         saver = Checkpointer(directory, keep=1, async_save=False, group=groups.checkpoint)
-        saver.save(5, optimizer.tensors_to_save(), {})
+        saver.save(5, zero.tensors_to_save(), {})
         results[recipe] = tensor_checksums(directory / "step_00000005") if rank == 0 else {}
         release_groups()
     return results

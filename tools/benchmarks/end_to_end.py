@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from tools.benchmarks.overlap import exposed, idle, length, trace
-from tools.benchmarks.ranks import run_ranks, say
+from tools.benchmarks.ranks import run_ranks, send_record
 
 SHAPES = {  # hidden, layers, heads, ffn
     "1b": (2048, 16, 16, 5504),
@@ -363,7 +363,7 @@ def main() -> None:
     row, *words = sys.argv[1:]
     found = measure_here(row, dict(word.split("=", 1) for word in words))
     if dist.get_rank() == 0:
-        say(found)
+        send_record(found)
     dist.destroy_process_group()
 
 

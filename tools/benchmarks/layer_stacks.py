@@ -124,8 +124,8 @@ def coatlm_stack(
     from coatlm.model.builder import build_model
     from coatlm.model.coat_layer import tune_layers
     from coatlm.parallel.buckets import Cut
-    from coatlm.parallel.buffers import FlatModel
     from coatlm.parallel.collectives import Traffic
+    from coatlm.parallel.flat_model import FlatModel
     from coatlm.parallel.wire import Plain
     from coatlm.train.step import delayed_scales
 

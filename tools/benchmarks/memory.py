@@ -18,7 +18,7 @@ import torch.distributed as dist
 from coatlm.config import Config, make_config
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.platform import device
-from tools.benchmarks.ranks import run_ranks, say
+from tools.benchmarks.ranks import run_ranks, send_record
 
 OPTIONS = ("model", "mbs", "seq", "vocab", "layers", "main_grads", "gpus")
 SHAPES = {  # hidden, layers, heads, ffn
@@ -157,7 +157,7 @@ def main() -> None:
     options = dict(word.split("=", 1) for word in words)
     found = record(row, options, train(configuration(row, options)[0]))
     if dist.get_rank() == 0:
-        say(found)
+        send_record(found)
     dist.destroy_process_group()
 
 

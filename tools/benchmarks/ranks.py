@@ -31,6 +31,6 @@ def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
     raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no output"])[0])
 
 
-def say(record: dict[str, Any]) -> None:
+def send_record(record: dict[str, Any]) -> None:
     """Give `record` to whoever called `run_ranks`; one rank does."""
     print(RESULT + json.dumps(record), flush=True)

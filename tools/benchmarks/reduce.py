@@ -26,9 +26,9 @@ from torch import Tensor
 from coatlm.fp8.formats import E3M4
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
-from coatlm.parallel.groups import prompt
+from coatlm.parallel.groups import high_priority
 from coatlm.parallel.wire import Fp8Sum, Plain, Reduction, Sum, Tensors, Wire
-from tools.benchmarks.ranks import run_ranks, say
+from tools.benchmarks.ranks import run_ranks, send_record
 
 OPTIONS = ("values", "ranks", "reps", "pieces", "whole")
 VALUES = 1 << 28
@@ -92,10 +92,10 @@ def work(names: str, options: dict[str, str]) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    comm = Comm(dist.new_group(pg_options=prompt()), Traffic(), "grad")
+    comm = Comm(dist.new_group(pg_options=high_priority()), Traffic(), "grad")
     found = {row: one(row, options, comm, device) for row in names.split(TOGETHER)}
     if comm.rank == 0:
-        say(found)
+        send_record(found)
     dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from tools.drilling import disk, report
 from tools.drilling.clock import Clock
 from tools.drilling.faults import FAULTS, FILLER, Fault, Phase, Scene
 from tools.drilling.jobs import Job, Kind, Machine
-from tools.drilling.run import STEPS, History, Progress, Run, until, write_config
+from tools.drilling.run import STEPS, DrilledRun, History, RunProgress, until, write_config
 
 NEXT_STEP_S = 120.0  # a start, and a step
 LIMITED = 4096  # bytes of a file, where no file system can be filled
@@ -103,7 +103,7 @@ class Drill:
     def _undisturbed(self) -> dict[bool, History]:
         """What runs log that nothing is done to, by whether they are of several ranks."""
         names = {many: self.work / f"undisturbed{many:d}" for many in self._layouts()}
-        runs = [Run(directory, self.config, many) for many, directory in names.items()]
+        runs = [DrilledRun(directory, self.config, many) for many, directory in names.items()]
         jobs = [self._job(run, "ranks" if run.many else "process") for run in runs]
         for job in jobs:
             if not job.wait(600) or any(job.codes):
@@ -111,15 +111,15 @@ class Drill:
                 raise ValueError(f"the undisturbed run ended with {job.codes}: {self.machine.log}")
         return {run.many: dict(run.records()) for run in runs}
 
-    def _new_run(self) -> Run:
+    def _new_run(self) -> DrilledRun:
         """Another run directory, in the place of the former; of several ranks every other time."""
         if self.runs:
             shutil.rmtree(self.current.directory, ignore_errors=True)
         self.runs += 1
         many = self._layouts()[self.runs % len(self._layouts())]
-        return Run(self.disk / f"run{self.runs}", self.config, many)
+        return DrilledRun(self.disk / f"run{self.runs}", self.config, many)
 
-    def _job(self, run: Run, kind: Kind) -> Job:
+    def _job(self, run: DrilledRun, kind: Kind) -> Job:
         size = self.options.ranks if run.many else 1
         return Job(self.machine, kind, [str(run.config), f"run.dir={run.directory}"], size)
 
@@ -173,7 +173,7 @@ class Drill:
         ended = False
         while not ended and time.monotonic() - begin < NEXT_STEP_S:
             ended = self.job.ended  # before the last look
-            progress = Progress.of(self.current, since)
+            progress = RunProgress.of(self.current, since)
             if progress.lives >= lives and progress.steps:
                 break
             time.sleep(0.005)
@@ -236,7 +236,7 @@ class Drill:
 
     def _at(self, step: int) -> bool:
         """A life of this job has come to `step`."""
-        steps = Progress.of(self.current, self.since).steps
+        steps = RunProgress.of(self.current, self.since).steps
         return bool(steps) and steps[-1] >= step
 
     def _finished(self) -> bool:

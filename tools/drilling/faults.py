@@ -18,7 +18,7 @@ from typing import Literal
 
 from tools.drilling.clock import Clock
 from tools.drilling.jobs import Job, Kind, send
-from tools.drilling.run import STEPS, Run, until
+from tools.drilling.run import STEPS, DrilledRun, until
 
 Phase = Literal["starting", "training", "saving"]
 Then = Literal["ends", "goes on", "restarts"]  # the job; restarts: by its launcher
@@ -39,7 +39,7 @@ class Scene:
     """What a fault is done to."""
 
     job: Job
-    run: Run
+    run: DrilledRun
     random: random.Random
     restart: Callable[[], Job]  # start the same command, beside the job
     disk: Path | None = None  # the small file system that the run lies on

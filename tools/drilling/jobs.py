@@ -45,7 +45,7 @@ class Machine:
         if device == "cuda":
             return cls(True, log, {}, multiprocessing.get_context("spawn"))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["coatlm.train.loop", "torch.distributed.run"])
+        context.set_forkserver_preload(["coatlm.train.start", "torch.distributed.run"])
         return cls(False, log, {"CUDA_VISIBLE_DEVICES": ""}, context)
 
     def process(self, function: Any, *arguments: Any, env: dict[str, str] | None = None) -> Any:

@@ -21,7 +21,7 @@ History = dict[Key, tuple[Any, ...]]
 
 
 @dataclass
-class Run:
+class DrilledRun:
     """A run directory, and what was done to it."""
 
     directory: Path
@@ -116,14 +116,14 @@ def write_config(path: Path, *, ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """What a job has logged since a place in train.log."""
 
     lives: int  # starts
     steps: Sequence[int]  # of the latest life
 
     @classmethod
-    def of(cls, run: Run, since: int) -> Progress:
+    def of(cls, run: DrilledRun, since: int) -> RunProgress:
         if not run.log.exists():
             return cls(0, ())
         with run.log.open("rb") as file:

@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     start_jobs(4, [config_of(root / recipe, SOURCE, recipe) for recipe in RECIPES])
     losses = {}
     for size in (1, 2, 4):
-        losses |= run_ranks(size, "tests.train.test_regroup:reshard", str(root))[0]
+        losses |= run_ranks(size, "tests.train.test_reblock:reshard", str(root))[0]
     return root, losses
 
 
@@ -72,16 +72,16 @@ def reshard(rank: int, size: int, directory: str) -> dict[str, list[float]]:
         for recipe in RECIPES:
             config = config_of(root / "unused", target, recipe)
             trainer = Trainer(config, groups, vocab=384)
-            optimizer = trainer.optimizer
+            zero = trainer.zero_checkpoint
             source = Path(step_five(root / recipe))
-            wanted = optimizer.tensors_to_load(read_state(source)["flat_groups"])
+            wanted = zero.tensors_to_load(read_state(source)["flat_groups"])
             load(source, wanted, groups.checkpoint)
-            optimizer.finish_load()
-            optimizer.optimizer.step_count.fill_(5)
+            zero.finish_load()
+            trainer.optimizer.optimizer.step_count.fill_(5)
             moved = root / f"{recipe} moved to {target}" / "checkpoints"
             saver = Checkpointer(moved, keep=1, async_save=False, group=groups.checkpoint)
-            state = {"flat_groups": optimizer.flat_groups()}
-            saver.save(5, optimizer.tensors_to_save(), state)
+            state = {"flat_groups": zero.flat_blocks()}
+            saver.save(5, zero.tensors_to_save(), state)
             placed = trainer.place(batches(config, groups, 0))
             curve = [float(trainer.train_step(placed, lr=1e-3)[0]) for _ in range(3)]
             losses[f"{recipe} on {target}"] = curve

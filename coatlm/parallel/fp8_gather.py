@@ -1,22 +1,22 @@
-"""Weights from their owners to everyone: as they are, or as the FP8 codes that GEMMs make of them.
+"""All-gather of weights: in their own dtype, or as the FP8 codes that a GEMM casts them to.
 
 A linear layer in FP8 computes with cast(w / S). Its result does not change if that cast is done
-before the weights travel:
+before the all-gather:
 
-    amax      of each rank's part of what has a scale; the ranks agree on the largest
-    codes     cast(w / S), one byte an element, gathered; S is known to everyone
+    amax      of each rank's part of the elements that share a scale; MAX over the ranks
+    codes     cast(w / S), one byte per element, all-gathered; every rank knows S
     weights   bf16(code * S) on arrival
 
-The owner keeps its part as it is: the optimizer updates the exact weight, of which the GEMM makes
-the same codes. S is that of the layers:
+The owner does not round its shard: the optimizer updates the exact weight, which the GEMM casts to
+the same codes. S is the scale that the layer uses:
 
-A row, a power of two, in the FP8 flow; `fp8/weight_rows.py` has the casts and shows why a layer
-makes the same scales and codes of what arrives. Its backward takes the codes of forward, and hence
-the same too (`fp8/transpose.py`).
+Row-wise, a power of two, in the FP8 flow. `fp8/weight_rows.py` has the casts and shows why a layer
+derives the same scales and codes from what arrives. Its backward transposes the codes of forward,
+so they are the same as well (`fp8/transpose.py`).
 
-A tensor, amax / 448, with TransformerEngine's current scaling. A GEMM that casts what arrives
-finds the same amax, as the largest code is 448 and 448 S, rounded to BF16, is amax; and the same
-codes, as rounding to BF16 moves code * S by 2^-9 of its value at most while codes lie 2^-4 apart.
+Tensor-wise, amax / 448, with TransformerEngine's current scaling. A GEMM that casts what arrives
+finds the same amax: the largest code is 448, and 448 S, rounded to BF16, is amax. It finds the same
+codes: rounding to BF16 moves code * S by at most 2^-9 of its value, while codes are 2^-4 apart.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
 from coatlm.parallel.wire import Reduction, Steps
 
-Cast = Callable[[Tensor, int, int], None]  # of codes uint8 [n], elements [begin, end)
+Cast = Callable[[Tensor, int, int], None]  # (codes uint8 [n], begin, end): of elements [begin, end)
 
 
 def gather(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
 ) -> Iterator[None]:
-    """Every step starts to gather the weights of the next bucket, in place.
+    """Yield after the all-gather of each bucket's weights, in place, has been started.
 
-    One agreement on the scales of all that travel as FP8 goes before the first of them.
+    A single all-reduce of the amax of all FP8 buckets precedes the first of these.
     """
     amaxes: dict[Bucket, Tensor] = {}
     for bucket in buckets:
         if bucket.fp8:
-            amaxes = amaxes or _agree([b for b in buckets if b.fp8], comm, stream)
+            amaxes = amaxes or _reduce_amax([b for b in buckets if b.fp8], comm, stream)
             bucket.gather = Reduction(_steps(bucket, amaxes[bucket], comm), stream)
         else:
             bucket.gather = comm.all_gather(bucket.weights, bucket.sizes)
         yield
 
 
-def _agree(
+def _reduce_amax(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
 ) -> dict[Bucket, Tensor]:
-    """Bits of the largest |w| of each row or tensor of each bucket; on a GPU, behind `stream`.
+    """Bits of the largest |w| of each row or tensor, by bucket; computed on `stream` on a GPU.
 
-    They are allocated on `stream`, which alone reads them: what computes meanwhile would be given
-    their memory as soon as the last gather is issued, before it has run.
+    They are allocated on `stream` as well. Memory of the current stream would be reused by its
+    kernels as soon as the last gather has been issued, before that has run.
     """
     counts = [len(b.tensors.mu) if b.rows is None else b.rows.count for b in buckets]
     found: list[Tensor] = []
 
-    def agree() -> Steps:
+    def reduce_amax() -> Steps:
         amax = torch.cat([_largest(bucket) for bucket in buckets])
         found.extend(amax.split(counts))
         yield comm.all_reduce(amax, dist.ReduceOp.MAX)
 
-    agreed = Reduction(agree(), stream)
+    reduction = Reduction(reduce_amax(), stream)
     if stream is None:
-        agreed.wait()
+        reduction.wait()
     return dict(zip(buckets, found, strict=True))
 
 
 def _largest(bucket: Bucket) -> Tensor:
-    """Bits of the largest |w| of this rank's part of each row or tensor."""
+    """Bits of the largest |w| in this rank's shard, for each row or tensor."""
     begin, end = bucket.owned
     if bucket.rows is not None:
         return weight_rows.largest(bucket.weights, bucket.rows, begin, end)

@@ -13,45 +13,45 @@ from typing import Any
 import pytest
 import torch
 
-from coatlm.parallel.buffers import FlatModel
-from coatlm.parallel.pipeline import Kind, MicrobatchGraph
+from coatlm.parallel.cuda_graphs import MicrobatchGraphs, MicrobatchKind
+from coatlm.parallel.flat_model import FlatModel
 from tests.distributed import run_ranks
-from tests.recordings import train_steps
+from tests.graphs import train_steps
 
 MICROBATCHES = (1, 2, 3, 6)
 STEPS = 3
 
 
-class Recording(MicrobatchGraph):
-    """What is recorded runs once while it is recorded; its first replay is that run."""
+class CpuGraphs(MicrobatchGraphs):
+    """A captured microbatch runs once during the capture; its first replay is that run."""
 
     def __init__(self, model: FlatModel) -> None:
         super().__init__(model)
-        self.let_go: list[Kind] = []
+        self.released: list[MicrobatchKind] = []
 
     def _eager(self, inputs: Any) -> Any:
         return self._forward_backward(inputs)
 
-    def _record(self, inputs: Any, kind: Kind) -> Any:
+    def _capture(self, inputs: Any, kind: MicrobatchKind) -> Any:
         self.inputs = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in inputs.items()
         }
-        loss = self._work(kind)
+        loss = self._captured_work(kind)
         replays = itertools.count()
 
         def replay() -> None:
             if not next(replays):
                 return
             sent = self.model.traffic.sent.copy()
-            loss.copy_(self._work(kind))
+            loss.copy_(self._captured_work(kind))
             self.model.traffic.sent = sent
 
-        return SimpleNamespace(replay=replay, reset=lambda: self.let_go.append(kind)), loss
+        return SimpleNamespace(replay=replay, reset=lambda: self.released.append(kind)), loss
 
 
 def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
-    """Losses and bytes of every step, eager and recorded, for numbers of microbatches."""
+    """Losses and bytes of every step, eager and replayed, for numbers of microbatches."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
@@ -69,17 +69,17 @@ def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
                 "train": {"micro_batch": 1, "global_batch": 2 * count},
             }
         )
-        for name in ("eager", "recorded"):
+        for name in ("eager", "replayed"):
             groups = make_groups(config.parallel)
             trainer = Trainer(config, groups, vocab=128)
-            if name == "recorded":
-                trainer.graph = Recording(trainer.chunks[0])
+            if name == "replayed":
+                trainer.graphs = CpuGraphs(trainer.chunks[0])
             steps = train_steps(trainer, config, groups, STEPS)
             found[f"{count} {name}"] = [(step.curve, step.sent) for step in steps]
-            kinds = list(trainer.graph.recordings) if trainer.graph else []
+            kinds = list(trainer.graphs.graphs) if trainer.graphs else []
             trainer.close()
-            if isinstance(trainer.graph, Recording):
-                assert trainer.graph.let_go == kinds and not trainer.graph.recordings
+            if isinstance(trainer.graphs, CpuGraphs):
+                assert trainer.graphs.released == kinds and not trainer.graphs.graphs
                 found[f"{count} kinds"] = len(kinds)
             release_groups()
     return found
@@ -87,25 +87,25 @@ def train(rank: int, size: int, microbatches: list[int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_ranks(4, "tests.train.test_recorded_traffic:train", MICROBATCHES)
+    return run_ranks(4, "tests.train.test_graph_traffic:train", MICROBATCHES)
 
 
 @pytest.mark.parametrize("count", MICROBATCHES)
-def test_recorded_steps_report_the_bytes_of_eager_ones(found: Any, count: int) -> None:
+def test_replayed_steps_report_the_bytes_of_eager_ones(found: Any, count: int) -> None:
     for rank in found:
-        for eager, recorded in zip(rank[f"{count} eager"], rank[f"{count} recorded"], strict=True):
-            assert recorded == [pytest.approx(eager[0], rel=1e-6), eager[1]]
+        for eager, replayed in zip(rank[f"{count} eager"], rank[f"{count} replayed"], strict=True):
+            assert replayed == [pytest.approx(eager[0], rel=1e-6), eager[1]]
 
 
-def test_a_trainer_that_is_closed_has_let_go_of_its_recordings(found: Any) -> None:
-    for rank in found:  # checked there; the kinds are first and last, and what lies between
+def test_a_trainer_that_is_closed_has_released_its_graphs(found: Any) -> None:
+    for rank in found:  # the release is asserted in `train`; kinds: first, last, between
         assert [rank[f"{count} kinds"] for count in MICROBATCHES] == [1, 2, 3, 3]
 
 
 def test_tensor_parallel_bytes_grow_with_the_microbatches(found: Any) -> None:
     """But for what a step adds: sums of norms' gradients, two a layer and the last, or some."""
     for rank in found:
-        once, *more = (rank[f"{n} recorded"][-1][1]["comm_bytes_tp"] for n in MICROBATCHES)
+        once, *more = (rank[f"{n} replayed"][-1][1]["comm_bytes_tp"] for n in MICROBATCHES)
         step = 2 * once - more[0]
         assert 0 < step <= 5 * 64 * 4  # fp32; what this rank owns of five norms
         for n, sent in zip(MICROBATCHES[1:], more, strict=True):

@@ -1,4 +1,4 @@
-"""Training with recorded microbatches beside training without, for tests that compare the two."""
+"""Training with CUDA graphs of microbatches and without, for tests that compare the two."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CASES_A_LAUNCH = 2
 
 
 class Step(NamedTuple):
-    """What a step left, as JSON keeps it."""
+    """The results of a step, as JSON represents them."""
 
     curve: tuple[float, float, float]  # loss, gradient norm, loss of an evaluation before it, or 0
     sent: dict[str, int]  # Trainer.comm_bytes
-    recordings: int  # that there are by now
+    graphs: int  # captured so far
 
 
 def train_steps(
@@ -29,8 +29,8 @@ def train_steps(
         placed = trainer.place(batches(config, groups, number))
         evaluated = float(trainer.evaluate(placed)) if number in evaluate else 0.0
         loss, norm = trainer.train_step(placed, lr=1e-3)
-        recordings = 0 if trainer.graph is None else len(trainer.graph.recordings)
-        steps.append(Step((float(loss), float(norm), evaluated), trainer.comm_bytes, recordings))
+        graphs = 0 if trainer.graphs is None else len(trainer.graphs.graphs)
+        steps.append(Step((float(loss), float(norm), evaluated), trainer.comm_bytes, graphs))
     return steps
 
 
@@ -42,7 +42,7 @@ def run_both_ways(ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]]) -
     found: list[Any] = [{} for _ in range(ranks)]
     left = iter(cases.items())
     while some := dict(itertools.islice(left, CASES_A_LAUNCH)):
-        launched = run_ranks(ranks, "tests.recordings:train_both_ways", some)
+        launched = run_ranks(ranks, "tests.graphs:train_both_ways", some)
         for rank, more in zip(found, launched, strict=True):
             rank.update(more)
     return found
@@ -51,7 +51,7 @@ def run_both_ways(ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]]) -
 def train_both_ways(
     rank: int, size: int, cases: dict[str, tuple[int, dict[str, Any]]]
 ) -> dict[str, tuple[list[Step], list[Step]]]:
-    """Five steps of each case (microbatches a step, sections of the run), eager and recorded."""
+    """Five steps of each case (microbatches a step, sections of the run), eager and replayed."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes

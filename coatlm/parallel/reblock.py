@@ -1,11 +1,11 @@
-"""Moments in groups of 128, moved to a layout that groups their elements otherwise.
+"""Conversion of moments in blocks of 128 elements when the tensor-parallel layout changes.
 
-Where a row of a local weight is no multiple of 128, groups run over its end, and another
-tensor-parallel layout has other groups. A checkpoint therefore says of each such tensor what its
-groups ran over (`flat_groups`). Loading compares that with the groups here: where they differ the
-stored codes and scales are read whole, on the host, decoded with the groups of then, cut to the
-rectangles held here and encoded with the groups of now. That rounds once; groups that are the same
-in both layouts are copied as they are.
+Where a row of a local weight is no multiple of 128, blocks cross the ends of rows, and another
+tensor-parallel layout has other blocks. A checkpoint therefore records what the blocks of each such
+tensor cover (`ZeroCheckpoint.flat_blocks`). Loading compares that with the blocks here. Where they
+are equal, codes and scales are copied. Where they differ, the stored codes and scales are read
+whole, on the host, decoded with the stored blocks, cut to the rectangles of this rank and encoded
+with the blocks of now, which rounds once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor
-from coatlm.parallel.buckets import Bucket
+from coatlm.parallel.buckets import Bucket, round_up
 from coatlm.parallel.regions import Region
 
-Layout = list[dict[str, Any]]  # what the groups of one tensor-parallel rank run over, in order
-FlatGroups = Mapping[str, Sequence[Layout]]  # key of a flat tensor -> its shards' layouts
-State = dict[str, Tensor]  # by suffix, as optimizers keep it
+Extents = list[dict[str, Any]]  # the rectangles that the blocks of one rank cover, in order
+FlatBlocks = Mapping[str, Sequence[Extents]]  # key of a flat tensor -> the extents of each shard
+State = dict[str, Tensor]  # by suffix, as the optimizer stores it
 
 
-def flat_layout(regions: Sequence[Region], start: int) -> Layout:
-    """The regions of one parameter that begins at `start` of its bucket, as values of JSON."""
+def extents_of(regions: Sequence[Region], start: int) -> Extents:
+    """The regions of one parameter, which begins at `start` of its bucket, as JSON values."""
     return [
         {
             "key": region.key,
@@ -41,8 +41,8 @@ def flat_layout(regions: Sequence[Region], start: int) -> Layout:
     ]
 
 
-def whole_layouts(regions: Sequence[Region]) -> list[Layout]:
-    """What groups ran over where rows were multiples of 128: each logical tensor by itself."""
+def whole_extents(regions: Sequence[Region]) -> list[Extents]:
+    """The extents where rows are multiples of 128: each logical tensor on its own."""
     return [
         [
             {
@@ -58,15 +58,15 @@ def whole_layouts(regions: Sequence[Region]) -> list[Layout]:
 
 
 @dataclass(eq=False)
-class Source:
-    """One stored shard of a moment: buffers on the host that a load fills, to be decoded."""
+class StoredShard:
+    """One stored shard of a moment: host buffers of codes and scales, which a load fills."""
 
-    layout: Layout
+    extents: Extents
     state: State
 
     def values_in(self, decoded: Tensor, region: Region, into: Tensor) -> None:
-        """Copy what this shard has of `region` to `into`, which has the region's shape."""
-        for stored in self.layout:
+        """Copy what this shard has of `region` to `into`, which has the shape of the region."""
+        for stored in self.extents:
             if stored["key"] != region.key:
                 continue
             shape = stored["shape"]
@@ -84,13 +84,13 @@ class Source:
 
 
 @dataclass(eq=False)
-class Move:
-    """One moment of one parameter that changes its groups."""
+class Reblock:
+    """The conversion of one moment of one parameter to other blocks."""
 
     name: str
     span: tuple[int, int]  # of the parameter, in elements of the bucket
     regions: Sequence[Region]
-    sources: Sequence[Source]
+    shards: Sequence[StoredShard]
 
     @classmethod
     def plan(
@@ -98,40 +98,39 @@ class Move:
         name: str,
         span: tuple[int, int],
         regions: Sequence[Region],
-        layouts: Sequence[Layout],
+        stored: Sequence[Extents],
         like: Mapping[str, tuple[torch.dtype, bool]],
-    ) -> Move:
-        """`like`: suffix -> dtype of the state, and whether it is kept once a group."""
-        sources = []
-        for layout in layouts:
-            end = max(r["start"] + torch.Size(r["shape"]).numel() for r in layout)
-            groups = -(-end // SCALE_BLOCK)
+    ) -> Reblock:
+        """`like`: suffix -> dtype of the state, and whether it has one element per block."""
+        shards = []
+        for extents in stored:
+            end = max(r["start"] + torch.Size(r["shape"]).numel() for r in extents)
+            blocks = -(-end // SCALE_BLOCK)
             state = {
                 suffix: torch.zeros(
-                    groups if once else groups * SCALE_BLOCK, dtype=dtype, device="cpu"
+                    blocks if once else blocks * SCALE_BLOCK, dtype=dtype, device="cpu"
                 )
                 for suffix, (dtype, once) in like.items()
             }
-            sources.append(Source(layout, state))
-        return cls(name, span, regions, sources)
+            shards.append(StoredShard(extents, state))
+        return cls(name, span, regions, shards)
 
     def pieces(self, flat: bool) -> Iterator[ShardedTensor]:
-        """What a load has to fill. `flat`: the groups are stored as parts of one flat tensor."""
-        shards = len(self.sources)
-        for number, source in enumerate(self.sources):
-            for suffix, tensor in source.state.items():
+        """The tensors to load. `flat`: what is stored per block is a shard of one flat tensor."""
+        for number, shard in enumerate(self.shards):
+            for suffix, tensor in shard.state.items():
                 prefix = f"optimizer.state.{self.name}{suffix}."
-                if len(tensor) == max(map(len, source.state.values())):
-                    for r in source.layout:
+                if len(tensor) == max(map(len, shard.state.values())):
+                    for r in shard.extents:
                         data = tensor[r["start"] :][: torch.Size(r["shape"]).numel()]
                         yield _piece(
                             prefix + r["key"], data, r["shape"], r["global_shape"], r["offset"]
                         )
                 elif flat:
-                    key, n = prefix + source.layout[0]["key"], len(tensor)
-                    yield _piece(key, tensor, [n], [n * shards], [n * number])
+                    key, n = prefix + shard.extents[0]["key"], len(tensor)
+                    yield _piece(key, tensor, [n], [n * len(self.shards)], [n * number])
                 else:
-                    (r,) = source.layout
+                    (r,) = shard.extents
                     shape = [*r["shape"][:-1], r["shape"][-1] // SCALE_BLOCK]
                     yield _piece(prefix + r["key"], tensor, shape, shape, [0] * len(shape))
 
@@ -142,21 +141,21 @@ class Move:
         decode: Callable[..., Tensor],
         encode: Callable[..., State],
     ) -> None:
-        """Decode what was loaded, encode it here: the part of `states` that is the parameter's."""
+        """Decode what was loaded, and encode it into the parameter's part of `states`."""
         start, stop = self.span
-        groups = -(-(stop - start) // SCALE_BLOCK)
-        values = torch.zeros(groups * SCALE_BLOCK, device="cpu")
-        for source in self.sources:
-            decoded = decode(self.name, source.state)
+        padded = round_up(stop - start, SCALE_BLOCK)
+        values = torch.zeros(padded, device="cpu")
+        for shard in self.shards:
+            decoded = decode(self.name, shard.state)
             for region in self.regions:
                 first = region.start - start
                 into = values[first : first + torch.Size(region.shape).numel()]
-                source.values_in(decoded, region, into.view(region.shape))
+                shard.values_in(decoded, region, into.view(region.shape))
         begin, end = bucket.owned
         for suffix, encoded in encode(self.name, values).items():
             state = states[self.name + suffix]
             unit = (end - begin) // len(state)
-            low, high = max(start, begin), min(start + groups * SCALE_BLOCK, end)
+            low, high = max(start, begin), min(start + padded, end)
             part = encoded[(low - start) // unit : (high - start) // unit]
             state[(low - begin) // unit : (high - begin) // unit].copy_(part)
 

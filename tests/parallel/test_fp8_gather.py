@@ -78,11 +78,11 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
             trainer.train_step(placed, lr=1e-3)
         chunk = trainer.chunks[0]
         before = parts_before_the_count(trainer, placed)
-        pending = gathers_under_way(chunk, placed[0])
-        chunk.gather_in_forward = chunk.overlap_param_gather  # as where microbatches are recorded
-        with mock.patch("coatlm.parallel.buffers.AHEAD", 1):
+        pending = gathers_in_flight(chunk, placed[0])
+        chunk.weights.in_forward = chunk.weights.overlap  # as where microbatches are CUDA graphs
+        with mock.patch("coatlm.parallel.weight_gather.AHEAD", 1):
             trainer.train_step(placed, lr=1e-3)
-            ahead = gathers_under_way(chunk, placed[0])
+            ahead = gathers_in_flight(chunk, placed[0])
         found[name] = judge(trainer, groups)
         found[name] |= {"pending": pending, "ahead": ahead, "before": before}
         model = weakref.ref(chunk)
@@ -94,7 +94,7 @@ def train(rank: int, size: int, case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def gathers_under_way(chunk: Any, batch: Any) -> list[int]:
+def gathers_in_flight(chunk: Any, batch: Any) -> list[int]:
     """How many buckets the embedding, each layer and the last norm did not wait for."""
     pending: list[int] = []
 

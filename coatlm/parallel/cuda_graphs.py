@@ -1,0 +1,140 @@
+"""CUDA graphs of microbatches: capture forward and backward once, replay them in every step.
+
+A microbatch launches some sixty kernels per layer; its replay is a single launch. Kernels and
+numbers are the same. This is for models without pipeline stages.
+
+Microbatches of a step differ: the first all-gathers weights during forward and overwrites stale
+gradients, the last reduces gradients during backward. So there are up to three kinds, and a graph
+of each. The first microbatch of a kind runs eagerly, which compiles its kernels; the second is
+captured; all others are copied into the static inputs of the graphs and replayed.
+
+Eager microbatches, capture and replay use one stream, the one that the model was built for:
+autograd's accumulation nodes belong to a stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coatlm.parallel.flat_model import FlatModel
+
+Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+
+
+class MicrobatchKind(NamedTuple):
+    """What a microbatch does besides accumulating gradients."""
+
+    first: bool  # all-gathers the updated weights and overwrites stale gradients
+    reduces: bool  # reduces the gradients, which are complete after it
+
+
+@dataclass(eq=False)
+class CapturedMicrobatch:
+    """A graph, the loss that its replay leaves, and the bytes that one replay sends."""
+
+    graph: Any
+    loss: Tensor
+    sent: Counter[tuple[str, str]]
+
+
+class MicrobatchGraphs:
+    """Runs microbatches as CUDA graphs; see the module's docstring.
+
+    While `paused`, microbatches run eagerly and nothing is captured: for steps that differ from the
+    others.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        self.model = model
+        model.weights.in_forward = model.weights.enabled and model.weights.overlap
+        self.paused = False
+        self.warm: set[MicrobatchKind] = set()
+        self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
+        self.inputs: Batch = {}
+
+    def run(self, batch: Batch, share: Tensor, *, first: bool, last: bool) -> Tensor:
+        """The microbatch's part of the loss, sum(loss * mask) * share, fp32 on the device.
+
+        `first`, `last`: it is the first or the last microbatch of the step.
+        """
+        inputs, model = {**batch, "share": share}, self.model
+        kind = MicrobatchKind(first, last and model.group.size() > 1)
+        if first and model.weights.in_forward:
+            model.weights.due = (
+                True  # also after an evaluation has gathered: the graph gathers again
+            )
+        with nullcontext() if kind.reduces else model.no_sync():
+            if self.paused or kind not in self.warm:
+                if not self.paused:
+                    self.warm.add(kind)
+                return self._eager(inputs)
+            if kind not in self.graphs:
+                sent = model.traffic.sent.copy()
+                graph, loss = self._capture(inputs, kind)
+                self.graphs[kind] = CapturedMicrobatch(graph, loss, model.traffic.sent - sent)
+                model.traffic.sent = sent
+            return self._replay(self.graphs[kind], inputs, kind)
+
+    def close(self) -> None:
+        """Release the graphs: NCCL does not destroy communicators that a graph has captured."""
+        for captured in self.graphs.values():
+            captured.graph.reset()
+        self.graphs.clear()
+
+    def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
+        for name, value in self.inputs.items():
+            if isinstance(value, Tensor):
+                value.copy_(inputs[name])
+        captured.graph.replay()
+        if kind.first:
+            self.model.weights.mark_replayed()
+        self.model.grads.mark_replayed(stale=kind.first, reduced=kind.reduces)
+        self.model.traffic.sent.update(captured.sent)
+        return captured.loss.clone()
+
+    def _capture(self, inputs: Batch, kind: MicrobatchKind) -> tuple[Any, Tensor]:
+        """A graph of a microbatch of this kind and its loss; the kernels have not run yet."""
+        if not self.inputs:
+            self.inputs = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in inputs.items()
+            }
+        graph = torch.cuda.CUDAGraph()
+        pools = [captured.graph.pool() for captured in self.graphs.values()]
+        # thread_local: the watchdog of NCCL queries its events during the capture
+        with torch.cuda.graph(
+            graph,
+            pool=pools[0] if pools else None,  # shared: the graphs never run at the same time
+            stream=self.model.stream,
+            capture_error_mode="thread_local",
+        ):
+            loss = self._captured_work(kind)
+        return graph, loss
+
+    def _captured_work(self, kind: MicrobatchKind) -> Tensor:
+        """Run what a graph captures; returns the loss."""
+        loss = self._forward_backward(self.inputs)
+        if kind.reduces:
+            self.model.finish_grad_sync()
+        return loss
+
+    def _eager(self, inputs: Batch) -> Tensor:
+        stream, current = self.model.stream, torch.cuda.current_stream()
+        assert stream is not None
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            loss = self._forward_backward(inputs)
+        current.wait_stream(stream)
+        return loss
+
+    def _forward_backward(self, inputs: Batch) -> Tensor:
+        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])
+        loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
+        loss.backward()
+        return loss.detach()

@@ -1,0 +1,106 @@
+"""From each rank's gradients to the gradients of the global batch, and their norm.
+
+A gradient is complete after up to three sums: over data- and context-parallel ranks (the flat
+buckets); over tensor-parallel ranks, for replicated weights whose gradient each rank has computed
+from its part of the tokens or heads (norms under sequence parallelism, norms of queries and keys);
+and over the first and last pipeline stage, for tied embeddings. The global norm counts every
+logical gradient once: `norm = sqrt(sum_i g_i^2)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from coatlm.parallel.flat_model import FlatModel, tied_embedding
+from coatlm.parallel.fp8lm_scaling import adjust_automatic_scales
+from coatlm.parallel.groups import Groups
+
+
+class TensorParallelSums(NamedTuple):
+    """Sizes of what a rank sums over its tensor-parallel group once per step."""
+
+    gradients: int  # elements that it owns of gradients of which every rank holds a partial sum
+    mus: int  # tensors whose automatic scales the ranks agree on
+
+
+def tensor_parallel_sums(chunks: Sequence[FlatModel], groups: Groups) -> TensorParallelSums:
+    """The sizes of what `finalize_gradients` will sum over the tensor-parallel group."""
+    if groups.tp.size() == 1:
+        return TensorParallelSums(0, 0)
+    automatic = [chunk for chunk in chunks if chunk.wire.automatic and groups.dp_cp.size() > 1]
+    return TensorParallelSums(
+        gradients=sum(part.numel() for part in _partial_gradients(chunks)),
+        mus=sum(len(bucket.tensors.mu) for chunk in automatic for bucket in chunk.buckets),
+    )
+
+
+def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
+    """Complete every gradient after the last backward pass of a step."""
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+    _sum_over_tensor_parallel(chunks, groups)
+    _sum_tied_embeddings(chunks, groups)
+    adjust_automatic_scales(chunks, groups)
+
+
+def grad_norm(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The global L2 norm, fp32 on the device; NaN or Inf if any gradient is.
+
+    `parts` are gradients of this rank; the ranks of `group` together have each logical value once.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    if parts:
+        norms = torch._foreach_norm(list(parts), 2, dtype=torch.float32)
+        total = torch.stack(norms).square().sum()
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor for all gradients: min(1, max_norm / norm), or NaN if the norm is not finite.
+
+    `max_norm=0` does not clip. The optimizer skips a step whose factor is NaN, on the device: the
+    host does not synchronize.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    return torch.where(torch.isfinite(norm), factor, torch.nan)
+
+
+def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> None:
+    if groups.tp.size() == 1:
+        return
+    parts = _partial_gradients(chunks)
+    if not parts:
+        return
+    flat = _flatten_dense_tensors(parts)
+    dist.all_reduce(flat, group=groups.tp)
+    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
+        part.copy_(summed)
+
+
+def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor]:
+    """The owned parts of gradients that each tensor-parallel rank has of some tokens or heads."""
+    parts = [
+        chunk.bucket_of[param].summed(param)
+        for chunk in chunks
+        for name, param in chunk.module.named_parameters()
+        if getattr(param, "sequence_parallel", False)
+        or "q_layernorm" in name
+        or "k_layernorm" in name
+    ]
+    return [part for part in parts if len(part)]  # all ranks of `tp` own the same parts
+
+
+def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:
+    found = tied_embedding(chunks, groups)
+    if found is not None:
+        bucket, weight = found
+        part = bucket.summed(weight)
+        if len(part):  # the shards of both stages are alike
+            dist.all_reduce(part, group=groups.embedding)

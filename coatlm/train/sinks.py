@@ -1,0 +1,142 @@
+"""Where the records of a run go: JSON lines, TensorBoard, Weights & Biases, the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import uuid
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+from coatlm.config import Config
+from coatlm.train.run_directory import (
+    Record,
+    lines,
+    logger,
+    repair_metrics,
+    speed,
+    step_line,
+    write_atomically,
+)
+
+
+class Sink(Protocol):
+    """Takes every record of a run."""
+
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A .jsonl file, a line at a time; each is in the file when `write` returns."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        dropped = repair_metrics(path, resume_step)
+        if dropped:
+            logger.warning("%s: dropped %d lines after step %d", path.name, dropped, resume_step)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        bad = [k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
+        valid = {**record, **dict.fromkeys(bad), **({"nonfinite": bad} if bad else {})}
+        self.file.write(json.dumps(valid, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Event files under tb/: train/KEY and val/KEY over steps."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise missing_package("log.tensorboard=true", "tensorboard") from None
+        # what was written after the checkpoint is hidden, as it is dropped from metrics.jsonl
+        self.writer = SummaryWriter(str(run_dir / "tb"), purge_step=resume_step + 1)
+
+    def write(self, record: Record) -> None:
+        for key, value in _scalars(record).items():
+            self.writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases; a restart continues the run whose id is in wandb_id.txt."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            option = f"log.wandb_project={config.log.wandb_project}"
+            raise missing_package(option, "wandb") from None
+        path = run_dir / "wandb_id.txt"
+        if not path.exists():
+            write_atomically(path, uuid.uuid4().hex[:8] + "\n")
+        self.run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.run.name,
+            id=path.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+        )
+        # a resumed run goes back behind its last step, which wandb's own step counter forbids
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, record: Record) -> None:
+        self.run.log({**_scalars(record), "step": record["step"]})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Console:
+    """One line a record, and on a terminal a progress bar in the place of the lines of steps."""
+
+    def __init__(self, config: Config, resume_step: int, stream: TextIO) -> None:
+        self.steps = config.train.steps
+        width, height = shutil.get_terminal_size()  # never 0 x 0, as a container may report
+        self.bar = tqdm(
+            total=self.steps,
+            initial=resume_step,
+            desc=config.run.name,
+            unit="step",
+            file=stream,
+            ncols=width,
+            nrows=height,
+            disable=not stream.isatty(),
+        )
+
+    def write(self, record: Record) -> None:
+        evaluated = "val_loss" in record
+        (logger if evaluated else lines).info(step_line(record, self.steps))
+        if not evaluated:
+            loss = f"loss {record['loss_mean']:.4f}"
+            self.bar.set_postfix_str(", ".join([loss, *speed(record)]))
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def missing_package(option: str, package: str) -> ValueError:
+    """The error for an option whose package is not installed."""
+    return ValueError(f"{option} needs the package {package}: pip install 'coatlm[tracking]'")
+
+
+def _scalars(record: Record) -> Record:
+    """The known numbers of a record under the names that trackers group by."""
+    kind = "val" if "val_loss" in record else "train"
+    return {
+        f"{kind}/{k.removeprefix('val_')}": v
+        for k, v in record.items()
+        if isinstance(v, int | float) and k != "step"
+    }

@@ -1,0 +1,130 @@
+"""Start a run: join the other processes, open the data, build the model, resume, then train."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, closing
+from functools import partial
+
+import torch
+
+from coatlm.config import Config
+from coatlm.data.dataset import open_datasets
+from coatlm.data.tokenizer import make_tokenizer
+from coatlm.model.accounting import flops_per_token, model_vocab
+from coatlm.model.plan import plan
+from coatlm.platform import has_foreign_apex
+from coatlm.train.agreement import together
+from coatlm.train.ending import finish, nothing_to_do
+from coatlm.train.faults import ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
+from coatlm.train.lock import take_lock
+from coatlm.train.loop import Loop
+from coatlm.train.metrics import MetricsLogger
+from coatlm.train.phases import (
+    begun_by,
+    check_inputs,
+    check_parts,
+    check_size,
+    device_name,
+    join,
+    make_process_groups,
+    write_description,
+)
+from coatlm.train.resume import Known, Progress, resume
+from coatlm.train.run_directory import prepare_directory, start_logging
+from coatlm.train.setup import Launch, quiet_megatron, recorded_collectives
+from coatlm.train.step import Trainer
+
+logger = logging.getLogger("coatlm")
+
+
+def train(config: Config, launch: Launch) -> ExitCode:
+    """Run `config` to its end, or until a signal.
+
+    Raises ConfigError for bad input (with several ranks AgreedError, on all of them),
+    CheckpointError if saving or loading fails, NonFiniteError after train.max_skipped skipped steps
+    in a row.
+    """
+    with ExitStack() as stack:
+        loop = set_up(config, launch, stack)
+        code = ExitCode.OK if loop is None else loop.run_steps()
+        if loop is not None:
+            loop.signals.leave()
+            loop.metrics.close()
+            loop.watchdog.close()
+            if launch.rank == 0:
+                finish(config, loop.run, code)
+    torch.distributed.destroy_process_group()
+    # torchrun --max-restarts takes any other code for a failure and would start the run again
+    return ExitCode.OK if launch.restarts else code
+
+
+def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
+    """Join the other processes, open the data, build the model, resume.
+
+    A list of phases: each succeeds on all ranks, or ends all of them with one message. Returns None
+    if the run has done all its steps already; such a start writes to train.log only. Raises
+    ConfigError in a single process, AgreedError with several ranks.
+    """
+    peers = join(config, launch)
+    tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
+    vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
+    peers.agree(lambda: check_size(config, launch, vocab))
+    peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))
+    lock = peers.agree(lambda: take_lock(config.run.dir, stack) if launch.rank == 0 else None)
+    peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
+    peers.agree(lambda: start_logging(config.run.dir, launch.rank))
+    if lock is not None and lock.earlier is not None:
+        logger.warning("took the run directory over from %s, which has gone", lock.earlier)
+    quiet_megatron()
+    if has_foreign_apex():
+        logger.warning("the installed package `apex` is not NVIDIA's: ignored")
+    groups = peers.agree(lambda: make_process_groups(config, launch, peers))
+    data = peers.rank_zero_first(
+        lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
+    )
+    peers.agree(lambda: check_parts(config, data))
+    about = peers.agree(
+        lambda: plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size)
+    )
+    logger.info("%s", about)
+    trainer = peers.agree(lambda: Trainer(config, groups, vocab))
+    stack.enter_context(closing(trainer))
+    run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
+    identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
+    known = Known(tokenizer=tokenizer.fingerprint, data=identity)
+    again = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
+    origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=again))
+    if run.step >= config.train.steps:
+        logger.info("%s", nothing_to_do(config, run.step))
+        return None
+    peers.agree(lambda: write_description(config, launch, origin) if launch.rank == 0 else None)
+    signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
+    watchdog = HangWatchdog(
+        config.log.hang_timeout,
+        run_dir=config.run.dir,
+        rank=launch.rank,
+        flight=recorded_collectives,
+    )
+    stack.enter_context(closing(watchdog))
+    open_metrics = partial(
+        MetricsLogger,
+        config.run.dir,
+        config,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        flops_per_token=flops_per_token(config.model, vocab, config.data.seq_len),
+        device_name=device_name(),
+        synchronize=synchronize,
+    )
+    loop = peers.agree(
+        lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known, lock)
+    )
+    stack.callback(lambda: loop.metrics.close())  # a rollback opens another one
+    return loop
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

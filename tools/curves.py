@@ -1,0 +1,161 @@
+"""The curves that runs have logged, by step: what tools/plot_run.py draws and compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from coatlm.train.run_directory import (
+    ATTEMPTS,
+    METRICS,
+    NUMERICS,
+    STATES,
+    Record,
+    is_value,
+    read_metrics,
+    read_records,
+)
+
+FINAL = 0.05  # share of the steps whose losses the final loss is the mean of
+ACTIVATIONS = ("relative_error", "saturated", "underflow", "amax")  # keys of numerics.jsonl
+Curve = dict[int, float]  # value by step; NaN where it was not finite
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What the .jsonl files say of a run."""
+
+    loss: Curve
+    skipped: int
+    val_loss: float | None  # the last
+    curves: Mapping[str, Curve] = field(default_factory=dict)  # all others, as FILE.KEY[.TENSOR]
+
+    @property
+    def final(self) -> float:
+        """The mean loss of the last 5 % of the steps, of those that were logged."""
+        last = max(self.loss)
+        losses = [loss for step, loss in self.loss.items() if step > (1 - FINAL) * last]
+        return float(np.nanmean(losses)) if np.isfinite(losses).any() else float("nan")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that belong together."""
+
+    group: str
+    label: str
+    curves: Mapping[str, str]  # name of a curve, or of all those behind it -> what to call it
+    log: bool = False
+    band: tuple[str, str] | None = None  # endings that replace the name's last part
+
+
+def read_run(directory: Path) -> LoggedRun:
+    """Raises ValueError if the directory is not that of a run that has logged a loss."""
+    records = read_metrics(directory)
+    steps = [record for record in records if is_value(record.get("loss", ""))]
+    if not steps:
+        raise ValueError(f"{directory}: no loss in {METRICS}, or no such run directory")
+    evaluations = [r["val_loss"] for r in records if is_value(r.get("val_loss", ""))]
+    curves = by_key("metrics", steps) | by_key("states", read_records(directory / STATES))
+    curves |= worst_layers(read_records(directory / NUMERICS))
+    last_loss = curves.pop("metrics.loss")
+    loss = last_loss | curves.pop("metrics.loss_mean", {})  # which earlier versions did not log
+    last = evaluations[-1] if evaluations else None
+    skipped = steps[-1].get("skipped")
+    return LoggedRun(loss, skipped if type(skipped) is int else 0, last, curves)
+
+
+def by_key(file: str, records: Sequence[Record]) -> dict[str, Curve]:
+    """A curve for every key; null is a value that was not finite."""
+    curves: dict[str, Curve] = {}
+    for record in records:
+        for key, value in record.items():
+            if key != "step" and is_value(value):
+                at = curves.setdefault(f"{file}.{key}", {})
+                at[record["step"]] = math.nan if value is None else value
+    return curves
+
+
+def worst_layers(records: Sequence[Record]) -> dict[str, Curve]:
+    """Of each tensor the largest value over the layers; one that is not finite is larger still."""
+    curves: dict[str, Curve] = {}
+    for record in records:
+        for key in ACTIVATIONS:
+            if not is_value(record.get(key, "")):
+                continue
+            value = math.nan if record[key] is None else float(record[key])
+            curve = curves.setdefault(f"numerics.{key}.{record.get('tensor', 'all')}", {})
+            before = curve.get(record["step"], value)
+            curve[record["step"]] = float(np.maximum(before, value))
+    return curves
+
+
+def read_runs(directories: Sequence[Path]) -> dict[str, LoggedRun]:
+    """Runs by the names of their directories. Raises ValueError, also for equal names.
+
+    An earlier attempt of a run is named after both.
+    """
+    runs: dict[str, LoggedRun] = {}
+    for directory in directories:
+        path = directory.resolve()
+        earlier = path.parent.name == ATTEMPTS
+        name = shown(f"{path.parent.parent.name} {path.name}" if earlier else path.name)
+        if name in runs:
+            raise ValueError(f"{directory}: a second run named {name}")
+        runs[name] = read_run(directory)
+    return runs
+
+
+def shown(name: str) -> str:
+    """A directory's name on one line."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def smoothing(runs: Mapping[str, LoggedRun], baseline: str, smooth: int) -> int:
+    """Steps in a mean of `difference`: `smooth`, but at most half of what the runs have in common,
+    so that a short run has a curve too. Raises ValueError unless 1 <= smooth.
+    """
+    if smooth < 1:
+        raise ValueError(f"smooth={smooth}: at least 1 step")
+    common = [len(run.loss.keys() & runs[baseline].loss.keys()) for run in runs.values()]
+    return min([smooth, *(max(count // 2, 1) for count in common)])
+
+
+def difference(run: LoggedRun, baseline: LoggedRun, *, smooth: int) -> Curve:
+    """In % of the baseline's loss, by step: the mean over the last `smooth` common steps.
+
+    The first `smooth` - 1 steps have too few before them and are left out, and so are losses that
+    are not finite.
+    """
+    both = run.loss.keys() & baseline.loss.keys()
+    steps = sorted(s for s in both if math.isfinite(run.loss[s] - baseline.loss[s]))
+    if len(steps) < smooth:
+        return {}
+    ours, theirs = (np.array([curve.loss[step] for step in steps]) for curve in (run, baseline))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        percent = 100 * (ours - theirs) / theirs
+    means = np.lib.stride_tricks.sliding_window_view(percent, smooth).mean(axis=1)
+    return dict(zip(steps[smooth - 1 :], means.tolist(), strict=True))
+
+
+def curves_of(run: LoggedRun, panel: Panel, *, merged: bool) -> dict[str, tuple[str, Curve]]:
+    """label -> (name, curve) of what a run has for a panel.
+
+    A name that stands for the tensors behind it gives a curve each, or `merged` the largest.
+    """
+    found: dict[str, tuple[str, Curve]] = {}
+    for name, label in panel.curves.items():
+        if name in run.curves:
+            found[label] = name, run.curves[name]
+        behind = {key: c for key, c in run.curves.items() if key.startswith(name + ".")}
+        if merged and behind:
+            steps = sorted({step for curve in behind.values() for step in curve})
+            values = [[c[step] for c in behind.values() if step in c] for step in steps]
+            found[label] = name, {s: float(np.max(v)) for s, v in zip(steps, values, strict=True)}
+        elif behind:
+            found |= {key.removeprefix(name + "."): (key, c) for key, c in behind.items()}
+    return found
