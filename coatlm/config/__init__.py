@@ -4,6 +4,7 @@ A run is described by one YAML file and dotted overrides (`optim.lr=3e-4`). They
 precedence defaults < file < command line, then validated. `ConfigError` reports every mistake in
 one line, `path=value: reason`.
 
+    recipes                the FP8 recipes of layers: operands and what is saved, one table
     run, model, parallel   the sections: each field with its range and the docstring for --keys
     combined               Config, and checks across sections
     load, yaml_text        file and overrides -> Config
@@ -18,7 +19,6 @@ from coatlm.config.fields import MOST_RANKS
 from coatlm.config.keys import keys_table
 from coatlm.config.load import dotted, load_config, make_config, override, read_mapping
 from coatlm.config.model import (
-    FP8_WEIGHT_RECIPES,
     FP32_RECIPES,
     Model,
     Optim,
@@ -32,7 +32,6 @@ from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 __all__ = [
-    "FP8_WEIGHT_RECIPES",
     "FP32_RECIPES",
     "MOST_RANKS",
     "Checkpoint",

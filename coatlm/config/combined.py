@@ -6,8 +6,9 @@ from pydantic import Field, model_validator
 
 from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
-from coatlm.config.model import FP8_WEIGHT_RECIPES, FP32_RECIPES, Model, Optim, Precision
+from coatlm.config.model import FP32_RECIPES, Model, Optim, Precision
 from coatlm.config.parallel import Parallel
+from coatlm.config.recipes import RECIPES, fp8_weight_recipes
 from coatlm.config.run import Checkpoint, Data, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
@@ -54,10 +55,10 @@ class Config(Section):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
-        if p.weight_gather == "fp8" and self.precision.recipe not in FP8_WEIGHT_RECIPES:
+        if p.weight_gather == "fp8" and self.precision.recipe not in fp8_weight_recipes():
             raise ValueError(
                 f"parallel.weight_gather=fp8: precision.recipe={self.precision.recipe} would see "
-                f"other weights; it goes with {', '.join(FP8_WEIGHT_RECIPES)}"
+                f"other weights; it goes with {', '.join(fp8_weight_recipes())}"
             )
         self._check_flow()
         self._check_graphs()
@@ -72,39 +73,54 @@ class Config(Section):
         """Raise ValueError for sizes and options that the FP8 kernels do not support."""
         m, p, recipe = self.model, self.precision, self.precision.recipe
         if not p.flow:
+            flows = " | ".join(RECIPES)
             for name in set(Precision.model_fields) - {"recipe"}:
                 if getattr(p, name) != Precision.model_fields[name].default:
-                    raise ValueError(
-                        f"precision.{name} is for fp8-linear, coat and coat-lean, not {recipe}"
-                    )
+                    raise ValueError(f"precision.{name} is for {flows}, not for {recipe}")
             if self.log.numerics_every:
                 raise ValueError(
                     f"log.numerics_every={self.log.numerics_every} must be 0 with "
-                    f"precision.recipe={recipe}: only fp8-linear, coat and coat-lean have FP8 "
-                    "layers to measure"
+                    f"precision.recipe={recipe}: only {flows} have FP8 layers to measure"
                 )
             return
         if m.spec != "local":
             raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
-        size = p.group_size or 16  # also what the tensor cores need of every matrix
-        tp = self.parallel.tp
-        divides("model.hidden", m.hidden, "precision.group_size", size)
-        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
-        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
-            width = heads * m.size_per_head // tp
-            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
-        if recipe == "coat-lean":
-            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
-            if self.data.seq_len == m.size_per_head:
-                raise ValueError(
-                    f"precision.recipe=coat-lean: data.seq_len={self.data.seq_len} must differ "
-                    "from model.head_dim, by which tensors saved for backward are told from masks"
-                )
         if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
             raise ValueError(
                 f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
                 f"together at most model.layers={m.layers}"
             )
+        self._check_operands()
+
+    def _check_operands(self) -> None:
+        """Sizes of the model that scales and tensor cores divide. Raises ValueError."""
+        m, p, tp = self.model, self.precision, self.parallel.tp
+        row, operands = RECIPES[p.recipe], f"the FP8 GEMMs of precision.recipe={p.recipe}"
+        if p.scaling == "delayed" and not row.tensor_wise_gradients:
+            raise ValueError(
+                f"precision.scaling=delayed needs one scale per gradient, which "
+                f"precision.recipe={p.recipe} does not have; it goes with "
+                f"{', '.join(name for name, r in RECIPES.items() if r.tensor_wise_gradients)}"
+            )
+        recipe = p.flow_recipe()
+        size = p.group_size or 16  # also what the tensor cores need of every matrix
+        divides("model.hidden", m.hidden, "precision.group_size", size)
+        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
+        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
+            width = heads * m.size_per_head // tp
+            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
+        if recipe.saved.attention is not None:
+            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
+        summed = recipe.summed_multiple
+        if summed > 16:  # blocks that share a scale are whole
+            queries, keys = (n * m.size_per_head // tp for n in (m.heads, m.queries_groups))
+            divides("model.hidden", m.hidden, operands, summed)
+            divides("model.ffn/tp", m.ffn // tp, operands, summed)
+            divides("model.heads*head_dim/tp", queries, operands, summed)
+            both = "model.(heads + 2*kv_heads)*head_dim/tp"
+            divides(both, queries + 2 * keys, operands, summed)
+            tokens = self.train.micro_batch * self.data.seq_len // self.parallel.cp
+            divides("train.micro_batch*data.seq_len/cp", tokens, "the rows of 1x128 blocks", 4)
 
     def _check_graphs(self) -> None:
         """Raise ValueError for options that a CUDA graph of a microbatch cannot capture."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from coatlm.config.fields import FOREVER, Real, Section, number
+from coatlm.config.recipes import PRECISION_RECIPES, RECIPES, FlowRecipe, Operand, with_block_size
 
-PrecisionRecipe = Literal[
-    "fp32", "bf16", "te-delayed", "te-current", "te-blockwise", "fp8-linear", "coat", "coat-lean"
-]
+if TYPE_CHECKING:
+    PrecisionRecipe = str
+else:  # a type checker takes no literal that is computed
+    PrecisionRecipe = Literal[PRECISION_RECIPES]
 OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw.RECIPES
     "adamw-fp32",
     "adamw-bf16",
@@ -26,9 +29,6 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.adamw
     "fp8-plain",
 ]
 FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # those that can update fp32 weights
-# recipes whose GEMMs cast a weight by an amax of this step, so that it can be gathered cast: of the
-# tensor, or of its rows
-FP8_WEIGHT_RECIPES = ("te-current", "fp8-linear", "coat", "coat-lean")
 MOST_LAYERS, MOST_HIDDEN = 10_000, 2**20
 Layers = Annotated[StrictInt, Field(le=MOST_LAYERS)]
 
@@ -147,24 +147,28 @@ class Model(Section):
 class Precision(Section):
     """What GEMMs compute in and what is saved for backward.
 
-    All keys but recipe are for the FP8 flow: the recipes fp8-linear, coat and coat-lean.
+    All keys but recipe are for the FP8 flow: the recipes fp8-linear, coat, coat-lean, coat-paper,
+    rowwise and fp8-block.
     """
 
     recipe: PrecisionRecipe = "bf16"
     """The number formats that layers compute in and save for backward. te-* are TransformerEngine's
     FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs and gate and up in
     FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and the attention output
-    in FP8 too."""
+    in FP8 too; coat-paper is COAT as published, with a scale per tensor. rowwise and fp8-block save
+    what coat saves and scale each GEMM operand along its summed axis: a scale per row, or per 128
+    elements of a row and per 128 x 128 elements of a weight."""
 
     group_size: Literal[16, 32, 64, 128] | None = None
     """Elements per scale of what is saved for backward in FP8; null means the recipe's, 16."""
 
-    grad_format: Literal["e5m2", "e4m3"] = "e5m2"
-    """The FP8 format of gradients that enter a GEMM: more range, or more precision."""
+    grad_format: Literal["e5m2", "e4m3"] | None = None
+    """The FP8 format of gradients that enter a GEMM: more range, or more precision; null means the
+    recipe's, e4m3 in rowwise and fp8-block and e5m2 in the others."""
 
     scaling: Literal["current", "delayed"] = "current"
     """How gradients that enter a GEMM are scaled: by their own amax, or by the largest amax of the
-    last 16 steps, which takes no pass over them."""
+    last 16 steps, which takes no pass over them and needs a recipe with one scale per gradient."""
 
     fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
         "forward",
@@ -192,7 +196,31 @@ class Precision(Section):
     @property
     def flow(self) -> bool:
         """The layers are coatlm's FP8 flow."""
-        return self.recipe in ("fp8-linear", "coat", "coat-lean")
+        return self.recipe in RECIPES
+
+    def flow_recipe(self) -> FlowRecipe:
+        """The row of the recipe table with the options of this section. For FP8 flows alone."""
+        recipe, inputs = RECIPES[self.recipe], self.keep_linear_inputs
+        saved, dgrad, wgrad = recipe.saved, recipe.dgrad, recipe.wgrad
+        if self.group_size is not None:
+            saved = with_block_size(saved, self.group_size)
+        if inputs is not None:
+            saved = replace(saved, linear_input=inputs, projection_input=inputs)
+        gradients: list[Operand] = []
+        for gradient in (dgrad.gradient, wgrad.gradient):
+            if self.grad_format is not None:
+                gradient = replace(gradient, fmt=self.grad_format)
+            if self.scaling == "delayed":
+                gradient = replace(gradient, scaling="delayed", power_of_two=True)
+            gradients.append(gradient)
+        return replace(
+            recipe,
+            saved=saved,
+            dgrad=replace(dgrad, gradient=gradients[0]),
+            wgrad=replace(wgrad, gradient=gradients[1]),
+            fast=frozenset(self.fast_accumulation),
+            keep_weights=self.keep_weights,
+        )
 
 
 class Optim(Section):

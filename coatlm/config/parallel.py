@@ -68,10 +68,6 @@ class Parallel(Section):
     overlap_grad_reduce: StrictBool = True
     """Overlap the reduction of each gradient bucket with the rest of backward."""
 
-    tp_comm: Literal["fp8", "bf16"] = "fp8"
-    """The format of all-gathers between tensor-parallel ranks in the FP8 flow under
-    sequence_parallel; both give the same bits."""
-
     overlap_param_gather: StrictBool = True
     """Overlap the all-gather of weights with forward, with zero=1 and zero=2."""
 

@@ -19,7 +19,7 @@ configuration needs no torch, and neither does this module; coatlm.fp8.operand m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -97,3 +97,188 @@ class Operand:
             raise ValueError(
                 f"scaling={self.scaling}: one scale per tensor, not {self.granularity}"
             )
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Of a saved tensor in blocks of a row: a code, and its part of a scale of 1 or 4 bytes."""
+        assert self.granularity.columns is not None
+        return 1 + (1 if self.power_of_two else 4) / self.granularity.columns
+
+
+@dataclass(frozen=True)
+class ForwardGemm:
+    """y = x W^T: x [T, in] and W [out, in]."""
+
+    activation: Operand
+    weight: Operand
+
+
+@dataclass(frozen=True)
+class DgradGemm:
+    """dx = dy W: dy [T, out] and W^T [in, out]."""
+
+    gradient: Operand
+    weight: Operand
+
+
+@dataclass(frozen=True)
+class WgradGemm:
+    """dW = dy^T x: dy^T [out, T] and x^T [in, T]."""
+
+    gradient: Operand
+    activation: Operand
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What a layer saves for backward; None is BF16."""
+
+    norm_input: Operand | None  # the residual stream before both norms
+    gate_up: Operand | None  # the input of SwiGLU
+    attention: Operand | None  # q, k, v and the output, along head_dim
+    linear_input: bool  # outputs of norms and SwiGLU, as the codes of forward; else recomputed
+    projection_input: bool  # the attention output, as the codes of forward besides
+
+
+@dataclass(frozen=True)
+class FlowRecipe:
+    """How the linears of a layer compute in FP8, and what the layer saves for backward."""
+
+    forward: ForwardGemm
+    dgrad: DgradGemm
+    wgrad: WgradGemm
+    saved: SavedTensors
+    fast: frozenset[GemmName] = frozenset({"forward", "dgrad", "wgrad"})  # fast accumulation
+    keep_weights: bool = False  # FP8 weights live for a step instead of one use
+
+    def __post_init__(self) -> None:
+        one, other = self.dgrad.gradient, self.wgrad.gradient
+        if one != other and TENSOR in (one.granularity, other.granularity):
+            raise ValueError("dgrad.gradient, wgrad.gradient: with one scale per tensor, the same")
+        for name, operand in (("forward.activation", self.forward.activation), *self._saved()):
+            if operand is not None and operand.scaling != "current":
+                raise ValueError(f"{name}: scaling={operand.scaling}; only current is possible")
+        for name, operand in self._saved():
+            if operand is not None and (operand.granularity.rows, operand.fmt) != (1, "e4m3"):
+                raise ValueError(f"{name}: {operand}; e4m3 in blocks of one row is possible")
+            if operand is not None and operand.granularity == ROW:
+                raise ValueError(f"{name}: {operand}; blocks of one row need a length")
+        attention = self.saved.attention
+        if attention is not None and not attention.power_of_two:
+            raise ValueError("saved.attention: its scales are powers of two")
+
+    def _saved(self) -> list[tuple[str, Operand | None]]:
+        names = ("norm_input", "gate_up", "attention")
+        return [(f"saved.{name}", getattr(self.saved, name)) for name in names]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Those of the three GEMMs."""
+        return (
+            *(self.forward.activation, self.forward.weight),
+            *(self.dgrad.gradient, self.dgrad.weight),
+            *(self.wgrad.gradient, self.wgrad.activation),
+        )
+
+    @property
+    def tensor_wise_gradients(self) -> bool:
+        """dgrad and wgrad take the same codes of a gradient, under one scale."""
+        return self.dgrad.gradient.granularity == TENSOR
+
+    @property
+    def summed_multiple(self) -> int:
+        """Elements that the summed axis of each GEMM must be a multiple of: of FP8, 16 at least."""
+        return max(16, *(operand.granularity.columns or 1 for operand in self.operands))
+
+    @property
+    def gathered_weights(self) -> Granularity | None:
+        """The granularity in which weights can be all-gathered as FP8 without changing a code.
+
+        The codes of forward must follow from the codes that arrive, and those of dgrad from the
+        codes of forward (coatlm/parallel/gather.py says when they do); None where they do not.
+        """
+        weight = self.forward.weight
+        if weight.fmt != "e4m3" or self.dgrad.weight.scaling != "forward":
+            return None
+        known = (Operand("e4m3", ROW), Operand("e4m3", TENSOR, power_of_two=False))
+        return weight.granularity if weight in known else None
+
+
+ROWS = Operand("e4m3", ROW)
+OF_FORWARD = Operand("e4m3", TENSOR, "forward")
+GRADIENT = Operand("e5m2", TENSOR)
+BLOCKS_16 = Operand("e4m3", block(1, 16))
+
+# COAT (arXiv 2410.19313, section 5), with scales that are powers of two and, in forward, per row.
+COAT = FlowRecipe(
+    forward=ForwardGemm(activation=ROWS, weight=ROWS),
+    dgrad=DgradGemm(gradient=GRADIENT, weight=OF_FORWARD),
+    wgrad=WgradGemm(gradient=GRADIENT, activation=OF_FORWARD),
+    saved=SavedTensors(
+        norm_input=BLOCKS_16,
+        gate_up=BLOCKS_16,
+        attention=None,
+        linear_input=False,
+        projection_input=False,
+    ),
+)
+
+# COAT as published: every scale is amax / MAX in fp32, every GEMM operand has one, and linear
+# inputs are saved, but the attention output, of which attention has a copy.
+EXACT = Operand("e4m3", TENSOR, power_of_two=False)
+EXACT_OF_FORWARD = replace(EXACT, scaling="forward")
+EXACT_16 = replace(BLOCKS_16, power_of_two=False)
+COAT_PAPER = FlowRecipe(
+    forward=ForwardGemm(activation=EXACT, weight=EXACT),
+    dgrad=DgradGemm(gradient=replace(EXACT, fmt="e5m2"), weight=EXACT_OF_FORWARD),
+    wgrad=WgradGemm(gradient=replace(EXACT, fmt="e5m2"), activation=EXACT_OF_FORWARD),
+    saved=replace(COAT.saved, norm_input=EXACT_16, gate_up=EXACT_16, linear_input=True),
+)
+
+# 1 x 128 for activations and gradients along each summed axis, 128 x 128 for weights.
+ALONG, SQUARE = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))
+
+RECIPES: dict[str, FlowRecipe] = {
+    "fp8-linear": replace(
+        COAT,
+        saved=SavedTensors(
+            norm_input=None, gate_up=None, attention=None, linear_input=True, projection_input=True
+        ),
+    ),
+    "coat": COAT,
+    "coat-lean": replace(COAT, saved=replace(COAT.saved, attention=BLOCKS_16)),
+    "coat-paper": COAT_PAPER,
+    "rowwise": replace(
+        COAT,
+        dgrad=DgradGemm(gradient=ROWS, weight=ROWS),
+        wgrad=WgradGemm(gradient=ROWS, activation=ROWS),
+    ),
+    "fp8-block": replace(
+        COAT,
+        forward=ForwardGemm(activation=ALONG, weight=SQUARE),
+        dgrad=DgradGemm(gradient=ALONG, weight=SQUARE),
+        wgrad=WgradGemm(gradient=ALONG, activation=ALONG),
+    ),
+}
+BF16_RECIPES = ("fp32", "bf16")
+TE_RECIPES = ("te-delayed", "te-current", "te-blockwise")  # TransformerEngine's
+PRECISION_RECIPES = (*BF16_RECIPES, *TE_RECIPES, *RECIPES)
+
+
+def fp8_weight_recipes() -> tuple[str, ...]:
+    """The recipes whose weights can be all-gathered as FP8: the GEMMs see the same codes."""
+    return ("te-current", *(name for name, r in RECIPES.items() if r.gathered_weights is not None))
+
+
+def with_block_size(saved: SavedTensors, size: int) -> SavedTensors:
+    """What is saved in blocks, with `size` elements per scale."""
+
+    def resized(operand: Operand | None) -> Operand | None:
+        return None if operand is None else replace(operand, granularity=block(1, size))
+
+    return replace(
+        saved,
+        norm_input=resized(saved.norm_input),
+        gate_up=resized(saved.gate_up),
+        attention=resized(saved.attention),
+    )

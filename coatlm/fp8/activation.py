@@ -73,6 +73,11 @@ def _launch_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dy[..., F], x[..., 2F] -> dx[..., 2F] in the dtype of x. No gradient."""
+    return (_launch_backward if dy.is_cuda else swiglu_backward_ref)(dy, x)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -82,7 +87,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return (_launch_backward if dy.is_cuda else swiglu_backward_ref)(dy, *ctx.saved_tensors)
+        return swiglu_backward(dy, *ctx.saved_tensors)
 
 
 def swiglu(x: Tensor) -> Tensor:

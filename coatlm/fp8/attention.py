@@ -1,27 +1,33 @@
-"""Attention whose saved tensors are FP8: q, k, v and the output, in groups along the head.
+"""Attention that saves q, k, v and its output in FP8, in blocks along head_dim.
 
-Forward computes with the exact values; backward decodes what was kept. The statistics of softmax
-are kept as they are, so the probabilities that backward makes from decoded q and k do not sum to
-one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
+Forward computes with the exact values; backward decodes what was saved. The statistics of softmax
+are saved as they are, so the probabilities that backward computes from decoded q and k do not sum
+to one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
+
+Which of the tensors that autograd saves are q, k, v and the output is told by identity: they share
+their memory with an argument or with the result of scaled_dot_product_attention. Masks and
+probabilities stay as they are, whatever their shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import power_of_two
 
-TILE, WARPS = 4096, 4  # elements a program
-KEPT_DTYPES = (torch.bfloat16, torch.float16)
+TILE, WARPS = 4096, 4  # elements per program
+SAVED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -36,8 +42,8 @@ def _dequantize_kernel(
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=g[:, None] < groups)
 
 
-def dequantize_groups(x: QTensor, dtype: torch.dtype) -> Tensor:
-    """codes * scale for groups with E8M0 scales; exact in BF16."""
+def dequantize_blocks(x: QTensor, dtype: torch.dtype) -> Tensor:
+    """codes * scale for blocks of a row with E8M0 scales; exact in BF16."""
     if not x.codes.is_cuda:
         return x.dequantize(dtype)
     assert x.granularity.columns is not None
@@ -61,80 +67,124 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
 
 
-class SavedInFp8:
-    """A context in which autograd keeps q, k, v and the output in FP8; `kept` finds what it made.
+class Packed(NamedTuple):
+    """A saved tensor in FP8: its codes in the order of its memory, and how to undo that order."""
 
-    They are told from masks and probabilities by their rows of `head_dim` elements, which must not
-    be the length of a sequence too. Their last dimension is contiguous.
+    codes: QTensor
+    order: list[int]
+    dtype: torch.dtype
+
+    def unpack(self) -> Tensor:
+        """The tensor, decoded, with the shape and strides that it had."""
+        return dequantize_blocks(self.codes, self.dtype).permute(_inverse(self.order))
+
+
+class _Holder:
+    """What autograd saves in place of a tensor, until it is known whether it is one of attention.
+
+    The output of attention is saved before scaled_dot_product_attention returns it.
     """
 
-    def __init__(self, size: int, head_dim: int) -> None:
-        self.size, self.head_dim = size, head_dim
-        self.made: dict[int, tuple[Tensor, QTensor, list[int]]] = {}
+    def __init__(self, tensor: Tensor) -> None:
+        self.held: Tensor | Packed = tensor
+
+
+class SavedInFp8(TorchFunctionMode):
+    """A context in which autograd saves q, k, v and the output of attention in FP8.
+
+    Calls of scaled_dot_product_attention inside say which tensors these are; `also` names more of
+    them, such as what a checkpointed attention saves. `size`: elements per scale.
+    """
+
+    def __init__(self, size: int, *also: Tensor) -> None:
+        super().__init__()
+        self.size = size
+        self.known = list(also)  # alive until the end, so that no other tensor takes their memory
+        self.holders: list[_Holder] = []
+        self.packed: dict[int, tuple[int, Packed]] = {}  # address -> number of elements, codes
         self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> SavedInFp8:
         self.hooks.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
         self.hooks.__exit__(*args)
+        memory = {x.untyped_storage().data_ptr() for x in self.known}
+        for holder in self.holders:
+            x = holder.held
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in memory:
+                holder.held = self._quantized(x)
 
-    def kept(self, x: Tensor) -> QTensor:
-        """The FP8 form of x, contiguous; what autograd keeps of it where memory has x's order.
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.known += [*args[:3], out]
+        return out
+
+    def saved_form(self, x: Tensor) -> QTensor:
+        """The FP8 form of x, contiguous; what autograd saves of it where memory has x's order.
 
         Attention for masks may write [B, S, N, D]: then codes are copied into the order of x.
         """
-        made, order = self._quantize(x)[0], memory_order(x)
-        dense = [x.shape[dim] for dim in order[:-1]]
-        inverse = sorted(range(x.dim()), key=order.__getitem__)
-        codes = made.codes.view(torch.uint8).view(*dense, -1).permute(inverse).contiguous()
-        scale = made.scale.view(torch.uint8).view(*dense, -1).permute(inverse).contiguous()
-        return QTensor(
-            codes.view(made.codes.dtype), scale.view(made.scale.dtype), made.granularity, made.fmt
+        codes, order = self._quantized(x).codes, memory_order(x)
+        dense, inverse = [x.shape[dim] for dim in order[:-1]], _inverse(order)
+        ordered, scale = (
+            part.view(torch.uint8).view(*dense, -1).permute(inverse).contiguous().view(part.dtype)
+            for part in (codes.codes, codes.scale)
         )
+        return QTensor(ordered, scale, codes.granularity, codes.fmt)
 
     def forget(self) -> None:
-        """Let go of the exact tensors; autograd has what it needs."""
-        self.made.clear()
+        """Release the exact tensors, once autograd has what it needs."""
+        self.known.clear()
+        self.holders.clear()
+        self.packed.clear()
 
-    def _quantize(self, x: Tensor) -> tuple[QTensor, list[int]]:
-        entry = self.made.get(x.data_ptr())
-        if entry is None or entry[0].shape.numel() != x.numel():
+    def _quantized(self, x: Tensor) -> Packed:
+        elements, packed = self.packed.get(x.data_ptr(), (0, None))
+        if packed is None or elements != x.numel():
             order = memory_order(x)
-            dense = x.detach().permute(order)
-            made = quantize(
-                dense, fmt=E4M3, granularity=block(1, self.size), scale_dtype=torch.float8_e8m0fnu
+            codes = quantize(
+                x.detach().permute(order),
+                fmt=E4M3,
+                granularity=block(1, self.size),
+                scale_dtype=torch.float8_e8m0fnu,
             )
-            entry = (x, made, order)
-            self.made[x.data_ptr()] = entry
-        return entry[1], entry[2]
+            packed = Packed(codes, order, x.dtype)
+            self.packed[x.data_ptr()] = (x.numel(), packed)
+        return packed
 
-    def _pack(self, x: Tensor) -> Tensor | tuple[QTensor, list[int], torch.dtype]:
-        heads = x.dim() == 4 and x.shape[-1] == self.head_dim and x.stride(-1) == 1
-        if x.dtype not in KEPT_DTYPES or not heads:
+    def _pack(self, x: Tensor) -> Tensor | _Holder:
+        if x.dtype not in SAVED_DTYPES or x.dim() != 4 or x.stride(-1) != 1:
             return x
-        made, order = self._quantize(x)
-        return made, order, x.dtype
+        self.holders.append(_Holder(x))
+        return self.holders[-1]
 
 
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    made, order, dtype = kept
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return dequantize_groups(made, dtype).permute(inverse)
+def _unpack(saved: Tensor | _Holder) -> Tensor:
+    x = saved.held if isinstance(saved, _Holder) else saved
+    return x.unpack() if isinstance(x, Packed) else x
 
 
-def attend_keeping_fp8(
-    core: Callable[[], Tensor], size: int, head_dim: int
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def attend_saving_fp8(
+    core: Callable[[], Tensor], size: int, *qkv: Tensor
 ) -> tuple[Tensor, QTensor]:
-    """Run `core`, an attention that returns [S, B, N*D]; also its output in FP8, as it is kept.
+    """Run `core`, an attention that returns [S, B, N*D]; also its output in FP8, as it is saved.
 
-    `size`: elements a scale, a divisor of `head_dim`.
+    `size`: elements per scale, a divisor of head_dim. `qkv`: the tensors that `core` reads.
     """
-    with SavedInFp8(size, head_dim) as saved:
+    with SavedInFp8(size, *qkv) as saved:
         out = core()
-        kept = saved.kept(out)
+    made = saved.saved_form(out)
     saved.forget()
-    return out, kept
+    return out, made

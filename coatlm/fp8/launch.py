@@ -8,11 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from coatlm.config.recipes import ROW, TENSOR, Granularity, Operand
+from coatlm.config.recipes import TENSOR, Granularity, Operand
 from coatlm.fp8 import emit, loaders
 from coatlm.fp8.formats import FORMATS, Fp8Format
 from coatlm.fp8.norm import processors
-from coatlm.fp8.norm_quantize import parts_of
+from coatlm.fp8.norm_quantize import UNSCALED
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.scaling import current_scale, group_scale, scales_of
 
@@ -131,15 +131,20 @@ def launch_amax(
 def matrix_source(
     x: Tensor | QTensor, row: Tensor | None = None, weight: Tensor | None = None
 ) -> tuple[tuple[Any, ...], int, TileShape]:
-    """The source of `load_matrix`, its blocks' size, and a tile for it."""
-    if isinstance(x, QTensor) and x.granularity in (ROW, TENSOR):
-        row = x.scale.reshape(-1).expand(x.shape[0]).contiguous()
-        elements, exponents, size = x.codes, None, loaders.UNSCALED
-    else:
-        elements, exponents, size = parts_of(x)
+    """The source of `load_matrix`, the elements that share a scale in it, and a tile for it."""
+    elements, scales, size = x, None, UNSCALED
+    if isinstance(x, QTensor):
+        elements, granularity = x.codes, x.granularity
+        if granularity.columns is None:  # one scale, or one per row
+            row = x.scale.reshape(-1).expand(x.shape[0]).contiguous()
+        elif granularity.rows == 1:
+            size, scales = granularity.columns, x.scale.contiguous()
+            scales = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+        else:
+            raise ValueError(f"granularity={granularity}: a source has scales per row or part of it")
+    assert isinstance(elements, Tensor)
     tile = CODES_TILE if elements.element_size() == 1 else WIDE_TILE
-    source = (elements.contiguous(), exponents, row, weight)
-    return source, size, tile._replace(inner=min(size, 16))
+    return (elements.contiguous(), scales, row, weight), size, tile._replace(inner=min(size, 16))
 
 
 def emit_operands(

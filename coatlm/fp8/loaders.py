@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from coatlm.fp8.tiles import inverse_of, load_powers, load_values
+from coatlm.fp8.tiles import inverse_of, load_scales, load_values
 
 
 @gluon.jit
@@ -14,37 +14,37 @@ def prepare_matrix(source, at):
 
     Loads that alternate with stores would be repeated for each of them.
     """
-    x_ptr, exponent_ptr, row_ptr, weight_ptr = source
+    x_ptr, scale_ptr, row_ptr, weight_ptr = source
     _, first_column, _, column, inner, columns = at
     mask = (column < columns)[:, :, None]
     each = column[:, :, None] + inner
     weight = gl.load(weight_ptr + first_column + each, mask=mask, other=0.0).to(gl.float32)
-    return x_ptr, exponent_ptr, row_ptr, weight
+    return x_ptr, scale_ptr, row_ptr, weight
 
 
 @gluon.jit
 def load_matrix(source, factors, K, at, some, J: gl.constexpr, SIZE: gl.constexpr):
-    """x[M, K] * row[M] * weight[K]; x has an E8M0 scale for each SIZE elements, or is not FP8.
+    """x[M, K] * row[M] * weight[K]; x has a scale for each SIZE elements, or is not FP8.
 
-    `source`: x, its scales' exponents (uint8[M, K / SIZE]), row (fp32), and of the weight what
-    `prepare_matrix` loads; all but x may be None.
+    `source`: x, its scales [M, K / SIZE] (fp32, or bytes with exponents), row (fp32), and of the
+    weight what `prepare_matrix` loads; all but x may be None.
     """
-    x_ptr, exponent_ptr, row_ptr, weight = source
+    x_ptr, scale_ptr, row_ptr, weight = source
     first_row, first_column, row, column, inner, _ = at
     x_ptr += first_row.to(gl.int64) * K + first_column
     x = load_values(x_ptr, (row * K + column)[:, :, None] + inner + J * K, some)
-    # Powers of two first: they move no bits, so that the rounding is that of x * row * column.
+    # Powers of two first: they move no bits, so that the rounding is that of x * row * weight.
     factor = factors[0]
-    if exponent_ptr is not None:
-        exponent_ptr += first_row.to(gl.int64) * (K // SIZE)
-        exponent_at = row * (K // SIZE) + (first_column + column) // SIZE + J * (K // SIZE)
-        powers = load_powers(exponent_ptr, exponent_at, some)
-        factor = powers if factor is None else powers * factor
+    if scale_ptr is not None:
+        scale_ptr += first_row.to(gl.int64) * (K // SIZE)
+        scale_at = row * (K // SIZE) + (first_column + column) // SIZE + J * (K // SIZE)
+        scales = load_scales(scale_ptr, scale_at, some)
+        factor = scales if factor is None else scales * factor
     if row_ptr is not None:
         each = gl.load(row_ptr + first_row + row + J, mask=some, other=0.0)
         factor = each if factor is None else each * factor
     if factor is not None:
-        if exponent_ptr is not None or row_ptr is not None:
+        if scale_ptr is not None or row_ptr is not None:
             x = x * factor[:, :, None]
         else:
             x = x * factor

@@ -146,10 +146,15 @@ def _launch_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tup
     return dx, part.sum(0).to(weight.dtype)
 
 
+def rms_norm_statistics(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y[..., H] as `rms_norm`, and 1 / rms [...] in fp32. No gradient."""
+    return (_launch_forward if x.is_cuda else rms_norm_ref)(x, weight, eps)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = (_launch_forward if x.is_cuda else rms_norm_ref)(x, weight, eps)
+        y, rstd = rms_norm_statistics(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
 

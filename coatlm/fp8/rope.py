@@ -262,6 +262,14 @@ def _join_on_gpu(
     return fused.view(S, B, G, -1)
 
 
+def join_qkv_rope(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """`join_qkv_rope_ref` on any device: qkv[S, B, G, W]. No gradient."""
+    join = _join_on_gpu if q_SBND.is_cuda else join_qkv_rope_ref
+    return join(q_SBND, k_SBGD, v_SBGD, cos, sin)
+
+
 def rotate_qkv_(qkv_SBNW: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate queries and keys where they are -> q, k, v [S, B, N, D], views of qkv.
 
@@ -305,8 +313,7 @@ class _SplitQKVRope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        join = _join_on_gpu if dq.is_cuda else join_qkv_rope_ref
-        return join(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
+        return join_qkv_rope(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
 
 
 def _check_tables(S: int, D: int, cos: Tensor, sin: Tensor) -> None:

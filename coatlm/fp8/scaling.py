@@ -161,6 +161,15 @@ def _group_scale_kernel(
     tl.store(scale_ptr, scale_of(amax, TOP, POWER))
 
 
+@triton.jit
+def _scales_kernel(
+    amax_ptr, scale_ptr, n, TOP: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
+    tl.store(scale_ptr + at, scale_of(amax, TOP, POWER), mask=at < n)
+
+
 def _flat_group_amax(x: Tensor, size: int) -> Tensor:
     """fp32[ceil(n / size)]: the amax of each `size` consecutive elements of a CUDA tensor."""
     n = x.numel()
@@ -205,6 +214,15 @@ def group_scale(
     block = triton.next_power_of_2(amax.numel())
     top = fmt.max * 2.0**-margin
     _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
+    return scale
+
+
+def scales_of(amax: Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Tensor:
+    """The scale of every amax (fp32 [n]), fp32 [n]."""
+    if not amax.is_cuda:
+        return (power_of_two_ref if power_of_two else scale_ref)(amax, fmt)
+    scale, n = torch.empty_like(amax), amax.numel()
+    _scales_kernel[(triton.cdiv(n, BLOCK),)](amax, scale, n, fmt.max, power_of_two, BLOCK)
     return scale
 
 

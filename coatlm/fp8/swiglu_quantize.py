@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from coatlm.fp8 import swiglu_tiles
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.norm import processors
+from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.norm_quantize import (
     UNSCALED,
     empty_rows,
@@ -50,13 +50,12 @@ from coatlm.fp8.scaling import (
     scaled_codes_ref,
     top_exponent,
 )
-from coatlm.fp8.transpose import Tile, padded_rows, padded_t
+from coatlm.fp8.transpose import padded_rows, padded_t
 
 RUN = 16  # elements of gate, and of up, that a thread of forward takes at a time
 CHUNKS = 6  # most times it does so; more would not fit in registers
-TILE = Tile(32, 128, 8, 16, 4)  # of a in backward
-AMAX_TILE = Tile(4, 256, 16, 1, 2)  # to find the amax of dx
-PROGRAMS_PER_SM = 16  # of the pass that finds an amax
+TILE = TileShape(32, 128, 8, 16, 4)  # of a in backward
+AMAX_TILE = TileShape(4, 256, 16, 1, 2)  # to find the amax of dx
 
 
 class Activated(NamedTuple):
@@ -260,29 +259,20 @@ def swiglu_backward_quantize(
     dx = torch.empty(m, 2 * f, dtype=fmt.dtype, device=device)
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
-    programs = triton.cdiv(padded, TILE.rows) * triton.cdiv(f, TILE.columns)
-    swiglu_tiles.swiglu_backward_kernel[(programs,)](
-        da,
-        elements,
-        exponents,
-        scale,
-        a_scale,
-        dx.view(torch.uint8),
-        dx_t.view(torch.int32),
-        None if a_t is None else a_t.view(torch.int32),
-        None if amax is None else amax.view(torch.int32),
-        m,
-        padded,
-        f,
-        FORMAT=fmt.triton_dtype,
-        A_FORMAT=E4M3.triton_dtype,
-        SIZE=size,
-        ROWS=TILE.rows,
-        COLUMNS=TILE.columns,
-        RUN=TILE.run,
-        DOWN=TILE.down,
-        WARPS=TILE.warps,
-        num_warps=TILE.warps,
+    gradient = Matrix(dx, dx_t, scale)
+    values = (Placed(0, fmt, parts=2, part=0), Placed(0, fmt, parts=2, part=1))
+    matrices: tuple[Matrix, ...] = (gradient,)
+    if a_t is not None:
+        matrices, values = (gradient, Matrix(None, a_t, a_scale)), (*values, Placed(1, E4M3))
+    launch_emit(
+        swiglu_tiles.load_gradient,
+        (da, elements, exponents),
+        matrices,
+        values,
+        (m, padded, f),
+        TILE._replace(inner=min(size, 16)),
+        options=(size, with_a),
+        amax=amax,
     )
     return Gradients(
         QTensor(dx, scale, TENSOR, fmt),
@@ -295,22 +285,7 @@ def _gradient_scale(
     da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
 ) -> Tensor:
     """The scale [] of dx, from a pass over its operands."""
-    m, f = da.shape
-    count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
-    programs = min(count, PROGRAMS_PER_SM * processors(da.device))
-    amax = torch.empty(programs, dtype=torch.float32, device=da.device)
-    swiglu_tiles.swiglu_amax_kernel[(programs,)](
-        da,
-        elements,
-        exponents,
-        amax,
-        m,
-        f,
-        SIZE=size,
-        ROWS=AMAX_TILE.rows,
-        COLUMNS=AMAX_TILE.columns,
-        RUN=AMAX_TILE.run,
-        WARPS=AMAX_TILE.warps,
-        num_warps=AMAX_TILE.warps,
-    )
+    source, load = (da, elements, exponents), swiglu_tiles.load_largest
+    tile = AMAX_TILE._replace(inner=min(size, 16))
+    amax = launch_amax(load, source, *da.shape, tile, options=size)
     return group_scale(amax, fmt, power_of_two=True)

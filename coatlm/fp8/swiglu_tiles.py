@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.scaling import larger
-from coatlm.fp8.tiles import load_powers, load_values
+from coatlm.fp8.tiles import load_scales, load_values
 
 SIGMOID = gl.constexpr("""{
     .reg .f32 e;
@@ -39,8 +39,8 @@ def _load_swiglu(source, F, at, some, J, SIZE: gl.constexpr):
         step = 2 * F // SIZE
         exponent_ptr += first_row.to(gl.int64) * step
         exponent_at = row * step + (first_column + column) // SIZE + J * step
-        gate = gate * load_powers(exponent_ptr, exponent_at, some)[:, :, None]
-        up = up * load_powers(exponent_ptr + F // SIZE, exponent_at, some)[:, :, None]
+        gate = gate * load_scales(exponent_ptr, exponent_at, some)[:, :, None]
+        up = up * load_scales(exponent_ptr + F // SIZE, exponent_at, some)[:, :, None]
     return da, gate, up
 
 

@@ -86,9 +86,12 @@ def load_values(x_ptr, at, some):
 
 
 @gluon.jit
-def load_powers(exponent_ptr, at, some):
-    """The E8M0 scales of a tile's blocks, [R, BLOCKS], in fp32."""
-    return power_of_two(gl.load(exponent_ptr + at, mask=some, other=127).to(gl.int32))
+def load_scales(scale_ptr, at, some):
+    """The scales of a tile's blocks, [R, BLOCKS], in fp32; bytes are E8M0 scales."""
+    if scale_ptr.dtype.element_ty == gl.uint8:
+        return power_of_two(gl.load(scale_ptr + at, mask=some, other=127).to(gl.int32))
+    else:
+        return gl.load(scale_ptr + at, mask=some, other=1.0)
 
 
 @gluon.jit

@@ -11,23 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatlm.fp8.attention import attend_keeping_fp8
+from coatlm.config.recipes import FlowRecipe
+from coatlm.fp8.attention import attend_saving_fp8
 from coatlm.fp8.gemm import Plans
-from coatlm.fp8.recipe import FlowRecipe
 from coatlm.megatron import TransformerLayer, tensor_parallel
-from coatlm.model.flow import Flow, NormQKV, ProjMLP
-from coatlm.parallel.tensor import TensorParallel, Wire
+from coatlm.model.flow import NormQKV, ProjMLP
+from coatlm.model.flow_gemms import Flow
+from coatlm.parallel.tensor import TensorParallel
 
 
 class CoatTransformerLayer(TransformerLayer):
     """megatron's layer, its parameters and checkpoints, with the FP8 flow as its forward pass."""
 
-    def __init__(
-        self, *args: Any, recipe: FlowRecipe, wire: Wire, plans: Plans, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, recipe: FlowRecipe, plans: Plans, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         group = self.self_attention.linear_qkv.tp_group
-        parallel = TensorParallel(group, self.config.sequence_parallel, wire)
+        parallel = TensorParallel(group, self.config.sequence_parallel)
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
         for weight in self.linear_weights():
             weight.main_grad_stale = False  # type: ignore[attr-defined]
@@ -41,29 +40,29 @@ class CoatTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2]."""
         flow, attention = self.flow, self.self_attention
-        flow.keeping = flow.recipe.keep_weights and self.training
+        flow.holds_weights = flow.recipe.keep_weights and self.training
         if not self.training:
             self.forget_weights()
         assert rotary_pos_emb is not None
         cos, sin = rotary_pos_emb
         head_dim = attention.hidden_size_per_attention_head
-        groups = attention.num_query_groups_per_partition
-        heads_per_group = attention.num_attention_heads_per_partition // groups
+        kv_heads = attention.num_query_groups_per_partition
+        queries_per_kv_head = attention.num_attention_heads_per_partition // kv_heads
         fused = attention.q_layernorm is None
         linear = attention.linear_qkv
-        *made, residual = NormQKV.apply(
+        *parts, residual = NormQKV.apply(
             hidden_states,
             self.input_layernorm.weight,
             linear.weight,
             linear.bias,
             cos if fused else None,
             sin if fused else None,
-            heads_per_group,
+            queries_per_kv_head,
             head_dim,
             flow,
             torch.is_grad_enabled(),
         )
-        q, k, v = made if fused else attention.split_rotated(made[0], rotary_pos_emb)
+        q, k, v = parts if fused else attention.split_rotated(parts[0], rotary_pos_emb)
         context, codes, scale = self._attend(q, k, v, attention_mask)
         out = ProjMLP.apply(
             context,
@@ -80,23 +79,23 @@ class CoatTransformerLayer(TransformerLayer):
         return out, None
 
     def linear_weights(self) -> list[nn.Parameter]:
-        """Those of the FP8 GEMMs, [out, in] of this rank, in the order of their use.
+        """The weights of the FP8 GEMMs, [out, in] of this rank, in the order of their use.
 
-        Who sets `main_grad_stale` on one has its next gradient written over `main_grad`.
+        With `main_grad_stale` set on a weight, its next gradient is written over `main_grad`.
         """
         attention, mlp = self.self_attention, self.mlp
         linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         return [linear.weight for linear in linears]
 
     def forget_weights(self) -> None:
-        """Weights are new: what was kept of them in FP8 is not theirs any more."""
-        self.flow.kept.clear()
+        """Drop the FP8 copies of weights, which an optimizer step or a load has made stale."""
+        self.flow.weights.clear()
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The attention output [S, B, N*D], and its FP8 codes and scales where they are kept."""
-        attention, size = self.self_attention, self.flow.recipe.attention_group
+        """The attention output [S, B, N*D], and its FP8 codes and scales where they are saved."""
+        attention, saved = self.self_attention, self.flow.recipe.saved.attention
 
         def attend() -> Tensor:
             core = attention.core_attention
@@ -104,14 +103,16 @@ class CoatTransformerLayer(TransformerLayer):
                 return tensor_parallel.checkpoint(core, False, q, k, v, attention_mask)
             return core(q, k, v, attention_mask)
 
-        if not size or not torch.is_grad_enabled():
+        if saved is None or not torch.is_grad_enabled():
             return attend(), None, None
-        out, kept = attend_keeping_fp8(attend, size, q.shape[-1])
-        return out, kept.codes, kept.scale
+        size = saved.granularity.columns
+        assert size is not None
+        out, o = attend_saving_fp8(attend, size, q, k, v)
+        return out, o.codes, o.scale
 
 
 def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
-    """Those of the FP8 layers among these, by number in the whole model, from 1."""
+    """The flows of the FP8 layers among these, by number in the whole model, from 1."""
     return {
         layer.layer_number: layer.flow
         for layer in layers
@@ -120,7 +121,7 @@ def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
 
 
 def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype) -> None:
-    """Before training on a GPU: let FP8 layers choose their GEMMs for microbatches of `tokens`.
+    """Let FP8 layers choose their GEMMs for microbatches of `tokens`, before training on a GPU.
 
     `grad_dtype`: of main gradients. Other layers, and a CPU, have nothing to choose.
     """

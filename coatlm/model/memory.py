@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from coatlm.config import Config, ConfigError
-from coatlm.fp8.recipe import recipe_of
+from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
 from coatlm.model.accounting import key_size, layer_matrices, query_size, rank_parameters
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
@@ -111,15 +111,34 @@ def _plain_layer(config: Config, x: int) -> LayerBytes:
 
 
 def flow_layer(config: Config) -> LayerBytes:
-    """An FP8 flow: what its recipe keeps in groups, in FP8 with a scale a row, and in BF16."""
-    m, recipe, e = config.model, recipe_of(config.precision), element_bytes(config)
-    kept = 1 + 1 / recipe.group if recipe.group else e
-    attended = 1 + 1 / recipe.attention_group if recipe.attention_group else e
-    inputs = 1 if recipe.keep_linear_inputs else 0  # bytes of norm and SwiGLU outputs
-    projected = 1 if recipe.keep_linear_inputs else attended
-    inner = attention(config, attended, projected) + (2 * kept + inputs) * m.ffn
-    stream = 2 * m.hidden * (kept + inputs) + 2 * STATISTIC
-    return LayerBytes(stream, inner, swiglu=inputs * m.ffn, scales=ROW_SCALES)
+    """An FP8 flow: every saved tensor as its recipe says (coatlm/config/recipes.py)."""
+    m, recipe, e = config.model, config.precision.flow_recipe(), element_bytes(config)
+    saved, code = recipe.saved, _code_bytes(recipe.forward.activation)
+    norm_input, gate_up, attended = (
+        e if operand is None else operand.bytes_per_element
+        for operand in (saved.norm_input, saved.gate_up, saved.attention)
+    )
+    inputs = code if saved.linear_input else 0  # bytes of norm and SwiGLU outputs
+    projected = code if saved.projection_input else attended
+    inner = attention(config, attended, projected) + (2 * gate_up + inputs) * m.ffn
+    stream = 2 * m.hidden * (norm_input + inputs) + 2 * STATISTIC
+    return LayerBytes(stream, inner, swiglu=inputs * m.ffn, scales=_row_scales(recipe))
+
+
+def _code_bytes(operand: Operand) -> float:
+    """Bytes per element of an operand of a GEMM, whose scales are fp32; those per row left out."""
+    columns = operand.granularity.columns
+    return 1 + STATISTIC / columns if columns else 1
+
+
+def _row_scales(recipe: FlowRecipe) -> int:
+    """Bytes per token of row scales that are saved: with the codes, or alone for wgrad."""
+    if recipe.forward.activation.granularity != ROW:
+        return 0
+    if recipe.wgrad.activation.scaling == "forward":
+        return ROW_SCALES
+    saved = 3 * recipe.saved.linear_input + recipe.saved.projection_input
+    return saved * ROW_SCALES // 4
 
 
 def attention(config: Config, e: float, x: float) -> float:
@@ -152,21 +171,18 @@ class Recipe:
     weight_copies: int  # FP8 copies of each matrix that always live: W, its transpose
 
 
-RECIPES = {  # precision.recipe -> bytes; a corrected formula changes the one function named here
-    "fp32": Recipe(bf16_layer, 0),
-    "bf16": Recipe(bf16_layer, 0),
-    "te-delayed": Recipe(fp8_linear_layer, 2),
-    "te-current": Recipe(fp8_linear_layer, 2),
-    "te-blockwise": Recipe(fp8_linear_layer, 2),
-    "fp8-linear": Recipe(flow_layer, 0),
-    "coat": Recipe(flow_layer, 0),
-    "coat-lean": Recipe(flow_layer, 0),
-}
+def recipe_of(config: Config) -> Recipe:
+    """What `precision.recipe` means for memory: a corrected formula changes one function."""
+    if config.precision.flow:
+        return Recipe(flow_layer, 0)
+    if config.precision.recipe in TE_RECIPES:
+        return Recipe(fp8_linear_layer, 2)
+    return Recipe(bf16_layer, 0)
 
 
 def layer_activation_bytes(config: Config) -> float:
     """Bytes a token that one layer keeps on a rank, without full recomputation."""
-    p, kept = config.parallel, RECIPES[config.precision.recipe].layer(config)
+    p, kept = config.parallel, recipe_of(config).layer(config)
     stream = kept.stream / (p.tp if p.sequence_parallel else 1)
     return stream + kept.inner / p.tp + kept.scales
 
@@ -182,7 +198,7 @@ def layer_input_bytes(config: Config) -> float:
 
 def fp8_weight_bytes(config: Config) -> int:
     """FP8 copies of the matrices of a rank."""
-    p, copies = config.parallel, RECIPES[config.precision.recipe].weight_copies
+    p, copies = config.parallel, recipe_of(config).weight_copies
     copies += 2 * config.precision.keep_weights
     return copies * (config.model.layers // p.pp) * layer_matrices(config.model) // p.tp
 
@@ -263,7 +279,7 @@ def backward_bytes(config: Config) -> int:
     and of gate and up, while the SwiGLU's output itself has been let go. With full recomputation
     also everything that the layer keeps; its input, counted before, stands for its output here.
     """
-    p, kept = config.parallel, RECIPES[config.precision.recipe].layer(config)
+    p, kept = config.parallel, recipe_of(config).layer(config)
     gradients = 3 * config.model.ffn * element_bytes(config) - kept.swiglu
     each_token = layer_input_bytes(config) + gradients / p.tp
     if config.train.recompute == "full":

@@ -46,7 +46,7 @@ TENSORS = (
 SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
 PIECE = 1 << 22  # elements at a time: some 60 bytes each of temporaries, 0.25 GB
 
-Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
+RowSource = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
 Record = dict[str, int | float | str]
 
 
@@ -62,7 +62,7 @@ class Probe:
         self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]
 
     @torch.no_grad()
-    def record(self, name: str, source: Tensor | Rows, quantised: QTensor) -> None:
+    def record(self, name: str, source: Tensor | RowSource, quantised: QTensor) -> None:
         """`source`: x[M, K] of the codes in `quantised`. Waits for nothing."""
         if name not in self.sums:
             self.amax[name], self.sums[name] = _measure(source, quantised)
@@ -129,7 +129,7 @@ def report(amax: Tensor, sums: Tensor) -> list[Record]:
     return records
 
 
-def norm_output(x: Tensor, weight: Tensor, eps: float) -> Rows:
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> RowSource:
     """Of RMSNorm, from its input [M, H]."""
 
     def rows(start: int, stop: int) -> Tensor:
@@ -140,12 +140,12 @@ def norm_output(x: Tensor, weight: Tensor, eps: float) -> Rows:
     return rows
 
 
-def swiglu_output(gate_up: Tensor) -> Rows:
+def swiglu_rows(gate_up: Tensor) -> RowSource:
     """silu(gate) * up, from gate | up [M, 2F]."""
     return lambda start, stop: swiglu_ref(gate_up[start:stop].float())
 
 
-def swiglu_gradient(da: Tensor, gate_up: Tensor | QTensor) -> Rows:
+def swiglu_gradient_rows(da: Tensor, gate_up: Tensor | QTensor) -> RowSource:
     """Of gate | up, as it was kept, from the gradient of SwiGLU's output [M, F]."""
 
     def rows(start: int, stop: int) -> Tensor:
@@ -158,7 +158,7 @@ def swiglu_gradient(da: Tensor, gate_up: Tensor | QTensor) -> Rows:
     return rows
 
 
-def qkv_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Rows:
+def qkv_gradient_rows(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> RowSource:
     """Of q | k | v before rotation, [S * B, W], from those of attention [S, B, heads, D]."""
     batch = dq.shape[1]
 
@@ -171,7 +171,7 @@ def qkv_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -
     return rows
 
 
-def _measure(source: Tensor | Rows, quantised: QTensor) -> tuple[Tensor, Tensor]:
+def _measure(source: Tensor | RowSource, quantised: QTensor) -> tuple[Tensor, Tensor]:
     """amax and sums of one tensor on this rank."""
     m, k = quantised.shape
     amax: list[Tensor] = []
@@ -196,7 +196,7 @@ def _measure(source: Tensor | Rows, quantised: QTensor) -> tuple[Tensor, Tensor]
 
 
 def _cut(x: QTensor, start: int, stop: int) -> QTensor:
-    """Rows of a matrix with one scale, or with scales of rows or of groups in a row."""
+    """RowSource of a matrix with one scale, or with scales of rows or of groups in a row."""
     assert x.granularity == TENSOR or x.granularity.rows == 1
     scale = x.scale if x.granularity == TENSOR else x.scale[start:stop]
     return QTensor(x.codes[start:stop], scale, x.granularity, x.fmt)

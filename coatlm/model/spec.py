@@ -12,7 +12,6 @@ from typing import Any
 
 from coatlm.config import Config
 from coatlm.fp8.gemm import Plans
-from coatlm.fp8.recipe import FLOW_RECIPES, recipe_of
 from coatlm.megatron import (
     AttnMaskType,
     ColumnParallelLinear,
@@ -44,7 +43,7 @@ def block_spec(config: Config, first: int, count: int) -> TransformerBlockSubmod
     """
     layer = _te_layer(config) if config.model.spec == "te" else _local_layer(config)
     layers_of_stage = [layer] * count
-    if config.precision.recipe in FLOW_RECIPES:
+    if config.precision.flow:
         flow = _flow_layer(config, layer)
         total, (head, tail) = config.model.layers, config.precision.bf16_layers
         layers_of_stage = [
@@ -67,11 +66,7 @@ def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
     """The modules of a local layer, and so its parameters and checkpoints, run as an FP8 flow."""
     return ModuleSpec(
         module=CoatTransformerLayer,
-        params={
-            "recipe": recipe_of(config.precision),
-            "wire": config.parallel.tp_comm,
-            "plans": Plans(),
-        },
+        params={"recipe": config.precision.flow_recipe(), "plans": Plans()},
         submodules=local.submodules,
     )
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from coatlm.config import Config
+from coatlm.config.recipes import TENSOR
 from coatlm.model.accounting import key_size
 from coatlm.model.memory import bf16_share, microbatch_tokens, weight_dtype
 from coatlm.parallel.collectives import Traffic
@@ -64,8 +65,6 @@ class LayerGathers:
 
 UNQUANTISED = OperandGather(None)
 TENSOR_WISE = OperandGather(CODES)
-FLOW = LayerGathers(OperandGather(CODES, scales=1), TENSOR_WISE, OperandGather(CODES, amaxes=1))
-
 PLAIN = LayerGathers(UNQUANTISED, UNQUANTISED, UNQUANTISED)
 GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers are PLAIN
     "fp32": PLAIN,
@@ -73,10 +72,29 @@ GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers
     "te-delayed": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
     "te-current": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
     "te-blockwise": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
-    "fp8-linear": FLOW,
-    "coat": FLOW,
-    "coat-lean": FLOW,
 }
+
+
+def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
+    """What the layers of `precision.recipe` gather, those of `precision.bf16_layers` apart.
+
+    `current`: gradients are scaled by their own amax.
+    """
+    if not config.precision.flow:
+        return GATHERS[config.precision.recipe]
+    recipe, hidden = config.precision.flow_recipe(), config.model.hidden
+    columns = recipe.forward.activation.granularity.columns
+    whole = recipe.forward.activation.granularity == TENSOR
+    scales = 0 if whole else hidden // columns if columns else 1
+    inputs = OperandGather(CODES, scales, amaxes=int(whole))
+    again = UNQUANTISED
+    if recipe.wgrad.activation.scaling == "forward":
+        again = TENSOR_WISE
+    elif recipe.saved.linear_input:
+        again = OperandGather(CODES, scales)
+    tensor_wise = recipe.tensor_wise_gradients
+    gradients = OperandGather(CODES, amaxes=int(current)) if tensor_wise else UNQUANTISED
+    return LayerGathers(inputs, again, gradients)
 
 
 def step_traffic(
@@ -119,14 +137,15 @@ class _Sender:
         for end in (0, p.pp - 1):
             if stage == end:
                 self._sum(1)
-                self._gather(UNQUANTISED, 1, calibrating)
+                self._gather(UNQUANTISED, 1)
         if stage == p.pp - 1:
             self._all_reduce(self.tokens, torch.float32)
             self._all_reduce(2 * self.tokens, torch.float32)
-        for gathers, count in ((GATHERS[c.precision.recipe], layers - plain), (PLAIN, plain)):
-            self._gather(gathers.inputs, 2 * count * forwards, calibrating)
-            self._gather(gathers.again, 2 * count, calibrating)
-            self._gather(gathers.gradients, 2 * count, calibrating)
+        current = c.precision.scaling == "current" or calibrating
+        for gathers, count in ((layer_gathers(c, current=current), layers - plain), (PLAIN, plain)):
+            self._gather(gathers.inputs, 2 * count * forwards)
+            self._gather(gathers.again, 2 * count)
+            self._gather(gathers.gradients, 2 * count)
         self.microbatches = 1
         self._all_reduce(once.gradients, MAIN_GRADS[p.main_grads])
         self._all_reduce(once.mus, torch.int64)
@@ -146,17 +165,14 @@ class _Sender:
         else:
             self._all_reduce(x, self.dtype, count)
 
-    def _gather(self, operand: OperandGather, count: int, calibrating: bool) -> None:
+    def _gather(self, operand: OperandGather, count: int) -> None:
         """Under sequence parallelism, all-gather an operand as wide as x."""
-        precision, dtype = self.config.precision, operand.dtype or self.dtype
+        dtype = operand.dtype or self.dtype
         if not self.config.parallel.sequence_parallel:
             return
-        if precision.flow and dtype == CODES and self.config.parallel.tp_comm == "bf16":
-            dtype = torch.bfloat16
         self._move(self.tokens * self.config.model.hidden, dtype, count)
         self._move(self.tokens * operand.scales, SCALES, count)
-        if precision.scaling == "current" or calibrating:
-            self._all_reduce(operand.amaxes, AMAX, count)
+        self._all_reduce(operand.amaxes, AMAX, count)
 
     def _move(self, elements: int, dtype: torch.dtype, count: int) -> None:
         """All-gathers or reduce-scatters of `elements` in all, `count` per microbatch."""

@@ -1,26 +1,28 @@
 """Tensor- and sequence-parallel collectives of the FP8 flow, outside autograd.
 
-Under sequence parallelism each of the group's ranks holds a run of the tokens between the linears.
-Before a column-parallel linear the tokens are gathered; after a row-parallel one the ranks' partial
-products are summed and scattered. What is gathered is FP8 already (`wire="fp8"`): the codes travel,
-with the scale of each row, or with one scale that the ranks agree on. `wire="bf16"` sends the
-decoded values and finds the same codes again, for comparison: every scale is a power of two, so
-both give the same bits.
+Under sequence parallelism each rank of the group holds a run of the tokens between the linears.
+Before a column-parallel linear the tokens are all-gathered; after a row-parallel one the ranks'
+partial sums are reduce-scattered. An all-gather carries an operand in FP8 where it can:
+
+    forward     codes of the linear's input, with the scale of each row or block of a row; or with
+                one scale, the largest of all ranks, on which they agree by an all-reduce
+    backward    codes of gradients and of the same inputs, where the operand has one scale
+
+Where wgrad takes scales along the tokens, dgrad and wgrad need different codes of a gradient, and
+the scales of wgrad are not those of forward. Then backward gathers BF16 and every rank quantizes
+all tokens: for a gradient two FP8 gathers would move as many bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.qtensor import ROW, QTensor
-
-Wire = Literal["fp8", "bf16"]
+from coatlm.fp8.qtensor import TENSOR, QTensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,6 @@ class TensorParallel:
 
     group: dist.ProcessGroup
     sequence_parallel: bool = False
-    wire: Wire = "fp8"
 
     @property
     def size(self) -> int:
@@ -41,21 +42,22 @@ class TensorParallel:
         return self.sequence_parallel and self.size > 1
 
     def gather_rows(self, x: QTensor) -> QTensor:
-        """This rank's rows [T/tp, K] -> those of all ranks [T, K], in rank order."""
+        """This rank's rows [T/tp, K] -> those of all ranks [T, K], in rank order.
+
+        Scales are per tensor, and the same on all ranks, or in blocks of one row.
+        """
         if not self.scattered:
             return x
-        scale = x.scale
-        if x.granularity == ROW:
-            scale = self._gather(x.scale)
-        if self.wire == "fp8":
-            codes = self._gather(x.codes.view(torch.uint8)).view(x.fmt.dtype)
-        else:
-            decoded = self._gather(x.dequantize(torch.bfloat16))
-            codes = x.fmt.encode(decoded.float() / scale)
+        scale = x.scale if x.granularity == TENSOR else self._gather(x.scale)
+        codes = self._gather(x.codes.view(torch.uint8)).view(x.fmt.dtype)
         return QTensor(codes, scale, x.granularity, x.fmt)
 
+    def gather_values(self, x: Tensor) -> Tensor:
+        """As `gather_rows`, of values that are not quantized."""
+        return self._gather(x) if self.scattered else x
+
     def shared_scale(self, scale: Tensor) -> Tensor:
-        """The largest of the ranks' tensor scales, where their rows will be gathered."""
+        """The largest scale of all ranks, where rows with one scale will be gathered."""
         if not self.scattered:
             return scale
         bits = scale.view(torch.int32).clone()  # NaN > Inf > numbers, as integers
@@ -63,7 +65,7 @@ class TensorParallel:
         return bits.view(torch.float32)
 
     def sum_partial(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start summing partial products [T, K] over the ranks; call the result for the sum.
+        """Start summing partial sums x[T, K] over the ranks; call the result for the sum.
 
         It is [T, K], or this rank's rows of it under sequence parallelism.
         """

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
 from coatlm.data import dataset
-from coatlm.fp8.formats import E3M4, E4M3, FORMATS
+from coatlm.fp8.formats import E3M4, E4M3
+from coatlm.fp8.operand import format_of
+from coatlm.fp8.qtensor import ROW
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
@@ -67,7 +69,8 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow,
+                    fp8_rows=config.precision.flow
+                    and config.precision.flow_recipe().gathered_weights == ROW,
                 ),
                 wire=make_wire(p, groups, self.traffic),
                 traffic=self.traffic,
@@ -226,7 +229,7 @@ def delayed_scales(
     if precision.scaling == "current":
         return None
     flows = flows_of(layer for module in modules for layer in module.decoder.layers)
-    fmt = FORMATS[precision.grad_format]
+    fmt = format_of(precision.flow_recipe().dgrad.gradient)
     return DelayedScales(flows, fmt, device=device(), group=groups.stage)
 
 

@@ -1,4 +1,4 @@
-"""Attention that keeps FP8: exact forward, what is kept, gradients against exact tensors."""
+"""Attention that saves FP8: exact forward, what is saved, gradients against exact tensors."""
 
 import math
 from typing import Any
@@ -9,15 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.fp8.attention import (
+    Packed,
     SavedInFp8,
-    attend_keeping_fp8,
-    dequantize_groups,
+    attend_saving_fp8,
+    dequantize_blocks,
     memory_order,
 )
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.qtensor import QTensor, block
+from coatlm.fp8.qtensor import block
 from coatlm.fp8.quantize import quantize
-from tests.fp8.bounds import assert_rounded, bytes_of
+from tests.fp8.bounds import assert_rounded
 
 S, B, N, D = 24, 2, 4, 32
 E8M0 = torch.float8_e8m0fnu
@@ -40,11 +41,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def gradients(parts: list[Tensor], size: int, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Of q, k, v; `size` 0 keeps exact tensors."""
+    """Of q, k, v; `size` 0 saves exact tensors."""
     *qkv, dout = parts
     qkv = [x.clone().requires_grad_() for x in qkv]
     if size:
-        out, _ = attend_keeping_fp8(lambda: attend(*qkv, mask), size, D)
+        out, _ = attend_saving_fp8(lambda: attend(*qkv, mask), size, *qkv)
     else:
         out = attend(*qkv, mask)
     return torch.autograd.grad(out, qkv, dout)
@@ -52,21 +53,21 @@ def gradients(parts: list[Tensor], size: int, mask: Tensor | None = None) -> tup
 
 @sizes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_decoded_groups_are_codes_times_scales_exactly(size: int, dtype: torch.dtype) -> None:
+def test_decoded_blocks_are_codes_times_scales_exactly(size: int, dtype: torch.dtype) -> None:
     x = torch.randn(S, B, N, D) * 10.0 ** torch.randint(-5, 5, (S, B, N, 1))
     made = quantize(x.bfloat16(), fmt=E4M3, granularity=block(1, size), scale_dtype=E8M0)
     scale = made.granularity.spread(made.scale.double(), made.shape)
-    assert torch.equal(dequantize_groups(made, dtype).double(), made.codes.double() * scale)
+    assert torch.equal(dequantize_blocks(made, dtype).double(), made.codes.double() * scale)
 
 
 @sizes
 @pytest.mark.parametrize("kv_heads", [N, 2, 1])
-def test_the_output_is_exact_and_its_kept_form_is_within_half_a_spacing(
+def test_the_output_is_exact_and_its_saved_form_is_within_half_a_spacing(
     size: int, kv_heads: int
 ) -> None:
     q, k, v, _ = tensors(kv_heads)
     q.requires_grad_()
-    out, kept = attend_keeping_fp8(lambda: attend(q, k, v), size, D)
+    out, kept = attend_saving_fp8(lambda: attend(q, k, v), size, q, k, v)
     assert torch.equal(out, attend(q, k, v))
     assert kept.scale.dtype == E8M0
     assert kept.scale.numel() == out.numel() // size
@@ -77,7 +78,7 @@ def test_the_output_is_exact_and_its_kept_form_is_within_half_a_spacing(
 @sizes
 @pytest.mark.parametrize("kv_heads", [N, 2])
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradients_are_off_by_the_rounding_of_what_is_kept(
+def test_gradients_are_off_by_the_rounding_of_what_is_saved(
     size: int, kv_heads: int, masked: bool
 ) -> None:
     # q, k, v and the output, each off by 2^-4 / sqrt(3) of its norm: errors add in squares. Logits
@@ -90,29 +91,34 @@ def test_gradients_are_off_by_the_rounding_of_what_is_kept(
         assert 0 < error <= limit
 
 
-def test_every_tensor_of_attention_is_kept_once_and_masks_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("length", [S, D], ids=["", "as long as head_dim"])
+def test_every_tensor_of_attention_is_saved_once_and_masks_are_left_alone(
+    length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[Any] = []
+    saved: list[Any] = []
     pack = SavedInFp8._pack
-    monkeypatch.setattr(SavedInFp8, "_pack", lambda self, x: kept.append(pack(self, x)) or kept[-1])
-    mask = torch.zeros(B, 1, S, S).bfloat16()
-    q, k, v, _ = (x.requires_grad_() for x in tensors())
-    out, o = attend_keeping_fp8(lambda: attend(q, k, v, mask), 16, D)
-    made = {part[0].codes.data_ptr(): part[0] for part in kept if not isinstance(part, Tensor)}
+    monkeypatch.setattr(
+        SavedInFp8, "_pack", lambda self, x: saved.append(pack(self, x)) or saved[-1]
+    )
+    mask = torch.zeros(B, 1, length, length).bfloat16()
+    q, k, v = (torch.randn(length, B, N, D).bfloat16().requires_grad_() for _ in range(3))
+    out, o = attend_saving_fp8(lambda: attend(q, k, v, mask), 16, q, k, v)
+    held = [x if isinstance(x, Tensor) else x.held for x in saved]
+    made = {x.codes.codes.data_ptr(): x.codes for x in held if isinstance(x, Packed)}
     assert len(made) == 4
     assert o.codes.data_ptr() in made
-    exact = [part for part in kept if isinstance(part, Tensor)]
-    largest = max(part.untyped_storage().nbytes() for part in exact)
-    assert largest <= max(mask.nbytes, 4 * B * N * S)  # the mask; a statistic a row
+    exact = [x for x in held if isinstance(x, Tensor)]
+    largest = max(x.untyped_storage().nbytes() for x in exact)
+    assert largest <= max(mask.nbytes, 4 * B * N * length)  # the mask; a statistic per row
+    assert any(x.data_ptr() == mask.data_ptr() for x in exact)
     for x in (q, k, v, out):
-        assert all(part.data_ptr() != x.data_ptr() for part in exact)
+        assert all(tensor.data_ptr() != x.data_ptr() for tensor in exact)
 
 
 def test_a_tensor_comes_back_in_the_order_of_its_memory() -> None:
     x = torch.randn(B, N, S, D).bfloat16().permute(2, 0, 1, 3).requires_grad_()
     assert [x.stride(dim) for dim in memory_order(x)] == sorted(x.stride(), reverse=True)
-    with SavedInFp8(16, D):
+    with SavedInFp8(16, x):
         y = x * x
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     back = (dx / 2).detach()
@@ -128,24 +134,14 @@ def test_a_tensor_comes_back_in_the_order_of_its_memory() -> None:
         torch.randn(S, B, N, D),
         torch.randn(S, B, N * D).bfloat16(),
         torch.randn(B, N, S, S).bfloat16(),
+        torch.randn(B, N, D, D).bfloat16(),
     ],
-    ids=["fp32", "three dimensions", "probabilities"],
+    ids=["fp32", "three dimensions", "probabilities", "as wide as a head"],
 )
-def test_what_is_not_a_head_in_16_bits_is_kept_as_it_is(x: Tensor) -> None:
+def test_what_is_not_a_tensor_of_attention_in_16_bits_is_saved_as_it_is(x: Tensor) -> None:
     x.requires_grad_()
-    with SavedInFp8(16, D) as saved:
+    known = (x,) if x.dtype == torch.float32 or x.dim() == 3 else ()
+    with SavedInFp8(16, *known) as saved:
         y = x * x
-    assert not saved.made
+    assert not saved.packed
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], 2 * x)
-
-
-def test_exact_tensors_are_let_go_when_attention_is_done() -> None:
-    q, k, v, _ = (x.requires_grad_() for x in tensors())
-    with SavedInFp8(16, D) as saved:
-        out = attend(q, k, v)
-        kept = saved.kept(out)
-    assert isinstance(kept, QTensor)
-    assert saved.made
-    saved.forget()
-    assert not saved.made
-    assert bytes_of(kept.codes).any()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coatlm.fp8.recipe import FLOW_RECIPES
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -24,7 +25,6 @@ from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, Plans, matmul
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize
-from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.scaling import current_scale, group_scale

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from coatlm import megatron_hook
 from coatlm.config import Config, ConfigError, OptimRecipe, PrecisionRecipe, make_config
+from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.fp8.attention import SavedInFp8
-from coatlm.fp8.recipe import FLOW_RECIPES
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import RECIPES, AdamW, Shard
 from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
@@ -288,7 +288,7 @@ def test_weights_that_are_kept_in_fp8_take_two_bytes_each() -> None:
 def test_tensor_and_sequence_parallel_divide_all_but_row_scales(recipe: str) -> None:
     one = mem.layer_activation_bytes(with_recipe(recipe))
     split = with_recipe(recipe, parallel={"tp": 4, "sequence_parallel": True})
-    whole = mem.RECIPES[recipe].layer(split).scales  # of all tokens, on every rank
+    whole = mem.recipe_of(split).layer(split).scales  # of all tokens, on every rank
     assert mem.layer_activation_bytes(split) - whole == (one - whole) / 4
 
 

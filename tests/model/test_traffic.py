@@ -47,7 +47,21 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
         "sp2 coat": {"parallel": SP, **COAT},
         "sp2 coat delayed": {"parallel": SP, "precision": {"recipe": "coat", "scaling": "delayed"}},
         "sp2 coat full": {"parallel": SP, **COAT, "train": {"recompute": "full"}},
-        "sp2 coat tp_comm=bf16": {"parallel": {**SP, "tp_comm": "bf16"}, **COAT},
+        "sp2 coat-paper": {"parallel": SP, "precision": {"recipe": "coat-paper"}},
+        "sp2 coat-paper delayed": {
+            "parallel": SP,
+            "precision": {"recipe": "coat-paper", "scaling": "delayed"},
+        },
+        "sp2 rowwise": {"parallel": SP, "precision": {"recipe": "rowwise"}},
+        "sp2 rowwise, saved": {
+            "parallel": SP,
+            "precision": {"recipe": "rowwise", "keep_linear_inputs": True},
+        },
+        "sp2 fp8-block": {
+            "parallel": SP,
+            "precision": {"recipe": "fp8-block"},
+            "model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256},
+        },
         "sp2 coat-lean but one": {
             "parallel": {**SP, "main_grads": "bf16"},
             "precision": {"recipe": "coat-lean", "bf16_layers": [0, 1]},

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from coatlm.fp8.recipe import FLOW_RECIPES, FlowRecipe, recipe_of
 
 from coatlm.config import Precision
 from coatlm.fp8.formats import E4M3, E5M2
-from coatlm.fp8.recipe import FLOW_RECIPES, FlowRecipe, recipe_of
 
 NAMES = ["fp8-linear", "coat", "coat-lean"]
 

@@ -1,0 +1,198 @@
+"""The GEMMs of one FP8 layer: their operands by its recipe, gathered over tensor-parallel ranks.
+
+`Flow` is what the two autograd functions of a layer (flow.py) share. Operands of a GEMM come from
+fp8/producers.py, which knows the fused kernels; here is decided what is gathered, in which format,
+and which scales forward hands to backward:
+
+    operand of wgrad                 saved of forward   gathered in backward (sequence parallel)
+    activation, "forward"            its scales         codes, under one scale
+    activation, "current"            nothing            BF16, or saved codes with their scales
+    gradient with one scale          -                  codes
+    gradient with scales per granule -                  BF16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coatlm.config.recipes import FlowRecipe, Operand
+from coatlm.fp8 import producers
+from coatlm.fp8.formats import E4M3
+from coatlm.fp8.gemm import Plans, matmul
+from coatlm.fp8.operand import emit_direct, emit_transposed, format_of, padded
+from coatlm.fp8.producers import FUSED_OF_FORWARD, FUSED_ROWS, GradientOperands
+from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.transpose import quantize_direct, quantize_transposed, transpose_codes
+from coatlm.model.numerics import Probe, RowSource
+from coatlm.model.scales import CurrentScales, Scales
+from coatlm.parallel.tensor import TensorParallel
+
+
+class Fp8Weight(NamedTuple):
+    """A weight matrix in FP8, as the GEMMs of forward and of dgrad take it."""
+
+    direct: QTensor  # [out, in]
+    transposed: QTensor  # [in, out]
+
+
+class Flow:
+    """What the two functions of a layer share: recipe, layout, and FP8 weights held for a step."""
+
+    def __init__(
+        self, recipe: FlowRecipe, parallel: TensorParallel, eps: float, plans: Plans | None = None
+    ) -> None:
+        """`plans`: of the model's GEMMs, which its layers share; None: of this layer alone."""
+        self.plans = Plans() if plans is None else plans
+        self.recipe, self.parallel, self.eps = recipe, parallel, eps
+        self.holds_weights = False  # set by the layer, to what the recipe says where it trains
+        self.weights: dict[Tensor, Fp8Weight] = {}
+        self.probe: Probe | None = None  # in steps whose numerics are logged
+        self.scales: Scales = CurrentScales()  # of gradients
+
+    def record(
+        self, name: str, source: Tensor | RowSource, quantised: Tensor | QTensor | None
+    ) -> None:
+        """Show the probe x[M, K], or what computes its rows, with its codes, where it has any."""
+        if self.probe is not None and isinstance(quantised, QTensor):
+            self.probe.record(name, source, quantised)
+
+    def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
+        """Choose the algorithms of backward's GEMMs, for `tokens` in a microbatch.
+
+        Only GEMMs with one scale per operand have a choice.
+        """
+        if not self.recipe.tensor_wise_gradients:
+            return
+        fast, dgrad = self.recipe.fast, self.recipe.dgrad
+        kinds: dict[str, Any] = {"a_fmt": format_of(dgrad.gradient), "b_fmt": E4M3}
+        for weight in weights:
+            kinds["device"] = weight.device.index
+            n, k = weight.shape
+            kinds |= {"fast": "dgrad" in fast, "accumulate": False}
+            self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            kinds |= {"fast": "wgrad" in fast, "accumulate": True}
+            summed = padded(tokens, self.recipe.wgrad.gradient.granularity)
+            self.plans.tune(n, k, summed, out_dtype=grad_dtype, **kinds)
+
+    # --- weights ---
+
+    def forward_weight(self, weight: Tensor) -> QTensor:
+        """W [out, in] for forward."""
+        if weight in self.weights:
+            return self.weights[weight].direct
+        direct = producers.as_operand(weight.detach(), self.recipe.forward.weight)
+        if self.holds_weights:
+            self.weights[weight] = Fp8Weight(direct, self._transposed(weight, direct))
+        return direct
+
+    def _transposed(self, weight: Tensor, direct: QTensor) -> QTensor:
+        wanted = self.recipe.dgrad.weight
+        if wanted.scaling != "forward":
+            return emit_transposed(weight.detach(), wanted)
+        return producers.codes_transposed(direct, self.recipe.forward.weight, wanted)
+
+    def weight_scale(self, weight: QTensor) -> Tensor | None:
+        """What backward needs of the scales of a weight in forward."""
+        return weight.scale if self.recipe.dgrad.weight.scaling == "forward" else None
+
+    def backward_weight(self, weight: Tensor, scale: Tensor | None) -> QTensor:
+        """W^T [in, out] for dgrad; `scale`: the `weight_scale` of forward."""
+        if weight in self.weights:
+            return self.weights[weight].transposed
+        recipe = self.recipe
+        return producers.weight_transposed(weight.detach(), recipe.forward, recipe.dgrad, scale)
+
+    # --- GEMMs ---
+
+    def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
+        """y = x W^T of forward."""
+        fast = "forward" in self.recipe.fast
+        return matmul(x, weight, fast=fast, plans=self.plans, **options)
+
+    def input_gradient(self, dy: QTensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """dx = dy W."""
+        w, fast = self.backward_weight(weight, scale), "dgrad" in self.recipe.fast
+        return matmul(dy, w, fast=fast, plans=self.plans)
+
+    def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
+        """dW = dy^T x, added to `main_grad` where there is one; written over it if it is stale."""
+        fast = "wgrad" in self.recipe.fast
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            return matmul(dy_t, x_t, fast=fast, plans=self.plans).to(weight.dtype)
+        stale = getattr(weight, "main_grad_stale", False)
+        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast, plans=self.plans)
+        if stale:
+            weight.main_grad_stale = False  # type: ignore[attr-defined]
+        return None
+
+    # --- activations and gradients ---
+
+    def input_scale(self, x: QTensor) -> Tensor | None:
+        """What backward needs of the scales of a linear's input in forward, of all tokens."""
+        return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
+
+    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> GradientOperands:
+        """dy of a row-parallel linear, gathered over the tokens: [T, K] and [K, T'].
+
+        `name`: what scales and numerics call it. `amaxes`: of dy, where they are known.
+        """
+        recipe, parallel = self.recipe, self.parallel
+        scale, amax = self.scales.slot(name)
+        if not recipe.tensor_wise_gradients:
+            dy = parallel.gather_values(dy)
+        elif scale is None:  # this rank's, of its own tokens
+            scale = parallel.shared_scale(producers.gradient_scale(dy, recipe, amaxes))
+        if not (parallel.scattered and recipe.tensor_wise_gradients):
+            both = producers.gradient(dy, recipe, scale=scale, amax=amax)
+            self.record(name, dy, both.direct)
+            return both
+        mine = producers.gradient_direct(dy, recipe, scale=scale, amax=amax)
+        self.record(name, dy, mine)
+        whole = parallel.gather_rows(mine)
+        return GradientOperands(whole, transpose_codes(whole))
+
+    def norm_output_transposed(
+        self,
+        x: Tensor | QTensor,
+        rstd: Tensor,
+        weight: Tensor,
+        y: QTensor | None,
+        scale: Tensor | None,
+    ) -> QTensor:
+        """The input [K, T'] of a column-parallel linear, for wgrad, of all tokens.
+
+        It is the output of RMSNorm: its codes `y`, where they are saved, or recomputed from the
+        saved input `x`. `scale`: the `input_scale` of forward.
+        """
+        source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation
+        fused = (source, wanted) == (FUSED_ROWS, FUSED_OF_FORWARD)
+        if fused and scale is not None and (y is not None or producers.powers_of_two(x)):
+            if y is not None:
+                return self._fused_transposed(y.codes, scale.amax(), y.scale, None)
+            return self._fused_transposed(x, scale.amax(), rstd, weight)
+        if y is not None:
+            return producers.codes_transposed(self.parallel.gather_rows(y), source, wanted)
+        values = producers.recomputed_norm(x, weight, self.eps)
+        return self._values_transposed(values, wanted, scale)
+
+    def _fused_transposed(
+        self, x: Tensor | QTensor, scale: Tensor, row: Tensor, column: Tensor | None
+    ) -> QTensor:
+        """x * row * column with one power-of-two scale, by one kernel."""
+        if not self.parallel.scattered:
+            return quantize_transposed(x, scale, row=row, column=column)
+        mine = quantize_direct(x, scale, row=row, column=column)
+        return transpose_codes(self.parallel.gather_rows(mine))
+
+    def _values_transposed(self, x: Tensor, wanted: Operand, scale: Tensor | None) -> QTensor:
+        if scale is None:
+            return emit_transposed(self.parallel.gather_values(x), wanted)
+        if not self.parallel.scattered:
+            return emit_transposed(x, wanted, scale=scale.amax())
+        mine = emit_direct(x, wanted, scale=scale.amax())
+        return transpose_codes(self.parallel.gather_rows(mine))
