@@ -11,11 +11,12 @@ which moves no bits and is multiplied where that is cheapest, or None. Rows beyo
 VALUES places each of them: (matrix, parts, part, columns further, format). The matrix has `parts`
 times K columns, and the tile belongs to number `part` of the parts.
 
-SCALES says how the codes as they are, and transposed, are scaled:
+SCALES says by what the values are divided:
 
     factor   one power of two, read at scale_ptr, which the loader has divided by
     tensor   any scale in fp32, read at scale_ptr
-    rows     a scale for each row of the operand, read at scale_ptr: for the transpose, per column
+    rows     a scale for each row of the operand, read at scale_ptr: for the transpose, per column;
+             of one value
 
 `emit_blocks_kernel` finds scales of its own, those of 1 x 128 or of 128 x 128 elements: a tile has
 all elements of each. Quotients by powers of two are exact, others are rounded correctly, so that
@@ -67,26 +68,40 @@ def _store(x, code_ptr, at, some, width, start, J: gl.constexpr):
 
 
 @gluon.jit
-def _scaled_codes(
-    x, scale_ptr, at, some, J: gl.constexpr, KIND: gl.constexpr, POWER: gl.constexpr,
-    TRANSPOSED: gl.constexpr, FORMAT: gl.constexpr,
-):  # fmt: skip
-    """Codes of x by scales in memory."""
-    if KIND == "tensor":
-        x = quotient(x, gl.load(scale_ptr))
-    elif KIND == "rows":
-        first_row, first_column, row, column, inner, columns = at
-        if TRANSPOSED:  # a row of the transpose is a column of x
-            mask = (column < columns)[:, :, None]
-            each = column[:, :, None] + inner
-            scale = gl.load(scale_ptr + first_column + each, mask=mask, other=1.0)
-        else:
-            scale = gl.load(scale_ptr + first_row + row + J, mask=some, other=1.0)[:, :, None]
-        x = _divided(x, scale, POWER)
-    code = bytes_of(x, FORMAT)
-    if KIND != "factor":  # zeros divided by a scale that is not finite are NaN
+def _scaled_codes(x, scale, some, POWER: gl.constexpr, FORMAT: gl.constexpr):
+    """Codes of x, of x / scale where there is one."""
+    if scale is None:
+        code = bytes_of(x, FORMAT)
+    else:  # zeros divided by a scale that is not finite are NaN
+        code = bytes_of(_divided(x, scale, POWER), FORMAT)
         code = gl.where(some[:, :, None], code, 0)
     return code
+
+
+@gluon.jit
+def _row_scales(scale_ptr, at, some, J: gl.constexpr, KIND: gl.constexpr):
+    """The scales of the rows 4 r + J as x has them; None where the loader has divided by them."""
+    if KIND == "factor":
+        return None
+    elif KIND == "tensor":
+        return gl.load(scale_ptr)
+    else:
+        first_row, _, row, _, _, _ = at
+        return gl.load(scale_ptr + first_row + row + J, mask=some, other=1.0)[:, :, None]
+
+
+@gluon.jit
+def _column_scales(scale_ptr, at, start, KIND: gl.constexpr):
+    """The scales of a tile's columns, rows of the transpose, `start` columns further; or None.
+
+    A program loads them once: loads that alternate with stores would be repeated for each of them.
+    """
+    if KIND != "rows" or scale_ptr is None:
+        return None
+    else:
+        _, first_column, _, column, inner, columns = at
+        each = start + first_column + column[:, :, None] + inner
+        return gl.load(scale_ptr + each, mask=(column < columns)[:, :, None], other=1.0)
 
 
 @gluon.jit
@@ -101,7 +116,7 @@ def emit_kernel(
     LOAD: gl.constexpr,
     OPTIONS: gl.constexpr,
     VALUES: gl.constexpr,
-    SCALES: gl.constexpr,  # (of the codes as they are, of the transposed ones)
+    SCALES: gl.constexpr,  # "factor", "tensor" or "rows"
     POWER: gl.constexpr,  # all scales are powers of two
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -116,8 +131,8 @@ def emit_kernel(
     BLOCKS: gl.constexpr = COLUMNS // INNER
     L: gl.constexpr = loads(R, BLOCKS, INNER, min(RUN, INNER), WARPS)
     N: gl.constexpr = len(VALUES)
-    FOLDED: gl.constexpr = SCALES[0] == "factor"
-    SHARED: gl.constexpr = SCALES[0] == SCALES[1] and SCALES[0] != "rows"  # codes
+    FOLDED: gl.constexpr = SCALES == "factor"
+    SHARED: gl.constexpr = SCALES != "rows"  # codes
     first_row, first_column = place(padded, K, ROWS, STEP, DOWN)
     row, block, inner = axes(R, BLOCKS, INNER, L)
     columns = K - first_column
@@ -131,13 +146,15 @@ def emit_kernel(
         factors = ()
         for i in gl.static_range(N):
             factors += (inverse_of(gl.load(matrices[VALUES[i][0]][2])),)
+    start = VALUES[0][2] * K + VALUES[0][3]
+    column_scale = _column_scales(matrices[0][3], at, start, SCALES)
     largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
     codes = ()
     for j in gl.static_range(4):
         some = _some(at, M, j)
         values = LOAD(source, factors, K, at, some, j, OPTIONS)
         for i in gl.static_range(N):
-            code_ptr, code_t_ptr, scale_ptr, scale_t_ptr = matrices[VALUES[i][0]]
+            code_ptr, code_t_ptr, scale_ptr, _ = matrices[VALUES[i][0]]
             x = values[i]
             if amax_ptr is not None and VALUES[i][0] == 0:
                 largest = gl.maximum(largest, amax_bits(x))
@@ -145,14 +162,13 @@ def emit_kernel(
                     x = not_saturated(x)
             code = x
             if x.dtype != gl.uint8 and (code_ptr is not None or SHARED):
-                code = _scaled_codes(x, scale_ptr, at, some, j, SCALES[0], POWER, False,
-                                     VALUES[i][4])  # fmt: skip
+                scale = _row_scales(scale_ptr, at, some, j, SCALES)
+                code = _scaled_codes(x, scale, some, POWER, VALUES[i][4])
             if code_ptr is not None:
                 width, start = VALUES[i][1] * K, VALUES[i][2] * K + VALUES[i][3]
                 _store(code, code_ptr, at, some, width, start, j)
             if code_t_ptr is not None and not SHARED:
-                code = _scaled_codes(x, scale_t_ptr, at, some, j, SCALES[1], POWER, True,
-                                     VALUES[i][4])  # fmt: skip
+                code = _scaled_codes(x, column_scale, some, POWER, VALUES[i][4])
             codes += (code,)
     if amax_ptr is not None:
         amax = gl.max(gl.max(largest, 1), 0)

@@ -91,7 +91,7 @@ def launch_emit(
     options: Any,
     prepare: Any = None,
     amax: Tensor | None = None,
-    scales: tuple[str, str] = ("factor", "factor"),
+    scales: str = "factor",
     power_of_two: bool = True,
 ) -> None:
     """Codes by scales that are known; `shape`: M, M' and K."""
@@ -218,7 +218,7 @@ def _emit_scaled(
         tile,
         options=size,
         amax=amax,
-        scales=(kind, kind),
+        scales=kind,
         power_of_two=power,
     )
     return _operand(codes, scales[0], direct), _operand(codes_t, scales[1], transposed)
