@@ -160,6 +160,8 @@ def emit_operands(
     `padded`: M'. Operands that share no pass take one each: blocks beside other granularities, and
     two scales per tensor.
     """
+    if direct is None and transposed is None:
+        return None, None
     if x.shape[1] % 16:
         raise ValueError(f"rows of {x.shape[1]} elements: on a GPU, a multiple of 16 is needed")
     if direct is not None and transposed is not None and not _together(direct, transposed):
