@@ -224,9 +224,13 @@ def _block_scales(
         gl.store(scale_t_ptr + j * ((gl.cdiv(padded, 128) + 3) // 4 * 4) + i, scale_t)
     elif SIZES[1] == 1:
         block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
-        column = block * INNER + gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        column = (
+            block * INNER + gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        )
         scale = scale_of(amax_of(most, 0), TOPS[1], POWER)
-        gl.store(scale_t_ptr + i.to(gl.int64) * K + first_column + column, scale, mask=column < columns)
+        gl.store(
+            scale_t_ptr + i.to(gl.int64) * K + first_column + column, scale, mask=column < columns
+        )
         scale_t = scale[None, :, :]
     return scales, scale_t
 
@@ -352,5 +356,6 @@ def line_amax_kernel(
     if column_ptr is not None:
         bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
-        each = block * INNER + gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        each = block * INNER + inner
         gl.atomic_max(column_ptr + first_column + each, bits, mask=each < columns, sem="relaxed")

@@ -141,7 +141,7 @@ def matrix_source(
             size, scales = granularity.columns, x.scale.contiguous()
             scales = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
         else:
-            raise ValueError(f"granularity={granularity}: a source has scales per row or part of it")
+            raise ValueError(f"granularity={granularity}: a source has scales within rows")
     assert isinstance(elements, Tensor)
     tile = CODES_TILE if elements.element_size() == 1 else WIDE_TILE
     return (elements.contiguous(), scales, row, weight), size, tile._replace(inner=min(size, 16))
@@ -321,9 +321,7 @@ def _empty(
     return codes, codes_t
 
 
-def _operand(
-    codes: Tensor | None, scale: Tensor | None, operand: Operand | None
-) -> QTensor | None:
+def _operand(codes: Tensor | None, scale: Tensor | None, operand: Operand | None) -> QTensor | None:
     if codes is None or scale is None or operand is None:
         return None
     return QTensor(codes, scale, operand.granularity, FORMATS[operand.fmt])

@@ -43,11 +43,10 @@ def load_matrix(source, factors, K, at, some, J: gl.constexpr, SIZE: gl.constexp
     if row_ptr is not None:
         each = gl.load(row_ptr + first_row + row + J, mask=some, other=0.0)
         factor = each if factor is None else each * factor
-    if factor is not None:
-        if scale_ptr is not None or row_ptr is not None:
-            x = x * factor[:, :, None]
-        else:
-            x = x * factor
+    if scale_ptr is not None or row_ptr is not None:
+        x = x * factor[:, :, None]
+    elif factor is not None:
+        x = x * factor
     if weight is not None:
         x = x * weight
     return (x,)

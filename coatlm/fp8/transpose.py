@@ -88,9 +88,7 @@ def quantize_direct(
     """As `quantize_transposed`, but [M, K]. `amax`: as in `quantize_both`, of the source."""
     if not scale.is_cuda:
         return quantize_ref(source, scale, fmt=fmt, row=row, column=column, amax=amax).direct
-    codes, _ = _quantize(
-        source, scale, fmt, row=row, column=column, amax=amax, direct=True
-    )
+    codes, _ = _quantize(source, scale, fmt, row=row, column=column, amax=amax, direct=True)
     assert codes is not None
     return QTensor(codes, scale, TENSOR, fmt)
 

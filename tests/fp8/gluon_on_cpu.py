@@ -1,7 +1,7 @@
 """Run Gluon kernels on CPU tensors, one program after the other, with NumPy in place of a GPU.
 
-Triton's interpreter does not take Gluon. What is simulated is what the kernels of coatlm/fp8/emit.py
-use: arithmetic in fp32, casts to FP8 (which saturate, as those of sm_90 do), masks and addresses.
+Triton's interpreter does not take Gluon. What the kernels of coatlm/fp8/emit.py use is simulated:
+arithmetic in fp32, casts to FP8 (which saturate, as those of sm_90 do), masks and addresses.
 Layouts and shared memory are not: they do not change results.
 
     with simulated(emit, tiles, loaders):  # every module that has code of the kernels
@@ -144,9 +144,11 @@ def language(program: list[int]) -> SimpleNamespace:
         maximum=lambda a, b, propagate_nan=None: tile(np.maximum(a, b)),
         minimum=lambda a, b: tile(np.minimum(a, b)),
         abs=lambda x: tile(np.abs(x)),
-        where=lambda some, a, b: tile(np.where(some, a, np.asarray(b).astype(a.dtype)))
-        if isinstance(a, np.ndarray)
-        else tile(np.where(some, a, b)),
+        where=lambda some, a, b: (
+            tile(np.where(some, a, np.asarray(b).astype(a.dtype)))
+            if isinstance(a, np.ndarray)
+            else tile(np.where(some, a, b))
+        ),
         div_rn=lambda a, b: tile(np.float32(a) / np.float32(b)),
         fma=fma,
     )

@@ -22,7 +22,7 @@ from coatlm.fp8 import (
     tiles,
     transpose,
 )
-from coatlm.fp8.formats import E4M3, E5M2
+from coatlm.fp8.formats import E4M3
 from coatlm.fp8.launch import emit_operands
 from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit_ref, padded
@@ -89,7 +89,8 @@ def check(
     expected = emit_ref(x, direct=direct, transposed=transposed, scale=scale, amax=amaxes[1])
     same(made[0], expected.direct)
     same(made[1], expected.transposed)
-    torch.testing.assert_close(*amaxes, rtol=0, atol=0, equal_nan=True)
+    finite = [amax.where(amax.isfinite(), torch.nan) for amax in amaxes]
+    torch.testing.assert_close(*finite, rtol=0, atol=0, equal_nan=True)
 
 
 @every
