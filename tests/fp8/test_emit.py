@@ -18,15 +18,18 @@ from coatlm.fp8 import (
     quantize,
     rope_quantize,
     scaling,
+    swiglu_quantize,
     swiglu_tiles,
     tiles,
     transpose,
 )
-from coatlm.fp8.formats import E4M3
-from coatlm.fp8.launch import emit_operands
-from coatlm.fp8.norm_quantize import quantize_rows
+from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.launch import Matrix, Placed, emit_operands
+from coatlm.fp8.norm_quantize import parts_of, quantize_rows
 from coatlm.fp8.operand import emit_ref, padded
 from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize_ref
 from tests.fp8.gluon_on_cpu import simulated
 
 CODE = (emit, loaders, quantize, rope_quantize, scaling, swiglu_tiles, tiles)
@@ -168,3 +171,77 @@ def test_weights_cast_twice_and_moved_codes_are_those_of_the_reference() -> None
         loaders.load_codes, moved, expected.scale, E4M3, launch.CODES_TILE, transposed=True
     )
     assert torch.equal(made.view(torch.uint8), transpose.padded_t(rows.codes).view(torch.uint8))
+
+
+def empty_codes(m: int, k: int, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
+    length = transpose.padded_rows(m)
+    return torch.empty(m, k, dtype=fmt.dtype), torch.empty(k, length, dtype=fmt.dtype)
+
+
+def steps_apart(actual: Tensor, expected: Tensor) -> Tensor:
+    return (actual.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+
+
+@pytest.mark.parametrize("size", [0, 16, 64])
+def test_the_gradient_of_swiglu_has_the_codes_of_the_reference(size: int) -> None:
+    m, f = 37, 128
+    x, da, one = matrix(m, 2 * f).clamp(-20, 20), matrix(m, f), torch.tensor(0.5)
+    seen: Tensor | QTensor = x
+    if size:
+        e8m0 = {"granularity": block(1, size), "scale_dtype": torch.float8_e8m0fnu}
+        seen = quantize.quantize(x, fmt=E4M3, **e8m0)
+    amaxes = [torch.tensor(0.0) for _ in range(2)]
+    wanted = swiglu_backward_quantize_ref(da, seen, one, E5M2, True, None, amaxes[0])
+    elements, exponents, size = parts_of(seen)
+    tile = swiglu_quantize.TILE._replace(inner=16)
+    gradient = Matrix(*empty_codes(m, 2 * f, E5M2), wanted.dx.scale)
+    a = Matrix(None, empty_codes(m, f, E4M3)[1], one)
+    launch.launch_emit(
+        swiglu_tiles.load_gradient,
+        (da, elements, exponents),
+        (gradient, a),
+        (Placed(0, E5M2, 2, 0), Placed(0, E5M2, 2, 1), Placed(1, E4M3)),
+        (m, transpose.padded_rows(m), f),
+        tile,
+        options=(size, True),
+        amax=amaxes[1],
+    )
+    pairs = (gradient.codes, wanted.dx), (gradient.codes_t, wanted.dx_t), (a.codes_t, wanted.a_t)
+    for actual, expected in pairs:
+        apart = steps_apart(actual, expected.codes)  # exponentials differ in their last bits
+        assert apart.max() <= 1 and apart.count_nonzero() <= 1e-3 * apart.numel()
+    torch.testing.assert_close(*amaxes, rtol=1e-6, atol=0)
+    load, few = swiglu_tiles.load_largest, swiglu_quantize.AMAX_TILE
+    found = launch.launch_amax(load, (da, elements, exponents), m, f, few, options=size)
+    torch.testing.assert_close(found.amax(), amaxes[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("half", [16, 40])
+def test_the_gradient_of_qkv_has_the_bits_of_the_reference(half: int) -> None:
+    s, b, groups, queries = 19, 2, 2, 3
+    parts = [torch.randn(s, b, n, 2 * half).bfloat16() for n in (groups * queries, groups, groups)]
+    parts[0] = parts[0].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    tables = rope_tables(torch.arange(s), rope_frequencies(2 * half, 100.0))
+    amaxes = [torch.tensor(0.0) for _ in range(2)]
+    wanted = rope_quantize.join_quantize_ref(*parts, *tables, E5M2, None, amaxes[0])
+    strides = (x.stride()[:3] for x in parts)
+    source, tile = (*parts, *tables, b, *strides), rope_quantize.tile_of(half)
+    width, options = groups * (queries + 2) * 2 * half, (queries + 2, half)
+    made = Matrix(*empty_codes(s * b, width, E5M2), wanted.direct.scale)
+    launch.launch_emit(
+        rope_quantize.load_joined,
+        source,
+        (made,),
+        (Placed(0, E5M2), Placed(0, E5M2, further=half)),
+        (s * b, transpose.padded_rows(s * b), width),
+        tile,
+        options=options,
+        amax=amaxes[1],
+    )
+    assert not steps_apart(made.codes, wanted.direct.codes).any()
+    assert not steps_apart(made.codes_t, wanted.transposed.codes).any()
+    few = tile._replace(rows=rope_quantize.AMAX_ROWS)
+    found = launch.launch_amax(
+        rope_quantize.load_joined, source, s * b, width, few, options=options
+    )
+    assert amaxes[0] == amaxes[1] == found.amax()

@@ -104,10 +104,11 @@ OPERANDS = [
 def test_operands_compile_for_sm90(operand: Operand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "scales_of", lambda amax, fmt, **options: amax)
     scale = fp32() if operand.granularity == TENSOR else None
+    kernels = compiled(emit_operands, empty(1, K), operand, operand, scale, None, 128)
     kernels = compiled(emit_operands, empty(M, K), operand, operand, scale, None, M)
     assert len(kernels) == (2 if operand.granularity == ROW else 1)
     assert access_bytes(kernels[-1])[0] == 16
-    assert ("div" in kernels[-1].asm["ptx"]) is not (
+    assert ("div.rn" in kernels[-1].asm["ptx"]) is not (
         operand.power_of_two and operand.granularity.columns is None
     )
 
