@@ -38,15 +38,9 @@ from coatlm.fp8.tiles import (
     loads,
     not_saturated,
     place,
+    present,
     store_transposed,
 )
-
-
-@gluon.jit
-def _some(at, M, J: gl.constexpr):
-    """Which elements of the rows 4 r + J there are, [R, BLOCKS]."""
-    first_row, _, row, column, _, columns = at
-    return (row + J < M - first_row) & (column < columns)
 
 
 @gluon.jit
@@ -79,29 +73,21 @@ def _scaled_codes(x, scale, some, POWER: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _row_scales(scale_ptr, at, some, J: gl.constexpr, KIND: gl.constexpr):
-    """The scales of the rows 4 r + J as x has them; None where the loader has divided by them."""
-    if KIND == "factor":
-        return None
-    elif KIND == "tensor":
-        return gl.load(scale_ptr)
-    else:
-        first_row, _, row, _, _, _ = at
-        return gl.load(scale_ptr + first_row + row + J, mask=some, other=1.0)[:, :, None]
+def _row_scales(scale_ptr, at, some, J: gl.constexpr):
+    """The scales of the rows 4 r + J."""
+    first_row, _, row, _, _, _ = at
+    return gl.load(scale_ptr + first_row + row + J, mask=some, other=1.0)[:, :, None]
 
 
 @gluon.jit
-def _column_scales(scale_ptr, at, start, KIND: gl.constexpr):
-    """The scales of a tile's columns, rows of the transpose, `start` columns further; or None.
+def _column_scales(scale_ptr, at, start):
+    """The scales of a tile's columns, which are rows of the transpose, `start` columns further.
 
     A program loads them once: loads that alternate with stores would be repeated for each of them.
     """
-    if KIND != "rows" or scale_ptr is None:
-        return None
-    else:
-        _, first_column, _, column, inner, columns = at
-        each = start + first_column + column[:, :, None] + inner
-        return gl.load(scale_ptr + each, mask=(column < columns)[:, :, None], other=1.0)
+    _, first_column, _, column, inner, columns = at
+    each = start + first_column + column[:, :, None] + inner
+    return gl.load(scale_ptr + each, mask=(column < columns)[:, :, None], other=1.0)
 
 
 @gluon.jit
@@ -146,12 +132,14 @@ def emit_kernel(
         factors = ()
         for i in gl.static_range(N):
             factors += (inverse_of(gl.load(matrices[VALUES[i][0]][2])),)
-    start = VALUES[0][2] * K + VALUES[0][3]
-    column_scale = _column_scales(matrices[0][3], at, start, SCALES)
+    column_scale = None
+    if SCALES == "rows" and matrices[0][3] is not None:
+        start = VALUES[0][2] * K + VALUES[0][3]
+        column_scale = _column_scales(matrices[0][3], at, start)
     largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
     codes = ()
     for j in gl.static_range(4):
-        some = _some(at, M, j)
+        some = present(at, M, j)
         values = LOAD(source, factors, K, at, some, j, OPTIONS)
         for i in gl.static_range(N):
             code_ptr, code_t_ptr, scale_ptr, _ = matrices[VALUES[i][0]]
@@ -162,7 +150,11 @@ def emit_kernel(
                     x = not_saturated(x)
             code = x
             if x.dtype != gl.uint8 and (code_ptr is not None or SHARED):
-                scale = _row_scales(scale_ptr, at, some, j, SCALES)
+                scale = None
+                if SCALES == "tensor":
+                    scale = gl.load(scale_ptr)
+                elif SCALES == "rows":
+                    scale = _row_scales(scale_ptr, at, some, j)
                 code = _scaled_codes(x, scale, some, POWER, VALUES[i][4])
             if code_ptr is not None:
                 width, start = VALUES[i][1] * K, VALUES[i][2] * K + VALUES[i][3]
@@ -267,7 +259,7 @@ def emit_blocks_kernel(
     at = (first_row, first_column, row * 4, block * INNER, inner, columns)
     values = ()
     for j in gl.static_range(4):
-        values += LOAD(source, (None,), K, at, _some(at, M, j), j, OPTIONS)
+        values += LOAD(source, (None,), K, at, present(at, M, j), j, OPTIONS)
     if amax_ptr is not None:
         largest = gl.maximum(amax_bits(values[0]), amax_bits(values[1]))
         largest = gl.maximum(largest, gl.maximum(amax_bits(values[2]), amax_bits(values[3])))
@@ -277,7 +269,7 @@ def emit_blocks_kernel(
     )
     codes = ()
     for j in gl.static_range(4):
-        some = _some(at, M, j)
+        some = present(at, M, j)
         if code_ptr is not None:
             code = bytes_of(_divided(values[j], scales[j], POWER), FORMATS[0])
             _store(code, code_ptr, at, some, K, 0, j)
@@ -290,72 +282,3 @@ def emit_blocks_kernel(
             codes[0], codes[1], codes[2], codes[3], code_t_ptr, first_row, first_column, padded,
             columns, R, BLOCKS, INNER, WARPS,
         )  # fmt: skip
-
-
-@gluon.jit
-def amax_kernel(
-    source,
-    amax_ptr,  # fp32[programs]
-    M,
-    K,
-    LOAD: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STEP: gl.constexpr,
-    WIDTH: gl.constexpr,
-    INNER: gl.constexpr,
-    RUN: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """The largest |value| of every `num_programs`-th tile."""
-    BLOCKS: gl.constexpr = COLUMNS // INNER
-    L: gl.constexpr = loads(ROWS, BLOCKS, INNER, min(RUN, INNER), WARPS)
-    row, block, inner = axes(ROWS, BLOCKS, INNER, L)
-    across = gl.cdiv(K, STEP)
-    largest = gl.full([ROWS, BLOCKS, INNER], 0.0, gl.float32, L)
-    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * across, gl.num_programs(0)):
-        first_row, first_column = tile // across * ROWS, tile % across * STEP
-        columns = gl.minimum(K - first_column, WIDTH)
-        at = (first_row, first_column, row, block * INNER, inner, columns)
-        values = LOAD(source, (None, None, None), K, at, _some(at, M, 0), 0, OPTIONS)
-        for i in gl.static_range(len(values)):
-            largest = larger(largest, gl.abs(values[i]))
-    bits = largest.to(gl.int32, bitcast=True)
-    amax = gl.max(gl.max(gl.max(bits, 2), 1), 0).to(gl.float32, bitcast=True)
-    gl.store(amax_ptr + gl.program_id(0), amax)
-
-
-@gluon.jit
-def line_amax_kernel(
-    source,
-    row_ptr,  # int32[M], bits to be raised to the amax of each row, or None
-    column_ptr,  # int32[K], the same of columns
-    M,
-    K,
-    LOAD: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    INNER: gl.constexpr,
-    RUN: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """The amaxes of rows and of columns."""
-    BLOCKS: gl.constexpr = COLUMNS // INNER
-    L: gl.constexpr = loads(ROWS, BLOCKS, INNER, min(RUN, INNER), WARPS)
-    first_row, first_column = place(M, K, ROWS, COLUMNS, 1)
-    row, block, inner = axes(ROWS, BLOCKS, INNER, L)
-    columns = K - first_column
-    at = (first_row, first_column, row, block * INNER, inner, columns)
-    (x,) = LOAD(source, (None,), K, at, _some(at, M, 0), 0, OPTIONS)
-    if row_ptr is not None:
-        each = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-        bits = gl.max(amax_bits(x), 1)
-        gl.atomic_max(row_ptr + first_row + each, bits, mask=each < M - first_row, sem="relaxed")
-    if column_ptr is not None:
-        bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
-        inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
-        each = block * INNER + inner
-        gl.atomic_max(column_ptr + first_column + each, bits, mask=each < columns, sem="relaxed")

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from coatlm.config.recipes import TENSOR, Granularity, Operand
+from coatlm.fp8 import amax as amax_passes
 from coatlm.fp8 import emit, loaders
 from coatlm.fp8.formats import FORMATS, Fp8Format
 from coatlm.fp8.norm import processors
@@ -124,7 +125,9 @@ def launch_amax(
     tiles = triton.cdiv(m, tile.rows) * triton.cdiv(k, constants["STEP"])
     programs = min(tiles, PROGRAMS_PER_SM * processors(device))
     amax = torch.empty(programs, dtype=torch.float32, device=device)
-    emit.amax_kernel[(programs,)](source, amax, m, k, LOAD=load, OPTIONS=options, **constants)
+    amax_passes.amax_kernel[(programs,)](
+        source, amax, m, k, LOAD=load, OPTIONS=options, **constants
+    )
     return amax
 
 
@@ -244,7 +247,7 @@ def _line_scales(
     constants = LINE_TILE._replace(inner=inner).options()
     del constants["STEP"], constants["WIDTH"]
     grid = triton.cdiv(m, LINE_TILE.rows) * triton.cdiv(k, LINE_TILE.columns)
-    emit.line_amax_kernel[(grid,)](
+    amax_passes.line_amax_kernel[(grid,)](
         source,
         rows if direct else None,
         columns if transposed else None,

@@ -80,6 +80,13 @@ def axes(R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.const
 
 
 @gluon.jit
+def present(at, M, J: gl.constexpr):
+    """Which elements of the rows 4 r + J there are, [R, BLOCKS]."""
+    first_row, _, row, column, _, columns = at
+    return (row + J < M - first_row) & (column < columns)
+
+
+@gluon.jit
 def load_values(x_ptr, at, some):
     """A tile in fp32, zero where there is nothing."""
     return gl.load(x_ptr + at, mask=some[:, :, None], other=0.0).to(gl.float32)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coatlm.config.recipes import ROW, TENSOR, Operand, block
 from coatlm.fp8 import (
+    amax,
     emit,
     launch,
     loaders,
@@ -32,7 +33,7 @@ from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize_ref
 from tests.fp8.gluon_on_cpu import simulated
 
-CODE = (emit, loaders, quantize, rope_quantize, scaling, swiglu_tiles, tiles)
+CODE = (amax, emit, loaders, quantize, rope_quantize, scaling, swiglu_tiles, tiles)
 PER_TENSOR, PER_ROW = Operand("e4m3", TENSOR), Operand("e4m3", ROW)
 LINES, SQUARES = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))
 OPERANDS = {

@@ -13,6 +13,7 @@ from triton.compiler import CompiledKernel
 
 from coatlm.config.recipes import ROW, TENSOR, Operand, block
 from coatlm.fp8 import (
+    amax,
     attention,
     emit,
     launch,
@@ -48,7 +49,7 @@ def saved(m: int, k: int) -> QTensor:
 
 
 def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> list[CompiledKernel]:
-    with launches_compiled(emit) as made:
+    with launches_compiled(emit, amax) as made:
         function(*args, **options)
     return made
 
@@ -102,7 +103,7 @@ OPERANDS = [
 
 @pytest.mark.parametrize("operand", OPERANDS, ids=str)
 def test_operands_compile_for_sm90(operand: Operand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "scales_of", lambda amax, fmt, **options: amax)
+    monkeypatch.setattr(launch, "scales_of", lambda amaxes, fmt, **options: amaxes)
     scale = fp32() if operand.granularity == TENSOR else None
     kernels = compiled(emit_operands, empty(1, K), operand, operand, scale, None, 128)
     kernels = compiled(emit_operands, empty(M, K), operand, operand, scale, None, M)
