@@ -3,10 +3,12 @@
     loader       what a kernel reads: a matrix, a norm's input, the gradient of SwiGLU or of RoPE
     matrix       what it writes: codes[M, K], their transpose [K, M'], or both, with their scales
 
-A loader is a JIT function `LOAD(source, factors, K, at, J, OPTIONS)`. `source` holds its pointers
-and integers, OPTIONS its constants, `at` the place of the tile (see `_tile`). It returns a tuple of
-values, fp32 tiles of the rows 4 r + J, each times its factor: the inverse of a power-of-two scale,
-which moves no bits and is multiplied where that is cheapest, or None. Rows beyond M are zero.
+A loader is a JIT function `LOAD(source, factors, K, at, some, J, OPTIONS)`. `source` holds its
+pointers and integers, OPTIONS its constants; `at` is the place of the tile (first row, first
+column, rows 4 r, columns of blocks, columns in a block, how many columns there are), and `some`
+which elements there are. It returns a tuple of values, fp32 tiles of the rows 4 r + J, each times
+its factor: the inverse of a power-of-two scale, which moves no bits and is multiplied where that is
+cheapest, or None. What there is not is zero.
 
 VALUES places each of them: (matrix, parts, part, columns further, format). The matrix has `parts`
 times K columns, and the tile belongs to number `part` of the parts.

@@ -21,8 +21,8 @@ from coatlm.fp8.formats import SOURCES, Fp8Format, cast
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of, scale_ref
 
-TILE = 4096  # elements a program
-THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight
+TILE = 4096  # elements per program
+THREAD = 32  # elements per thread: four 16-byte loads of BF16 in flight
 GROUP_RUN, GROUP_WARPS = 16, 2  # elements a thread takes at once, of groups; warps a program
 LONGEST_ROW = 65536  # elements that one program can hold
 

@@ -28,8 +28,11 @@ from coatlm.fp8.formats import Coding, Fp8Format
 from coatlm.fp8.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements a program, where there is an amax for each group
-BLOCK, WARPS = 2048, 4  # elements at a time, where there is one for all: 32 bytes of BF16 a thread
+TILE = 8192  # elements per program, where there is an amax for each block
+BLOCK, WARPS = (
+    2048,
+    4,
+)  # elements at a time, where there is one for all: 32 bytes of BF16 per thread
 PROGRAMS_PER_SM = 16  # there
 STAGE_TWO = 16384  # most amaxes that one program reduces
 
@@ -143,7 +146,7 @@ def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
-    """Every `num_programs`-th block: one amax a program."""
+    """Every `num_programs`-th block: one amax per program."""
     program, at = tl.program_id(0), tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(program.to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):

@@ -1,22 +1,22 @@
 """FP8 with one scale, transposed: the operands of a weight gradient.
 
 A weight gradient sums over tokens, and Hopper's FP8 GEMM takes operands whose summed axis is last:
-both are needed as [features, tokens]. A scale for the tensor, known beforehand, makes the codes in
-one pass over whatever holds the values:
+both are needed as [features, tokens]. With a tensor-wise scale that is known beforehand, one pass
+over whatever holds the values writes the codes:
 
-    source[M, K] (BF16, fp32, or FP8 with group scales) * row[M] * column[K] -> codes_t[K, M']
+    source[M, K] (BF16, fp32 or FP8) * row[M] * column[K] -> codes_t[K, M']
 
-`row` and `column` are those of a norm (1 / rms and weight), so that a norm's output is made again
+`row` and `column` are those of a norm (1 / rms and weight), so that a norm's output is recomputed
 from its saved input. M' is M rounded up to a multiple of 16, as the GEMM needs it; codes beyond M
 are zero, which adds nothing to a sum.
 
-The transposed weight of dgrad is made of the codes that forward has, those of `quantize_rows`:
+The transposed weight of dgrad comes from the codes of forward, those of `quantize_rows`:
 
     code = cast(cast(w / S_row) S_row / S)
 
-Its kernel takes BF16 weights and makes both casts, so the codes of forward need not be there. Where
-w becomes a subnormal under S, the first cast makes a difference: backward has a weight of forward,
-rounded, and not another one. Whoever has w or only its codes (weight_rows.py) gets the same.
+The kernel reads BF16 weights and does both casts, so the codes of forward need not be saved. Where
+w becomes a subnormal under S, the first cast makes a difference: backward has the rounded weight of
+forward and no other one. A rank with w and a rank with its codes (weight_rows.py) get the same.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def quantize_transposed(
 ) -> QTensor:
     """source[M, K] times row[M] and column[K] in FP8 with a scale (fp32 [], a power of two).
 
-    Returns [K, M']. A QTensor source has groups with E8M0 scales.
+    Returns [K, M']. A QTensor source has a scale per row, or per block of a row.
     """
     if not scale.is_cuda:
         return quantize_ref(source, scale, fmt=fmt, row=row, column=column).transposed
@@ -113,7 +113,7 @@ def quantize_transposed(
 
 
 def transpose_rows(x: QTensor) -> QTensor:
-    """x[M, K], codes with a power-of-two scale a row -> [K, M'] with their largest one."""
+    """x[M, K], codes with a power-of-two scale per row -> [K, M'] with their largest one."""
     return quantize_transposed(x.codes, x.scale.amax(), row=x.scale)
 
 
