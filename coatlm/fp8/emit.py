@@ -25,6 +25,8 @@ all elements of each. Quotients by powers of two are exact, others are rounded c
 codes have the bits of the reference (scaling.scaled_codes_ref).
 """
 
+# mypy: disable-error-code="assignment, misc"
+# Tuples of a kernel grow while it is compiled.
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -261,7 +261,7 @@ def swiglu_backward_quantize(
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
     gradient = Matrix(dx, dx_t, scale)
-    values = (Placed(0, fmt, parts=2, part=0), Placed(0, fmt, parts=2, part=1))
+    values: tuple[Placed, ...] = (Placed(0, fmt, 2, 0), Placed(0, fmt, 2, 1))
     matrices: tuple[Matrix, ...] = (gradient,)
     if a_t is not None:
         matrices, values = (gradient, Matrix(None, a_t, a_scale)), (*values, Placed(1, E4M3))
@@ -288,5 +288,6 @@ def _gradient_scale(
     """The scale [] of dx, from a pass over its operands."""
     source, load = (da, elements, exponents), swiglu_tiles.load_largest
     tile = AMAX_TILE._replace(inner=min(size, 16))
-    amax = launch_amax(load, source, *da.shape, tile, options=size)
+    m, f = da.shape
+    amax = launch_amax(load, source, m, f, tile, options=size)
     return group_scale(amax, fmt, power_of_two=True)
