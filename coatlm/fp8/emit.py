@@ -130,7 +130,7 @@ def emit_kernel(
         columns = gl.minimum(columns, WIDTH)
     at = (first_row, first_column, row * 4, block * INNER, inner, columns)
     if PREPARE is not None:
-        source = PREPARE(source, at)
+        source = (source[0], source[1], source[2], PREPARE(source, at))
     factors = (None, None, None)
     if FOLDED:
         factors = ()
@@ -184,51 +184,64 @@ def emit_kernel(
 
 
 @gluon.jit
+def _largest_of_rows(values):
+    """The largest |value| of each four rows 4 r + 0, 1, 2 and 3."""
+    most = gl.abs(values[0])
+    for J in gl.static_range(1, 4):
+        most = larger(most, gl.abs(values[J]))
+    return most
+
+
+@gluon.jit
 def _block_scales(
-    values, at, M, K, padded, scale_ptr, scale_t_ptr, SIZES: gl.constexpr, POWER: gl.constexpr,
-    TOPS: gl.constexpr, L: gl.constexpr,
+    values, at, M, K, scale_ptr, ROWS: gl.constexpr, POWER: gl.constexpr, TOP: gl.constexpr,
+    L: gl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile of 128 x 128 for its codes as they are (a tuple, for each J) and transposed.
+    """Scales of a tile of 128 x 128 for its codes as they are, one for each J; ROWS of a block.
 
     They are stored as GEMMs read them: those of 1 x 128 elements with the rows of the operand
     contiguous, those of 128 x 128 with rows padded to a multiple of 4.
     """
-    first_row, first_column, _, _, _, columns = at
+    first_row, first_column, _, _, _, _ = at
     i, j = first_row // 128, first_column // 128
-    R: gl.constexpr = values[0].shape[0]
-    BLOCKS: gl.constexpr = values[0].shape[1]
-    INNER: gl.constexpr = values[0].shape[2]
-    scales, scale_t = (), None
-    most = gl.abs(values[0])
-    for J in gl.static_range(1, 4):
-        most = larger(most, gl.abs(values[J]))
-    if SIZES[0] == 128 or SIZES[1] == 128:
-        whole = amax_of(amax_of(amax_of(most, 2), 1), 0)
-    if SIZES[0] == 128:
-        scale = scale_of(whole, TOPS[0], POWER)
+    if ROWS == 128:
+        scale = scale_of(amax_of(amax_of(amax_of(_largest_of_rows(values), 2), 1), 0), TOP, POWER)
         gl.store(scale_ptr + i * ((gl.cdiv(K, 128) + 3) // 4 * 4) + j, scale)
         scales = (scale, scale, scale, scale)
-    elif SIZES[0] == 1:
-        row = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L))) * 4
+    else:
+        scales = ()
+        row = gl.arange(0, values[0].shape[0], gl.SliceLayout(1, gl.SliceLayout(2, L))) * 4
         for J in gl.static_range(4):
-            scale = scale_of(amax_of(amax_of(values[J], 2), 1), TOPS[0], POWER)
+            scale = scale_of(amax_of(amax_of(values[J], 2), 1), TOP, POWER)
             scale_at = scale_ptr + j.to(gl.int64) * M + first_row
             gl.store(scale_at + row + J, scale, mask=row + J < M - first_row)
             scales += (scale[:, None][:, :, None],)
-    if SIZES[1] == 128:
-        scale_t = scale_of(whole, TOPS[1], POWER)
-        gl.store(scale_t_ptr + j * ((gl.cdiv(padded, 128) + 3) // 4 * 4) + i, scale_t)
-    elif SIZES[1] == 1:
+    return scales
+
+
+@gluon.jit
+def _transposed_block_scales(
+    values, at, K, padded, scale_ptr, ROWS: gl.constexpr, POWER: gl.constexpr, TOP: gl.constexpr,
+    L: gl.constexpr,
+):  # fmt: skip
+    """The same of the transposed codes: one scale for all J."""
+    first_row, first_column, _, _, _, columns = at
+    i, j = first_row // 128, first_column // 128
+    BLOCKS: gl.constexpr = values[0].shape[1]
+    INNER: gl.constexpr = values[0].shape[2]
+    most = _largest_of_rows(values)
+    if ROWS == 128:
+        scales = scale_of(amax_of(amax_of(amax_of(most, 2), 1), 0), TOP, POWER)
+        gl.store(scale_ptr + j * ((gl.cdiv(padded, 128) + 3) // 4 * 4) + i, scales)
+    else:
         block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
-        column = (
-            block * INNER + gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
-        )
-        scale = scale_of(amax_of(most, 0), TOPS[1], POWER)
-        gl.store(
-            scale_t_ptr + i.to(gl.int64) * K + first_column + column, scale, mask=column < columns
-        )
-        scale_t = scale[None, :, :]
-    return scales, scale_t
+        inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+        column = block * INNER + inner
+        scale = scale_of(amax_of(most, 0), TOP, POWER)
+        scale_at = scale_ptr + i.to(gl.int64) * K + first_column
+        gl.store(scale_at + column, scale, mask=column < columns)
+        scales = scale[None, :, :]
+    return scales
 
 
 @gluon.jit
@@ -268,19 +281,25 @@ def emit_blocks_kernel(
         largest = gl.maximum(amax_bits(values[0]), amax_bits(values[1]))
         largest = gl.maximum(largest, gl.maximum(amax_bits(values[2]), amax_bits(values[3])))
         gl.atomic_max(amax_ptr, gl.max(gl.max(largest, 1), 0), sem="relaxed")
-    scales, scale_t = _block_scales(
-        values, at, M, K, padded, scale_ptr, scale_t_ptr, SIZES, POWER, TOPS, L
-    )
+    if code_ptr is not None:
+        scales = _block_scales(values, at, M, K, scale_ptr, SIZES[0], POWER, TOPS[0], L)
+    if code_t_ptr is not None:
+        scales_t = _transposed_block_scales(
+            values, at, K, padded, scale_t_ptr, SIZES[1], POWER, TOPS[1], L
+        )
     codes = ()
     for j in gl.static_range(4):
         some = present(at, M, j)
         if code_ptr is not None:
-            code = bytes_of(_divided(values[j], scales[j], POWER), FORMATS[0])
+            # Zeros before the cast: ptxas loses bytes that are stored and selected after it.
+            x = gl.where(some[:, :, None], _divided(values[j], scales[j], POWER), 0.0)
+            code = bytes_of(x, FORMATS[0])
             _store(code, code_ptr, at, some, K, 0, j)
         if code_t_ptr is not None:
             if not SHARED:
-                code = bytes_of(_divided(values[j], scale_t, POWER), FORMATS[1])
-            codes += (gl.where(some[:, :, None], code, 0),)
+                x = gl.where(some[:, :, None], _divided(values[j], scales_t, POWER), 0.0)
+                code = bytes_of(x, FORMATS[1])
+            codes += (code,)
     if code_t_ptr is not None:
         store_transposed(
             codes[0], codes[1], codes[2], codes[3], code_t_ptr, first_row, first_column, padded,

@@ -18,7 +18,7 @@ from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.scaling import current_scale, group_scale, scales_of
 
 BLOCK_WARPS, BLOCK_RUN = 16, 8  # of a tile of 128 x 128 elements
-PROGRAMS_PER_SM = 16  # of a pass that finds one amax
+PROGRAMS_PER_SM = 32  # of a pass that finds one amax
 
 
 class TileShape(NamedTuple):
@@ -241,7 +241,7 @@ def _line_scales(
 ) -> list[Tensor | None]:
     """Scales [M, 1] of rows and [K, 1] of columns, from a pass of their own."""
     m, k = shape
-    wanted = (m if direct else 0, k if transposed else 0)
+    wanted = (-(-m // 4) * 4 if direct else 0, k if transposed else 0)  # GEMMs read 16 bytes
     bits = torch.zeros(sum(wanted), dtype=torch.int32, device=source[0].device)
     rows, columns = bits.split(wanted)
     constants = LINE_TILE._replace(inner=inner).options()
@@ -259,7 +259,7 @@ def _line_scales(
     )
     made = scales_of(bits.view(torch.float32), fmt, power_of_two=power)
     per_row, per_column = made[:, None].split(wanted)
-    return [per_row if direct else None, per_column if transposed else None]
+    return [per_row[:m] if direct else None, per_column if transposed else None]
 
 
 def _emit_blocks(

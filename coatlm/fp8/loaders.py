@@ -10,16 +10,14 @@ from coatlm.fp8.tiles import inverse_of, load_scales, load_values
 
 @gluon.jit
 def prepare_matrix(source, at):
-    """The source of `load_matrix` with the weight of the tile's columns, once for all of its rows.
+    """The weight of the tile's columns, which replaces its pointer in the source of `load_matrix`.
 
-    Loads that alternate with stores would be repeated for each of them.
+    A program loads it once: loads that alternate with stores would be repeated for each of them.
     """
-    x_ptr, scale_ptr, row_ptr, weight_ptr = source
     _, first_column, _, column, inner, columns = at
     mask = (column < columns)[:, :, None]
     each = column[:, :, None] + inner
-    weight = gl.load(weight_ptr + first_column + each, mask=mask, other=0.0).to(gl.float32)
-    return x_ptr, scale_ptr, row_ptr, weight
+    return gl.load(source[3] + first_column + each, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
