@@ -499,7 +499,7 @@ def _bad_input(name: str, directory: Path) -> Path:
         ("cut.jsonl.zst", "broken .zst"),
         ("garbage.parquet", "not a parquet file"),
         ("empty.parquet", "not a parquet file"),
-        ("packed.parquet.gz", "parquet is compressed inside"),
+        ("packed.parquet.gz", "parquet is compressed internally"),
         ("column.parquet", "no column 'text'; there are body, id"),
         ("type.parquet", "column 'text' is int64, not string"),
         ("broken.parquet", "broken.parquet: "),
