@@ -2,9 +2,9 @@
 
 Rows are measured one after the other, each in its own process, so that no row inherits memory or
 caches of another; processes of later rows import their libraries meanwhile. (The rows of `reduce`
-use several GPUs, are short and share one set of processes.) Peers that are not installed are skipped
-and named. Times are medians over steps, from CUDA events or with a synchronized device. Compare
-ratios within one run, because machines differ.
+use several GPUs, are short and share one set of processes.) Peers that are not installed are
+skipped and named. Times are medians over steps, from CUDA events or with a synchronized device.
+Compare ratios within one run, because machines differ.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Row:
         return [{"row": self.row, "missing": "no time left"}]
 
     def measure(self) -> list[dict[str, Any]]:
-        """Measure; returns the row's records, usually one, and after a failure one with the reason."""
+        """Measure; returns the row's records, and after a failure one with the reason."""
         output, errors = self.process.communicate("go\n")
         records = []
         for line in output.splitlines():

@@ -21,7 +21,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ({"rope_interleaved": True}, "rope_interleaved=True of llama: only False"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"rope_scaling": YARN}, "rope_scaling.rope_type='yarn': only default and llama3"),
+    ({"rope_scaling": YARN}, "rope_scaling.rope_type='yarn': one of default, llama3"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
     ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_parameters.rope_type='yarn'"),
     ({"rope_parameters": {"rope_type": "default", "beta": 1}}, "rope_parameters.beta"),

@@ -282,7 +282,7 @@ def test_bad_targets_and_options_end_with_exit_code_2(
     cases = [
         (original, tmp_path / "new", "coatlm", [], "has no tokenizer.json"),
         (original, checkpoint, "coatlm", ["--tokenizer", "byte"], "exists already"),
-        (original, tmp_path / "new", "coatlm", ["--like", "x"], "--like has no part"),
+        (original, tmp_path / "new", "coatlm", ["--like", "x"], "--like does not apply"),
         (
             original,
             tmp_path / "new",

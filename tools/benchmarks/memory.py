@@ -4,8 +4,8 @@ Three steps of coatlm's trainer on random tokens; the peak is torch's `max_memor
 all of them, of the rank with the highest. `ratio` is estimate / measured. Rows are "PRECISION zeroN
 RECOMPUTE" on one GPU, and "LAYOUT PRECISION zeroN RECOMPUTE" on two; RECIPES gives the model.spec
 and the optim.recipe of each precision recipe. Options: model=1b mbs=4 seq=2048 vocab=32000,
-layers=N for fewer, main_grads=fp32 (or bf16), gpus=1 to leave out the rows of two GPUs. On a CPU nothing is
-measured.
+layers=N for fewer, main_grads=fp32 (or bf16), gpus=1 to leave out the rows of two GPUs. On a CPU
+nothing is measured.
 """
 
 from __future__ import annotations
