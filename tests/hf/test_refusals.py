@@ -292,7 +292,7 @@ def test_bad_targets_and_options_end_with_exit_code_2(
         ),
         (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "999"], "vocab_size=999"),
         (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "0"], "vocab_size=0"),
-        (checkpoint, tmp_path / "new", "hf", ["--seq-len", "9"], "--seq-len has no part"),
+        (checkpoint, tmp_path / "new", "hf", ["--seq-len", "9"], "--seq-len does not apply"),
         (checkpoint, tmp_path / "new", "hf", ["--fp8-scales", "tensor"], "need --format fp8"),
         (checkpoint, tmp_path / "new", "hf", ["--max-shard-size", "2TB"], "2TB"),
         (tmp_path / "nowhere", tmp_path / "new", "coatlm", [], "No such file"),
