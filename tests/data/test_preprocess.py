@@ -623,7 +623,7 @@ def test_the_tool_verifies_datasets_and_names_a_damaged_one(tmp_path: Path) -> N
         file.write(b"!")
     result = run_tool("--verify", tmp_path / "good", tmp_path / "bad", tmp_path / "none")
     assert result.returncode == 2
-    assert result.stdout == f"{tmp_path}/good: whole, 200,002 bytes of tokens\n"
+    assert result.stdout == f"{tmp_path}/good: intact, 200,002 bytes of tokens\n"
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2
     assert "bad.bin: damaged between bytes 49152 and 65536" in errors[0]
