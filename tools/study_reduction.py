@@ -167,7 +167,7 @@ def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[Found]:
     """Yield the errors of every way of summing, for each number of ranks. Raises ValueError."""
     most = len(gradients.values)
     if not ranks or max(ranks) > most or min(ranks) < 2:
-        raise ValueError(f"ranks={list(ranks)}: each from 2 to the {most} stored gradients")
+        raise ValueError(f"ranks={list(ranks)}: from 2 to the {most} stored gradients")
     for n in ranks:
         g = RankGradients(
             gradients.values[:n], gradients.amax[:n], gradients.owner, gradients.names
