@@ -4,13 +4,13 @@ Forward, one pass over x:
 
     x = a + b (rounded to BF16: the residual stream), or x = a
     y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2)          as in norm.py
-    codes of y, one power-of-two scale a row                          into the linear's GEMM
-    codes of x, one power-of-two scale for 1 x `group` elements       saved for backward
+    codes of y, one power-of-two scale per row                        into the linear's GEMM
+    codes of x, one power-of-two scale per 1 x `group_size` elements  saved for backward
 
-Backward decodes x. The linear's weight gradient takes y again, which transpose.py makes from the
-saved x: y is not saved. With one scale a row nothing has to be known of other rows, so y is written
-in the pass that computes it (COAT reduces one scale for the tensor first), and rows that are
-gathered over tensor-parallel ranks bring their scales with them.
+Backward decodes x. The linear's weight gradient needs y again, which transpose.py recomputes from
+the saved x: y is not saved. With row-wise scales nothing has to be known of other rows, so y is
+written in the pass that computes it (COAT reduces one scale per tensor first), and rows that are
+all-gathered over tensor-parallel ranks bring their scales with them.
 
     g = dy * weight        dx = rstd * (g - xhat * mean(g * xhat)) + dresidual,   xhat = x * rstd
 
@@ -44,23 +44,23 @@ from coatlm.fp8.scaling import (
 )
 
 TILE = 4096  # elements that a program holds at least: short rows share a program
-THREAD = 16  # elements a thread
-RUN = 16  # elements a thread in backward
+THREAD = 16  # elements per thread
+RUN = 16  # elements per thread in backward
 WARPS_PER_SM = 16  # there; more hide latency better, and write more partial sums
-UNSCALED = 16  # elements that kernels treat as a group where nothing has a scale a group
+UNSCALED = 16  # elements that kernels treat as a block where nothing has scales of blocks
 
 
 class Normed(NamedTuple):
-    """What forward makes: `x` is `a + b`, or `a` itself; the last two are None unless asked for."""
+    """The results of forward: `x` is `a + b`, or `a` itself; `saved` may be None."""
 
-    y: QTensor  # [R, H], a scale a row
+    y: QTensor  # [R, H], a scale per row
     x: Tensor  # [R, H]
     rstd: Tensor  # [R], fp32
-    saved: QTensor | None  # x, [R, H], a scale a group
+    saved: QTensor | None  # x, [R, H], a scale per block
 
 
 def quantize_rows_ref(x: Tensor, fmt: Fp8Format = E4M3) -> QTensor:
-    """x[R, K] with a power-of-two scale a row, fp32 [R, 1]."""
+    """x[R, K] with a power-of-two scale per row, fp32 [R, 1]."""
     scale = power_of_two_ref(x.float().abs().amax(-1, keepdim=True), fmt)
     return QTensor(scaled_codes_ref(x.float(), scale, fmt), scale, ROW, fmt)
 
@@ -235,7 +235,7 @@ def norm_quantize(
 ) -> Normed:
     """a (and add) BF16 or fp32 [R, H], weight [H] -> codes of the normalised rows, and of x.
 
-    `group_size`: elements a scale of the x that is saved; 0 saves nothing. Raises ValueError where
+    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError where
     it does not divide H.
     """
     rows, hidden = a.shape
@@ -267,14 +267,15 @@ def norm_quantize(
         TOP=top_exponent(E4M3),
         **tile,
     )
-    kept = None
+    in_fp8 = None
     if saved is not None and exponents is not None:
-        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), block(1, group_size), E4M3)
-    return Normed(QTensor(y, scale, ROW, E4M3), x, rstd, kept)
+        powers = exponents.view(torch.float8_e8m0fnu)
+        in_fp8 = QTensor(saved, powers, block(1, group_size), E4M3)
+    return Normed(QTensor(y, scale, ROW, E4M3), x, rstd, in_fp8)
 
 
 def quantize_rows(x: Tensor) -> QTensor:
-    """x[R, K], BF16 or fp32 -> E4M3 codes with a power-of-two scale a row, fp32 [R, 1]."""
+    """x[R, K], BF16 or fp32 -> E4M3 codes with a power-of-two scale per row, fp32 [R, 1]."""
     if not x.is_cuda:
         return quantize_rows_ref(x)
     codes, scale = empty_rows(x)
@@ -310,7 +311,7 @@ def norm_backward(
     *,
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy[R, H], the saved x (FP8 with group scales, or BF16) -> dx[R, H], dweight[H], amaxes of dx.
+    """dy[R, H], the saved x (FP8 with block scales, or BF16) -> dx[R, H], dweight[H], amaxes of dx.
 
     dx has the dtype of dy and includes `dresidual`, the gradient that reaches x past the norm;
     dweight is fp32; the amaxes, fp32 of any shape, are stage 1 of Group Scaling for dx.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from coatlm.config.recipes import TENSOR, Granularity, Operand
 from coatlm.fp8.formats import FORMATS, SOURCES, Fp8Format
+from coatlm.fp8.launch import emit_operands
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.quantize import amax_ref
 from coatlm.fp8.scaling import power_of_two_ref, raise_amax_ref, scale_ref, scaled_codes_ref
@@ -102,7 +103,10 @@ def emit(
     `scale`, and where blocks do not divide rows (see Granularity).
     """
     _check(x, direct, transposed, scale)
-    return emit_ref(x, direct=direct, transposed=transposed, scale=scale, amax=amax)
+    if not (x.codes if isinstance(x, QTensor) else x).is_cuda:
+        return emit_ref(x, direct=direct, transposed=transposed, scale=scale, amax=amax)
+    length = 0 if transposed is None else padded(x.shape[0], transposed.granularity)
+    return Emitted(*emit_operands(x, direct, transposed, scale, amax, length))
 
 
 def emit_direct(x: Tensor | QTensor, operand: Operand, *, scale: Tensor | None = None) -> QTensor:

@@ -18,13 +18,12 @@ __all__ = ["ROW", "TENSOR", "Granularity", "QTensor", "block"]
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """Codes with their scales, and, if it was asked for, the transposed codes as a second copy."""
+    """Codes with their scales."""
 
     codes: Tensor  # fmt.dtype, [..., K], contiguous
     scale: Tensor  # fp32 or float8_e8m0fnu, granularity.scale_shape(codes.shape)
     granularity: Granularity
     fmt: Fp8Format
-    codes_t: Tensor | None = None  # fmt.dtype, [K, M], contiguous
 
     @property
     def shape(self) -> torch.Size:
@@ -33,8 +32,7 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is stored."""
-        parts = (self.codes, self.scale, self.codes_t)
-        return sum(part.nbytes for part in parts if part is not None)
+        return self.codes.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """codes * scale, multiplied in fp32 and rounded once to `dtype`."""

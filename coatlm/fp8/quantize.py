@@ -21,23 +21,9 @@ from coatlm.fp8.formats import SOURCES, Fp8Format, cast
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of, scale_ref
 
-TILE = 4096  # elements a program
-THREAD = 32  # elements a thread: four 16-byte loads of BF16 in flight
+TILE = 4096  # elements per program
+THREAD = 32  # elements per thread: four 16-byte loads of BF16 in flight
 GROUP_RUN, GROUP_WARPS = 16, 2  # elements a thread takes at once, of groups; warps a program
-TRANSPOSE_TILE = (128, 64)  # rows x columns: 128 bytes a row of BF16, and a column of codes
-TRANSPOSE_WARPS = 4
-ALIGNED = 16  # rows and columns of codes then start on multiples of 16 bytes
-TRANSPOSE_4X4 = tl.constexpr("""{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $4, $5, 0x5140;
-    prmt.b32 b, $6, $7, 0x5140;
-    prmt.b32 c, $4, $5, 0x7362;
-    prmt.b32 d, $6, $7, 0x7362;
-    prmt.b32 $0, a, b, 0x5410;
-    prmt.b32 $1, a, b, 0x7632;
-    prmt.b32 $2, c, d, 0x5410;
-    prmt.b32 $3, c, d, 0x7632;
-}""")  # words of four codes of a row, one for each of four rows -> a word for each of four columns
 LONGEST_ROW = 65536  # elements that one program can hold
 
 
@@ -47,7 +33,6 @@ def quantize_ref(
     fmt: Fp8Format,
     granularity: Granularity,
     scale: Tensor | None = None,
-    transpose: bool = False,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QTensor:
     """The definition, and the CPU path."""
@@ -56,8 +41,7 @@ def quantize_ref(
     divisor = granularity.spread(scale.float(), x.shape)
     quotient = torch.where(divisor.isfinite(), x.float() / divisor, torch.nan)
     codes = cast(quotient, fmt)
-    codes_t = codes.reshape(-1, codes.shape[-1]).t().contiguous() if transpose else None
-    return QTensor(codes, scale, granularity, fmt, codes_t)
+    return QTensor(codes, scale, granularity, fmt)
 
 
 def amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
@@ -162,96 +146,34 @@ def _quantize_groups_kernel(
     gl.store(code_ptr + first * SIZE + at, code, mask=some[:, None])
 
 
-@triton.jit
-def _row(x_ptr, code_ptr, at, mask, scale, FORMAT: tl.constexpr):
-    """Codes of rows 4 i + j, for one j, stored; as bytes."""
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    code = quotient(x, scale).to(FORMAT).to(tl.uint8, bitcast=True)
-    tl.store(code_ptr + at, code, mask=mask)
-    return code
-
-
-@triton.jit
-def words_of_rows(a, b, c, d):
-    """Four tiles of bytes -> int32 of the same shape: byte j of a word is that of the j-th tile."""
-    return tl.inline_asm_elementwise(
-        TRANSPOSE_4X4,
-        "=r,=r,=r,=r,r,r,r,r",
-        [a, b, c, d],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=4,
-    )
-
-
-@triton.jit
-def _transpose_kernel(
-    x_ptr,
-    code_ptr,  # uint8[M, K]
-    code_t_ptr,  # int32[K, M / 4]: four rows a word, the first one lowest
-    scale_ptr,  # one for all
-    M,  # like K a multiple of ALIGNED
-    K,
-    FORMAT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Codes and their transpose. A thread makes words of four rows, and only words change threads.
-
-    The words are opaque to compilers, on purpose. Triton 3.6 would compute quotients once for each
-    layout; ptxas 12.8 and 12.9 lose codes that are stored both as they are and byte by byte.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(K, COLUMNS)
-    word = program // tiles * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    words = tl.multiple_of(M // 4, 4)
-    at = word[:, None] * 4 * K + column[None, :]
-    mask = (word[:, None] < words) & (column[None, :] < K)
-    scale = tl.load(scale_ptr)
-    a = _row(x_ptr, code_ptr, at, mask, scale, FORMAT)
-    b = _row(x_ptr, code_ptr, at + K, mask, scale, FORMAT)
-    c = _row(x_ptr, code_ptr, at + 2 * K, mask, scale, FORMAT)
-    d = _row(x_ptr, code_ptr, at + 3 * K, mask, scale, FORMAT)
-    code_t = words_of_rows(a, b, c, d)
-    at_t = column[:, None] * words + word[None, :]
-    mask_t = (column[:, None] < K) & (word[None, :] < words)
-    tl.store(code_t_ptr + at_t, tl.trans(code_t), mask=mask_t)
-
-
 def quantize(
     x: Tensor,
     *,
     fmt: Fp8Format,
     granularity: Granularity,
     scale: Tensor | None = None,
-    transpose: bool = False,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QTensor:
     """x [..., K] in FP8, with the bits of `quantize_ref` on every device.
 
     `scale`: fp32 [] on x's device, for TENSOR (delayed, or `group_scale` of known amaxes); x is
         then read once. Without it scales are those of x, for which TENSOR reads x twice.
-    `transpose`: also the codes of the transposed matrix [K, M], from the same read where M is a
-        multiple of 16, and K too; TENSOR only.
     `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
 
     Raises ValueError for what is not fp32, BF16 or FP16, for shapes that have no scales (see
     Granularity), for ROW on a GPU with K > 65536, and for the combinations excluded above.
     """
-    _check(x, granularity, scale, transpose, scale_dtype)
+    _check(x, granularity, scale, scale_dtype)
     shape = granularity.scale_shape(x.shape)
     if not x.numel():
         scale = torch.ones(shape, device=x.device).to(scale_dtype) if scale is None else scale
-        codes_t = cast(x.reshape(x.shape[-1], -1), fmt) if transpose else None
-        return QTensor(cast(x, fmt), scale, granularity, fmt, codes_t)
+        return QTensor(cast(x, fmt), scale, granularity, fmt)
     if not x.is_cuda:
         return quantize_ref(
             x,
             fmt=fmt,
             granularity=granularity,
             scale=scale,
-            transpose=transpose,
             scale_dtype=scale_dtype,
         )
     x = x.contiguous()
@@ -259,36 +181,26 @@ def quantize(
         scale = current_scale(x, fmt) if scale is None else scale
     else:
         scale = torch.empty(shape, dtype=scale_dtype, device=x.device)
-    if not transpose:
-        return QTensor(_launch(x, scale, fmt, granularity), scale, granularity, fmt)
-    if x.numel() // x.shape[-1] % ALIGNED or x.shape[-1] % ALIGNED:
-        codes = _launch(x, scale, fmt, granularity)
-        codes_t = codes.view(torch.uint8).view(-1, x.shape[-1]).t().contiguous().view(fmt.dtype)
-    else:
-        codes, codes_t = _launch_transpose(x, scale, fmt)
-    return QTensor(codes, scale, granularity, fmt, codes_t)
+    return QTensor(_launch(x, scale, fmt, granularity), scale, granularity, fmt)
 
 
 def _check(
     x: Tensor,
     granularity: Granularity,
     scale: Tensor | None,
-    transpose: bool,
     scale_dtype: torch.dtype,
 ) -> None:
     """Raise ValueError for what `quantize` cannot do."""
     if x.dtype not in SOURCES:
         raise ValueError(f"x.dtype={x.dtype}: FP8 is quantized from {SOURCES}")
-    if granularity != TENSOR and (scale is not None or transpose):
-        raise ValueError(f"granularity={granularity}: scale and transpose go with TENSOR")
+    if granularity != TENSOR and scale is not None:
+        raise ValueError(f"granularity={granularity}: a scale can be given for TENSOR alone")
     if scale is not None and (scale.shape or scale.dtype != torch.float32):
         raise ValueError(f"scale: {scale.dtype}{list(scale.shape)} given, torch.float32[] needed")
     if scale_dtype not in (torch.float32, torch.float8_e8m0fnu):
         raise ValueError(f"scale_dtype={scale_dtype}: torch.float32 or torch.float8_e8m0fnu")
     if granularity == TENSOR and scale_dtype != torch.float32:
         raise ValueError(f"scale_dtype={scale_dtype}: the scale of a whole tensor is torch.float32")
-    if transpose and x.ndim < 2:
-        raise ValueError(f"transpose: x has the shape {list(x.shape)}, needs two axes")
     if granularity == ROW and x.is_cuda and x.shape[-1] > LONGEST_ROW:
         raise ValueError(f"rows of {x.shape[-1]}: at most {LONGEST_ROW} on a GPU")
 
@@ -337,28 +249,6 @@ def _group_tile(size: int) -> dict[str, int]:
     run = min(GROUP_RUN, size)
     at_once = 32 * GROUP_WARPS // min(size // run, 32)
     return {"SIZE": size, "RUN": run, "GROUPS": 2 * at_once, "WARPS": GROUP_WARPS}
-
-
-def _launch_transpose(x: Tensor, scale: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
-    """Codes and transposed codes of a contiguous x, not empty, of M and K multiples of 16."""
-    k = x.shape[-1]
-    m = x.numel() // k
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    codes_t = torch.empty(k, m, dtype=torch.uint8, device=x.device)
-    rows, columns = TRANSPOSE_TILE
-    _transpose_kernel[(triton.cdiv(m, rows) * triton.cdiv(k, columns),)](
-        x,
-        codes,
-        codes_t.view(torch.int32),
-        scale,
-        m,
-        k,
-        FORMAT=fmt.triton_dtype,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=TRANSPOSE_WARPS,
-    )
-    return codes.view(fmt.dtype), codes_t.view(fmt.dtype)
 
 
 def _tile(m: int, k: int, granularity: Granularity) -> dict[str, int]:

@@ -1,40 +1,31 @@
 """The gradient of the QKV projection from those of attention, in FP8 and transposed.
 
-The inverse of rope.py's split: dq, dk, dv [S, B, heads, D] -> dqkv[S * B, W], W = G (N/G + 2) D, in
-megatron's layout (a group's query heads, its key head, its value head), queries and keys turned
-back. dqkv takes one scale for the tensor: unless it is given (delayed.py), a first pass over the
-same operands finds its amax. The last writes the codes as they are and transposed, and finds the
-amax on its way where later scales need it. Arithmetic is fp32, rounded once, to FP8.
+It is the inverse of rope.py's split: dq, dk, dv [S, B, heads, D] -> dqkv[S * B, W] with
+W = G (N/G + 2) D in megatron's layout (the query heads of a key head, the key head, its value
+head), where queries and keys are turned back. dqkv has one scale per tensor: unless it is given
+(delayed.py), a first pass over the same operands finds the amax. The last pass writes the codes as
+they are and transposed, and finds the amax where later scales need it. Arithmetic is fp32, rounded
+once, to FP8.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.qtensor import TENSOR, QTensor
 from coatlm.fp8.rope import join_qkv_rope_ref
-from coatlm.fp8.scaling import (
-    amax_of,
-    group_scale,
-    larger,
-    power_of_two_ref,
-    raise_amax_ref,
-    scaled_codes_ref,
-)
-from coatlm.fp8.transpose import (
-    Codes,
-    as_bytes,
-    inverse_of,
-    padded_rows,
-    padded_t,
-    store_words,
-)
+from coatlm.fp8.scaling import group_scale, power_of_two_ref, raise_amax_ref, scaled_codes_ref
+from coatlm.fp8.tiles import load_values
+from coatlm.fp8.transpose import Codes, padded_rows, padded_t
 
-WORDS, WARPS = 16, 4  # a tile: one head of 4 x 16 tokens
+ROWS, WARPS = 64, 4  # tokens of one head in a tile, and warps for it
+AMAX_ROWS = 16  # in the pass that finds an amax
 
 
 def join_quantize_ref(
@@ -56,152 +47,49 @@ def join_quantize_ref(
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(padded_t(codes), scale, TENSOR, fmt))
 
 
-@triton.jit
-def _rotated_back(
-    at_ptr,
-    stride_s,
-    stride_b,
-    cos_ptr,
-    sin_ptr,
-    turns,
-    t,
-    tokens,
-    B,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Both halves of one head for the tokens t, in fp32."""
-    s, b = t // B, t % B
-    i = tl.arange(0, BLOCK)[None, :]
-    mask = (t[:, None] < tokens) & (i < HALF)
-    at = at_ptr + (s * stride_s + b * stride_b)[:, None] + i
-    x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + s[:, None] * HALF + i, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + s[:, None] * HALF + i, mask=mask, other=0.0)
-    y1 = tl.where(turns, x1 * cos + x2 * sin, x1)
-    y2 = tl.where(turns, x2 * cos - x1 * sin, x2)
-    return y1, y2
+@gluon.jit
+def load_joined(source, factors, K, at, some, J: gl.constexpr, OPTIONS: gl.constexpr):
+    """Both halves of a head of dqkv, turned back. OPTIONS: heads per key head with k and v, D / 2.
 
-
-@triton.jit
-def _head_codes(
-    at_ptr,
-    stride_s,
-    stride_b,
-    cos_ptr,
-    sin_ptr,
-    turns,
-    t,
-    tokens,
-    B,
-    inverse,
-    code_ptr,
-    width,
-    largest,
-    AMAX: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Codes of both halves for the tokens t, stored at `code_ptr` and returned as bytes.
-
-    And with AMAX the amaxes of the tokens so far. A scale that is not of these numbers may be too
-    small for them: conversions would saturate infinite quotients too, and x + 0 x makes them NaN.
+    A tile is the first half of one head; head j is number j % HEADS of the key head j // HEADS.
+    `source`: dq, dk, dv, cos, sin, B, and the strides of tokens, samples and heads of the three.
     """
-    y1, y2 = _rotated_back(
-        at_ptr, stride_s, stride_b, cos_ptr, sin_ptr, turns, t, tokens, B, HALF, BLOCK
-    )
-    if AMAX:
-        largest = larger(largest, larger(amax_of(y1, 1), amax_of(y2, 1)))
-    y1, y2 = y1 * inverse, y2 * inverse
-    if AMAX:
-        y1, y2 = y1 + y1 * 0.0, y2 + y2 * 0.0
-    y1, y2 = as_bytes(y1, FORMAT), as_bytes(y2, FORMAT)
-    i = tl.arange(0, BLOCK)[None, :]
-    mask = (t[:, None] < tokens) & (i < HALF)
-    at = code_ptr + t[:, None] * width + i
-    tl.store(at, y1, mask=mask)
-    tl.store(at + HALF, y2, mask=mask)
-    return y1, y2, largest
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, B, q_strides, k_strides, v_strides = source
+    HEADS: gl.constexpr = OPTIONS[0]
+    HALF: gl.constexpr = OPTIONS[1]
+    first_row, first_column, row, column, inner, _ = at
+    head = first_column // (2 * HALF)
+    kv_head, member = (head // HEADS).to(gl.int64), head % HEADS
+    if member < HEADS - 2:
+        head_ptr = q_ptr + (kv_head * (HEADS - 2) + member) * q_strides[2]
+        stride_s, stride_b = q_strides[0], q_strides[1]
+    elif member == HEADS - 2:
+        head_ptr = k_ptr + kv_head * k_strides[2]
+        stride_s, stride_b = k_strides[0], k_strides[1]
+    else:
+        head_ptr = v_ptr + kv_head * v_strides[2]
+        stride_s, stride_b = v_strides[0], v_strides[1]
+    token = first_row.to(gl.int64) + (row + J)
+    s, b = token // B, token % B
+    i = column[:, :, None] + inner
+    x_at = (s * stride_s + b * stride_b)[:, :, None] + i
+    x1, x2 = load_values(head_ptr, x_at, some), load_values(head_ptr + HALF, x_at, some)
+    angle_at = (s * HALF)[:, :, None] + i
+    cos, sin = load_values(cos_ptr, angle_at, some), load_values(sin_ptr, angle_at, some)
+    turns = member < HEADS - 1  # the value head does not
+    y1 = gl.where(turns, x1 * cos + x2 * sin, x1)
+    y2 = gl.where(turns, x2 * cos - x1 * sin, x2)
+    if factors[0] is not None:
+        return y1 * factors[0], y2 * factors[0]
+    else:
+        return y1, y2
 
 
-@triton.jit
-def _join_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    amax_ptr,  # fp32[programs]; where codes are written int32[], bits to be raised, or None
-    scale_ptr,  # None in the pass that writes no codes
-    code_ptr,  # uint8[tokens, heads * D]
-    code_t_ptr,  # int32[heads * D, words]
-    tokens,
-    words,
-    B,
-    heads,
-    q_s,
-    q_b,
-    q_n,
-    k_s,
-    k_b,
-    k_n,
-    v_s,
-    v_b,
-    v_n,
-    FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
-    HALF: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One head of 4 WORDS tokens. Head j is number j % GROUP of group j // GROUP."""
-    j = tl.program_id(0) % heads
-    word = (tl.program_id(0) // heads).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    group, member = (j // GROUP).to(tl.int64), j % GROUP
-    if member < GROUP - 2:
-        at = q_ptr + (group * (GROUP - 2) + member) * q_n
-        stride_s, stride_b = q_s, q_b
-    elif member == GROUP - 2:
-        at = k_ptr + group * k_n
-        stride_s, stride_b = k_s, k_b
-    else:
-        at = v_ptr + group * v_n
-        stride_s, stride_b = v_s, v_b
-    turns = member < GROUP - 1  # the value head does not
-    if scale_ptr is None:
-        t = (tl.program_id(0) // heads).to(tl.int64) * 4 * WORDS + tl.arange(0, 4 * WORDS)
-        y1, y2 = _rotated_back(
-            at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t, tokens, B, HALF, BLOCK
-        )
-        tl.store(amax_ptr + tl.program_id(0), amax_of(larger(amax_of(y1, 1), amax_of(y2, 1)), 0))
-    else:
-        inverse = inverse_of(scale_ptr)
-        width = heads * 2 * HALF
-        code_at = code_ptr + j * 2 * HALF
-        t = 4 * word
-        AMAX: tl.constexpr = amax_ptr is not None
-        largest = tl.zeros([WORDS], tl.float32)
-        a1, a2, largest = _head_codes(
-            at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t, tokens, B,
-            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
-        b1, b2, largest = _head_codes(
-            at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t + 1, tokens, B,
-            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
-        c1, c2, largest = _head_codes(
-            at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t + 2, tokens, B,
-            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
-        d1, d2, largest = _head_codes(
-            at, stride_s, stride_b, cos_ptr, sin_ptr, turns, t + 3, tokens, B,
-            inverse, code_at, width, largest, AMAX, FORMAT, HALF, BLOCK)  # fmt: skip
-        if AMAX:
-            amax = amax_of(largest, 0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            tl.atomic_max(amax_ptr, amax, sem="relaxed")
-        i = tl.arange(0, BLOCK)
-        code_t_at = code_t_ptr + (j * 2 * HALF).to(tl.int64) * words
-        store_words(a1, b1, c1, d1, code_t_at, word, words, i, HALF)
-        store_words(a2, b2, c2, d2, code_t_at + HALF * words, word, words, i, HALF)
+def tile_of(half: int) -> TileShape:
+    """Tiles of one head of ROWS tokens; `half`: D / 2, a multiple of 4."""
+    inner = min(half & -half, 16)
+    columns = triton.next_power_of_2(half)
+    return TileShape(ROWS, columns, 8, 1, WARPS, step=2 * half, width=half, inner=inner)
 
 
 def join_quantize(
@@ -224,39 +112,27 @@ def join_quantize(
         return join_quantize_ref(dq_SBND, dk_SBGD, dv_SBGD, cos, sin, fmt, scale, amax)
     parts = [x if x.stride(-1) == 1 else x.contiguous() for x in (dq_SBND, dk_SBGD, dv_SBGD)]
     S, B, G, D = dk_SBGD.shape
-    group = dq_SBND.shape[2] // G + 2
-    tokens, heads, half = S * B, G * group, D // 2
-    padded, width = padded_rows(tokens), heads * D
-    device = dq_SBND.device
-    words = padded // 4
-    programs = triton.cdiv(words, WORDS) * heads
+    if D % 8:
+        raise ValueError(f"heads of {D} elements: on a GPU, a multiple of 8 is needed")
+    heads = dq_SBND.shape[2] // G + 2
+    tokens, width = S * B, G * heads * D
+    padded, device = padded_rows(tokens), dq_SBND.device
+    source = (*parts, cos, sin, B, *(x.stride()[:3] for x in parts))
+    tile, options = tile_of(D // 2), (heads, D // 2)
+    if scale is None:
+        few = tile._replace(rows=AMAX_ROWS)
+        amaxes = launch_amax(load_joined, source, tokens, width, few, options=options)
+        scale = group_scale(amaxes, fmt, power_of_two=True)
     codes = torch.empty(tokens, width, dtype=fmt.dtype, device=device)
     codes_t = torch.empty(width, padded, dtype=fmt.dtype, device=device)
-    strides = [stride for x in parts for stride in x.stride()[:3]]
-    shape = {"GROUP": group, "HALF": half, "WORDS": WORDS, "BLOCK": triton.next_power_of_2(half)}
-
-    def launch(amax: Tensor | None, scale: Tensor | None) -> None:
-        _join_kernel[(programs,)](
-            *parts,
-            cos,
-            sin,
-            amax,
-            scale,
-            codes.view(torch.uint8),
-            codes_t.view(torch.int32),
-            tokens,
-            words,
-            B,
-            heads,
-            *strides,
-            FORMAT=fmt.triton_dtype,
-            **shape,
-            num_warps=WARPS,
-        )
-
-    if scale is None:
-        amaxes = torch.empty(programs, dtype=torch.float32, device=device)
-        launch(amaxes, None)
-        scale = group_scale(amaxes, fmt, power_of_two=True)
-    launch(None if amax is None else amax.view(torch.int32), scale)
+    launch_emit(
+        load_joined,
+        source,
+        (Matrix(codes, codes_t, scale),),
+        (Placed(0, fmt), Placed(0, fmt, further=D // 2)),
+        (tokens, padded, width),
+        tile,
+        options=options,
+        amax=amax,
+    )
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(codes_t, scale, TENSOR, fmt))

@@ -28,8 +28,11 @@ from coatlm.fp8.formats import Coding, Fp8Format
 from coatlm.fp8.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements a program, where there is an amax for each group
-BLOCK, WARPS = 2048, 4  # elements at a time, where there is one for all: 32 bytes of BF16 a thread
+TILE = 8192  # elements per program, where there is an amax for each block
+BLOCK, WARPS = (
+    2048,
+    4,
+)  # elements at a time, where there is one for all: 32 bytes of BF16 per thread
 PROGRAMS_PER_SM = 16  # there
 STAGE_TWO = 16384  # most amaxes that one program reduces
 
@@ -143,7 +146,7 @@ def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
-    """Every `num_programs`-th block: one amax a program."""
+    """Every `num_programs`-th block: one amax per program."""
     program, at = tl.program_id(0), tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(program.to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -159,6 +162,15 @@ def _group_scale_kernel(
     at = tl.arange(0, BLOCK)
     amax = amax_of(tl.load(amax_ptr + at, mask=at < n, other=0.0), 0)
     tl.store(scale_ptr, scale_of(amax, TOP, POWER))
+
+
+@triton.jit
+def _scales_kernel(
+    amax_ptr, scale_ptr, n, TOP: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
+    tl.store(scale_ptr + at, scale_of(amax, TOP, POWER), mask=at < n)
 
 
 def _flat_group_amax(x: Tensor, size: int) -> Tensor:
@@ -205,6 +217,15 @@ def group_scale(
     block = triton.next_power_of_2(amax.numel())
     top = fmt.max * 2.0**-margin
     _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
+    return scale
+
+
+def scales_of(amax: Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Tensor:
+    """The scale of every amax (fp32 [n]), fp32 [n]."""
+    if not amax.is_cuda:
+        return (power_of_two_ref if power_of_two else scale_ref)(amax, fmt)
+    scale, n = torch.empty_like(amax), amax.numel()
+    _scales_kernel[(triton.cdiv(n, BLOCK),)](amax, scale, n, fmt.max, power_of_two, BLOCK)
     return scale
 
 

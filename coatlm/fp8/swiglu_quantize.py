@@ -4,13 +4,13 @@
 
 Forward, one pass over x[M, 2F] = gate | up, a row in registers:
 
-    codes of a, one power-of-two scale a row                           into the down projection
-    codes of x, one power-of-two scale for 1 x `group` elements        saved for backward
+    codes of a, one power-of-two scale per row                         into the down projection
+    codes of x, one power-of-two scale per 1 x `group_size` elements   saved for backward
 
-Backward decodes x and makes, for the GEMMs of both linears, the codes of dx as they are and
-transposed, and those of a transposed: a is not saved. dx takes one scale for the tensor: unless it
-is given (delayed.py), a first pass over the same operands finds its amax, which is cheaper than to
-write dx in BF16 and read it back.
+Backward decodes x and writes, for the GEMMs of both linears, the codes of dx as they are and
+transposed, and those of a transposed: a is not saved. dx has one scale per tensor: unless it is
+given (delayed.py), a first pass over the same operands finds the amax, which is cheaper than to
+write dx in BF16 and read it back. The kernels of backward are those of emit.py.
 Rounding: a and dx from fp32 to FP8 directly.
 """
 
@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from coatlm.fp8 import swiglu_tiles
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.norm import processors
+from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.norm_quantize import (
     UNSCALED,
     empty_rows,
@@ -50,24 +50,23 @@ from coatlm.fp8.scaling import (
     scaled_codes_ref,
     top_exponent,
 )
-from coatlm.fp8.transpose import Tile, padded_rows, padded_t
+from coatlm.fp8.transpose import padded_rows, padded_t
 
-RUN = 16  # elements of gate, and of up, that a thread of forward takes at a time
-CHUNKS = 6  # most times it does so; more would not fit in registers
-TILE = Tile(32, 128, 8, 16, 4)  # of a in backward
-AMAX_TILE = Tile(4, 256, 16, 1, 2)  # to find the amax of dx
-PROGRAMS_PER_SM = 16  # of the pass that finds an amax
+RUN = 16  # elements of gate, and of up, per thread and chunk in forward
+CHUNKS = 6  # at most; more would not fit in registers
+TILE = TileShape(32, 128, 8, 16, 4)  # of a in backward
+AMAX_TILE = TileShape(4, 256, 16, 1, 2)  # to find the amax of dx
 
 
 class Activated(NamedTuple):
-    """What forward makes; `saved` is None unless asked for."""
+    """The results of forward; `saved` is None unless asked for."""
 
-    a: QTensor  # [M, F], a scale a row
-    saved: QTensor | None  # x, [M, 2F], a scale a group
+    a: QTensor  # [M, F], a scale per row
+    saved: QTensor | None  # x, [M, 2F], a scale per block
 
 
 class Gradients(NamedTuple):
-    """What backward makes, each with one scale. M' is M padded for the GEMM (transpose.py)."""
+    """The results of backward, each with one scale. M' is M padded for the GEMM (transpose.py)."""
 
     dx: QTensor  # [M, 2F]
     dx_t: QTensor  # [2F, M']
@@ -153,7 +152,7 @@ def _swiglu_quantize_kernel(
     TOP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """A row, in chunks of RUN elements a thread: a stays in registers until its scale is known."""
+    """A program takes a row in chunks, and holds a in registers until its scale is known."""
     WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
     GROUPS: gl.constexpr = 32 * WARPS // WIDE  # a chunk
@@ -193,7 +192,7 @@ def _swiglu_quantize_kernel(
 def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
     """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
 
-    `group_size`: elements a scale of the x that is saved; 0 saves nothing. Raises ValueError where
+    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError where
     it does not divide F.
     """
     m, f = x.shape[0], x.shape[1] // 2
@@ -216,10 +215,11 @@ def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
         TOP=top_exponent(E4M3),
         **_row_tile(f, size),
     )
-    kept = None
+    in_fp8 = None
     if saved is not None and exponents is not None:
-        kept = QTensor(saved, exponents.view(torch.float8_e8m0fnu), block(1, group_size), E4M3)
-    return Activated(QTensor(codes, scale, ROW, E4M3), kept)
+        powers = exponents.view(torch.float8_e8m0fnu)
+        in_fp8 = QTensor(saved, powers, block(1, group_size), E4M3)
+    return Activated(QTensor(codes, scale, ROW, E4M3), in_fp8)
 
 
 def _row_tile(f: int, size: int) -> dict[str, int]:
@@ -260,29 +260,20 @@ def swiglu_backward_quantize(
     dx = torch.empty(m, 2 * f, dtype=fmt.dtype, device=device)
     dx_t = torch.empty(2 * f, padded, dtype=fmt.dtype, device=device)
     a_t = torch.empty(f, padded, dtype=E4M3.dtype, device=device) if with_a else None
-    programs = triton.cdiv(padded, TILE.rows) * triton.cdiv(f, TILE.columns)
-    swiglu_tiles.swiglu_backward_kernel[(programs,)](
-        da,
-        elements,
-        exponents,
-        scale,
-        a_scale,
-        dx.view(torch.uint8),
-        dx_t.view(torch.int32),
-        None if a_t is None else a_t.view(torch.int32),
-        None if amax is None else amax.view(torch.int32),
-        m,
-        padded,
-        f,
-        FORMAT=fmt.triton_dtype,
-        A_FORMAT=E4M3.triton_dtype,
-        SIZE=size,
-        ROWS=TILE.rows,
-        COLUMNS=TILE.columns,
-        RUN=TILE.run,
-        DOWN=TILE.down,
-        WARPS=TILE.warps,
-        num_warps=TILE.warps,
+    gradient = Matrix(dx, dx_t, scale)
+    values: tuple[Placed, ...] = (Placed(0, fmt, 2, 0), Placed(0, fmt, 2, 1))
+    matrices: tuple[Matrix, ...] = (gradient,)
+    if a_t is not None:
+        matrices, values = (gradient, Matrix(None, a_t, a_scale)), (*values, Placed(1, E4M3))
+    launch_emit(
+        swiglu_tiles.load_gradient,
+        (da, elements, exponents),
+        matrices,
+        values,
+        (m, padded, f),
+        TILE._replace(inner=min(size, 16)),
+        options=(size, with_a),
+        amax=amax,
     )
     return Gradients(
         QTensor(dx, scale, TENSOR, fmt),
@@ -295,22 +286,8 @@ def _gradient_scale(
     da: Tensor, elements: Tensor, exponents: Tensor | None, size: int, fmt: Fp8Format
 ) -> Tensor:
     """The scale [] of dx, from a pass over its operands."""
+    source, load = (da, elements, exponents), swiglu_tiles.load_largest
+    tile = AMAX_TILE._replace(inner=min(size, 16))
     m, f = da.shape
-    count = triton.cdiv(m, AMAX_TILE.rows) * triton.cdiv(f, AMAX_TILE.columns)
-    programs = min(count, PROGRAMS_PER_SM * processors(da.device))
-    amax = torch.empty(programs, dtype=torch.float32, device=da.device)
-    swiglu_tiles.swiglu_amax_kernel[(programs,)](
-        da,
-        elements,
-        exponents,
-        amax,
-        m,
-        f,
-        SIZE=size,
-        ROWS=AMAX_TILE.rows,
-        COLUMNS=AMAX_TILE.columns,
-        RUN=AMAX_TILE.run,
-        WARPS=AMAX_TILE.warps,
-        num_warps=AMAX_TILE.warps,
-    )
+    amax = launch_amax(load, source, m, f, tile, options=size)
     return group_scale(amax, fmt, power_of_two=True)

@@ -240,8 +240,9 @@ class ProjMLP(torch.autograd.Function):
         d = flow.gradient("fc2_grad", dout)
         da = flow.input_gradient(d.direct, fc2, w2_scale)
         scale, amax = flow.scales.slot("fc1_grad")
-        options = {"with_output": a is None, "scale": scale, "amax": amax}
-        g, a_t = producers.swiglu_gradient(da, gate_up, a_scale, recipe, **options)
+        g, a_t = producers.swiglu_gradient(
+            da, gate_up, a_scale, recipe, with_output=a is None, scale=scale, amax=amax
+        )
         flow.record("fc1_grad", swiglu_gradient_rows(da, gate_up), g.direct)
         del da
         if a_t is None:

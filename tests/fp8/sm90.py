@@ -25,17 +25,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 SM90 = GPUTarget("cuda", 90, 32)
 
@@ -86,6 +89,41 @@ def compile_sm90(
     source = language(fn=kernel, signature=kinds, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=SM90, options=options)
+
+
+@contextmanager
+def launches_compiled(*modules: ModuleType) -> Iterator[list[CompiledKernel]]:
+    """Kernels (`*_kernel`) of these modules are compiled by a launch and not run; yields what was.
+
+    The signature is that of the launch's arguments, which may be tensors of any device, "meta" too.
+    """
+    made: list[CompiledKernel] = []
+    with ExitStack() as patches:
+        for module in modules:
+            for name, kernel in list(vars(module).items()):
+                if name.endswith("_kernel") and isinstance(kernel, JITFunction):
+                    launch = _Launch(kernel, made)
+                    patches.enter_context(mock.patch.object(module, name, launch))
+        yield made
+
+
+class _Launch:
+    def __init__(self, kernel: Any, made: list[CompiledKernel]) -> None:
+        self.kernel, self.made = kernel, made
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        kernel, backend = self.kernel, make_backend(SM90)
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def launch(*args: Any, **constants: Any) -> None:
+            bound, kinds, _ = bind(*args, **constants)
+            packed = kernel._pack_args(backend, constants, bound, kinds, None)
+            options, signature, constexprs, attrs = packed
+            language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+            source = language(kernel, signature, constexprs, attrs)
+            self.made.append(triton.compile(source, target=SM90, options=options.__dict__))
+
+        return launch
 
 
 def access_bytes(compiled: CompiledKernel) -> list[int]:

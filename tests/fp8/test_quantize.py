@@ -7,7 +7,6 @@ the interpreter, and the division they use is checked with the C library's fused
 import ctypes
 import ctypes.util
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -157,13 +156,6 @@ def test_group_scaling_quantizes_as_current_scaling_does() -> None:
     assert torch.equal(own_scale.scale, scale) and torch.equal(bits(own_scale), bits(given_scale))
 
 
-def test_transpose_gives_the_codes_of_the_transposed_matrix() -> None:
-    x = random(4).view(13, 10, 256)
-    q = quantize(x, fmt=E4M3, granularity=TENSOR, transpose=True)
-    assert q.codes_t is not None and q.codes_t.is_contiguous()
-    assert torch.equal(q.codes_t.view(torch.uint8), bits(q).view(130, 256).t())
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES[1:], ids=str)
 def test_e8m0_scales_cost_a_byte_and_at_most_a_bit_of_range(granularity: Granularity) -> None:
     x = random(5)
@@ -175,10 +167,10 @@ def test_e8m0_scales_cost_a_byte_and_at_most_a_bit_of_range(granularity: Granula
     assert torch.equal(bits(q), cast(x / scale, E4M3).view(torch.uint8))
 
 
-def test_nbytes_counts_codes_scales_and_transpose() -> None:
+def test_nbytes_counts_codes_and_scales() -> None:
     x = random(6, 128, 256)
     assert quantize(x, fmt=E4M3, granularity=block(1, 16)).nbytes == x.numel() * (1 + 4 / 16)
-    assert quantize(x, fmt=E4M3, granularity=TENSOR, transpose=True).nbytes == 2 * x.numel() + 4
+    assert quantize(x, fmt=E4M3, granularity=TENSOR).nbytes == x.numel() + 4
 
 
 def test_dequantize_rounds_once_to_the_dtype_asked_for() -> None:
@@ -205,24 +197,17 @@ def test_an_empty_tensor_has_no_codes(granularity: Granularity, shape: tuple[int
     assert q.shape == shape and q.scale.shape == granularity.scale_shape(torch.Size(shape))
 
 
-def test_an_empty_matrix_has_an_empty_transpose() -> None:
-    q = quantize(torch.empty(0, 8), fmt=E4M3, granularity=TENSOR, transpose=True)
-    assert q.codes_t is not None and q.codes_t.shape == (8, 0)
-
-
 ONE = torch.ones(())
 REFUSED: list[tuple[str, Tensor, dict[str, Any]]] = [
     ("x.dtype", torch.ones(2, 128).double(), {"granularity": TENSOR}),
     ("multiples of 128", torch.ones(2, 100), {"granularity": block(1, 128)}),
     ("multiples of 16", torch.ones(()), {"granularity": block(1, 16)}),
     ("blocks need a matrix", torch.ones(2, 2, 128), {"granularity": block(128, 128)}),
-    ("go with TENSOR", torch.ones(2, 128), {"granularity": ROW, "scale": ONE}),
-    ("go with TENSOR", torch.ones(2, 128), {"granularity": block(128, 128), "transpose": True}),
+    ("for TENSOR alone", torch.ones(2, 128), {"granularity": ROW, "scale": ONE}),
     ("scale", torch.ones(2, 128), {"granularity": TENSOR, "scale": torch.ones(1)}),
     ("scale", torch.ones(2, 128), {"granularity": TENSOR, "scale": ONE.bfloat16()}),
     ("scale_dtype", torch.ones(2, 128), {"granularity": ROW, "scale_dtype": torch.float16}),
     ("scale_dtype", torch.ones(2, 128), {"granularity": TENSOR, "scale_dtype": E8M0}),
-    ("transpose", torch.ones(128), {"granularity": TENSOR, "transpose": True}),
 ]
 
 
@@ -338,44 +323,6 @@ def test_kernel_for_sm90_moves_all_elements_in_16_byte_accesses(
     bytes_a_thread = module.THREAD * (dtype.itemsize + 1)
     assert access_bytes(kernel).count(16) == bytes_a_thread // 16
     assert "f64" not in kernel.asm["ptx"]
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_transposing_kernel_for_sm90_converts_once_and_moves_16_bytes_at_a_time(
-    fmt: Fp8Format, dtype: torch.dtype
-) -> None:
-    rows, columns = module.TRANSPOSE_TILE
-    kernel = compile_sm90(
-        module._transpose_kernel,
-        {"x_ptr": POINTER[dtype], "code_ptr": "*u8", "code_t_ptr": "*i32", "scale_ptr": "*fp32"}
-        | {"M": "i32", "K": "i32"},
-        {"FORMAT": fmt.triton_dtype, "ROWS": rows, "COLUMNS": columns},
-        aligned=("M", "K"),
-        num_warps=module.TRANSPOSE_WARPS,
-    )
-    assert set(access_bytes(kernel)) == {4, 16}  # 4 is the scale
-    a_thread = rows * columns // (32 * module.TRANSPOSE_WARPS)
-    assert len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2", kernel.asm["ptx"])) == a_thread // 2
-    assert "shared.b8" not in kernel.asm["ptx"]  # no byte changes threads by itself
-
-
-def permuted(first: int, second: int, selector: int) -> int:
-    """PTX's prmt.b32."""
-    both_words = first.to_bytes(4, "little") + second.to_bytes(4, "little")
-    return int.from_bytes(bytes(both_words[selector >> 4 * i & 7] for i in range(4)), "little")
-
-
-def test_the_words_that_the_kernel_stores_are_columns_of_four_rows() -> None:
-    rows = torch.arange(16, dtype=torch.uint8).view(4, 4)
-    registers = {
-        f"${4 + i}": int.from_bytes(bytes(row.tolist()), "little") for i, row in enumerate(rows)
-    }
-    for line in re.findall(r"prmt\.b32 (.*);", module.TRANSPOSE_4X4.value):
-        to, first, second, selector = line.split(", ")
-        registers[to] = permuted(registers[first], registers[second], int(selector, 16))
-    columns = [list(registers[f"${i}"].to_bytes(4, "little")) for i in range(4)]
-    assert columns == rows.t().tolist()
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES[1:], ids=str)

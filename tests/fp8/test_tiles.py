@@ -1,12 +1,23 @@
-"""The flow's tile kernels and their smaller companions compile for sm_90. Results: on a GPU."""
+"""Kernels behind the epilogue compile for sm_90 as they are launched. Results: test_emit.py."""
+
+from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
 
+from coatlm.config.recipes import ROW, TENSOR, Operand, block
 from coatlm.fp8 import (
+    amax,
     attention,
+    emit,
+    launch,
+    loaders,
     rope,
     rope_quantize,
     scaling,
@@ -16,63 +27,34 @@ from coatlm.fp8 import (
     transpose,
 )
 from coatlm.fp8.formats import E4M3, E5M2
-from tests.fp8.sm90 import access_bytes, compile_sm90
+from coatlm.fp8.launch import Matrix, Placed, emit_operands
+from coatlm.fp8.qtensor import QTensor
+from tests.fp8.sm90 import access_bytes, compile_sm90, launches_compiled
 
-CODES, BYTES, WORDS = "*fp8e4nv", "*u8", "*i32"
-WIDE: dict[str, Any] = {"x_ptr": "*bf16", "scale_ptr": "*fp32"}
-SIZES = {"M": "i32", "padded": "i32", "K": "i32"}
-SOURCES = {  # what there is, what there is not
-    "gradient, both ways": (
-        WIDE | {"code_ptr": BYTES, "code_t_ptr": WORDS},
-        ["exponent_ptr", "row_ptr", "column_ptr", "amax_ptr"],
-    ),
-    "gradient, both ways, and its amax": (
-        WIDE | {"code_ptr": BYTES, "code_t_ptr": WORDS, "amax_ptr": WORDS},
-        ["exponent_ptr", "row_ptr", "column_ptr"],
-    ),
-    "gradient as it is, and its amax": (
-        WIDE | {"code_ptr": BYTES, "amax_ptr": WORDS},
-        ["exponent_ptr", "row_ptr", "column_ptr", "code_t_ptr"],
-    ),
-    "norm made again": (
-        {"x_ptr": CODES, "exponent_ptr": BYTES, "row_ptr": "*fp32", "column_ptr": "*bf16"}
-        | {"scale_ptr": "*fp32", "code_t_ptr": WORDS},
-        ["code_ptr", "amax_ptr"],
-    ),
-    "weight of forward's codes": (
-        WIDE | {"row_ptr": "*fp32", "code_t_ptr": WORDS},
-        ["exponent_ptr", "column_ptr", "code_ptr", "amax_ptr"],
-    ),
-    "codes moved": (
-        {"x_ptr": BYTES, "scale_ptr": "*fp32", "code_t_ptr": WORDS},
-        ["exponent_ptr", "row_ptr", "column_ptr", "code_ptr", "amax_ptr"],
-    ),
-}
+M, K = 1024, 512
+CODES, BYTES = "*fp8e4nv", "*u8"
 
 
-def tile_options(tile: transpose.Tile) -> dict[str, int]:
-    rows, columns, run, down, warps = tile
-    return {"ROWS": rows, "COLUMNS": columns, "RUN": run, "DOWN": down, "WARPS": warps}
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_transposes_compile_for_sm90_with_16_byte_accesses(source: str) -> None:
-    pointers, absent = SOURCES[source]
-    tile = transpose.WIDE_TILE if pointers["x_ptr"] == "*bf16" else transpose.CODES_TILE
-    kernel = compile_sm90(
-        tiles.transpose_kernel,
-        pointers | SIZES,
-        dict.fromkeys(absent)
-        | {"FORMAT": E4M3.triton_dtype, "SIZE": 16, "CAST_ROWS": source.startswith("weight")}
-        | tile_options(tile),
-        aligned=tuple(SIZES),
-        num_warps=tile.warps,
-    )
-    assert access_bytes(kernel)[0] == 16
-    check_amax(kernel, "amax_ptr" in pointers)
+def fp32(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.float32)
 
 
-def check_amax(kernel: Any, wanted: bool) -> None:
+def saved(m: int, k: int) -> QTensor:
+    scale = empty(m, k // 16, dtype=torch.float8_e8m0fnu)
+    return QTensor(empty(m, k, dtype=E4M3.dtype), scale, block(1, 16), E4M3)
+
+
+def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> list[CompiledKernel]:
+    with launches_compiled(emit, amax) as made:
+        function(*args, **options)
+    return made
+
+
+def check_amax(kernel: CompiledKernel, wanted: bool) -> None:
     """One amax leaves a program, and an infinite quotient becomes NaN before it is converted."""
     ptx = kernel.asm["ptx"]
     assert ("max.s32" in "".join(line for line in ptx.splitlines() if "global" in line)) is wanted
@@ -80,59 +62,114 @@ def check_amax(kernel: Any, wanted: bool) -> None:
     assert (fused is not None) is wanted
 
 
-@pytest.mark.parametrize("delayed", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
-def test_swiglu_backward_compiles_for_sm90_without_divisions(kept: bool, delayed: bool) -> None:
-    x: dict[str, Any] = {"x_ptr": CODES, "exponent_ptr": BYTES} if kept else {"x_ptr": "*bf16"}
-    absent = {} if kept else {"exponent_ptr": None}
-    amax: dict[str, Any] = {"amax_ptr": WORDS} if delayed else {}
-    tile = swiglu_quantize.TILE
-    kernel = compile_sm90(
-        swiglu_tiles.swiglu_backward_kernel,
-        {"da_ptr": "*bf16", **x, "dx_scale_ptr": "*fp32", "a_scale_ptr": "*fp32"}
-        | {"dx_ptr": BYTES, "dx_t_ptr": WORDS, "a_t_ptr": WORDS, **amax}
-        | {"M": "i32", "padded": "i32", "F": "i32"},
-        absent
-        | ({} if delayed else {"amax_ptr": None})
-        | {"FORMAT": E5M2.triton_dtype, "A_FORMAT": E4M3.triton_dtype, "SIZE": 16}
-        | tile_options(tile),
-        aligned=("M", "padded", "F"),
-        num_warps=tile.warps,
+BOTH = {"direct": True, "transposed": True}
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gradient, both ways": (empty(M, K), BOTH),
+    "gradient, both ways, and its amax": (empty(M, K), BOTH | {"amax": fp32()}),
+    "gradient as it is, and its amax": (empty(M, K), {"direct": True, "amax": fp32()}),
+    "recomputed norm, transposed": (
+        saved(M, K),
+        {"transposed": True, "row": fp32(M), "column": empty(K)},
+    ),
+    "recomputed norm": (saved(M, K), {"direct": True, "row": fp32(M), "column": empty(K)}),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_matrices_compile_for_sm90_with_16_byte_accesses(source: str) -> None:
+    x, options = SOURCES[source]
+    (kernel,) = compiled(transpose._quantize, x, fp32(), E5M2, **options)
+    assert access_bytes(kernel)[0] == 16
+    assert "shared.b8" not in kernel.asm["ptx"]  # no byte changes threads by itself
+    check_amax(kernel, "amax" in options)
+
+
+def test_weights_and_moved_codes_compile_for_sm90_with_16_byte_accesses() -> None:
+    for load, source, tile in (
+        (loaders.load_forward_codes, (empty(M, K), fp32(M)), launch.WIDE_TILE),
+        (loaders.load_codes, (empty(M, K, dtype=torch.uint8),), launch.CODES_TILE),
+    ):
+        options = {"transposed": True}
+        (kernel,) = compiled(transpose._launch, load, source, fp32(), E4M3, tile, **options)
+        assert access_bytes(kernel)[0] == 16
+
+
+OPERANDS = [
+    Operand("e4m3", granularity, power_of_two=power)
+    for granularity in (TENSOR, ROW, block(1, 128), block(128, 128))
+    for power in (True, False)
+]
+
+
+@pytest.mark.parametrize("operand", OPERANDS, ids=str)
+def test_operands_compile_for_sm90(operand: Operand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "scales_of", lambda amaxes, fmt, **options: amaxes)
+    scale = fp32() if operand.granularity == TENSOR else None
+    kernels = compiled(emit_operands, empty(1, K), operand, operand, scale, None, 128)
+    kernels = compiled(emit_operands, empty(M, K), operand, operand, scale, None, M)
+    assert len(kernels) == (2 if operand.granularity == ROW else 1)
+    assert access_bytes(kernels[-1])[0] == 16
+    assert ("div.rn" in kernels[-1].asm["ptx"]) is not (
+        operand.power_of_two and operand.granularity.columns is None
     )
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_swiglu_backward_compiles_for_sm90_without_divisions(
+    in_blocks: bool, delayed: bool
+) -> None:
+    x = saved(M, 2 * K) if in_blocks else None
+    source = (empty(M, K), x.codes, x.scale.view(torch.uint8)) if x else (
+        empty(M, K), empty(M, 2 * K), None)  # fmt: skip
+    gradient = Matrix(empty(M, 2 * K, dtype=E5M2.dtype), empty(2 * K, M, dtype=E5M2.dtype), fp32())
+    a = Matrix(None, empty(K, M, dtype=E4M3.dtype), fp32())
+    values = (Placed(0, E5M2, 2, 0), Placed(0, E5M2, 2, 1), Placed(1, E4M3))
+    (kernel,) = compiled(
+        launch.launch_emit, swiglu_tiles.load_gradient, source, (gradient, a), values, (M, M, K),
+        swiglu_quantize.TILE, options=(16, True), amax=fp32() if delayed else None,
+    )  # fmt: skip
     assert "div.full" not in kernel.asm["ptx"] and "div.rn" not in kernel.asm["ptx"]
     check_amax(kernel, delayed)
-    tile = swiglu_quantize.AMAX_TILE
-    options = tile_options(tile)
-    del options["DOWN"]
-    compile_sm90(
-        swiglu_tiles.swiglu_amax_kernel,
-        {"da_ptr": "*bf16", **x, "amax_ptr": "*fp32", "M": "i32", "F": "i32"},
-        absent | {"SIZE": 16} | options,
-        aligned=("M", "F"),
-        num_warps=tile.warps,
-    )
+    load, tile = swiglu_tiles.load_largest, swiglu_quantize.AMAX_TILE
+    compiled(launch.launch_amax, load, source, M, K, tile, options=16)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"scale_ptr": "*fp32"}, {"amax_ptr": "*fp32"}, {"scale_ptr": "*fp32", "amax_ptr": WORDS}],
-    ids=["codes", "amax", "codes and amax"],
-)
-def test_rotary_gradients_compile_for_sm90(given: dict[str, str]) -> None:
-    strides = {f"{x}_{axis}": "i32" for x in "qkv" for axis in "sbn"}
-    kernel = compile_sm90(
-        rope_quantize._join_kernel,
-        {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "cos_ptr": "*fp32"}
-        | {"sin_ptr": "*fp32", **given, "code_ptr": BYTES, "code_t_ptr": WORDS}
-        | {"tokens": "i32", "words": "i32", "B": "i32", "heads": "i32", **strides},
-        dict.fromkeys({"amax_ptr", "scale_ptr"} - set(given))
-        | {"FORMAT": E5M2.triton_dtype}
-        | {"GROUP": 3, "HALF": 64, "WORDS": rope_quantize.WORDS, "BLOCK": 64},
-        aligned=("tokens", "words", *strides),
-        num_warps=rope_quantize.WARPS,
-    )
-    if "scale_ptr" in given:
-        check_amax(kernel, "amax_ptr" in given)
+@pytest.mark.parametrize("half", [64, 40, 32])
+@pytest.mark.parametrize("delayed", [True, False])
+def test_rotary_gradients_compile_for_sm90(delayed: bool, half: int) -> None:
+    parts = [empty(256, 4, heads, 2 * half) for heads in (4, 2, 2)]
+    strides = [x.stride()[:3] for x in parts]
+    source = (*parts, fp32(256, half), fp32(256, half), 4, *strides)
+    width, tile, options = 16 * half, rope_quantize.tile_of(half), (4, half)
+    codes = Matrix(empty(M, width, dtype=E5M2.dtype), empty(width, M, dtype=E5M2.dtype), fp32())
+    values = (Placed(0, E5M2), Placed(0, E5M2, further=half))
+    (kernel,) = compiled(
+        launch.launch_emit, rope_quantize.load_joined, source, (codes,), values, (M, M, width),
+        tile, options=options, amax=fp32() if delayed else None,
+    )  # fmt: skip
+    check_amax(kernel, delayed)
+    assert access_bytes(kernel)[0] == 16
+    few = tile._replace(rows=rope_quantize.AMAX_ROWS)
+    compiled(launch.launch_amax, rope_quantize.load_joined, source, M, width, few, options=options)
+
+
+def permuted(first: int, second: int, selector: int) -> int:
+    """PTX's prmt.b32."""
+    both_words = first.to_bytes(4, "little") + second.to_bytes(4, "little")
+    return int.from_bytes(bytes(both_words[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def test_the_words_that_the_kernel_stores_are_columns_of_four_rows() -> None:
+    rows = torch.arange(16, dtype=torch.uint8).view(4, 4)
+    registers = {
+        f"${4 + i}": int.from_bytes(bytes(row.tolist()), "little") for i, row in enumerate(rows)
+    }
+    for line in re.findall(r"prmt\.b32 (.*);", tiles.TRANSPOSE_4X4.value):
+        to, first, second, selector = line.split(", ")
+        registers[to] = permuted(registers[first], registers[second], int(selector, 16))
+    columns = [list(registers[f"${i}"].to_bytes(4, "little")) for i in range(4)]
+    assert columns == rows.t().tolist()
 
 
 def test_small_kernels_of_the_flow_compile_for_sm90() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from coatlm.config.recipes import Operand
 from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import quantize_rows
+from coatlm.fp8.operand import emit
 from coatlm.fp8.qtensor import ROW, TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale, group_amax
@@ -66,6 +68,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
     def quantized(granularity: Any, **options: Any) -> Launch:
         return lambda: quantize(x, fmt=E4M3, granularity=granularity, **options)
 
+    any_scale = Operand("e4m3", TENSOR, power_of_two=False)
     e8m0 = {"scale_dtype": torch.float8_e8m0fnu}
     return {
         "copy": (lambda: to.copy_(x), 4 * n),
@@ -75,7 +78,10 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
         "1x128": (quantized(block(1, 128)), (3 + 4 / 128) * n),
         "128x128": (quantized(block(128, 128)), 3 * n),
         "row": (quantized(ROW), 3 * n),
-        "cast + transpose": (quantized(TENSOR, scale=scale, transpose=True), 4 * n),
+        "cast + transpose": (
+            lambda: emit(x, direct=any_scale, transposed=any_scale, scale=scale),
+            4 * n,
+        ),
         "amax of 1x128": (lambda: group_amax(x, 128), (2 + 4 / 128) * n),
         "tensor, own amax": (quantized(TENSOR), 5 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),

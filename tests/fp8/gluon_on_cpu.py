@@ -1,0 +1,206 @@
+"""Run Gluon kernels on CPU tensors, one program after the other, with NumPy in place of a GPU.
+
+Triton's interpreter does not take Gluon. What the kernels of coatlm/fp8/emit.py use is simulated:
+arithmetic in fp32, casts to FP8 (which saturate, as those of sm_90 do), masks and addresses.
+Layouts and shared memory are not: they do not change results.
+
+    with simulated(emit, tiles, loaders):  # every module that has code of the kernels
+        launch_emit(...)  # with CPU tensors
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+
+FP8 = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
+FP8_OF_TRITON = {fmt.triton_dtype: fmt for fmt in (E4M3, E5M2)}
+
+
+class Tile(np.ndarray):
+    """A tensor of a kernel; `fmt` is set where the bytes are FP8 codes."""
+
+    fmt: Fp8Format | None = None
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(array).view(Tile)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Tile:
+        """Triton's `to`: a cast, or other bits of the same size."""
+        if bitcast:
+            return tile(np.array(self).view(dtype))
+        if dtype in FP8_OF_TRITON:
+            fmt = FP8_OF_TRITON[dtype]
+            values = torch.from_numpy(np.array(self, dtype=np.float32))
+            codes = values.clamp(-fmt.max, fmt.max).to(fmt.dtype)  # NaN stays
+            made = tile(codes.view(torch.uint8).numpy())
+            made.fmt = fmt
+            return made
+        if self.fmt is not None:
+            codes = torch.from_numpy(np.array(self)).view(self.fmt.dtype)
+            return tile(codes.float().numpy())
+        return tile(np.array(self).astype(dtype))
+
+
+def tile(x: Any) -> Tile:
+    return np.asarray(x).view(Tile)
+
+
+class Pointer:
+    """Elements of a CPU tensor."""
+
+    def __init__(self, tensor: Tensor, at: Any = 0) -> None:
+        self.tensor, self.at, self.fmt = tensor, at, FP8.get(tensor.dtype)
+        flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        self.widened = flat.float().numpy() if tensor.dtype == torch.bfloat16 else None
+        self.flat = (flat.view(torch.uint8) if self.fmt else flat) if self.widened is None else None
+        kind = np.dtype(np.uint8) if tensor.dtype == torch.uint8 else None
+        self.dtype = SimpleNamespace(element_ty=kind)
+
+    def __add__(self, more: Any) -> Pointer:
+        other = object.__new__(Pointer)
+        other.__dict__ = self.__dict__ | {"at": self.at + more}
+        return other
+
+    def place(self, mask: Any, like: Any = 0) -> tuple[Any, Any]:
+        at = np.asarray(self.at + self.tensor.storage_offset())
+        at, some, _ = np.broadcast_arrays(at, True if mask is None else mask, like)
+        return np.where(some, at, 0), some
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tile:
+    at, some = pointer.place(mask)
+    source = pointer.widened if pointer.flat is None else pointer.flat.numpy()
+    assert (at[some] < len(source)).all() and (at[some] >= 0).all(), "a load out of bounds"
+    made = tile(np.where(some, source[at], np.asarray(other).astype(source.dtype)))
+    made.fmt = pointer.fmt
+    return made
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    at, some = pointer.place(mask, value)
+    assert pointer.flat is not None
+    target = pointer.flat.numpy()
+    assert (at[some] < len(target)).all() and (at[some] >= 0).all(), "a store out of bounds"
+    assert len(np.unique(at[some])) == some.sum(), "two threads store to one place"
+    target[at[some]] = np.broadcast_to(value, at.shape)[some].astype(target.dtype)
+
+
+def atomic_max(pointer: Pointer, value: Any, mask: Any = None, sem: str = "") -> None:
+    at, some = pointer.place(mask, value)
+    assert pointer.flat is not None
+    np.maximum.at(pointer.flat.numpy(), at[some], np.broadcast_to(value, at.shape)[some])
+
+
+def inline_asm(asm: Any, _: str, args: list[Any], **options: Any) -> Tile:
+    """The two pieces of assembly of these kernels."""
+    if len(args) == 4:  # the bytes of four rows in one word
+        words = sum(np.array(x).astype(np.uint32) << 8 * i for i, x in enumerate(args))
+        return tile(np.asarray(words).view(np.int32))
+    assert "rcp.approx" in getattr(asm, "value", asm)
+    return tile(1 / (1 + np.exp(-args[0])))
+
+
+def fma(a: Any, b: Any, c: Any) -> Tile:
+    exact = np.asarray(a, np.float64) * np.asarray(b, np.float64) + np.asarray(c, np.float64)
+    return tile(exact.astype(np.float32))
+
+
+def language(program: list[int]) -> SimpleNamespace:
+    """What `gl` and `tl` are in a kernel. `program`: its number, and how many there are."""
+    types = {name: np.dtype(name) for name in ("uint8", "int32", "uint32", "int64", "float32")}
+    layouts = dict.fromkeys(["BlockedLayout", "SliceLayout"], lambda *args: None)
+    return SimpleNamespace(
+        **types,
+        **layouts,
+        float8e4nv=E4M3.triton_dtype,
+        constexpr=triton.language.constexpr,
+        PropagateNan=triton.language.PropagateNan,
+        static_range=range,
+        program_id=lambda axis: tile(program[0]),
+        num_programs=lambda axis: program[1],
+        cdiv=lambda a, b: tile(-(-a // b)),
+        arange=lambda start, stop, layout=None: tile(np.arange(start, stop)),
+        full=lambda shape, value, dtype, layout=None: tile(np.full(shape, value, dtype)),
+        load=load,
+        store=store,
+        atomic_max=atomic_max,
+        convert_layout=lambda x, layout: x,
+        inline_asm_elementwise=inline_asm,
+        max=lambda x, axis: tile(np.max(x, axis)),
+        reduce=lambda x, axis, combine: tile(np.max(x, axis)),
+        maximum=lambda a, b, propagate_nan=None: tile(np.maximum(a, b)),
+        minimum=lambda a, b: tile(np.minimum(a, b)),
+        abs=lambda x: tile(np.abs(x)),
+        where=lambda some, a, b: (
+            tile(np.where(some, a, np.asarray(b).astype(a.dtype)))
+            if isinstance(a, np.ndarray)
+            else tile(np.where(some, a, b))
+        ),
+        div_rn=lambda a, b: tile(np.float32(a) / np.float32(b)),
+        fma=fma,
+    )
+
+
+def argument(value: Any) -> Any:
+    """As a kernel sees it."""
+    if isinstance(value, tuple):
+        return tuple(argument(item) for item in value)
+    if isinstance(value, Tensor):
+        return Pointer(value)
+    return tile(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class Kernel:
+    """A Gluon kernel that is launched as on a GPU."""
+
+    def __init__(self, kernel: Any, program: list[int]) -> None:
+        self.kernel, self.program = kernel, program
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+            for program in range(grid[0]):
+                self.program[:] = [program, grid[0]]
+                with np.errstate(all="ignore"):
+                    self.kernel.fn(*map(argument, args), **constants)
+
+        return launch
+
+
+@contextmanager
+def simulated(*modules: ModuleType) -> Iterator[None]:
+    """The kernels (`*_kernel`) of these modules run on CPU tensors."""
+    program = [0, 1]
+    fake = language(program)
+    changes = [
+        mock.patch.object(module, name, fake)
+        for module, name in itertools.product(modules, ("gl", "tl"))
+        if hasattr(module, name)
+    ]
+    changes += [
+        mock.patch.object(module, name, Kernel(value, program))
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and isinstance(value, JITFunction)
+    ]
+    call = mock.patch.object(JITFunction, "__call__", lambda self, *a, **k: self.fn(*a, **k))
+    with call:
+        for change in changes:
+            change.start()
+        try:
+            yield
+        finally:
+            for change in changes:
+                change.stop()
