@@ -70,8 +70,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, stop")
-    parser.add_argument("--ranks", type=int, help="with --dry-run: plan for so many processes")
+    parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, exit")
+    parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many processes")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="SECTION", help="print all keys, or a section's"
     )
@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.keys is None and args.config is None:
         parser.error("CONFIG.yaml is missing")
     if args.ranks is not None and not args.dry_run:
-        parser.error(f"--ranks {args.ranks} goes with --dry-run; torchrun or srun start processes")
+        parser.error(f"--ranks {args.ranks} needs --dry-run; torchrun or srun start processes")
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         parser.error(f"--ranks {args.ranks}: 1 to {MOST_RANKS:,} processes")
     return args

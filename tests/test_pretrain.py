@@ -154,7 +154,7 @@ def test_a_model_beyond_the_memory_is_refused_before_anything_is_built(
         (["--dry-run", "--ranks", "-8"], "--ranks -8: 1 to 1,048,576 processes"),
         (["--dry-run", "--ranks", str(10**30)], "1 to 1,048,576 processes"),
         (["--dry-run", "--ranks", "many"], "argument --ranks: invalid int value: 'many'"),
-        (["--ranks", "8"], "--ranks 8 goes with --dry-run"),
+        (["--ranks", "8"], "--ranks 8 needs --dry-run"),
         (["--dry-run", "--rank-count", "8"], "unrecognized arguments: --rank-count"),
         (["--dry-run", "model.layers=1000000"], "model.layers=1000000: "),
         (["--dry-run", f"run.seed={2**64}"], f"run.seed={2**64}: "),

@@ -1,10 +1,10 @@
 """Benchmarks: `python tools/bench.py NAME [options]` prints a table and writes JSON with --out.
 
 Rows are measured one after the other, each in its own process, so that no row inherits memory or
-caches of another; the next processes import their libraries meanwhile. (The rows of `reduce` use
-several GPUs, are short and share one set of processes.) Peers that are not installed are skipped
-and named. Times are medians over steps, from CUDA events or with a synchronized device. Compare
-ratios within one run, because machines differ.
+caches of another; processes of later rows import their libraries meanwhile. (The rows of `reduce`
+use several GPUs, are short and share one set of processes.) Peers that are not installed are
+skipped and named. Times are medians over steps, from CUDA events or with a synchronized device.
+Compare ratios within one run, because machines differ.
 """
 
 from __future__ import annotations
@@ -55,16 +55,18 @@ AHEAD = 2  # processes that import their libraries while another row is measured
 def main() -> None:
     """Run one benchmark, or (--row) one row of it in this process."""
     parser = Parser(__doc__)
-    parser.add_argument("name", nargs="?", choices=BENCHMARKS, help="all of them unless given")
+    parser.add_argument("name", nargs="?", choices=BENCHMARKS, help="default: all of them")
     parser.add_argument(
         "--only", nargs="*", default=[], help="rows whose name contains one of these"
     )
     parser.add_argument("--out", type=Path, help="write the records here as JSON")
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="seconds; rows after that are left out"
+        "--budget", type=float, default=float("inf"), help="seconds; no row starts later"
     )
     parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("options", nargs="*", metavar="key=value", help="what the benchmark takes")
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="see the benchmark's module"
+    )
     flags = [word for word in sys.argv[1:] if word.startswith("--") and word[2:] in FLAGS]
     args = parser.parse_intermixed_args([word for word in sys.argv[1:] if word not in flags])
     names = [args.name] if args.name else list(BENCHMARKS)
@@ -114,7 +116,7 @@ def parse(name: str, options: list[str]) -> dict[str, str]:
 def check_gpus(names: list[str], options: list[str]) -> None:
     """Raise ValueError if a benchmark needs more GPUs than there are.
 
-    On a CPU it would take hours, and much memory.
+    On a CPU the benchmark would take hours, and much memory.
     """
     here = torch.cuda.device_count()
     for name in names:
@@ -193,7 +195,7 @@ class Row:
         return [{"row": self.row, "missing": "no time left"}]
 
     def measure(self) -> list[dict[str, Any]]:
-        """Measure; returns the records of the row (most have one), and the reason of a failure."""
+        """Measure; returns the row's records, and after a failure one with the reason."""
         output, errors = self.process.communicate("go\n")
         records = []
         for line in output.splitlines():

@@ -62,7 +62,7 @@ class Difference:
 def compare_records(
     a: Sequence[Record], b: Sequence[Record], *, file: str, rtol: float = 0.0
 ) -> Iterator[Difference]:
-    """The differences of two files in the order of steps; of equal identities the last counts."""
+    """Yield the differences of two files by step; of records with one identity the last counts."""
     ours, theirs = ({identity(record): record for record in records} for records in (a, b))
     logged = [{key for record in records for key in record} for records in (a, b)]
     later = ADDED - (logged[0] & logged[1])
@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="a run directory")
     parser.add_argument("b", type=Path, metavar="B", help="another one")
-    parser.add_argument("--rtol", type=float, default=0.0, help="allowed share (default: 0)")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default: 0)")
     parser.add_argument(
-        "--ignore-config", action="store_true", help="print different options, but ignore them"
+        "--ignore-config", action="store_true", help="print keys that differ, but do not count them"
     )
     options = parser.parse_args(arguments)
     try:

@@ -48,7 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=int,
         help="to hf: rows of the embedding to write; default: see the guide",
     )
-    add("--max-shard-size", type=_bytes, help="to hf: of a file, for example 2GB; default: 5GB")
+    add("--max-shard-size", type=_bytes, help="to hf: largest file, for example 2GB; default: 5GB")
     add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 as compressed-tensors")
     add("--fp8-scales", choices=["channel", "tensor"], help="of fp8 weights; default: channel")
     add("--fp8-activations", choices=["dynamic", "none"], help="default: dynamic")
@@ -58,9 +58,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     foreign = IMPORT_ONLY if parsed.target_kind == "hf" else EXPORT_ONLY
     for name in foreign:
         if getattr(parsed, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} has no part in --to {parsed.target_kind}")
+            parser.error(f"--{name.replace('_', '-')} does not apply to --to {parsed.target_kind}")
     if parsed.format != "fp8" and (parsed.fp8_scales or parsed.fp8_activations):
-        parser.error("--fp8-scales and --fp8-activations go with --format fp8")
+        parser.error("--fp8-scales and --fp8-activations need --format fp8")
     return parsed
 
 

@@ -31,7 +31,7 @@ class LoggedRun:
 
     loss: Curve
     skipped: int
-    val_loss: float | None  # the last
+    val_loss: float | None  # the last one logged
     curves: Mapping[str, Curve] = field(default_factory=dict)  # others, named FILE.KEY[.TENSOR]
 
     @property

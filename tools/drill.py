@@ -1,4 +1,4 @@
-"""Inject faults into a tiny run, round after round, and check that it recovers.
+"""Inject faults into a tiny training run, round after round, and check that it recovers.
 
     python tools/drill.py --rounds 30
     python tools/drill.py --rounds 1000 --jobs 8 --ranks 2 --out drill
@@ -11,11 +11,11 @@ it logs must equal those of the undisturbed run, bit for bit and each once. A jo
 ranks, or R ranks under torchrun's agent. When a run reaches its last step, another one starts.
 
 OUT/rounds.jsonl gets one line per round: fault, phase, exit codes, seconds from the restart to the
-next step, lost steps (done before the fault and repeated after it), verdict. A run that fails is
-moved to OUT/failed-ROUND. Exit code: 0, 1 if a round failed, 2 for invalid arguments.
+next step, lost steps (done before the fault and repeated after it), verdict. The run of a failed
+round is copied to OUT/failed-ROUND. Exit code: 0, 1 if a round failed, 2 for invalid arguments.
 
-Faults with a full disk need a small file system that can be mounted (as root, or in a user
-namespace); otherwise the size of files is limited. Faults of the clock need a C compiler.
+For a full disk, a small file system is mounted (as root, or in a user namespace); where that is
+not allowed, the size of files is limited instead. Moving the clock needs a C compiler.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=30, help="faults (default: %(default)s)")
+    add("--rounds", type=int, default=30, help="one fault each (default: %(default)s)")
     add("--seed", type=int, help="seed of faults and phases (default: a random one)")
-    add("--ranks", type=int, default=2, help="of jobs with several ranks; 1: none (default: 2)")
+    add("--ranks", type=int, default=2, help="ranks per job; 1: single processes only (default: 2)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     add("--jobs", type=int, default=1, help="drills in parallel that share the rounds")
     add("--out", type=Path, help="a directory (default: a new temporary one)")

@@ -12,8 +12,8 @@ of the signal, else with that of the first rank that failed. A second SIGINT end
 immediately.
 
 Ranks that are still starting end at a signal, and --max-restarts starts them again. So signals are
-repeated until all ranks have exited; ranks ignore repeated signals. Only SIGINT, whose repetition
-has another meaning, is sent once to each process.
+repeated until all ranks have exited; ranks ignore repeated signals. Only SIGINT, which ends a rank
+at once if it is repeated, is sent once to each process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from coatlm.train.faults import SIGNALS
 
 LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
 REPEAT_S = 5.0  # seconds between signals to the ranks
-UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # makes torchrun serve no store for the ranks
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # keeps torchrun from serving a store to the ranks
 
 
 def main(arguments: list[str] | None = None) -> int:

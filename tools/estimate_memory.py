@@ -5,9 +5,9 @@
     python tools/estimate_memory.py --table7
 
 Prints weights, gradients, states, activations, logits, buffers and CUDA graphs of a rank of every
-pipeline stage (the formulas are those of coatlm/model/memory.py, which `pretrain.py --dry-run`
-prints too), the peak under every optimizer recipe and gradient type, and under every precision
-recipe and recompute mode, all else as configured. With --memory-gib it names the largest
+pipeline stage (coatlm/model/memory.py has the formulas; `pretrain.py --dry-run` prints the same),
+the peak with every optimizer recipe and gradient dtype, and with every precision recipe and
+recompute mode, all else as configured. With --memory-gib it names the largest
 train.micro_batch that fits, a divisor of the global batch, so that the run stays the same.
 --reserve-gib is left free for what is not in the estimate: the CUDA context, NCCL's buffers and
 fragmentation.
@@ -73,7 +73,7 @@ class Recipes(NamedTuple):
     """The recipes of one row of the table."""
 
     name: str
-    paper: str  # the recipe of the paper that it stands beside
+    paper: str  # the paper's recipe that it is compared with
     precision: str
     optim: str
     main_grads: str
@@ -104,7 +104,7 @@ TABLE7 = [
 
 
 def sizes_of(config: Config, ranks: int | None) -> tuple[int, int]:
-    """The vocabulary, and the data-parallel size of `ranks` processes or of the fewest."""
+    """The vocabulary, and the data-parallel size of `ranks` processes; None: tp * pp * cp."""
     p = config.parallel
     dp = config.data_parallel_size(p.tp * p.pp * p.cp if ranks is None else ranks)
     known = config.model.vocab is not None
@@ -117,14 +117,14 @@ def report(config: Config, vocab: int, dp: int) -> Iterator[str]:
     yield from memory_table(config, vocab, dp)
     yield ""
     yield from stage_table(config, vocab, dp)
-    yield from ("", "Peak in GiB by how states and gradients are stored", "")
+    yield from ("", "Peak in GiB by optimizer recipe and gradient dtype", "")
     yield from _table("optim.recipe", MAIN_GRADS, "main grads", _by_optimizer(config), vocab, dp)
-    yield from ("", "Peak in GiB by what the layers compute in and save", "")
+    yield from ("", "Peak in GiB by precision recipe and recomputation", "")
     yield from _table("precision.recipe", RECOMPUTE, "recompute", _by_precision(config), vocab, dp)
 
 
 def proposal(config: Config, vocab: int, dp: int, memory: float) -> tuple[str, bool]:
-    """The largest micro batches within `memory` bytes, and whether one fits as configured."""
+    """A line with the largest train.micro_batch for `memory` bytes, and whether at least 1 fits."""
     largest = {
         mode: largest_micro_batch(replaced(config, train={"recompute": mode}), vocab, dp, memory)
         for mode in RECOMPUTE
@@ -138,7 +138,7 @@ def proposal(config: Config, vocab: int, dp: int, memory: float) -> tuple[str, b
 
 
 def _by_optimizer(config: Config) -> Iterator[tuple[str, list[Config]]]:
-    """The configuration under every optimizer recipe that takes its weights."""
+    """Yield the configuration with every optimizer recipe that supports its weight dtype."""
     for recipe in get_args(OptimRecipe):
         if weight_dtype(config) in RECIPES[recipe].weights:
             yield (
@@ -151,7 +151,7 @@ def _by_optimizer(config: Config) -> Iterator[tuple[str, list[Config]]]:
 
 
 def _by_precision(config: Config) -> Iterator[tuple[str, list[Config]]]:
-    """The configuration under every precision recipe whose weights its optimizer takes."""
+    """Yield the configuration with every precision recipe whose weights its optimizer supports."""
     for recipe in get_args(PrecisionRecipe):
         changed = replaced(config, precision={"recipe": recipe})
         if weight_dtype(changed) in RECIPES[config.optim.recipe].weights:
@@ -227,7 +227,7 @@ def case_config(case: Case, recipes: Recipes, tp: int) -> Config:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -10,7 +10,7 @@ one document; JSON lines (.gz, .zst) and parquet have documents in --field. Ever
 document but the first is scored once, with at least window - stride + 1 tokens of context where the
 document has so many.
 
---cast adds a row per format, granularity and --what: values are rounded to FP8 and converted back.
+--cast adds a row per format, --scales and --what: values are rounded to FP8 and converted back.
 --scales tensor has one scale per weight matrix and per batch of activations, channel one per output
 channel and per token, biasN (bias7 ...) only a fixed exponent bias N. --what gemm casts weights and
 inputs of every linear layer and q, k, v; residual also casts both inputs of residual additions.

@@ -256,9 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if problems:
             raise CheckpointError("\n".join(problems))
         if options.verify:
-            print(
-                f"whole: every size and checksum of {' and '.join(map(str, paths))} is as written"
-            )
+            print(f"intact: {' and '.join(map(str, paths))}, by every size and checksum")
         if options.diff:
             return diff(*paths)
         print("\n".join(describe(paths[0], tensors=options.tensors)))

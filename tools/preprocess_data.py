@@ -109,7 +109,7 @@ def verify(prefixes: list[Path], workers: int) -> int:
             with progress(f"verify {prefix}", file.nbytes) as advance:
                 for nbytes in pieces:
                     advance(nbytes)
-            print(f"{prefix}: whole, {file.nbytes:,} bytes of tokens")
+            print(f"{prefix}: intact, {file.nbytes:,} bytes of tokens")
         except (ValueError, OSError) as error:
             code = fail(error)
     return code

@@ -103,8 +103,10 @@ def options(args: argparse.Namespace, config: Config) -> Iterator[str]:
 
 
 def cpus(args: argparse.Namespace) -> int:
-    """Cores per task, 0 for the cluster's default. torchrun runs all ranks of a node in one
-    task."""
+    """Cores per task, 0 for the cluster's default.
+
+    With torchrun, one task per node runs all ranks of the node.
+    """
     ranks = args.gpus_per_node if args.launcher == "torchrun" else 1
     unless_given = 1 if args.cpu and args.launcher == "torchrun" else 0
     return ranks * (args.cpus_per_rank or unless_given)
@@ -191,7 +193,7 @@ def command(words: Sequence[str]) -> Iterator[str]:
 def ending(args: argparse.Namespace) -> Iterator[str]:
     """Yield the lines that act on the exit code."""
     if args.restarts:
-        yield "case $code in  # done or of no use to go on: the rest of the array is not needed"
+        yield "case $code in  # done, or would fail again: the rest of the array is not needed"
         yield '    0 | 2 | 3 | 4) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;'
         yield "esac"
         yield 'exit "$code"'

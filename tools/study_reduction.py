@@ -3,8 +3,8 @@
     python tools/study_reduction.py configs/llama-125m.yaml train.steps=500 --out study
 
 One process trains the run of CONFIG (with overrides as for pretrain.py, in its run directory), then
-computes the gradients of the next microbatches, as many as the largest of --ranks; these stand for
-the gradients of so many data-parallel ranks. gradients.pt stores --elements of each, in equal
+computes the gradients of the next microbatches, as many as the largest of --ranks; each stands for
+the gradients of one data-parallel rank. gradients.pt stores --elements of each, in equal
 numbers of blocks of 128 per matrix, and the amax of each whole matrix. --gradients FILE starts from
 such a file.
 
@@ -101,7 +101,7 @@ class RankGradients:
 
 @dataclass(frozen=True)
 class Found:
-    """The errors of one way of summing over N ranks."""
+    """The errors of one summation over N ranks."""
 
     how: str
     ranks: int
@@ -167,7 +167,7 @@ def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[Found]:
     """Yield the errors of every way of summing, for each number of ranks. Raises ValueError."""
     most = len(gradients.values)
     if not ranks or max(ranks) > most or min(ranks) < 2:
-        raise ValueError(f"ranks={list(ranks)}: from 2 to the {most} whose gradients are there")
+        raise ValueError(f"ranks={list(ranks)}: from 2 to the {most} stored gradients")
     for n in ranks:
         g = RankGradients(
             gradients.values[:n], gradients.amax[:n], gradients.owner, gradients.names
@@ -185,14 +185,14 @@ def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[Found]:
 
 @dataclass(eq=False)
 class Total:
-    """A sum, a mask of its saturated elements if it is in FP8, and the count of underflows."""
+    """A sum over ranks; if it is in FP8, a mask of saturated elements; and underflows so far."""
 
     value: Tensor
     full: Tensor | None = None
     lost: int = 0
 
     def add(self, values: Tensor, decoded: Tensor) -> None:
-        """Add the values of one rank, in FP8 if there is a mask `full`."""
+        """Add `decoded`, one rank's `values` after rounding; if `full` is set, round to FP8."""
         self.lost += int(((decoded == 0) & (values != 0)).sum())
         self.value = self.value + decoded
         if self.full is not None:
@@ -211,7 +211,7 @@ def fp8_sum(g: RankGradients, mu: Tensor) -> Total:
 
 
 def auto_scaled(g: RankGradients) -> tuple[Tensor, Total]:
-    """mu and its sum, with mu halved until no matrix saturates by FP8-LM's rule."""
+    """Halve mu until no matrix saturates by FP8-LM's rule; returns mu and the sum."""
     mu = torch.ones(len(g.names), device=g.values.device)
     groups = torch.zeros_like(mu).index_add_(0, g.owner, torch.ones_like(g.owner, dtype=mu.dtype))
     while True:

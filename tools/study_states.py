@@ -8,8 +8,8 @@ elements; it leaves out norms, and the last elements of a matrix that do not fil
 --elements N takes an equal share of every matrix, in evenly spaced blocks: at most N elements
 together, but at least one block per matrix.
 
-m is encoded and decoded in the format of the row, v in the format of the column. With eps of
-the run, and c = 1 - beta^t after its t updates,
+m is encoded and decoded in the format of the row, v in the format of the column. With the run's
+eps, and c = 1 - beta^t after its t updates,
 
     u = (m / c1) / (sqrt(v / c2) + eps)      u' = the same of the decoded m and v
     MSE = mean (u' - u)^2, in units of 1e-5   error = ||u' - u|| / ||u||
@@ -111,11 +111,11 @@ class Study:
 
 
 def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
-    """The moments of the matrices, on the host; the module docstring says of which elements.
+    """Read the moments of the matrices to the host; the module docstring says which elements.
 
-    Raises CheckpointError if there is no intact checkpoint, and ValueError if it is of another
-    recipe, from before the first update, or has no block of a matrix, or a moment that is not
-    finite or zero everywhere.
+    Raises CheckpointError if there is no intact checkpoint. Raises ValueError if the checkpoint has
+    another recipe, no update or no matrix of 128 elements, or if a moment is not finite or is zero
+    everywhere.
     """
     if elements is not None and elements < SCALE_BLOCK:
         raise ValueError(f"elements={elements}: at least {SCALE_BLOCK}, a block")
@@ -287,11 +287,11 @@ def as_json(moments: Moments, result: Study) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
-    parser.add_argument("--elements", type=int, help="at most so many (default: all)")
+    parser.add_argument("--elements", type=int, help="at most this many (default: all)")
     options = parser.parse_args(arguments)
     try:
         check_output(options.out / "states.json")

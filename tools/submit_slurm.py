@@ -170,7 +170,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
     if args.time is not None and seconds(args.time) < 2 * args.save_before:
         raise ConfigError(
             f"--time={args.time} is less than twice --save-before={args.save_before} seconds: the "
-            "job would be told to save before it has trained"
+            "job would have to save before it has trained"
         )
     for name, value in texts(args, config):
         check_text(name, value)

@@ -75,7 +75,7 @@ def open_text_dataset(data: Data, tokenizer: Tokenizer) -> Indexed:
 
 
 def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
-    """The prefix of the dataset of `data.text`, which is tokenized unless it is cached."""
+    """Tokenize `data.text` unless it is cached; returns the prefix of the dataset."""
     tokenizer = tokenizer or make_tokenizer(data.tokenizer)
     options = Options(tokenizer=data.tokenizer)
     segments = plan_segments(expand_inputs(data.text), options.shard_bytes)
@@ -118,7 +118,10 @@ def _mark(home: Path) -> None:
 
 
 def _publish(own: Path, home: Path, *, replace: bool) -> None:
-    """Rename a finished folder to `home`; `replace` a damaged one, keep one of another process."""
+    """Rename a finished folder to `home`, unless another process has done so before.
+
+    `replace` removes a damaged `home` first.
+    """
     umask = os.umask(0o077)
     os.umask(umask)
     own.chmod(0o777 & ~umask)  # mkdtemp ignores the umask and admits only the user
@@ -198,7 +201,7 @@ def _take_over(cache_dir: Path, key: str) -> tuple[Path, IO[str]] | None:
             if owner is None:
                 continue
             if found is None and folder.name.startswith(key):
-                logger.info("data.cache_dir: going on with %s, whose process is gone", folder)
+                logger.info("data.cache_dir: continuing in %s, whose process has ended", folder)
                 found = folder, owner
             else:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -111,7 +111,7 @@ def require_regular(path: Path) -> None:
 
 
 def stdlib_sources() -> list[Path]:
-    """The .py files of the standard library without its tests, sorted, capped at STDLIB_BYTES."""
+    """The .py files of the standard library without its tests, sorted, up to STDLIB_BYTES."""
     root = sysconfig.get_paths()["stdlib"]
     paths: list[Path] = []
     for directory, below, files in os.walk(root):
@@ -136,7 +136,7 @@ def file_kind(path: str) -> tuple[Kind, str]:
     if suffix == ".parquet":
         if compression:
             raise ValueError(
-                f"{path}: parquet is compressed inside; a {compression} of it is not read"
+                f"{path}: parquet is compressed internally; {compression} on top is not supported"
             )
         return "parquet", ""
     return "text", compression

@@ -13,8 +13,8 @@ PREFIX.json when a dataset is opened, and blocks of tokens with those in .crc32 
 `coatlm.data.checksums`.
 
 Datasets of other tools have no PREFIX.json, so their tokenizer is unknown and they have no
-checksums; nor have datasets of coatlm's version 1. Every id that is read is compared with the
-vocabulary; a dataset without PREFIX.json is also sampled when it is opened.
+checksums. Datasets of coatlm's format version 1 have no checksums either. Every id that is read is
+compared with the vocabulary; a dataset without PREFIX.json is also sampled when it is opened.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def open_indexed(
     if manifest is not None:
         _check_manifest(prefix, manifest, tokenizer, dtype, bounds_D1)
         if manifest.version == 1:
-            logger.info("%s: has no checksums, so that damage to it cannot be seen", prefix)
+            logger.info("%s: has no checksums, so damage cannot be detected", prefix)
     file = _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
     tokens = np.asarray(np.memmap(file.path, dtype, mode="r"))
     data = Indexed(name or str(prefix), tokens, bounds_D1, file, tokenizer, on_damage)
@@ -158,7 +158,7 @@ def _read_index(
     if size != expected or bounds == 0:
         raise DatasetError(
             f"{idx}: {size} bytes, but its header ({sequences} sequences, {bounds} document "
-            f"bounds) means {expected}: cut off, or not a text dataset"
+            f"bounds) implies {expected}: cut off, or not a text dataset"
         )
     whole = np.memmap(idx, mode="r")
     if (
@@ -182,7 +182,7 @@ def _read_index(
         raise DatasetError(f"{idx}: its lengths, offsets and document bounds contradict each other")
     if bin_.stat().st_size != ends_S1[-1] * itemsize:
         raise DatasetError(
-            f"{bin_}: {bin_.stat().st_size} bytes, but {idx.name} means "
+            f"{bin_}: {bin_.stat().st_size} bytes, but {idx.name} implies "
             f"{ends_S1[-1]} tokens of {itemsize} bytes: cut off, or from another dataset"
         )
     return DTYPES[code], ends_S1[sequence_D1]
@@ -203,7 +203,7 @@ def _check_manifest(
         tokenizer.eod,
     ):
         raise DatasetError(
-            f"{path}: made with tokenizer {manifest.tokenizer} (fingerprint "
+            f"{path}: tokenized with {manifest.tokenizer} (fingerprint "
             f"{manifest.fingerprint[:12]}, {manifest.vocab_size} ids), but data.tokenizer="
             f"{tokenizer.spec} (fingerprint {tokenizer.fingerprint[:12]}, "
             f"{tokenizer.vocab_size} ids)"

@@ -1,4 +1,4 @@
-"""Shards: the units of tokenization, which worker processes take in turn.
+"""Shards: the units of work that tokenizing processes take one after the other.
 
     segments, in order -> shards of about `shard_bytes` -> NAME.bin, NAME.lengths.npy, NAME.json
 
@@ -99,7 +99,7 @@ class TokenShard:
             if record is not None and found == [record[name] for name in names]:
                 return tokens, lengths
         suffixed(self.base, ".json").unlink(missing_ok=True)
-        raise ValueError(f"{path}: is not what was written to it; run again to repair it")
+        raise ValueError(f"{path}: damaged: it differs from its record; run again to repair it")
 
 
 def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokenizer) -> str:
@@ -192,7 +192,7 @@ def _run_workers(
             if died := [p.exitcode for p in processes if p.exitcode]:
                 raise LostWorkerError(
                     f"a tokenizing process ended with exit code {died[0]} (-9: out of memory?); "
-                    "finished shards stay, run again with fewer workers"
+                    "run again with fewer workers, which reuses finished shards"
                 )
             if not alive:
                 return

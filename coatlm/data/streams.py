@@ -42,15 +42,15 @@ class Limits:
         """The error for a compressed file with more text than allowed."""
         return ValueError(
             f"{path}: its {nbytes:,} compressed bytes hold more than {self.text_bytes(nbytes):,} "
-            f"bytes of text; data.max_expansion={self.max_expansion:g} (--max-expansion), the "
-            "factor allowed, can be raised for a file that is to be trusted"
+            f"bytes of text; for a trusted file raise data.max_expansion={self.max_expansion:g} "
+            "(--max-expansion), the allowed factor"
         )
 
     def record_error(self, where: str, what: str) -> ValueError:
         """The error for a record that is too long."""
         return ValueError(
-            f"{where}: {what} of more than data.max_record={self.max_record:,} bytes "
-            "(--max-record-mb), which can be raised"
+            f"{where}: {what} of more than data.max_record={self.max_record:,} bytes; raise it "
+            "(--max-record-mb) if the file is trusted"
         )
 
 
@@ -64,7 +64,7 @@ class TextStream:
         self, raw: IO[bytes], path: str, compression: str, nbytes: int, limits: Limits
     ) -> None:
         self.offset = 0  # of the next byte, after decompression
-        self._inside = False  # a line; that is, the last byte read was not a line end
+        self._inside = False  # inside a line: the last byte read was not a line end
         self._raw, self._at_disk = raw, 0
         self._path, self._nbytes, self._limits = path, nbytes, limits
         self._most = limits.text_bytes(nbytes) if compression else None

@@ -185,7 +185,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
     eod, pattern = options["eod"], options["pattern"]
     if eod if kind == "tiktoken" else pattern:
         raise ValueError(
-            f"data.tokenizer={spec!r}: eod= goes with hf and sentencepiece, pattern= with tiktoken"
+            f"data.tokenizer={spec!r}: eod= is for hf and sentencepiece, pattern= for tiktoken"
         )
     tokenizer: Tokenizer
     try:

@@ -1,7 +1,7 @@
 """Post-training casts to FP8, as in the study of the FP8 formats (arXiv 2209.05433, section 4.3).
 
 Values are rounded to FP8 and converted back, X' = S cast(X / S), and the model computes with X' in
-its own type. So the result shows the effect of the format alone, not of FP8 GEMM accumulation.
+its own dtype. So the result shows the effect of the format alone, not of FP8 GEMM accumulation.
 
     scales      S of a weight                    S of an activation
     tensor      amax / MAX per matrix            amax / MAX per batch
@@ -11,7 +11,7 @@ its own type. So the result shows the effect of the format alone, not of FP8 GEM
     what        tensors that are cast
     gemm        weights and inputs of every linear layer and of the output layer, and q, k, v; not
                 the attention probabilities, which exist only inside the attention kernel
-    residual    the same, and both inputs of every residual addition
+    residual    those of gemm, and both inputs of every residual addition
 
 With tied embeddings the output layer's weight is the embedding, which is then cast too.
 """

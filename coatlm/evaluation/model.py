@@ -31,8 +31,8 @@ def open_model(
     """Load the model of a checkpoint, for sequences of `window` tokens, on this process's device.
 
     `saved` is the configuration in the checkpoint's state. `precision` is fp32 or bf16 and may
-    differ from the checkpoint's. torch.distributed must not be initialized. Raises ValueError and
-    CheckpointError.
+    differ from the checkpoint's. torch.distributed must not be initialized. Raises ValueError if
+    the weights do not fit the configuration, and CheckpointError if they cannot be read.
     """
     config = _evaluation_config(saved, window, precision)
     stored = StoredTensors(checkpoint)

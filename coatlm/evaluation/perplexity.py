@@ -2,7 +2,7 @@
 
 A document of tokens t_0 .. t_(n-1) is read in windows of W tokens with stride S. A window scores
 the tokens that earlier windows have not scored, so every token but the first is scored once, with
-at least W - S tokens of context as soon as the document has so many. S = W is the fastest, S = 1
+at least W - S + 1 tokens of context where the document has so many. S = W is the fastest, S = 1
 gives each token the most context. Bits per byte, sum of losses / (ln 2 * bytes of text), compare
 models with different tokenizers.
 """

@@ -109,8 +109,8 @@ LLAMA3 = (
 )
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
 WRONG_LAYER = {
-    "olmo2": "it normalises the outputs of attention and MLP, and q and k over all heads at once, "
-    "where coatlm's layer normalises inputs, and q and k per head"
+    "olmo2": "it normalizes the outputs of attention and MLP, and q and k over all heads at once, "
+    "where coatlm's layer normalizes inputs, and q and k per head"
 }
 
 
@@ -216,7 +216,7 @@ def _check_shape(model: Model, other: Model) -> None:
         if getattr(model, name) != getattr(other, name):
             raise ValueError(
                 f"model.{name} is {getattr(model, name)}, and {getattr(other, name)} in the "
-                "config.json of the relative: not a model that this one was trained from"
+                "config.json of --like or of the checkpoint: this model was not trained from it"
             )
 
 
@@ -285,7 +285,7 @@ def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value not in values:
             choices = " or ".join(repr(v) for v in values if v is not None)
-            raise ValueError(f"config.json: {name}={value!r} of {family}: only {choices} is read")
+            raise ValueError(f"config.json: {name}={value!r} of {family}: only {choices}")
 
 
 def _check_window(family: str, raw: Mapping[str, Any]) -> None:
@@ -297,8 +297,8 @@ def _check_window(family: str, raw: Mapping[str, Any]) -> None:
     first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
     if window is not None and window < longest and first < layers and family != "llama":
         raise ValueError(
-            f"config.json: sliding_window={window} acts within max_position_embeddings={longest}: "
-            "coatlm attends to all tokens before"
+            f"config.json: sliding_window={window} is below max_position_embeddings={longest}: "
+            "coatlm has no sliding-window attention"
         )
     others = set(raw.get("layer_types") or ()) - {"full_attention"}
     if others:
@@ -330,10 +330,10 @@ def _rotary(raw: Mapping[str, Any]) -> Json:
     given.pop("type", None)
     theta = given.pop("rope_theta", raw.get("rope_theta", 10000.0))
     if given.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"config.json: {name}.partial_rotary_factor: only 1 is read")
+        raise ValueError(f"config.json: {name}.partial_rotary_factor: only 1 is supported")
     section: Json = {"rope_theta": float(theta)}
     if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: {name}.rope_type={kind!r}: only default and llama3 is read")
+        raise ValueError(f"config.json: {name}.rope_type={kind!r}: one of default, llama3")
     if kind == "llama3":
         given.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
         section["rope_scaling"] = {key: given.pop(key) for key in LLAMA3 if key in given}

@@ -138,7 +138,7 @@ def _common_type(stored: Mapping[str, Described], wanted: str | None) -> torch.d
     if len(found) == 1 and found <= set(DTYPES.values()):
         return found.pop()
     names = ", ".join(sorted(str(t).removeprefix("torch.") for t in found))
-    raise ValueError(f"the weights are {names}: say which type to train in, bf16 or fp32")
+    raise ValueError(f"the weights are {names}: choose the dtype to train in, bf16 or fp32")
 
 
 def _check_stored(
@@ -164,7 +164,7 @@ def _check_stored(
         if bool(weights.read(name).any()):
             raise ValueError(
                 f"{weights.directory}: {name} is not zero: attention_bias=true gives the output "
-                "projection a bias, which coatlm has not"
+                "projection a bias, which coatlm does not have"
             )
     extra = [n for n in stored if n not in wanted | zeros and not n.endswith(COMPUTED)]
     if HEAD in extra and config.model.tie_embeddings:

@@ -68,7 +68,7 @@ def to_huggingface(
     logits; the default is `source` itself if it was converted. `vocab_size` is the number of
     embedding rows to write; None means that of `like`, else all. `shard_bytes` is the largest file
     size. Raises ValueError with the field that does not fit before anything is written, and
-    CheckpointError.
+    CheckpointError for a damaged checkpoint.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -108,7 +108,7 @@ def to_huggingface(
 
         def make(name: str) -> Tensor:
             made, tensor = next(tensors)
-            assert made == name, f"{made} is made where {name} is to be written"
+            assert made == name, f"produced {made}, but {name} is next in the file"
             advance(tensor.nbytes)
             return tensor
 
@@ -155,7 +155,7 @@ class CheckpointWeights:
         result = weight.to(self.dtype)
         if self.dtype == torch.float16 and bool((result.isinf() & weight.isfinite()).any()):
             raise ValueError(
-                f"{self._path}: {key} has values beyond fp16's 65504: take bf16 or fp32"
+                f"{self._path}: {key} has values beyond fp16's 65504: choose bf16 or fp32"
             )
         return result
 
@@ -171,8 +171,8 @@ class CheckpointWeights:
                 state[suffix] = part.reshape(-1)
             else:
                 raise ValueError(
-                    f"{self._path}: the master of {key} has scales in the order of its "
-                    "tensor-parallel ranks, which is not undone here: take bf16"
+                    f"{self._path}: the scales of the master of {key} are in the order of its "
+                    "tensor-parallel ranks, which this conversion cannot decode: choose bf16"
                 )
         return self._recipe.decode(flat, state)[: weight.numel()].view(weight.shape)
 

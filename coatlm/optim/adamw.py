@@ -41,7 +41,7 @@ class FlatShard:
     weight: Tensor  # [n] view into the parameter buffer, bf16 or fp32; updated in place
     grad: Tensor  # [n] view into the buffer of reduced gradients, fp32 or bf16; only read
     decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
-    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter; fp8lm scales those
+    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter, for fp8lm
 
 
 def check_recipe(
@@ -249,7 +249,7 @@ class AdamW:
         return flat
 
     def _cut(self, flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """For each shard, its views into tensors over all shards."""
+        """Yield, for each shard, its views into tensors that concatenate all shards."""
         n = sum(shard.weight.numel() for shard in self.shards)
         start = 0
         for shard in self.shards:

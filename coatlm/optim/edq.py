@@ -10,8 +10,8 @@ before and the gradient, relative to that average and relative to the change tha
 latter is 1 if the stored v did not change at all. Both are errors of one step: there is no second
 v in fp32 to accumulate the errors of all steps.
 
-The step is that of the reference, `AdamW.propose`. All metrics follow from sums over elements, so
-ranks add theirs: `local_sums`, all-reduce, `to_metrics`.
+The measured step is that of the reference, `AdamW.propose`. All metrics follow from sums over
+elements, which are all-reduced over ranks: `local_sums`, all-reduce, `to_metrics`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,10 @@ def _sums(
 
 
 def _k_statistics(count: Tensor, moment: ExpandedFp8) -> dict[str, float]:
-    """Statistics of k; count[k16], fp64[256], are blocks. k16 = 0 marks blocks never stored to."""
+    """Statistics of k from count[k16], fp64[256], the number of blocks with each k.
+
+    k16 = 0 marks blocks that were never written.
+    """
     count[0] = 0
     blocks = count.sum().clamp(min=1)
     share = count / blocks

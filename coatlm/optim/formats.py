@@ -1,4 +1,4 @@
-"""Storage formats of the optimizer: of the moments m and v, and of the weight. Each is a value.
+"""Storage formats of the optimizer for the moments m and v and for the weight.
 
 A moment format decodes a state to fp32 and computes a step of an exponential moving average; a
 weight format adds an update to the weight. No format writes in place: `AdamW` writes the results
@@ -323,10 +323,11 @@ class Pair:
 
 
 def nearest_bf16(x: Tensor) -> Tensor:
-    """x fp32 in BF16, rounded to nearest, ties away from zero.
+    """Round fp32 x to the nearest BF16 number, ties away from zero.
 
     With ties to even, 2^16 + 1 masters would round to each even weight, one more than a remainder
-    of 16 bits can distinguish. The other recipes round the same way, so that their weights compare.
+    of 16 bits can distinguish. The other recipes round the same way, so that weights of different
+    recipes can be compared.
     """
     return (_round_bits(x, 16) >> 16).to(torch.int16).view(torch.bfloat16)
 

@@ -1,7 +1,7 @@
-"""The fused AdamW step: one streaming kernel for every recipe. Its reference: `AdamW.propose`.
+"""The fused AdamW step: one streaming kernel for every recipe. `AdamW.propose` is its reference.
 
 A program loads gradient, weight and states of a few blocks of 128 elements, computes the update and
-stores the results: each byte moves once, and no state is ever decoded in full. The states of all
+stores the results: each byte moves once, and decoded states stay in registers. The states of all
 shards are contiguous, so one launch covers any number of shards; a table maps programs to spans,
 the ranges of elements of one shard.
 
@@ -93,7 +93,8 @@ def _encode_and_store(M: tl.constexpr, state, main, low, amax_ptr, first, at, ro
 
 @triton.jit
 def _raise_to_amax(pointer, x, mask):
-    bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN above all
+    """Raise the int32 bits at `pointer` to those of max |x| over the tile."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # ordered as the numbers are, NaN largest
     largest = tl.max(tl.max(tl.where(mask, bits, 0), 1), 0)
     # the maximum only grows, so a stale value is enough to skip nearly all atomics
     tl.atomic_max(pointer, largest, mask=largest > tl.load(pointer))
@@ -199,8 +200,8 @@ def _inverse_correction(BETA: tl.constexpr, step_count):
 def fastest_tile(recipe: Recipe, grad: torch.dtype) -> TileLayout:
     """The fastest layout on an H200 of those that `tools/bench.py optimizer tiles=1` measures.
 
-    For fp32 states short runs per thread are faster, as a warp's accesses are then contiguous;
-    arithmetic per block is cheaper with long runs.
+    With fp32 states, fewer consecutive elements per thread are faster, because a warp's accesses
+    are then contiguous. Arithmetic per block is cheaper with more.
     """
     fp32 = [part.kind in ("fp32", "master") for part in (recipe.m, recipe.v, recipe.weight)]
     expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))

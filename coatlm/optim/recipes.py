@@ -1,4 +1,4 @@
-"""The named recipes: in which format an optimizer stores m, v and what it knows of the weight.
+"""The named recipes: the formats in which an optimizer stores m, v and the weight's extra bits.
 
 A recipe is a row of `RECIPES`, whose names are the values of the key `optim.recipe`; the formats
 are those of `coatlm.optim.formats`. A new combination of formats is one more row, its name in
@@ -28,7 +28,7 @@ class Recipe:
     v: MomentFormat
     weight: WeightFormat
     weights: tuple[torch.dtype, ...] = (BF16,)  # dtypes that the model's weights may have
-    strict: bool = False  # round gradients to BF16, and every result of arithmetic on them
+    strict: bool = False  # round gradients, and every result computed from them, to BF16
 
     @property
     def tensor_scaled(self) -> bool:

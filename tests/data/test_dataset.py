@@ -203,7 +203,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "counts": (
         lambda p: _set(p.with_suffix(".idx"), 18, struct.pack("<Q", 1 << 50)),
         "idx",
-        "means",
+        "implies",
     ),
     "lengths": (
         lambda p: _set(p.with_suffix(".idx"), 34, struct.pack("<i", -5)),
@@ -303,7 +303,7 @@ def test_a_dataset_of_version_1_is_read_and_says_once_that_it_has_no_checksums(
         train = open_datasets(options(copy), BYTE, seed=0).train
     assert train[0].tolist()
     assert [r.getMessage() for r in caplog.records] == [
-        f"{copy}: has no checksums, so that damage to it cannot be seen"
+        f"{copy}: has no checksums, so damage cannot be detected"
     ]
 
 
@@ -329,7 +329,7 @@ def test_a_foreign_index_that_contradicts_itself_is_an_error(tmp_path: Path) -> 
 def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"ab")
     (tmp_path / "x.idx").write_bytes(indexed.MAGIC + struct.pack("<QBQQ", 1, 8, 0, 1) + bytes(8))
-    with pytest.raises(ValueError, match=r"x\.bin: 2 bytes.*means 0 tokens"):
+    with pytest.raises(ValueError, match=r"x\.bin: 2 bytes.*implies 0 tokens"):
         open_indexed(tmp_path / "x", BYTE)
 
 

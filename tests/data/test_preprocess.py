@@ -499,7 +499,7 @@ def _bad_input(name: str, directory: Path) -> Path:
         ("cut.jsonl.zst", "broken .zst"),
         ("garbage.parquet", "not a parquet file"),
         ("empty.parquet", "not a parquet file"),
-        ("packed.parquet.gz", "parquet is compressed inside"),
+        ("packed.parquet.gz", "parquet is compressed internally"),
         ("column.parquet", "no column 'text'; there are body, id"),
         ("type.parquet", "column 'text' is int64, not string"),
         ("broken.parquet", "broken.parquet: "),
@@ -623,7 +623,7 @@ def test_the_tool_verifies_datasets_and_names_a_damaged_one(tmp_path: Path) -> N
         file.write(b"!")
     result = run_tool("--verify", tmp_path / "good", tmp_path / "bad", tmp_path / "none")
     assert result.returncode == 2
-    assert result.stdout == f"{tmp_path}/good: whole, 200,002 bytes of tokens\n"
+    assert result.stdout == f"{tmp_path}/good: intact, 200,002 bytes of tokens\n"
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2
     assert "bad.bin: damaged between bytes 49152 and 65536" in errors[0]

@@ -14,14 +14,14 @@ from tests.hf.models import CASES, SMALL
 BASE = {name: value for name, value in SMALL.items() if not name.endswith("token_id")}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "olmo2"}, "model_type='olmo2' does not fit: it normalises the outputs"),
+    ({"model_type": "olmo2"}, "model_type='olmo2' does not fit: it normalizes the outputs"),
     ({"model_type": "gemma2"}, "model_type='gemma2': one of llama, mistral, qwen2, qwen3"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' of llama: only 'silu'"),
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ({"rope_interleaved": True}, "rope_interleaved=True of llama: only False"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"rope_scaling": YARN}, "rope_scaling.rope_type='yarn': only default and llama3"),
+    ({"rope_scaling": YARN}, "rope_scaling.rope_type='yarn': one of default, llama3"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
     ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_parameters.rope_type='yarn'"),
     ({"rope_parameters": {"rope_type": "default", "beta": 1}}, "rope_parameters.beta"),
@@ -30,8 +30,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
         "rope_scaling.high_freq_factor is missing",
     ),
-    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 acts within"),
-    ({"model_type": "mistral"}, "sliding_window=4096 acts within max_position_embeddings=8192"),
+    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 is below"),
+    ({"model_type": "mistral"}, "sliding_window=4096 is below max_position_embeddings=8192"),
     (
         {
             "model_type": "qwen2",
@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "sliding_window": 64,
             "max_window_layers": 1,
         },
-        "sliding_window=64 acts within",
+        "sliding_window=64 is below",
     ),
     (
         {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},

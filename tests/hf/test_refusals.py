@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     "mixed": (
         lambda c, t: t.update({UP: t[UP].half()}),
-        "the weights are float16, float32: say which type",
+        "the weights are float16, float32: choose the dtype",
     ),
     "field": (lambda c, t: c.update({"clip_qkv": 8.0}), "clip_qkv=8.0 is not known"),
     "layers": (
@@ -282,7 +282,7 @@ def test_bad_targets_and_options_end_with_exit_code_2(
     cases = [
         (original, tmp_path / "new", "coatlm", [], "has no tokenizer.json"),
         (original, checkpoint, "coatlm", ["--tokenizer", "byte"], "exists already"),
-        (original, tmp_path / "new", "coatlm", ["--like", "x"], "--like has no part"),
+        (original, tmp_path / "new", "coatlm", ["--like", "x"], "--like does not apply"),
         (
             original,
             tmp_path / "new",
@@ -292,8 +292,8 @@ def test_bad_targets_and_options_end_with_exit_code_2(
         ),
         (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "999"], "vocab_size=999"),
         (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "0"], "vocab_size=0"),
-        (checkpoint, tmp_path / "new", "hf", ["--seq-len", "9"], "--seq-len has no part"),
-        (checkpoint, tmp_path / "new", "hf", ["--fp8-scales", "tensor"], "go with --format fp8"),
+        (checkpoint, tmp_path / "new", "hf", ["--seq-len", "9"], "--seq-len does not apply"),
+        (checkpoint, tmp_path / "new", "hf", ["--fp8-scales", "tensor"], "need --format fp8"),
         (checkpoint, tmp_path / "new", "hf", ["--max-shard-size", "2TB"], "2TB"),
         (tmp_path / "nowhere", tmp_path / "new", "coatlm", [], "No such file"),
     ]

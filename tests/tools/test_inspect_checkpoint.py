@@ -125,7 +125,7 @@ def test_verify_finds_a_flipped_byte_a_short_and_a_missing_file(
     told: str,
 ) -> None:
     lines, _ = run(capsys, checkpoint, "--verify")
-    assert lines[0].startswith("whole: ")
+    assert lines[0].startswith("intact: ")
     damage(checkpoint / name)
     lines, errors = run(capsys, checkpoint, "--verify", code=1)
     assert lines == [] and len(errors) == 1

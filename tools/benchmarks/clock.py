@@ -48,7 +48,7 @@ def milliseconds(launch: Callable[[], object], reps: int = REPS) -> float:
 
 
 def release() -> None:
-    """Free unreferenced memory, so that the allocator's count is what is in use."""
+    """Free unreferenced memory, so that the allocator counts only what is in use."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.synchronize()

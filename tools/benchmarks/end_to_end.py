@@ -9,14 +9,15 @@ time is that between the ends of two updates, `host_ms` the minimum time of the 
 the device memory in use then, including NCCL and CUDA.
 
 With gpus=N a row runs on N data-parallel processes, with ZeRO-1 on both sides and overlapped
-gradient reduction and weight all-gather; tokens per second are per GPU, the peak is the largest.
+gradient reduction and weight all-gather; tokens per second are per GPU, and the peak is that of the
+rank with the highest.
 trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with communication,
 `exposed_ms`, communication without other kernels, and `idle_ms`, no kernels. Tracing slows the
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
-rows optim=adamw-fp32,coat-lean (each row with each of these in optim.recipe; the first is what the
-peer does, and the default) and dotted options of a run, such as parallel.main_grads=bf16.
+rows optim=adamw-fp32,coat-lean (each row runs with each of these as optim.recipe; the default is
+adamw-fp32, as the peer's) and dotted options of a run, such as parallel.main_grads=bf16.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def rows(options: dict[str, str]) -> list[str]:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs."""
+    """The number of GPUs that the benchmark needs."""
     return int(options.get("gpus", 1))
 
 
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
-    """Median step time, tokens per second and peak memory of one row, over `gpus` processes."""
+    """Median step time, tokens per second and peak memory of one row on `gpus` processes."""
     if int(options.get("gpus", 1)) == 1:
         return measure_here(row, options)
     words = [row, *(f"{name}={value}" for name, value in options.items())]
@@ -119,7 +120,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
-        if number == WARMUP - 1:  # where train.cuda_graphs=true records
+        if number == WARMUP - 1:  # the step in which train.cuda_graphs=true captures
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = step()

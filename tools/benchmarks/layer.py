@@ -15,7 +15,7 @@ compiled peers.
 the gradient of the input (`_branch`: both without the residual stream), and each weight gradient.
 
 Options: shapes=hidden:seq,... batch=4 steps=30 grads=bf16 (TransformerEngine's weight gradients)
-also=ROW,... and dotted options for coatlm's rows, such as precision.group=32. Flags: --graph,
+also=ROW,... and dotted options for coatlm's rows, such as precision.group_size=32. Flags: --graph,
 --first, --profile (where the time goes, kernel by kernel, and the roofline), --smoke (tiny, on a
 CPU too).
 """
@@ -66,7 +66,7 @@ OTHERS = (
     *("coatlm bf16", "te bf16", "coatlm te-delayed", "coatlm te bf16", "torch.compile bf16"),
     *("coatlm te-current", "coatlm te-blockwise"),
 )
-IN_TURN = zip_longest(FLOWS, FP8_PEERS)  # so that a drift of the machine meets both
+IN_TURN = zip_longest(FLOWS, FP8_PEERS)  # so that a drift of the machine affects both
 ROWS = ("roofline", *(row for pair in IN_TURN for row in pair if row is not None), *OTHERS)
 SMOKE_ROWS = ("roofline", "coatlm fp32", "coatlm bf16", "torch eager")
 WARMUP, LAUNCHES = 5, 5  # steps
@@ -75,14 +75,14 @@ Build = Callable[[int], Stack]  # layers -> stack
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """The rows in the order in which they run; `also` adds rows that are not in it."""
+    """The rows in the order in which they run; `also` adds rows that are not run by default."""
     shapes(options)  # raises ValueError for those that no row could measure
     also = [name for name in options.get("also", "").split(",") if name]
     return [*(SMOKE_ROWS if "smoke" in options else ROWS), *also]
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs: the smoke run is for a CPU too."""
+    """The number of GPUs that the benchmark needs; the smoke run also works on a CPU."""
     return 0 if "smoke" in options else 1
 
 
@@ -114,11 +114,11 @@ def shapes(options: dict[str, str]) -> list[Shape]:
 
 
 def measure(row: str, options: dict[str, str]) -> Iterator[Record]:
-    """One record per shape, and those of the profile; the record of a failed shape has a reason."""
+    """Yield one record per shape, and those of the profile. A failed shape's gives the reason."""
     if DEVICE == "cpu":
         yield from _measure(row, options)
         return
-    # autograd remembers the stream on which a weight was first used, and a graph takes no other
+    # autograd remembers the stream on which a weight was first used; a capture on another fails
     with torch.cuda.stream(torch.cuda.Stream()):
         yield from _measure(row, options)
 
@@ -132,7 +132,7 @@ def _measure(row: str, options: dict[str, str]) -> Iterator[Record]:
             else:
                 for record in records(row, shape, options):
                     yield named | record
-        except Exception as error:  # the other shapes are still worth having
+        except Exception as error:  # measure the other shapes in any case
             reason = str(error).strip().splitlines() or [""]
             yield named | {"missing": f"{type(error).__name__}: {reason[-1]}"[:300]}
         release()
@@ -271,13 +271,13 @@ def graphed(stack: Stack, shape: Shape, steps: int) -> float | str:
             graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
             stack.step(x, dy)
-    except Exception as error:  # whatever a peer does that a graph cannot hold
+    except Exception as error:  # whatever a peer does that cannot be captured
         return f"not captured: {(str(error).strip().splitlines() or [''])[0][:120]}"
     return round(milliseconds(graph.replay, steps), 3)
 
 
 def errors(stack: Stack, shape: Shape) -> Record:
-    """Relative errors to fp32 on one sample; of y and dx also without the residual stream."""
+    """Errors relative to fp32 on one sample; for y and dx also without the residual stream."""
     assert stack.weights is not None
     weights = stack.weights()
     one = shape._replace(batch=1)

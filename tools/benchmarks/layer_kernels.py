@@ -1,7 +1,8 @@
 """RMSNorm, RoPE and SwiGLU as a share of a device copy's bandwidth, in BF16.
 
 Each kernel runs over several sets of inputs in turn, together far larger than the L2 cache, from a
-CUDA graph; bytes are what must be read and written once. Options: hidden=4096 ffn=11008 seq=4096.
+CUDA graph. Bandwidth counts each byte that must be read or written, once. Options: hidden=4096
+ffn=11008 seq=4096.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def rows(options: dict[str, str]) -> list[str]:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs."""
+    """The number of GPUs that the benchmark needs."""
     return 1
 
 

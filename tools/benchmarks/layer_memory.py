@@ -22,7 +22,7 @@ def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
     stack.step(x, dy)
     stack.clear(x)
     release()
-    kept = (_allocated() - before) / LAYERS  # weights in FP8 for the next microbatch too
+    kept = (_allocated() - before) / LAYERS  # left by the step: FP8 weights for later microbatches
     whole = held_bytes(stack, shape.batch) / LAYERS
     record: dict[str, float] = {"held_b_per_token": round((whole + kept) / shape.tokens)}
     if shape.batch % 2 == 0:
@@ -36,7 +36,10 @@ def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
 
 
 def held_by_compiled(stack: Stack, shape: Shape) -> dict[str, float]:
-    """The same where another batch size would be another compilation: one layer, used often."""
+    """Bytes per token and layer of a compiled layer, called LAYERS times in place of a stack.
+
+    A second batch size, to separate what grows with the tokens, would compile it again.
+    """
     whole = held_bytes(stack.repeated(LAYERS), shape.batch) / LAYERS
     return {"held_b_per_token": round(whole / shape.tokens)}
 
@@ -52,7 +55,7 @@ def held_bytes(stack: Stack, batch: int) -> int:
         return _saved_bytes(stack, x)
     before = torch.cuda.memory_allocated()
     stack.new_weights()
-    y = stack.forward(x * 1.0)  # the layer before would hand over such a tensor, and keep none
+    y = stack.forward(x * 1.0)  # as from a previous layer, which does not save its output
     after = torch.cuda.memory_allocated()
     return after - before - y.numel() * y.element_size()
 

@@ -2,7 +2,7 @@
 
 Each is configured as its documentation recommends for a Llama layer: no biases, RMSNorm, SwiGLU,
 rotary embeddings, cuDNN attention. TransformerEngine adds its weight gradients to fp32 `main_grad`
-buffers (grads=bf16: makes BF16 gradients instead); the others make BF16 gradients.
+buffers, or with grads=bf16 computes BF16 gradients, as all other peers do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 def prepare(row: str) -> None:
     """Import what the row needs, before its measurement. Raises ImportError."""
     if row in TE_RECIPES:
-        # only the fused kernels of cuDNN: with another backend the row is no peer, and fails
+        # only cuDNN's fused attention: the row fails rather than measure another backend
         os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
         import transformer_engine.pytorch  # noqa: F401
     elif row == "torchao tensorwise":
@@ -129,11 +129,11 @@ def _te_recipe(kind: str | None) -> Any:
 
 
 def _compiled(layer: PlainLayer) -> Callable[..., Tensor]:
-    torch._dynamo.reset()  # the layers of other shapes do not count against its limit
+    torch._dynamo.reset()  # so that layers of other shapes do not count against its cache limit
     compiled = torch.compile(layer, dynamic=False, fullgraph=True)
 
     def run(*args: Tensor) -> Tensor:
-        with sdpa_kernel(ATTENTION, set_priority=True):  # counts while the layer is traced
+        with sdpa_kernel(ATTENTION, set_priority=True):  # takes effect while tracing
             return compiled(*args)
 
     return run

@@ -2,7 +2,7 @@
 
 Roofline of a Llama layer in FP8 = its GEMMs alone at their shapes (cuBLASLt through torch, E4M3
 forward, E5M2 for gradients) + cuDNN's attention alone, forward and backward + the bytes that
-elementwise kernels must move at the speed of a device copy. All of it measured in one process.
+elementwise kernels must move at the speed of a device copy. All are measured in one process.
 T tokens, H hidden, F ffn.
 """
 
@@ -24,11 +24,11 @@ COPY = {"cuda": 1 << 30, "cpu": 1 << 24}[DEVICE]  # bytes
 PROFILED = 5  # steps
 ATTENTION = ("sdpa", "flash", "fmha", "attention", "cudnn")  # in lower-cased kernel names
 GEMM = ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "wgmma", "aten::mm")
-SHOWN_MS = 0.003  # kernels below that are only in the sums
+SHOWN_MS = 0.003  # shorter kernels are not listed, but are in the sums
 
 Bytes = Callable[[Shape], float]
 BYTES: dict[str, dict[str, Bytes]] = {
-    # row ("": every row) -> kernel -> bytes that its launches in a step of one layer must move
+    # row ("" means every row) -> kernel -> bytes that its launches must move per step and layer
     "": {
         "_rms_norm_kernel": lambda s: 2 * 4 * s.tokens * s.hidden,
         "_rms_norm_backward_kernel": lambda s: 2 * 6 * s.tokens * s.hidden,
@@ -38,18 +38,18 @@ BYTES: dict[str, dict[str, Bytes]] = {
     },
 }
 ELEMENTWISE = {  # bytes per token that COAT's flow must move: (coefficient of H, of F)
-    "norm 1, quantised input and output": (4, 0),
+    "norm 1, quantized input and output": (4, 0),
     "rotary embedding and split of q, k, v": (12, 0),
-    "quantised attention output": (3, 0),
-    "residual and norm 2, quantised input and output": (8, 0),
-    "silu * mul, quantised input and output": (0, 7),
+    "quantized attention output": (3, 0),
+    "residual and norm 2, quantized input and output": (8, 0),
+    "silu * mul, quantized input and output": (0, 7),
     "residual": (6, 0),
-    "gradient of the output, quantised both ways": (4, 0),
-    "silu * mul backward, gradients both ways, output again": (0, 9),
-    "norm 2 backward, gradient both ways, output again": (10, 0),
+    "gradient of the output, codes and transpose": (4, 0),
+    "silu * mul backward, codes and transpose, output recomputed": (0, 9),
+    "norm 2 backward, codes and transpose, output recomputed": (10, 0),
     "attention output, transposed": (3, 0),
-    "rotary embedding backward, gradient both ways": (12, 0),
-    "norm 1 backward, output again": (8, 0),
+    "rotary embedding backward, codes and transpose": (12, 0),
+    "norm 1 backward, output recomputed": (8, 0),
 }
 WEIGHT_CAST = 4  # bytes per weight: BF16 read, FP8 and its transpose written
 
@@ -57,7 +57,7 @@ WEIGHT_CAST = 4  # bytes per weight: BF16 read, FP8 and its transpose written
 def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:
     """One record per kernel of a step, longest first: its kind, time, and bandwidth if known.
 
-    On a CPU the operators stand for the kernels.
+    On a CPU the records are of operators instead of kernels.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -97,7 +97,7 @@ def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:
 def kind(kernel: str, known: dict[str, Bytes]) -> str:
     """gemm, attention or elementwise, by the kernel's name."""
     name = kernel.lower()
-    if kernel in known or name.startswith("triton_"):  # the compiler names what it fused it from
+    if kernel in known or name.startswith("triton_"):  # the latter are torch.compile's
         return "elementwise"
     if any(word in name for word in ATTENTION):
         return "attention"
@@ -121,7 +121,7 @@ def shown(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def roofline(shape: Shape) -> dict[str, Any]:
-    """Milliseconds that GEMMs, attention and memory traffic take alone, fast and slow sums."""
+    """Milliseconds of GEMMs (fast and slow accumulation), attention and memory traffic alone."""
     copy = copy_rate()
     tokens, hidden, ffn = shape.tokens, shape.hidden, shape.ffn
     gemm_ms = {True: 0.0, False: 0.0}

@@ -37,7 +37,7 @@ COATLM = {  # row -> model.spec, precision.recipe, precision.scaling
 
 
 class Shape(NamedTuple):
-    """One layer and its microbatch, in elements, heads, tokens a sample and samples."""
+    """The sizes of a layer and its microbatch: elements, heads, tokens per sample, samples."""
 
     hidden: int
     ffn: int
@@ -56,18 +56,18 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers, one after the other, and their weights' gradients."""
+    """Equal layers, one after the other, and what a benchmark needs of them."""
 
     forward: Callable[[Tensor], Tensor]
     input_shape: Callable[[int], tuple[int, ...]]  # batch -> shape of x
     dtype: torch.dtype
     parameters: Sequence[nn.Parameter]
-    new_weights: Callable[[], None] = lambda: None  # a step starts: the optimizer has run
-    compiled: bool = False  # for one batch size; calls of one layer stand for several layers
+    new_weights: Callable[[], None] = lambda: None  # called first in a step: weights have changed
+    compiled: bool = False  # for one batch size; several layers are calls of the same one
     weights: Callable[[], dict[str, nn.Parameter]] | None = None  # of the first layer
 
     def step(self, x: Tensor, dy: Tensor) -> Tensor:
-        """Forward and backward; returns y. Gradients that autograd made are dropped before."""
+        """Run forward and backward; returns y. Clears earlier gradients as `clear` does."""
         self.clear(x)
         self.new_weights()
         y = self.forward(x)
@@ -81,7 +81,7 @@ class Stack:
             parameter.grad = None
 
     def repeated(self, layers: int) -> Stack:
-        """The same layer `layers` times: what it keeps for backward is what as many would."""
+        """Call this layer `layers` times, which saves for backward as much as so many layers."""
 
         def forward(x: Tensor) -> Tensor:
             for _ in range(layers):
@@ -91,7 +91,7 @@ class Stack:
         return replace(self, forward=forward)
 
     def inputs(self, batch: int) -> tuple[Tensor, Tensor]:
-        """x, a leaf, and dy: the same for every stack of a layout and dtype."""
+        """x, a leaf, and dy: equal for all stacks of the same layout and dtype."""
         generator = torch.Generator(DEVICE).manual_seed(SEED)
         shape = self.input_shape(batch)
         x, dy = (torch.randn(shape, device=DEVICE, generator=generator) for _ in range(2))
@@ -116,11 +116,12 @@ def groups() -> Any:
 def coatlm_stack(
     row: str, shape: Shape, layers: int, overrides: Sequence[str] = (), *, first: bool = False
 ) -> Stack:
-    """Layers as the trainer builds them: fp32 gradients in `main_grad`. Raises ConfigError.
+    """Build layers as the trainer does, with fp32 weight gradients in `main_grad`.
 
-    They are added there or, with `first`, written over it, as in a step's first microbatch.
-    `overrides` are dotted options of the run, such as `precision.recipe=...`. Delayed scales come
-    from a step that is made here; they are not updated again, which a run does once for its model.
+    Weight gradients are added to it or, with `first`, overwrite it, as in a step's first
+    microbatch. `overrides` are dotted options of the run, such as `precision.recipe=...`. Delayed
+    scales come from one step that is run here, and stay: a run updates them once per step for the
+    whole model. Raises ConfigError.
     """
     from coatlm.config import make_config, override
     from coatlm.model.builder import build_model
@@ -188,7 +189,7 @@ def coatlm_stack(
 
 
 def _first_layer(decoder: Any) -> dict[str, nn.Parameter]:
-    """Weights of the first layer by the plain layer's names; `te` keeps norms in linears."""
+    """Weights of the first layer by the plain layer's names; `te` has norm weights in linears."""
     names = {
         "input_layernorm.weight": "norm1",
         "self_attention.linear_qkv.layer_norm_weight": "norm1",
@@ -206,7 +207,7 @@ def _first_layer(decoder: Any) -> dict[str, nn.Parameter]:
 
 
 class PlainRMSNorm(nn.Module):
-    """fp32 inside; rounds before the weight is applied, as Hugging Face's Llama does."""
+    """RMSNorm in fp32, rounded before the weight is applied, as in Hugging Face's Llama."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -219,8 +220,11 @@ class PlainRMSNorm(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A Llama layer of torch operations on [B, S, H], with one weight for q, k, v (in that order)
-    and one for gate and up: what torch.compile and torchao do best with."""
+    """A Llama layer of torch operations on [B, S, H].
+
+    q, k, v (in that order) share one weight, and so do gate and up: torch.compile and torchao are
+    fastest with these.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -250,7 +254,7 @@ def _rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 
 
 def rope_tables(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, D] on the device, both halves alike."""
+    """cos and sin [S, D] on the device; the two halves of D are equal."""
     exponent = torch.arange(0, shape.head_dim, 2, device=DEVICE).float() / shape.head_dim
     angle = torch.outer(torch.arange(shape.seq, device=DEVICE).float(), ROPE_THETA**-exponent)
     both = torch.cat((angle, angle), dim=-1)
@@ -258,7 +262,7 @@ def rope_tables(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def plain_stack(shape: Shape, *, compiled: Callable[[PlainLayer], Any] | None = None) -> Stack:
-    """One BF16 layer, or `compiled(layer)`. Gradients are autograd's own."""
+    """One BF16 layer, or `compiled(layer)`; autograd stores gradients in `grad`."""
     torch.manual_seed(SEED)
     with torch.device(DEVICE):
         layer = PlainLayer(shape).to(torch.bfloat16)

@@ -1,10 +1,11 @@
 """Peak device memory of real training steps against the estimate of coatlm/model/memory.py.
 
 Three steps of coatlm's trainer on random tokens; the peak is torch's `max_memory_allocated` over
-all of them, the largest of all ranks. `ratio` is estimate / measured. Rows are "PRECISION zeroN
-RECOMPUTE" on one GPU, and with a layout before it on two; a precision recipe goes with the spec and
-the optimizer of RECIPES. Options: model=1b mbs=4 seq=2048 vocab=32000, layers=N for fewer,
-main_grads=fp32 (or bf16), gpus=1 to leave out the rows of two GPUs. On a CPU nothing is measured.
+all of them, of the rank with the highest. `ratio` is estimate / measured. Rows are "PRECISION zeroN
+RECOMPUTE" on one GPU, and "LAYOUT PRECISION zeroN RECOMPUTE" on two; RECIPES gives the model.spec
+and the optim.recipe of each precision recipe. Options: model=1b mbs=4 seq=2048 vocab=32000,
+layers=N for fewer, main_grads=fp32 (or bf16), gpus=1 to leave out the rows of two GPUs. On a CPU
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STEPS = 3
 RECIPES = {  # precision.recipe -> model.spec, optim.recipe
     "bf16": ("local", "adamw-fp32"),
     "te-delayed": ("te", "adamw-fp32"),
-    # of blocks of 128 elements the sizes above are no multiples in every layout
+    # without block-wise GEMMs: not every size above, sharded, is a multiple of 128
     **{
         name: ("local", "coat-lean" if recipe.saved.attention else "coat")
         for name, recipe in FLOW_RECIPES.items()
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """On one GPU every recipe and recompute mode; ZeRO and layouts where there are two."""
+    """On one GPU every recipe and recompute mode; on two, ZeRO stages and layouts."""
     one = [f"{recipe} zero1 {mode}" for recipe in RECIPES for mode in ("none", "selective", "full")]
     if options.get("gpus") == "1":
         return one
@@ -56,7 +57,7 @@ def rows(options: dict[str, str]) -> list[str]:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs."""
+    """The number of GPUs that the benchmark needs."""
     return 1
 
 
@@ -106,7 +107,7 @@ def configuration(row: str, options: dict[str, str]) -> tuple[Config, int]:
 
 
 def train(config: Config) -> int:
-    """The peak in bytes over STEPS steps, the largest of all ranks; 0 on a CPU."""
+    """Train STEPS steps; returns the peak in bytes of the rank with the highest, 0 on a CPU."""
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -134,7 +135,7 @@ def train(config: Config) -> int:
             )
         loss, _ = trainer.train_step(batches, 1e-4)
     if not torch.isfinite(loss):
-        raise RuntimeError(f"loss={float(loss)} after {STEPS} steps: such a run measures nothing")
+        raise RuntimeError(f"loss={float(loss)} after {STEPS} steps: the measurement is invalid")
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     largest = torch.tensor(peak, device=device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=groups.world)

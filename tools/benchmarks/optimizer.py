@@ -60,7 +60,7 @@ TILES += [TileLayout(blocks=32, warps=4), TileLayout(blocks=8, warps=2)]
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """Each recipe with BF16 gradients, COAT with fp32 ones too, small tensors, then the peers."""
+    """Each recipe with BF16 gradients, some also with fp32 ones, small tensors, then the peers."""
     names = [f"{recipe}, bf16 gradients" for recipe in RECIPES]
     names += [f"{recipe}, fp32 gradients" for recipe in ("coat", "coat-lean", "adamw-fp32")]
     names += [f"small {recipe}, bf16 gradients" for recipe in ("coat", "coat-lean", "adamw-fp32")]
@@ -70,7 +70,7 @@ def rows(options: dict[str, str]) -> list[str]:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs."""
+    """The number of GPUs that the benchmark needs."""
     return 1
 
 
@@ -120,7 +120,7 @@ def bytes_moved(recipe: str, grad: torch.dtype) -> float:
 
 
 def timing(step: Step, n: int, moved: float, copy: float, reps: int) -> dict[str, Any]:
-    """Median time of a step, what that makes of the bandwidth, and what a step allocates."""
+    """The median time of a step, its bandwidth, and the memory that a step allocates."""
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
     ms = milliseconds(step, reps)

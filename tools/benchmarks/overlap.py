@@ -1,4 +1,4 @@
-"""The exposed communication of a step, which does not overlap with compute, from a trace."""
+"""The exposed communication of a step, that is, without concurrent compute, from a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tools.benchmarks.clock import synchronize
 
 Interval = tuple[float, float]
-# NCCL's kernels, and those that make and read what FP8 exchanges carry and find their shared scales
+# NCCL's kernels, and those that pack and unpack FP8 payloads and find their shared scales
 COMMUNICATION = (
     "nccl",
     "_pack_kernel",
@@ -48,7 +48,7 @@ def trace(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as disjoint intervals in order."""
+    """The union of intervals as disjoint intervals in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:

@@ -1,7 +1,8 @@
 """FP8 quantization of BF16 tensors, as a share of a device copy's bandwidth in the same run.
 
-Bytes are what a kernel must read and write once: a scaled cast moves 3 an element, a cast with
-transpose 4, a tensor scaled by its own amax 5, for it is read twice. Expansion starts from fp32.
+Bandwidth counts the bytes that a kernel must move per element: 3 for a cast with a given scale, 4
+for a cast with transpose, 5 for a tensor-wise scale from its own amax, because the tensor is read
+twice. Dynamic range expansion starts from fp32.
 Options: shapes=8192x8192,32768x4096.
 """
 
@@ -34,7 +35,7 @@ def rows(options: dict[str, str]) -> list[str]:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs."""
+    """The number of GPUs that the benchmark needs."""
     return 1
 
 

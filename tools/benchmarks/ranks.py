@@ -17,7 +17,7 @@ RESULT = "RANKS "  # prefix of the record that rank 0 prints
 def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
     """Run `python -m MODULE WORDS` on `ranks` processes; returns the record that one of them sent.
 
-    Raises RuntimeError with the first error where none did.
+    Raises RuntimeError with the first error if no rank sent one.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *torchrun, "-m", module, *words]

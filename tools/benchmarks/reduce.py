@@ -1,9 +1,10 @@
 """Reduce-scatter of gradients over all local GPUs: milliseconds, relative error, bytes per element.
 
-Rows: the bare exchange of one byte an element (uint8 all-to-all), the library's sums in fp32 and
-BF16, FP8-LM's sum, and FP8 exchange from BF16 and from fp32 gradients, everything included. `ms` is
-the device's time, behind other work, as in backward, so that the host has issued all of it;
-`host_ms` is the time that took. All rows share the processes, one per GPU.
+Rows: an all-to-all of one byte per element alone, NCCL's sums in fp32 and BF16, FP8-LM's sum, and
+coatlm's FP8 exchange from BF16 and from fp32 gradients, with all kernels. `ms` is the device time;
+the device is busy with other work first, as in backward, so that the host has issued everything
+before it starts. `host_ms` is the time that the host takes to issue it. All rows share the
+processes, one per GPU.
 
 Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
 piece sizes, whole=1 for all-reduces.
@@ -48,11 +49,11 @@ WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gr
 }
 TOGETHER = "; "  # between the names of rows, which are measured in the same processes
 WARMUP = 5
-AHEAD = 8_000_000  # cycles of the device that the host is ahead: some milliseconds
+AHEAD = 8_000_000  # device cycles by which the host is ahead: some milliseconds
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """The wire alone first: what is to be reached."""
+    """The rows; the first, the exchange alone, is the lower bound of the FP8 exchanges."""
     pieces = [
         f"fp8-a2a from {t}, pieces of {size}" for size in sizes(options) for t in ("bf16", "fp32")
     ]
@@ -71,12 +72,12 @@ def sizes(options: dict[str, str]) -> list[int]:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """How many GPUs it needs; a CPU can check the sums of a few values over gloo."""
+    """The number of GPUs needed; with `ranks` and `values`, CPU processes sum over gloo."""
     return 0 if {"ranks", "values"} <= options.keys() else 2
 
 
 def measure(names: str, options: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows, over as many processes as there are GPUs (or `ranks`)."""
+    """Measure the rows with as many processes as there are GPUs (or `ranks`)."""
     ranks = int(options.get("ranks", torch.cuda.device_count() or 2))
     if ranks < 2:
         raise RuntimeError("needs two GPUs")
@@ -122,7 +123,7 @@ def one(row: str, options: dict[str, str], comm: Comm, device: torch.device) -> 
 def sums(
     row: str, values: int, reps: int, comm: Comm, device: torch.device, *, whole: bool
 ) -> tuple[dict[str, float], float]:
-    """`milliseconds` and relative error of a format; `comm` counted one sum."""
+    """The times and the relative error of a format; leaves the traffic of one sum in `comm`."""
     kind, _, size = row.partition(", pieces of ")
     wire, dtype = WIRES[kind]
     if size:
@@ -153,7 +154,7 @@ def sums(
 
 
 def gradients(rank: int, values: int, device: torch.device) -> Tensor:
-    """fp32: normal values, one size for 4096 elements, sizes spread like those of a model."""
+    """Normal fp32 values with a log-normal scale per 4096 elements, as gradients of a model."""
     generator = torch.Generator(device).manual_seed(rank)
     x = torch.randn(values, generator=generator, device=device).view(-1, 4096)
     same = torch.Generator(device).manual_seed(1234)

@@ -1,9 +1,9 @@
 """Move the clock of running processes: a preloaded library adds an offset to it.
 
-The wall clock alone moves, as when NTP or an operator sets it: CLOCK_MONOTONIC stays, and a
-deadline on the wall clock, which a process computes from the moved one, is moved back before the
-kernel sees it. It is compiled when a drill starts, by the C compiler that Triton needs too.
-libfaketime 0.9.10 will not do: told to leave CLOCK_MONOTONIC alone, it makes time.sleep fail.
+Only the wall clock moves, as when NTP or an operator sets it. CLOCK_MONOTONIC does not, and a
+process's deadlines on the moved wall clock are moved back before the kernel sees them. The library
+is compiled when a drill starts, by the C compiler that Triton needs too. libfaketime 0.9.10 cannot
+replace it: if CLOCK_MONOTONIC is excluded, time.sleep fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ time_t time(time_t *now) {
     return exact.tv_sec;
 }
 
-/* A deadline this late is on the wall clock; the monotonic one counts from the machine's start. */
+/* A deadline above 5e8 s is on the wall clock; the monotonic clock starts with the machine. */
 static struct timespec real(const struct timespec *deadline) {
     struct timespec moved = *deadline;
     if (offset && moved.tv_sec > 500000000) moved.tv_sec -= *offset;

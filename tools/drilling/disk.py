@@ -30,7 +30,7 @@ def unmount(directory: Path) -> None:
 def enter_namespace(directory: Path) -> None:
     """Restart this program in a user namespace that allows mounting, unless it is already in one.
 
-    Returns if there is no such namespace.
+    Does not return if it succeeds; returns if no such namespace can be created.
     """
     if INSIDE in os.environ:
         return

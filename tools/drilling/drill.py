@@ -47,13 +47,13 @@ class Drill:
         self.disk = self.work / "disk"
         if not disk.mount(self.disk):
             disk.enter_namespace(self.disk)  # does not return if it succeeds
-            say("no small file system can be mounted here: files are limited in size instead")
+            say("no small file system can be mounted: the size of files is limited instead")
             self.disk.mkdir(exist_ok=True)
             self.limited = True
         else:
-            say("the run lies on a tmpfs of its own, which is filled")
+            say("the run directory is on its own tmpfs, which faults can fill")
             self.limited = False
-        os.environ["PYTHONWARNINGS"] = "ignore"  # of libraries, and of semaphores of the killed
+        os.environ["PYTHONWARNINGS"] = "ignore"  # of libraries, and of killed processes' semaphores
         self.clock = self._make_clock()
         self.machine = Machine.of(self.options.device, self.work / "jobs.log")
         self.config = self.work / "config.yaml"
@@ -163,7 +163,8 @@ class Drill:
     def _go_on(self, fault: Fault, scene: Scene, since: int) -> tuple[int | None, float | None]:
         """Wait for the next step. Returns the step of the resume and the seconds since the restart.
 
-        `since` is the size of train.log before the fault. None: the run has come to its end.
+        `since` is the size of train.log before the fault. Returns None, None if the run has reached
+        its last step or no step follows.
         """
         begin = time.monotonic()
         if self.job is None:
@@ -172,7 +173,7 @@ class Drill:
         lives = 0 if fault.then == "goes on" else 1
         ended = False
         while not ended and time.monotonic() - begin < NEXT_STEP_S:
-            ended = self.job.ended  # before the last look
+            ended = self.job.ended  # before the log is read, which is then complete
             progress = RunProgress.of(self.current, since)
             if progress.lives >= lives and progress.steps:
                 break
@@ -183,13 +184,13 @@ class Drill:
                 self.starts.append(seconds)
             return progress.steps[0] - 1, seconds
         if not self._finished():
-            ended_with = f"the next life ended with {self.job.codes}"
+            ended_with = f"the restarted job ended with {self.job.codes}"
             scene.problems.append(ended_with if self.job.ended else f"no step in {NEXT_STEP_S:g} s")
             self.job.kill()
         return None, None
 
     def _draw(self, phase: Phase, kind: Kind) -> Fault | None:
-        """A fault that goes with them, of those that were drawn least; None where none does."""
+        """A fault for this phase and kind of job, of those drawn least; None if there is none."""
         possible = [f for f in self._faults() if phase in f.phases and kind in f.kinds]
         fewest = min((self.drawn[f.name] for f in possible), default=0)
         rarest = [f for f in possible if self.drawn[f.name] == fewest]
@@ -209,7 +210,7 @@ class Drill:
             yield fault
 
     def _reach(self) -> tuple[Phase, Job]:
-        """Let a job reach a phase; if its run ends before, start another run."""
+        """Let a job reach a random phase; if its run ends before that, start another run."""
         while True:
             phase: Phase = self.random.choice(("starting", "training", "training", "saving"))
             if phase == "starting" and self.job is not None:
@@ -250,7 +251,7 @@ class Drill:
     def _act(self, fault: Fault, scene: Scene) -> list[int | None]:
         """Inject the fault and wait for its effect; returns exit codes if the job has ended."""
         if fault.needs == "disk" and self.limited:
-            scene.notes.append("by a limit on the size of files")
+            scene.notes.append("with a limit on the size of files")
             for pid in scene.job.ranks:
                 with suppress(psutil.Error):
                     psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (LIMITED, LIMITED))
@@ -265,12 +266,12 @@ class Drill:
         (self.disk / FILLER).unlink(missing_ok=True)
         codes = self.job.codes
         ends = {code for code in codes if code is not None}
-        if self.job.kind != "launcher":  # which has codes of its own
+        if self.job.kind != "launcher":  # a launcher has its own codes
             known = {-9, 0, *fault.codes}
             signals = (1, 2, 10, 15)
             early = {code for n in signals for code in (-n, 128 + n)} if scene.early else set()
             if scene.early:
-                early.add(1)  # a rank that has lost another one, or a fork not yet in process.run
+                early.add(1)  # of a rank that lost its peer, or a fork before process.run
             scene.problems += [f"exit code {code}" for code in sorted(ends - known - early)]
         self.job = None
         return codes

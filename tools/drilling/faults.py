@@ -1,7 +1,7 @@
 """The faults that are injected into a job and its files.
 
-A fault is named after what happens; `act` does it. Most end the job, after some of those its files
-are damaged; after the others it must go on by itself, or its launcher must start its ranks again.
+Most faults end the job, and some of these then damage its files. After the other faults the job
+must continue by itself, or its launcher must restart the ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Scene:
     disk: Path | None = None  # the small file system that holds the run
     clock: Clock | None = None
     early: bool = False  # whether the job may not handle signals yet
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was done, for the report
+    problems: list[str] = field(default_factory=list)  # what must not happen; any fails the round
 
     def one_rank(self) -> list[int]:
         """A random live rank."""
@@ -56,7 +56,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and its expected effect; `codes` are the allowed exit codes besides SIGKILL's."""
+    """A fault, named after what happens, and its expected effect.
+
+    `codes` are the allowed exit codes besides 0 and SIGKILL's.
+    """
 
     name: str
     act: Callable[[Scene], None]
@@ -78,7 +81,7 @@ def kill_all(scene: Scene) -> None:
 
 def kill_launcher(scene: Scene) -> None:
     """Kill the launcher; its ranks must end by themselves."""
-    scene.notes.append(f"{len(scene.job.ranks)} ranks without it")  # which are known from now on
+    scene.notes.append(f"{len(scene.job.ranks)} ranks")  # `ranks` also remembers them for later
     send(signal.SIGKILL, scene.job.leader)
 
 
@@ -121,7 +124,7 @@ def tell(number: signal.Signals, *, twice: bool = False) -> Callable[[Scene], No
 
 
 def fill_disk(scene: Scene) -> None:
-    """Fill the disk until the job has ended because of it."""
+    """Fill the disk, which ends the job; the drill frees it afterwards."""
     assert scene.disk is not None
     with suppress(OSError), (scene.disk / FILLER).open("wb", buffering=0) as file:
         while True:
@@ -129,7 +132,7 @@ def fill_disk(scene: Scene) -> None:
 
 
 def fill_for_a_while(scene: Scene) -> None:
-    """Fill the disk until the ranks have ended because of it and their launcher restarts them."""
+    """Fill the disk until all ranks have ended; their launcher then restarts them."""
     assert scene.disk is not None
     before = set(scene.job.ranks)
     fill_disk(scene)
@@ -199,7 +202,7 @@ def damage_cache(scene: Scene) -> None:
 
 
 def move_clock(scene: Scene) -> None:
-    """Move the clock, so that times of files do not fit."""
+    """Move the clock of the job, and set the mtimes of some files far away from it."""
     assert scene.clock is not None
     jump = scene.random.choice(CLOCK_JUMPS)
     scene.clock.move(jump)

@@ -1,8 +1,8 @@
 """A job of a run: one process, several ranks, or several ranks under torchrun's agent.
 
 Importing torch takes seconds, so on a CPU a server imports it once and processes are forks of it;
-CUDA does not survive a fork, so with a GPU they are spawned. The agent is torchrun's own, in a
-process like the others, and starts its ranks by the same means.
+CUDA does not survive a fork, so with a GPU they are spawned. The agent is torchrun's own, runs in
+such a process, and forks or spawns its ranks likewise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: str, log: Path) -> Machine:
-        """Create it; all processes inherit the environment at the start of the first one."""
+        """Create a machine; all processes inherit the environment at the start of the first one."""
         if device == "cuda":
             return cls(True, log, {}, multiprocessing.get_context("spawn"))
         context = multiprocessing.get_context("forkserver")
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def codes(self) -> list[int | None]:
-        """The exit codes, negative for a signal; only that of the agent if there is one."""
+        """Exit codes of the started processes (an agent, not its ranks); negative for a signal."""
         return [process.exitcode for process in self.processes]
 
     def wait(self, seconds: float) -> bool:

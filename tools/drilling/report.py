@@ -23,7 +23,7 @@ class Round:
     notes: str
     codes: list[int | None]  # of the processes that were started
     done: int  # steps before the fault
-    resumed: int | None  # the step that the next life, or the same one, went on from
+    resumed: int | None  # the step from which the run continued, restarted or not
     seconds: float | None  # from the restart, or the end of the fault, to the next step
     lost: int | None  # done - resumed
     verdict: str  # ok, or what went wrong

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS, EVERY, KEEP = 30, 5, 3  # steps of a run, and between its checkpoints; checkpoints that stay
+STEPS, EVERY, KEEP = 30, 5, 3  # train.steps, checkpoint.every, checkpoint.keep
 COMPARED = ("loss", "grad_norm", "lr", "val_loss")
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(4000))
-LIFE = re.compile(r"INFO model  ")  # the plan's first line: a start has come to the model
+LIFE = re.compile(r"INFO model  ")  # first line of the plan, which each start logs once
 STEP = re.compile(r"INFO step (\d+)/\d+ \| loss ")
 
 Key = tuple[int, bool]  # step, and whether it is an evaluation
@@ -60,8 +60,10 @@ class DrilledRun:
         return max((step for (step, _), _ in self.records()), default=0)
 
     def problem(self, undisturbed: History) -> str | None:
-        """The first difference of the log from the beginning of the undisturbed run's; else
-        None."""
+        """The first difference of the log from that of the undisturbed run; None if there is none.
+
+        The log may end before that of the undisturbed run.
+        """
         found: History = {}
         for key, values in self.records():
             name = f"{'evaluation' if key[1] else 'step'} {key[0]}"

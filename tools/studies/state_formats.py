@@ -60,7 +60,7 @@ class DynamicExponent:
         return torch.cat([negative, ends[:1], positive, ends[1:]]).float()
 
     def midpoints(self) -> Tensor:
-        """The middle between each two neighbouring values, fp32[255] on the CPU."""
+        """The midpoints between neighbouring values, fp32[255] on the CPU."""
         table = self.table()
         return (table[1:] + table[:-1]) / 2
 
@@ -75,7 +75,7 @@ class DynamicExponent:
 
 @dataclass(frozen=True)
 class PublishedKernel(Expansion):
-    """The published kernel's rule: both moments are expanded to this range."""
+    """Expansion with the published kernel's range, which it uses for both moments."""
 
     @property
     def log2_range(self) -> float:
@@ -83,13 +83,15 @@ class PublishedKernel(Expansion):
 
 
 def plain(fmt: Fp8Format) -> Expansion:
-    """Storage without expansion, k = 1. v is "signed" too: too small values become zero."""
+    """Storage without expansion, k = 1. `signed` also for v, so that small values become zero."""
     return Expansion(fmt, signed=True, k16_max=16)
 
 
 def de8(*, signed: bool) -> Fp8Format:
-    """DE8 in the place of an FP8 format. The references of `fp8.expand` accept it: they use the
-    limits, `encode` and `decode` of a format only. The kernels do not.
+    """DE8, typed as an FP8 format.
+
+    The references of `fp8.expand` accept it, because they only use the limits, `encode` and
+    `decode` of a format; the kernels do not.
     """
     return cast(Fp8Format, DynamicExponent(signed=signed))
 
