@@ -200,17 +200,13 @@ class FlowRecipe:
         return max(16, *(operand.granularity.columns or 1 for operand in self.operands))
 
     @property
-    def gathered_weights(self) -> Granularity | None:
-        """The granularity in which weights can be all-gathered as FP8 without changing a code.
+    def gathers_codes(self) -> bool:
+        """Whether weights can be all-gathered as FP8 without changing a code of a GEMM.
 
-        It is None unless the received codes determine those of forward, and those of forward
-        determine those of dgrad; coatlm/parallel/fp8_gather.py shows when they do.
+        The received codes must determine those of forward, and those of forward must determine
+        those of dgrad. coatlm/parallel/fp8_gather.py shows it for powers of two per row.
         """
-        weight = self.forward.weight
-        if weight.fmt != "e4m3" or self.dgrad.weight.scaling != "forward":
-            return None
-        known = (Operand("e4m3", ROW), Operand("e4m3", TENSOR, power_of_two=False))
-        return weight.granularity if weight in known else None
+        return self.forward.weight == ROWS and self.dgrad.weight.scaling == "forward"
 
 
 ROWS = Operand("e4m3", ROW)
@@ -276,7 +272,7 @@ PRECISION_RECIPES = (*BF16_RECIPES, *TE_RECIPES, *RECIPES)
 
 def fp8_weight_recipes() -> tuple[str, ...]:
     """The recipes whose weights can be all-gathered as FP8 without changing a GEMM's codes."""
-    return ("te-current", *(name for name, r in RECIPES.items() if r.gathered_weights is not None))
+    return ("te-current", *(name for name, r in RECIPES.items() if r.gathers_codes))
 
 
 def with_block_size(saved: SavedTensors, size: int) -> SavedTensors:

@@ -16,7 +16,6 @@ from coatlm.config import Config, Parallel
 from coatlm.data import dataset
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
-from coatlm.fp8.qtensor import ROW
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
@@ -69,8 +68,7 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow
-                    and config.precision.flow_recipe().gathered_weights == ROW,
+                    fp8_rows=config.precision.flow and config.precision.flow_recipe().gathers_codes,
                 ),
                 wire=make_wire(p, groups, self.traffic),
                 traffic=self.traffic,

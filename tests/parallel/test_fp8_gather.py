@@ -53,7 +53,6 @@ FLOW_CASES: dict[int, dict[str, dict[str, Any]]] = {
         "coat whole-tensor zero2": {"parallel": {"partition": "whole-tensor", "zero": 2}},
         "coat-lean": {"precision": {"recipe": "coat-lean"}, "optim": {"recipe": "coat-lean"}},
         "fp8-linear": {"precision": {"recipe": "fp8-linear", "grad_format": "e4m3"}},
-        "coat-paper": {"precision": {"recipe": "coat-paper"}},
         "kept weights": {"precision": {"keep_weights": True}},
         "recompute": {"train": {"recompute": "full"}},
         "bf16 ends, biases": {
