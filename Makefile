@@ -60,7 +60,7 @@ numerics: $(INSTALLED)
 	@own=$$($(VENV)/bin/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())'); \
 	if [ "$$own" = DEFAULT ]; then echo "This CPU has no wider vectors: make test covers it."; exit; fi; \
 	echo "CPU capability default; the machine's own is $$own"; \
-	$(NO_VECTORS) $(VENV)/bin/python -m pytest $(NUMERICS) -k 'not sm90 and not compile' $(ARGS)
+	$(NO_VECTORS) $(VENV)/bin/python -m pytest $(NUMERICS) -k 'not sm90 and not compile and not interpreter' $(ARGS)
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check
