@@ -116,6 +116,7 @@ def test_total_equals_megatron_gpt_models(megatron: None) -> None:
             gated_linear_unit=True,
             add_bias_linear=False,
             add_qkv_bias=m.qkv_bias,
+            qk_layernorm=m.qk_norm,
             normalization="RMSNorm",
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,

@@ -6,7 +6,7 @@ A dispatch mode sees every call of torch.distributed with its tensors, whoever m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from coatlm.config import PrecisionRecipe
+from coatlm.config.recipes import PRECISION_RECIPES, RECIPES
 from coatlm.fp8.qtensor import Granularity
 from coatlm.model import traffic as closed
 from coatlm.parallel.collectives import Traffic
@@ -175,7 +175,8 @@ def test_the_bytes_reported_are_those_of_the_collectives_that_were_issued(
 
 
 def test_every_precision_of_the_configuration_says_what_its_layers_gather() -> None:
-    assert set(get_args(PrecisionRecipe)) == set(closed.GATHERS)
+    assert {*closed.GATHERS, *RECIPES} == set(PRECISION_RECIPES)
+    assert not set(closed.GATHERS) & set(RECIPES)  # the table of recipes has the others
 
 
 def test_microbatches_repeat_all_but_the_sums_of_a_step() -> None:
@@ -199,7 +200,7 @@ def test_a_gathered_operand_costs_its_codes_scales_and_amaxes(
     forward = closed.OperandGather(torch.uint8, Granularity(1, 8))
     plain = closed.OperandGather(None)
     row = closed.LayerGathers(forward, plain, plain)
-    monkeypatch.setitem(closed.GATHERS, "coat", row)
+    monkeypatch.setattr(closed, "layer_gathers", lambda config, current: row)
     after = closed.step_traffic(c, stage=0, microbatches=1, once=TensorParallelSums(0, 0)).sent
     gathered = 4 * c.model.layers * 4 * 64 * 32 // 2  # elements of four operands per layer, sent
     assert before["tp", "fp8"] - after["tp", "fp8"] == gathered
