@@ -64,7 +64,7 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     in_flight = chunks_in_flight(config, stage, microbatches_per_step(config, dp)) / p.vpp
     in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
     states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
-    smaller = "(not in the sum: never allocated together)"
+    smaller = "(not in the sum: not live at the peak)"
     rows = [
         ("weights", rank.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
         ("fp8 weights", rank.fp8_weights, "W and its transpose"),
