@@ -152,29 +152,30 @@ class Model(Section):
 
 
 class Precision(Section):
-    """What GEMMs compute in and what is saved for backward.
+    """The number formats of GEMMs and of tensors saved for backward.
 
-    All keys but recipe are for coatlm's FP8 recipes: fp8-linear and those listed after it.
+    All keys but recipe apply only to coatlm's FP8 recipes: fp8-linear and those listed after it.
     """
 
     recipe: PrecisionRecipe = "bf16"
-    """The number formats that layers compute in and save for backward. te-* are TransformerEngine's
-    FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs and gate and up in
-    FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and the attention output
-    in FP8 too; coat-paper is COAT as published, with a scale per tensor. rowwise and fp8-block save
-    what coat saves and differ in their GEMM operands: rowwise has a scale per row, fp8-block one
-    per 128 elements of a row, and per 128 x 128 elements of a weight."""
+    """The number formats in which layers compute and save tensors for backward. te-* are
+    TransformerEngine's FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs
+    and gate and up in FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and
+    the attention output in FP8 too; coat-paper is COAT as published, with tensor-wise scaling of
+    GEMM operands. rowwise and fp8-block save what coat saves and differ in their GEMM operands:
+    rowwise has a scale per row, fp8-block one per 128 elements of a row and one per 128 x 128
+    elements of a weight."""
 
     group_size: Literal[16, 32, 64, 128] | None = None
-    """Elements per scale of tensors saved for backward in FP8; null means the recipe's, 16."""
+    """Elements per scale (block size) of tensors saved for backward in FP8; null means 16."""
 
     grad_format: Literal["e5m2", "e4m3"] | None = None
-    """The FP8 format of gradients that enter a GEMM: more range, or more precision; null means the
-    recipe's, e4m3 in rowwise and fp8-block and e5m2 in the others."""
+    """The FP8 format of gradients that enter a GEMM: e5m2 has more range, e4m3 more precision. null
+    means the recipe's: e4m3 in rowwise and fp8-block, e5m2 in the others."""
 
     scaling: Literal["current", "delayed"] = "current"
     """How gradients that enter a GEMM are scaled: by their own amax, or by the largest amax of the
-    last 16 steps, which saves a pass over them and needs a recipe with one scale per gradient."""
+    last 16 steps, which saves a pass over them and needs a recipe with tensor-wise gradients."""
 
     fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
         "forward",
@@ -189,8 +190,8 @@ class Precision(Section):
     the recipe's choice."""
 
     keep_weights: StrictBool = False
-    """Hold the FP8 weights from the first microbatch of a step to its last one: 2 more bytes per
-    weight, and one cast per step instead of one per use."""
+    """Cache the FP8 weights for all microbatches of a step: 2 more bytes per weight, and one cast
+    per step instead of one per use."""
 
     tune_gemms: StrictBool = True
     """Time cuBLASLt's algorithms at the start and use the fastest; false uses the first that its
@@ -206,7 +207,7 @@ class Precision(Section):
         return self.recipe in RECIPES
 
     def flow_recipe(self) -> FlowRecipe:
-        """The entry of RECIPES, changed by the options of this section. Requires `flow`."""
+        """The recipe's entry of RECIPES, changed by the keys of this section. Requires `flow`."""
         recipe, inputs = RECIPES[self.recipe], self.keep_linear_inputs
         saved, dgrad, wgrad = recipe.saved, recipe.dgrad, recipe.wgrad
         if self.group_size is not None:

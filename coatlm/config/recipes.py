@@ -1,19 +1,19 @@
-"""The FP8 recipes of layers, as values: GEMM operands, and tensors saved for backward.
+"""The FP8 recipes of layers, as data: formats of GEMM operands and of tensors saved for backward.
 
-A layer has four linears, and a linear three GEMMs (x input, W weight, y output; T tokens):
+A layer has four linears, each with three GEMMs (x input, W weight, y output; T tokens):
 
     forward   y = x W^T         sums over the input features
     dgrad     dx = dy W         sums over the output features
     wgrad     dW = dy^T x       sums over the tokens
 
-Hopper's FP8 tensor cores take both operands with the summed axis last, so a tensor that enters two
-GEMMs is needed both as it is and transposed: x and x^T, W and W^T, dy and dy^T. An `Operand` says
-how one of the six is held in FP8. Its granularity refers to the layout that the GEMM takes: ROW for
-x^T [features, T] is a scale per feature.
+Hopper's FP8 tensor cores need the summed axis of both operands contiguous (last), so a tensor that
+enters two GEMMs is needed both as it is and transposed: x and x^T, W and W^T, dy and dy^T. An
+`Operand` is the FP8 format of one of these six. Its granularity refers to the layout that the GEMM
+reads: ROW for x^T [features, T] is a scale per feature.
 
 RECIPES is the only list of recipes. A new entry that combines existing operands needs no other
-change: the values of `precision.recipe`, validation, the memory planner and the benchmarks read the
-table. This module does not import torch; coatlm.fp8.operand quantizes tensors to operands.
+change: the values of `precision.recipe`, validation, the memory planner and the benchmarks read
+RECIPES. This module does not import torch; coatlm.fp8.operand quantizes tensors to operands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GemmName = Literal["forward", "dgrad", "wgrad"]
 
 @dataclass(frozen=True)
 class Granularity:
-    """Which elements share a scale: blocks of `rows` x `columns` of a matrix; None means all.
+    """Scale granularity: blocks of `rows` x `columns` elements share a scale; None means all.
 
     granularity     elements per scale         shape of the scales of x[..., K]; rows > 1: x[M, K]
     TENSOR          the whole tensor           []
@@ -79,13 +79,13 @@ def block(rows: int, columns: int) -> Granularity:
 
 @dataclass(frozen=True)
 class Operand:
-    """How one tensor is held in FP8: as an operand of a GEMM, or saved for backward.
+    """The FP8 format of a tensor: an operand of a GEMM, or saved for backward.
 
-    `scaling` names the source of a scale: "current" is the amax of the tensor itself, "delayed" the
+    `scaling` is the source of the scale: "current" is the amax of the tensor itself, "delayed" the
     amaxes of earlier steps, "forward" the largest scale that forward computed for the same tensor;
-    the codes of forward are then decoded and cast again with that one scale. The last two are for
-    TENSOR only. With `power_of_two` a scale is the power of two at or above amax / MAX, else
-    amax / MAX in fp32.
+    backward then quantizes with it what it has of the tensor: the dequantized codes of forward, the
+    saved tensor, or the recomputed one. "delayed" and "forward" are for TENSOR only. With
+    `power_of_two` a scale is the power of two at or above amax / MAX, else amax / MAX in fp32.
     """
 
     fmt: FormatName
@@ -101,7 +101,7 @@ class Operand:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of a saved tensor with blocks of one row: a code, and a share of a scale.
+        """Bytes per element of a tensor saved in blocks of one row, its share of a scale included.
 
         A scale takes 1 byte if it is a power of two, else 4.
         """
@@ -141,19 +141,19 @@ class SavedTensors:
     gate_up: Operand | None  # the input of SwiGLU
     attention: Operand | None  # q, k, v and the output, along head_dim
     linear_input: bool  # save the FP8 outputs of norms and SwiGLU; else backward recomputes them
-    projection_input: bool  # save the FP8 attention output too; else backward casts `attention`
+    projection_input: bool  # save the FP8 attention output too; else it is quantized again
 
 
 @dataclass(frozen=True)
 class FlowRecipe:
-    """How the linears of a layer compute in FP8, and what the layer saves for backward."""
+    """The FP8 formats of a layer's GEMMs, and of what the layer saves for backward."""
 
     forward: ForwardGemm
     dgrad: DgradGemm
     wgrad: WgradGemm
     saved: SavedTensors
     fast: frozenset[GemmName] = frozenset({"forward", "dgrad", "wgrad"})  # fast accumulation
-    keep_weights: bool = False  # FP8 weights live for a step instead of one use
+    keep_weights: bool = False  # cache FP8 weights for a step instead of one use
 
     def __post_init__(self) -> None:
         one, other = self.dgrad.gradient, self.wgrad.gradient
@@ -186,17 +186,17 @@ class FlowRecipe:
 
     @property
     def tensor_wise_gradients(self) -> bool:
-        """Whether a gradient has one scale; dgrad and wgrad then take the same codes."""
+        """Whether gradients have tensor-wise scales; dgrad and wgrad then take the same codes."""
         return self.dgrad.gradient.granularity == TENSOR
 
     @property
     def fused_gradients(self) -> bool:
-        """Whether the fused kernels of backward can write gradients: one power-of-two scale."""
+        """Whether gradients have a tensor-wise power-of-two scale, as the fused kernels need."""
         return self.tensor_wise_gradients and self.dgrad.gradient.power_of_two
 
     @property
     def summed_multiple(self) -> int:
-        """The number that must divide the summed axis of each GEMM; at least 16 for FP8."""
+        """The length of each GEMM's summed axis must be a multiple of this; at least 16 for FP8."""
         return max(16, *(operand.granularity.columns or 1 for operand in self.operands))
 
     @property
@@ -228,8 +228,8 @@ COAT = FlowRecipe(
     ),
 )
 
-# COAT as published: every scale is amax / MAX in fp32, every GEMM operand has one scale, and linear
-# inputs are saved, except the attention output, which attention saves already.
+# COAT as published: every scale is amax / MAX in fp32, every GEMM operand is scaled tensor-wise,
+# and linear inputs are saved, except the attention output, which attention saves already.
 EXACT = Operand("e4m3", TENSOR, power_of_two=False)
 EXACT_OF_FORWARD = replace(EXACT, scaling="forward")
 EXACT_16 = replace(BLOCKS_16, power_of_two=False)
@@ -240,7 +240,7 @@ COAT_PAPER = FlowRecipe(
     saved=replace(COAT.saved, norm_input=EXACT_16, gate_up=EXACT_16, linear_input=True),
 )
 
-# 1 x 128 for activations and gradients along each summed axis, 128 x 128 for weights.
+# Block-wise: 1 x 128 along the summed axis for activations and gradients, 128 x 128 for weights.
 ALONG, SQUARE = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))
 
 RECIPES: dict[str, FlowRecipe] = {

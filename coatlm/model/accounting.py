@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a run, from its configuration alone; `memory.py` has its bytes.
+"""Parameters and FLOPs of a run, from its configuration alone; bytes are in `memory.py`.
 
 Legend: h hidden, f ffn, q = heads head_dim, k = kv_heads head_dim, L layers, V vocabulary,
 s sequence length, all in elements.
@@ -10,11 +10,10 @@ s sequence length, all in elements.
     FLOPs per token       6 (L matrices + h V) + 6 L s q
 
 A multiply-add is two FLOPs; the backward pass costs twice the forward pass, hence 6 per weight
-(Kaplan et al. 2020, section 2.1). Attention takes 2 s q for the scores and 2 s q for their use,
-halved because a causal mask leaves half of them, times 3 for forward and backward. Counted: every
-GEMM of the model, the output layer included. Not counted: the embedding lookup, norms,
-activations, and recomputation. This is the convention of MFU (Chowdhery et al.
-2022, appendix B) with causal attention.
+(Kaplan et al. 2020, section 2.1). Attention takes 2 s q for Q K^T and 2 s q for P V, halved
+because of the causal mask, times 3 for forward and backward. Every GEMM of the model counts, the
+output layer included; the embedding lookup, norms, activations and recomputation do not. This is
+the convention of MFU (Chowdhery et al. 2022, appendix B) with causal attention.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from coatlm.config import Config, ConfigError, Model
 
 VOCAB_MULTIPLE = 128  # rows of the embedding: full GEMM tiles
 
-# Dense BF16 FLOP/s from the data sheets (half the figure with sparsity); the first match counts.
+# Dense BF16 FLOP/s from the data sheets (half of the sparse figure); the first match counts.
 PEAK_BF16 = tuple(
     (re.compile(pattern), peak)
     for pattern, peak in (
@@ -54,7 +53,7 @@ PEAK_BF16 = tuple(
 def padded_vocab(vocab: int) -> int:
     """The smallest multiple of 128 that holds `vocab` tokens.
 
-    It does not depend on the layout, so that a checkpoint fits every number of ranks.
+    It does not depend on the parallel layout, so that a checkpoint loads on any number of ranks.
     """
     return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -62,7 +61,8 @@ def padded_vocab(vocab: int) -> int:
 def model_vocab(config: Config, tokenizer_vocab: int | None = None) -> int:
     """Rows of the embedding: `model.vocab` as given, else the tokenizer's vocabulary, padded.
 
-    Raises ConfigError where neither is known, the tokenizer has more tokens, or tp does not divide.
+    Raises ConfigError if neither is known, if the tokenizer has more tokens than `model.vocab`, or
+    if the number of rows is not a multiple of `parallel.tp`.
     """
     given, tp = config.model.vocab, config.parallel.tp
     if given is None and tokenizer_vocab is None:
@@ -82,47 +82,47 @@ def model_vocab(config: Config, tokenizer_vocab: int | None = None) -> int:
 
 
 def query_size(m: Model) -> int:
-    """The elements of a token's queries."""
+    """Elements of the queries of all heads, per token."""
     return m.heads * m.size_per_head
 
 
 def key_size(m: Model) -> int:
-    """The elements of a token's keys, which are those of its values."""
+    """Elements of the keys of all kv_heads, per token; the values have as many."""
     return m.queries_groups * m.size_per_head
 
 
 def layer_matrices(m: Model) -> int:
-    """The weights of a layer's matrices; divided over tensor-parallel ranks."""
+    """Number of weights in the matrices of a layer, which tensor parallelism shards."""
     attention = m.hidden * (query_size(m) + 2 * key_size(m)) + query_size(m) * m.hidden
     return attention + 3 * m.hidden * m.ffn
 
 
 def layer_biases(m: Model) -> int:
-    """The biases of a layer, all of qkv; divided over tensor-parallel ranks as its matrix is."""
+    """Number of biases of a layer, all of them of qkv; sharded as the qkv matrix is."""
     return query_size(m) + 2 * key_size(m) if m.qkv_bias else 0
 
 
 def layer_norms(m: Model) -> int:
-    """The weights of a layer's norms; every tensor-parallel rank has all of them."""
+    """Number of norm weights of a layer, which are replicated over tensor-parallel ranks."""
     return 2 * m.hidden + (2 * m.size_per_head if m.qk_norm else 0)
 
 
 def parameters(m: Model, vocab: int) -> int:
-    """Parameters of the model; tied embeddings count once."""
+    """Number of parameters of the model; tied embeddings count once."""
     layer = layer_matrices(m) + layer_biases(m) + layer_norms(m)
     embeddings = m.hidden * vocab * (1 if m.tie_embeddings else 2)
     return m.layers * layer + m.hidden + embeddings
 
 
 def matmul_parameters(m: Model, vocab: int) -> int:
-    """Weights that multiply every token: those of the layers' matrices and the output layer."""
+    """Number of weights in GEMMs, per token: the layers' matrices and the output layer."""
     return m.layers * layer_matrices(m) + m.hidden * vocab
 
 
 def rank_parameters(m: Model, vocab: int, *, tp: int = 1, pp: int = 1, stage: int = 0) -> int:
-    """Parameters on a tensor-parallel rank of pipeline stage `stage`, 0 to pp - 1.
+    """Number of parameters on a rank of pipeline stage `stage`, 0 to pp - 1.
 
-    A pipeline has tied embeddings twice, on the first and on the last stage.
+    With pp > 1 tied embeddings have two copies, on the first and on the last stage.
     """
     layer = (layer_matrices(m) + layer_biases(m)) // tp + layer_norms(m)
     count = m.layers // pp * layer
@@ -145,7 +145,7 @@ def flops_per_token(m: Model, vocab: int, seq_len: int) -> int:
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Dense BF16 FLOP/s of a GPU as torch names it; None for CPUs and unknown devices."""
+    """Peak dense BF16 FLOP/s of a GPU by its name in torch; None for a CPU or an unknown device."""
     for pattern, peak in PEAK_BF16:
         if device_name and pattern.search(device_name):
             return peak
@@ -155,7 +155,7 @@ def peak_flops(device_name: str | None) -> float | None:
 def mfu(flops_per_s: float, device_name: str | None) -> float | None:
     """Model FLOPs utilisation of one GPU as a fraction; None where the peak is not known.
 
-    The peak is BF16's for every recipe, so that recipes compare; FP8 may pass 1.
+    The peak is that of BF16 for every recipe, so that recipes can be compared; FP8 may exceed 1.
     """
     peak = peak_flops(device_name)
     return flops_per_s / peak if peak else None

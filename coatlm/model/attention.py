@@ -5,8 +5,8 @@ tokens of a whole sample. The core attention is torch's scaled_dot_product_atten
 cuDNN backend is preferred.
 
 Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), which balances the
-causal work. Keys and values are all-gathered; each of the two query chunks attends to the prefix
-that ends with it, which is causal attention aligned at the lower right corner.
+causal work. Keys and values are all-gathered. Each of the two query chunks attends to the prefix of
+the sequence that ends with this chunk: causal attention aligned at the lower right corner.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class CoreAttention(nn.Module):
         return o_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     def _two_prefixes(self, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, gqa: bool) -> Tensor:
+        """Causal attention of this rank's two query chunks over the gathered keys and values."""
         rank, size = self.cp_group.rank(), self.cp_group.size()
         length = q_BNSD.shape[2] // 2
         outputs = []
@@ -132,7 +133,7 @@ class SelfAttention(MegatronSelfAttention):
 def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
     """All-gather the two chunks of each rank, [S, B, ...] -> [T, B, ...] in sequence order.
 
-    Backward reduce-scatters the gradients over `group`: each rank receives those of its chunks.
+    In backward the gradients are reduce-scattered: each rank receives those of its own chunks.
     """
     gathered = tensor_parallel.gather_from_sequence_parallel_region(
         x_SB.contiguous(), tensor_parallel_output_grad=True, group=group

@@ -1,9 +1,9 @@
-"""Builds the model chunks of this pipeline stage from a configuration.
+"""The model chunks of this pipeline stage, built from a configuration.
 
 `Llama` is megatron-core's GPTModel with a forward pass of its own: rotary tables are computed once,
 and the output layer and the cross entropy are one chunked operation (`loss.py`). Initial weights
-are a pure function of the seed and the parameter's name, so every layout starts from the same
-model.
+are a pure function of the seed and the parameter's name, so every parallel layout starts from the
+same model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TE_RECIPES = {  # precision.recipe -> megatron's fp8 and fp8_recipe
 class Llama(GPTModel):
     """A Llama model chunk: tokens and labels [B, S] -> per-token loss [B, S].
 
-    Between pipeline stages it takes and returns hidden states.
+    Stages other than the first take hidden states, and stages other than the last return them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Llama(GPTModel):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """The last stage returns fp32 losses [B, S], or without labels the logits [B, S, V/tp]."""
+        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None."""
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
@@ -74,10 +74,10 @@ class Llama(GPTModel):
         return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
 
     def set_is_first_microbatch(self) -> None:
-        """Discard the FP8 casts of old weights.
+        """Discard the cached FP8 weights, which the optimizer step has made stale.
 
-        megatron-core's schedules call this before the first forward pass of a step. The method of
-        its base class does nothing without TransformerEngine's FP8.
+        megatron-core's schedules call this before the first forward pass of a step. The base class
+        does the same for TransformerEngine's FP8 weights.
         """
         super().set_is_first_microbatch()
         for layer in self.decoder.layers:
@@ -170,7 +170,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def token_positions(seq_len: int, groups: Groups) -> Tensor:
-    """The positions of this context-parallel rank's tokens in the sequence, in its order."""
+    """Positions in the sequence of this context-parallel rank's tokens, in the rank's order."""
     if groups.cp.size() == 1:
         return torch.arange(seq_len)
     return zigzag_positions(seq_len, groups.cp.rank(), groups.cp.size())
@@ -181,8 +181,8 @@ def init_weights(chunks: Sequence[Llama], config: Config) -> None:
     """Draw matrices from Normal(0, init_std), set norms to one and biases to zero.
 
     Output projections are drawn from Normal(0, init_std / sqrt(2 * layers)). Each logical tensor is
-    drawn whole, in fp32, from a generator seeded by (seed, name); this rank copies its rectangle of
-    it. So the model is the same in every layout.
+    drawn whole, in fp32, from a generator seeded by (seed, name), and this rank copies its shard:
+    the model is the same in every parallel layout.
     """
     std = config.model.init_std
     for chunk in chunks:

@@ -1,11 +1,11 @@
 """Whether a run fits the memory of its device, from its configuration alone.
 
-    needed = weights + FP8 weights + gradients + optimizer states       of the stage with most
+    needed = weights + FP8 weights + gradients + optimizer states       on the largest stage
     refused  <=>  needed > memory   or   peak > 2 * memory
 
-`needed` is exact but for padding: these tensors are allocated whatever the implementation does. The
-activations and temporaries that the peak adds are an estimate, within some percent on GPUs but not
-on a CPU, so the peak must be twice what there is: a run that might fit is never refused.
+`needed` is exact but for padding: every run allocates these tensors. The peak adds activations and
+temporaries, which are an estimate: within some percent on GPUs, but not on a CPU. The factor of 2
+makes sure that no run is refused that might fit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the che
 def check_memory(
     config: Config, vocab: int, *, data_parallel: int, memory: int, device: str
 ) -> None:
-    """Raise ConfigError where a rank cannot fit the `memory` bytes of `device`; name remedies."""
+    """Raise ConfigError, naming remedies, if a rank cannot fit the `memory` bytes of `device`."""
     limits, sizes = (memory, MARGIN * memory), requirements(config, vocab, data_parallel)
     beyond = [kind for kind in range(len(KINDS)) if sizes[kind] > limits[kind]]
     if not beyond:
@@ -54,14 +54,14 @@ def check_memory(
 
 
 def requirements(config: Config, vocab: int, data_parallel: int) -> tuple[int, int]:
-    """`needed` and peak in bytes, each of the pipeline stage where it is highest."""
+    """`needed` and the peak in bytes, each on the pipeline stage where it is highest."""
     stages = stage_bytes(config, vocab, data_parallel)
     needed = (s.weights + s.fp8_weights + s.main_grads + s.optim_states for s in stages)
     return max(needed), max(s.total for s in stages)
 
 
 def remedies(config: Config) -> Iterator[tuple[str, Config]]:
-    """Single changes that the configuration allows: (`section.key=value`, the changed one)."""
+    """Yield each entry of CHANGES that is valid here: (`section.key=value`, changed config)."""
     for section, key, value in CHANGES:
         data = config.model_dump(mode="json")
         if data[section][key] == value:

@@ -1,6 +1,6 @@
 """A megatron-core transformer layer whose forward pass is the FP8 flow of flow.py.
 
-Its modules, parameters and checkpoints are those of a `local` layer; only what runs differs.
+Its modules, parameters and checkpoints are those of a `local` layer; only the computation differs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coatlm.parallel.tensor import TensorParallel
 
 
 class CoatTransformerLayer(TransformerLayer):
-    """megatron's layer, its parameters and checkpoints, with the FP8 flow as its forward pass."""
+    """megatron-core's layer, with its parameters and checkpoints, whose forward is the FP8 flow."""
 
     def __init__(self, *args: Any, recipe: FlowRecipe, plans: Plans, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,20 +81,20 @@ class CoatTransformerLayer(TransformerLayer):
     def linear_weights(self) -> list[nn.Parameter]:
         """The weights of the FP8 GEMMs, [out, in] of this rank, in the order of their use.
 
-        With `main_grad_stale` set on a weight, its next gradient is written over `main_grad`.
+        If a weight has `main_grad_stale` set, its next gradient overwrites `main_grad`.
         """
         attention, mlp = self.self_attention, self.mlp
         linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         return [linear.weight for linear in linears]
 
     def forget_weights(self) -> None:
-        """Drop the FP8 copies of weights, which an optimizer step or a load has made stale."""
+        """Drop the cached FP8 weights, which an optimizer step or a load has made stale."""
         self.flow.weights.clear()
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The attention output [S, B, N*D], and its FP8 codes and scales where they are saved."""
+        """The attention output [S, B, N*D], and its FP8 codes and scales if they are saved."""
         attention, saved = self.self_attention, self.flow.recipe.saved.attention
 
         def attend() -> Tensor:
@@ -112,7 +112,7 @@ class CoatTransformerLayer(TransformerLayer):
 
 
 def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
-    """The flows of the FP8 layers among these, by number in the whole model, from 1."""
+    """The flows of the FP8 layers among `layers`, by the layer's number in the model, from 1."""
     return {
         layer.layer_number: layer.flow
         for layer in layers
@@ -121,9 +121,9 @@ def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
 
 
 def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype) -> None:
-    """Let FP8 layers choose their GEMMs for microbatches of `tokens`, before training on a GPU.
+    """Choose the algorithms of the FP8 layers' GEMMs for microbatches of `tokens` tokens.
 
-    `grad_dtype`: of main gradients. Other layers, and a CPU, have nothing to choose.
+    `grad_dtype` is the dtype of main gradients. Other layers are skipped; a CPU has no choice.
     """
     for layer in layers:
         if not isinstance(layer, CoatTransformerLayer) or not torch.cuda.is_available():

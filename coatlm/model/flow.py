@@ -6,8 +6,8 @@
 Two autograd functions hold all linears: `NormQKV` from the residual stream to q, k, v, and
 `ProjMLP` from the attention output to the next layer. Between them attention is torch's own.
 
-The recipe (config/recipes.py) says how each operand of a GEMM and each saved tensor is held. T
-tokens (sequence x batch) of this rank, H hidden, W = q | k | v, F ffn, per tensor-parallel rank:
+The recipe (config/recipes.py) names the format of each GEMM operand and each saved tensor.
+T tokens (sequence x batch) of this rank, H hidden, W = q | k | v, F ffn, per tensor-parallel rank:
 
                         saved for backward               recomputed in backward, unless saved
     first norm          x [T, H], 1 / rms [T]            norm output, transposed
@@ -15,12 +15,12 @@ tokens (sequence x batch) of this rank, H hidden, W = q | k | v, F ffn, per tens
     second norm         x1 [T, H], 1 / rms [T]           norm output, transposed
     SwiGLU              gate | up [T, 2F]                SwiGLU output, transposed
 
-In forward, scales are those of the values at hand: the kernel that computes an operand has its rows
-in registers. The scale of a gradient is current, or delayed and fixed before the step (scales.py).
-Weights are cast when a GEMM needs them, in forward and, transposed, in backward, and held no longer
-unless the recipe says so. Weight gradients are added to `main_grad` by their GEMM; the first of a
-step is written over it (`main_grad_stale`).
-On the CPU the references run: the same scales and codes, GEMMs in fp32.
+In forward, scaling is current: fused kernels compute the scales from the values in their registers.
+The scale of a gradient is current, or delayed and fixed before the step (scales.py). Weights are
+cast to FP8 for each GEMM, in forward and, transposed, in backward; the recipe's `keep_weights`
+caches them for the step. The wgrad GEMM accumulates into `main_grad`, and overwrites it where it is
+stale, in the first microbatch of a step (`main_grad_stale`). On the CPU the references run: the
+same scales and codes, with GEMMs in fp32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from coatlm.model.numerics import norm_rows, qkv_gradient_rows, swiglu_gradient_
 
 
 def _save(ctx: Any, *tensors: Tensor | QTensor | None) -> None:
-    """save_for_backward, also of QTensors."""
+    """`ctx.save_for_backward`, for QTensors too."""
     flat: list[Tensor | None] = []
     layout: list[Any] = []
     for x in tensors:
@@ -57,7 +57,7 @@ def _save(ctx: Any, *tensors: Tensor | QTensor | None) -> None:
 
 
 def _saved_tensors(ctx: Any) -> list[Any]:
-    """What `_save` was given."""
+    """The tensors and QTensors that `_save` saved, in the same order."""
     flat = iter(ctx.saved_tensors)
     return [
         next(flat) if kind is None else QTensor(next(flat), next(flat), *kind)
@@ -74,7 +74,7 @@ def _norm_gradient(weight: Tensor, dweight: Tensor) -> Tensor | None:
 
 
 class NormQKV(torch.autograd.Function):
-    """x[S, B, H] -> (q, k, v rotated, x), or (qkv[S, B, W], x) without rotary tables."""
+    """x[S, B, H] -> (q and k after RoPE, v, x), or (qkv[S, B, W], x) if cos and sin are None."""
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ class NormQKV(torch.autograd.Function):
 class ProjMLP(torch.autograd.Function):
     """Attention output o[S, B, q] and residual x[S, B, H] -> the layer's output [S, B, H].
 
-    `o_codes`, `o_scale`: o in FP8 blocks, [S, B, q], where attention saves it so; else None.
+    `o_codes` and `o_scale` are o in FP8 blocks, [S, B, q], if the recipe saves it so, else None.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class ProjMLP(torch.autograd.Function):
             *(proj, norm, fc1, fc2),
         )
         ctx.flow = flow
-        return out.view(x.shape).data  # not marked as a view: pipeline stages free what they sent
+        return out.view(x.shape).data  # no view: pipeline stages free outputs they sent
 
     @staticmethod
     @once_differentiable
@@ -271,11 +271,11 @@ class ProjMLP(torch.autograd.Function):
 
 
 def _readable(x: Tensor | QTensor) -> Tensor | QTensor:
-    """A saved norm input as the backward kernel of the norm reads it."""
+    """A saved norm input in a form that `norm_backward` reads; dequantized if need be."""
     return x if powers_of_two(x) else decoded(x)
 
 
 def _in_rows(codes: Tensor, scale: Tensor, like: Tensor) -> QTensor:
-    """FP8 blocks of heads [S, B, N * D] as blocks of rows [T, N * D]."""
+    """The FP8 attention output [S, B, N * D], as blocks of the rows of [T, N * D]."""
     size = codes.numel() // scale.numel()
     return QTensor(codes.view(like.shape), scale.view(len(like), -1), block(1, size), E4M3)

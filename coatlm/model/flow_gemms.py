@@ -1,14 +1,14 @@
-"""The GEMMs of one FP8 layer: their operands by its recipe, gathered over tensor-parallel ranks.
+"""The GEMMs of one FP8 layer, with operands as its recipe says, gathered over tensor parallelism.
 
-`Flow` is what the two autograd functions of a layer (flow.py) share. Operands of a GEMM come from
-fp8/producers.py, which knows the fused kernels; here is decided what is gathered, in which format,
-and which scales forward hands to backward:
+The two autograd functions of a layer (flow.py) share one `Flow`. fp8/producers.py computes the
+operands, by fused kernels where there are any. This module decides which scales forward saves for
+backward, and what is all-gathered and in which format:
 
-    operand of wgrad                 saved of forward   gathered in backward (sequence parallel)
-    activation, "forward"            its scales         codes, under one scale
-    activation, "current"            nothing            BF16, or saved codes with their scales
-    gradient with one scale          -                  codes
-    gradient with scales per granule -                  BF16
+    operand of wgrad                 scales of forward  all-gathered in backward (sequence parallel)
+    activation, scaling "forward"    saved              codes with one scale
+    activation, scaling "current"    not saved          BF16, or saved codes with their scales
+    gradient, tensor-wise            -                  codes
+    gradient, finer granularity      -                  BF16
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from coatlm.parallel.tensor import TensorParallel
 
 
 class Fp8Weight(NamedTuple):
-    """A weight matrix in FP8, as the GEMMs of forward and of dgrad take it."""
+    """A weight matrix in FP8, in the layouts that the GEMMs of forward and dgrad take."""
 
     direct: QTensor  # [out, in]
     transposed: QTensor  # [in, out]
 
 
 class Flow:
-    """What the two functions of a layer share: recipe, layout, and FP8 weights held for a step."""
+    """The recipe, tensor-parallel layout, cached FP8 weights and GEMMs of one layer."""
 
     def __init__(
         self, recipe: FlowRecipe, parallel: TensorParallel, eps: float, plans: Plans | None = None
     ) -> None:
-        """`plans`: of the model's GEMMs, which its layers share; None: of this layer alone."""
+        """`plans`: GEMM algorithms that the model's layers share; None: this layer has its own."""
         self.plans = Plans() if plans is None else plans
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
-        self.holds_weights = False  # set by the layer, to what the recipe says where it trains
+        self.holds_weights = False  # set by the layer: recipe.keep_weights, in training only
         self.weights: dict[Tensor, Fp8Weight] = {}
         self.probe: Probe | None = None  # in steps whose numerics are logged
         self.scales: Scales = CurrentScales()  # of gradients
@@ -56,14 +56,14 @@ class Flow:
     def record(
         self, name: str, source: Tensor | RowSource, quantised: Tensor | QTensor | None
     ) -> None:
-        """Show the probe x[M, K], or what computes its rows, with its codes, where it has any."""
+        """Give the probe x[M, K], or a function that computes its rows, if x has FP8 codes."""
         if self.probe is not None and isinstance(quantised, QTensor):
             self.probe.record(name, source, quantised)
 
     def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
-        """Choose the algorithms of backward's GEMMs, for `tokens` in a microbatch.
+        """Choose the algorithms of backward's GEMMs, for microbatches of `tokens` tokens.
 
-        Only GEMMs with one scale per operand have a choice.
+        Only GEMMs whose operands have tensor-wise scales have a choice of algorithms.
         """
         if not self.recipe.tensor_wise_gradients:
             return
@@ -81,7 +81,7 @@ class Flow:
     # --- weights ---
 
     def forward_weight(self, weight: Tensor) -> QTensor:
-        """W [out, in] for forward."""
+        """W [out, in] as the operand of forward; cached if `holds_weights`."""
         if weight in self.weights:
             return self.weights[weight].direct
         direct = producers.as_operand(weight.detach(), self.recipe.forward.weight)
@@ -96,11 +96,11 @@ class Flow:
         return producers.codes_transposed(direct, self.recipe.forward.weight, wanted)
 
     def weight_scale(self, weight: QTensor) -> Tensor | None:
-        """What backward needs of the scales of a weight in forward."""
+        """The scales of a weight in forward, if dgrad's operand needs them."""
         return weight.scale if self.recipe.dgrad.weight.scaling == "forward" else None
 
     def backward_weight(self, weight: Tensor, scale: Tensor | None) -> QTensor:
-        """W^T [in, out] for dgrad; `scale`: the `weight_scale` of forward."""
+        """W^T [in, out] as the operand of dgrad; `scale` is the `weight_scale` of forward."""
         if weight in self.weights:
             return self.weights[weight].transposed
         recipe = self.recipe
@@ -109,17 +109,20 @@ class Flow:
     # --- GEMMs ---
 
     def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
-        """y = x W^T of forward."""
+        """The forward GEMM, y = x W^T."""
         fast = "forward" in self.recipe.fast
         return matmul(x, weight, fast=fast, plans=self.plans, **options)
 
     def input_gradient(self, dy: QTensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        """dx = dy W."""
+        """The dgrad GEMM, dx = dy W."""
         w, fast = self.backward_weight(weight, scale), "dgrad" in self.recipe.fast
         return matmul(dy, w, fast=fast, plans=self.plans)
 
     def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
-        """dW = dy^T x, added to `main_grad` where there is one; written over it if it is stale."""
+        """The wgrad GEMM, dW = dy^T x. It accumulates into `main_grad`, or overwrites a stale one.
+
+        Returns None then, and dW if the weight has no `main_grad`.
+        """
         fast = "wgrad" in self.recipe.fast
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
@@ -133,19 +136,20 @@ class Flow:
     # --- activations and gradients ---
 
     def input_scale(self, x: QTensor) -> Tensor | None:
-        """What backward needs of the scales of a linear's input in forward, of all tokens."""
+        """The scales of a linear's input in forward, of all tokens, if wgrad needs them."""
         return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
 
     def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> GradientOperands:
-        """dy of a row-parallel linear, gathered over the tokens: [T, K] and [K, T'].
+        """The operands of dgrad [T, K] and wgrad [K, T'] from dy of a row-parallel linear.
 
-        `name`: what scales and numerics call it. `amaxes`: of dy, where they are known.
+        They are all-gathered over the tokens; T' is T, padded. `name` is the gradient's name among
+        the scales and in the probe. `amaxes` are those of dy, if a kernel has computed them.
         """
         recipe, parallel = self.recipe, self.parallel
         scale, amax = self.scales.slot(name)
         if not recipe.tensor_wise_gradients:
             dy = parallel.gather_values(dy)
-        elif scale is None:  # this rank's, of its own tokens
+        elif scale is None:  # the largest of the ranks, each from its own tokens
             scale = parallel.shared_scale(producers.gradient_scale(dy, recipe, amaxes))
         if not (parallel.scattered and recipe.tensor_wise_gradients):
             both = producers.gradient(dy, recipe, scale=scale, amax=amax)
@@ -164,10 +168,10 @@ class Flow:
         y: QTensor | None,
         scale: Tensor | None,
     ) -> QTensor:
-        """The input [K, T'] of a column-parallel linear, for wgrad, of all tokens.
+        """The operand [K, T'] of wgrad from the input of a column-parallel linear, of all tokens.
 
-        It is the output of RMSNorm: its codes `y`, where they are saved, or recomputed from the
-        saved input `x`. `scale`: the `input_scale` of forward.
+        This input is the output of RMSNorm: its codes `y` if they were saved, else recomputed from
+        the saved norm input `x`. `scale` is the `input_scale` of forward.
         """
         source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation
         fused = (source, wanted) == (FUSED_ROWS, FUSED_OF_FORWARD)
@@ -183,7 +187,7 @@ class Flow:
     def _fused_transposed(
         self, x: Tensor | QTensor, scale: Tensor, row: Tensor, column: Tensor | None
     ) -> QTensor:
-        """x * row * column with one power-of-two scale, by one kernel."""
+        """(x * row * column)^T, quantized with one power-of-two scale by one kernel."""
         if not self.parallel.scattered:
             return quantize_transposed(x, scale, row=row, column=column)
         mine = quantize_direct(x, scale, row=row, column=column)

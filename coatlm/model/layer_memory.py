@@ -1,17 +1,17 @@
-"""Bytes per token that one layer saves for backward, and that its backward holds on top of them.
+"""Bytes per token that one layer saves for backward, and that its backward pass adds to them.
 
-Legend, in elements: h hidden, f ffn, q = heads head_dim, k = kv_heads head_dim. Saved are, by part
-of the layer, and besides fp32 statistics of norms and softmax:
+Legend, in elements: h hidden, f ffn, q = heads head_dim, k = kv_heads head_dim. A layer saves, in
+bytes per token and besides the fp32 statistics of norms and softmax:
 
     recipe        norms                   attention                           MLP
     bf16          inputs 4h, outputs 4h   q, k, v 2(q + 2k), output 2q        gate, up 4f, SwiGLU 2f
-    FP8 linears   inputs 4h, outputs 2h   the same, and a copy of q in FP8    gate, up 4f, SwiGLU 1f
+    FP8 linears   inputs 4h, outputs 2h   the same, output in FP8 too, 1q     gate, up 4f, SwiGLU 1f
     coat          inputs 2 (1 + 1/G) h    as in bf16                          2 (1 + 1/G) f
     coat-lean     inputs 2 (1 + 1/G) h    (1 + 1/G) (2q + 2k)                 2 (1 + 1/G) f
 
 COAT (arXiv 2410.19313, s5) saves FP8 codes with a scale per block of G = 16, here of one byte; norm
-and SwiGLU outputs are recomputed from their inputs. coatlm's FP8 layers also save a scale per row
-of four linear inputs. Scales of weights are not counted.
+and SwiGLU outputs are recomputed from their inputs. coatlm's FP8 layers also save the row scales of
+their four linear inputs. Scales of weights are not counted.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from coatlm.config import Config
 from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
 from coatlm.model.accounting import key_size, query_size
 
-STATISTIC = 4  # bytes of an fp32 number that a kernel saves per row
-ROW_SCALES = 4 * STATISTIC  # bytes per token of a flow's linear inputs, saved on every rank
+STATISTIC = 4  # bytes of an fp32 statistic or scale of a row
+ROW_SCALES = 4 * STATISTIC  # bytes per token of the scales of four linear inputs
 
 
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes per token that a layer saves for backward, before any division over ranks."""
 
-    stream: float  # as wide as the residual stream: sequence parallelism divides it
+    stream: float  # tensors as wide as the residual stream: sequence parallelism divides them
     attention: float  # between its two linears: tensor parallelism divides it
     mlp: float  # between its two linears: tensor parallelism divides it
-    swiglu: float = 0  # of `mlp`, the SwiGLU's output, which backward frees first
-    scales: float = 0  # of the rows of linear inputs: every rank saves those of all its tokens
+    swiglu: float = 0  # the part of `mlp` for the SwiGLU output, which backward frees first
+    scales: float = 0  # row scales of linear inputs: every rank saves those of all tokens
 
 
 def weight_dtype(config: Config) -> torch.dtype:
@@ -51,7 +51,7 @@ def element_bytes(config: Config) -> int:
 
 
 def bf16_layer(config: Config) -> LayerBytes:
-    """A layer that saves every tensor that backward reads in the model's dtype."""
+    """A layer that saves in the model's dtype every tensor that backward reads."""
     return _plain_layer(config, element_bytes(config))
 
 
@@ -71,7 +71,7 @@ def _plain_layer(config: Config, x: int) -> LayerBytes:
 
 
 def flow_layer(config: Config) -> LayerBytes:
-    """An FP8 flow: every saved tensor as its recipe says (coatlm/config/recipes.py)."""
+    """An FP8 flow layer: the recipe has the format of every saved tensor (config/recipes.py)."""
     m, recipe, e = config.model, config.precision.flow_recipe(), element_bytes(config)
     saved, code = recipe.saved, _code_bytes(recipe.forward.activation)
     norm_input, gate_up, attended = (
@@ -90,13 +90,13 @@ def flow_layer(config: Config) -> LayerBytes:
 
 
 def _code_bytes(operand: Operand) -> float:
-    """Bytes per element of an operand of a GEMM, whose scales are fp32; those per row left out."""
+    """Bytes per element of a GEMM operand with its fp32 scales; row scales are not included."""
     columns = operand.granularity.columns
     return 1 + STATISTIC / columns if columns else 1
 
 
 def _row_scales(recipe: FlowRecipe) -> int:
-    """Bytes per token of row scales that are saved: with the codes, or alone for wgrad."""
+    """Bytes per token of the row scales that are saved, with their codes or alone for wgrad."""
     if recipe.forward.activation.granularity != ROW:
         return 0
     if recipe.wgrad.activation.scaling == "forward":
@@ -108,11 +108,12 @@ def _row_scales(recipe: FlowRecipe) -> int:
 def attention(config: Config, e: float, x: float) -> float:
     """Bytes per token that attention saves between the output of qkv and the input of projection.
 
-    Saved are q, k, v after RoPE and the output, `e` bytes per element, and what the projection
-    saves of the output, `x` bytes per element: the same tensor where `x` = `e`, but for context
-    parallelism, whose output is joined from two halves. Norms of queries and keys add their inputs,
-    an attention mask a bias of S elements per token. With recompute=selective only the output of
-    qkv is saved, and in an FP8 flow the inputs of norms of queries and keys besides.
+    Attention saves q, k and v after RoPE and its output, `e` bytes per element; the projection
+    saves its input, `x` bytes per element. Both are the same tensor if `x` = `e`, except under
+    context parallelism, where the output is concatenated from two halves. The norms of queries and
+    keys save their inputs, and an attention mask adds a bias of S elements per token. With
+    recompute=selective attention saves the output of qkv alone, and in an FP8 flow also the inputs
+    of the norms of queries and keys.
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)
@@ -133,10 +134,10 @@ def in_prefixes(config: Config) -> bool:
 def gathered_keys(config: Config, e: float) -> float:
     """Bytes per token that context parallelism adds to the keys and values that are saved.
 
-    Those of all ranks are gathered into new tensors. Prefixes are views of them, r + 1 and 2 cp - r
-    of 2 cp chunks long on rank r, but in FP8 each has codes of its own. A rank's own keys and
-    values are of no further use, but share their memory with the queries where an FP8 flow rotates
-    q, k and v in place.
+    The all-gather writes the keys and values of all ranks to new tensors. The two prefixes that
+    queries attend to, r + 1 and 2 cp - r of 2 cp chunks long on rank r, are views of these tensors
+    in BF16, but in FP8 each prefix has its own codes. A rank's own keys and values are freed,
+    except where an FP8 flow applies RoPE in place: there they share memory with the queries.
     """
     m, cp = config.model, config.parallel.cp
     if cp == 1:
@@ -148,14 +149,14 @@ def gathered_keys(config: Config, e: float) -> float:
 
 @dataclass(frozen=True)
 class PrecisionMemory:
-    """What a precision recipe means for memory."""
+    """The memory formulas of a precision recipe."""
 
     layer: Callable[[Config], LayerBytes]
-    weight_copies: int  # FP8 copies of each matrix that always live: W, its transpose
+    weight_copies: int  # permanent FP8 copies of each matrix: W and its transpose
 
 
 def precision_memory(config: Config) -> PrecisionMemory:
-    """What `precision.recipe` means for memory: a corrected formula changes one function."""
+    """The memory formulas of `precision.recipe`."""
     if config.precision.flow:
         return PrecisionMemory(flow_layer, 0)
     if config.precision.recipe in TE_RECIPES:
@@ -164,7 +165,7 @@ def precision_memory(config: Config) -> PrecisionMemory:
 
 
 def saved_bytes(config: Config) -> LayerBytes:
-    """What a layer of the configured precision saves."""
+    """Bytes per token that a layer of the configured precision saves."""
     return precision_memory(config).layer(config)
 
 
@@ -176,7 +177,7 @@ def layer_activation_bytes(config: Config) -> float:
 
 
 def layer_input_bytes(config: Config) -> float:
-    """Bytes per token of a layer's input: all that full recomputation saves of a layer."""
+    """Bytes per token of a layer's input, the only tensor that recompute=full saves."""
     p = config.parallel
     return config.model.hidden * element_bytes(config) / (p.tp if p.sequence_parallel else 1)
 
@@ -184,15 +185,15 @@ def layer_input_bytes(config: Config) -> float:
 def layer_backward_bytes(config: Config) -> float:
     """Bytes per token that the backward pass of a layer holds on top of what was saved.
 
-    Besides the gradient of the residual stream, the MLP's backward holds those of the SwiGLU's
-    output and of gate and up, while the SwiGLU's output itself has been freed. The backward of
-    attention holds `attention_gradients`, while all has been freed that the MLP and the norm before
-    it had saved. The larger of the two counts.
+    These are the gradient of the residual stream and the larger of two sums. The backward pass of
+    the MLP holds the gradients of the SwiGLU output and of gate and up; the SwiGLU output itself
+    has been freed. The backward pass of attention holds `attention_gradients`; all that the MLP and
+    the norm before it saved has been freed.
     """
     p, saved = config.parallel, saved_bytes(config)
     mlp = (3 * config.model.ffn * element_bytes(config) - saved.swiglu) / p.tp
     if config.precision.flow and not config.precision.flow_recipe().fused_gradients:
-        # gate | up decoded, and its gradient before it is quantized
+        # dequantized gate | up, and its gradient before quantization
         mlp += 4 * config.model.ffn * element_bytes(config) / p.tp
     freed = saved.mlp / p.tp + saved.stream / 2 / (p.tp if p.sequence_parallel else 1)
     inside = attention_gradients(config) / p.tp - freed
@@ -202,9 +203,10 @@ def layer_backward_bytes(config: Config) -> float:
 def attention_gradients(config: Config) -> float:
     """Bytes per token of the gradients within attention at their peak: of the output, q, k and v.
 
-    Context parallelism has those of all keys and values on every rank. The second prefix in the
-    order of backward, at most half of the sequence, adds its own before they are summed; the output
-    and the statistics of the first, half of a rank's, have been freed by then.
+    Under context parallelism every rank holds the gradients of all keys and values. The second
+    prefix in the order of backward, at most half of the sequence, has gradients of its own until
+    they are added; by then the output and the statistics of the first prefix, half of those of a
+    rank, have been freed.
     """
     m, e = config.model, element_bytes(config)
     q, keys = query_size(m), 2 * key_size(m) * config.parallel.cp

@@ -1,4 +1,4 @@
-"""Output layer and cross entropy in one, vocabulary-parallel; the logits never exist whole.
+"""Fused output layer and vocabulary-parallel cross entropy, which never hold all logits at once.
 
     logits = hidden @ weight^T      lse = log(sum_v exp(logits_v))      loss = lse - logits_label
     dlogits = (exp(logits - lse) - onehot(label)) * dloss
@@ -12,7 +12,7 @@ exp, label's logit) per token, and those combine as
 
 Chunks are cut from the vocabulary rather than from the tokens, because a chunk's dweight is then
 one GEMM over all tokens: the gradient, the largest tensor here, is read and written once instead of
-once per chunk, and needs no accumulator of its own. The accumulator is dhidden, [T, H] in fp32.
+once per chunk, and needs no accumulator. The only accumulator is dhidden, [T, H] in fp32.
 
 Shapes: S tokens of a sample, B samples, T = S * B, H hidden, V rows of weight on this rank.
 Logits and dlogits are rounded to the dtype of hidden; everything per token is fp32.
@@ -80,7 +80,7 @@ def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.c
     for start in tl.range(0, C, BLOCK, num_stages=3):
         at = start + col
         x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
-        scale = tl.exp(-tl.abs(x - top))  # of whichever of the old sum and the new term is smaller
+        scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
         total = tl.where(x > top, total * scale + 1, total + scale)
         top = tl.maximum(top, x)
     peak = tl.max(top, 0)
@@ -141,7 +141,7 @@ def _combine_over_group_(stats_3T: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _chunks(hidden_TH: Tensor, weight_VH: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of the weight, their logits[T, rows]); all logits share one buffer."""
+    """Yield (rows of the weight, their logits[T, rows]); all chunks share one buffer of logits."""
     T, V = hidden_TH.shape[0], weight_VH.shape[0]
     buffer = hidden_TH.new_empty(T * min(chunk, V))
     for start in range(0, V, chunk):
@@ -211,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
-    """Vocabulary rows whose logits for `tokens` fit CHUNK_BYTES; at least 128 and a multiple."""
+    """Vocabulary rows whose logits for `tokens` fit CHUNK_BYTES; a multiple of 128, not 0."""
     rows = CHUNK_BYTES // max(tokens * dtype.itemsize, 1)
     return max(rows // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
 
@@ -237,9 +237,8 @@ def linear_cross_entropy(
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
-    `grad_added_to_main_grad` stays as it is, for it would discard `weight.grad`, and with tied
-    embeddings that holds the gradient of the other use. Raises ValueError when shapes or dtypes do
-    not fit.
+    `grad_added_to_main_grad` is not set: it would discard `weight.grad`, which with tied
+    embeddings holds the gradient of the embedding. Raises ValueError if shapes or dtypes mismatch.
     """
     if hidden_SBH.shape[:-1] != labels_SB.shape:
         raise ValueError(

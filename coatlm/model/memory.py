@@ -1,22 +1,22 @@
-"""Bytes that each rank of a run takes at its peak, from its configuration alone.
+"""Peak device memory of each rank of a run, in bytes, from its configuration alone.
 
     peak = weights + FP8 weights + gradients + states + activations + max(loss, backward) + buffers
            + graphs
 
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
-peak is reached as backward begins, in the loss or in the last layer: whichever of the two holds
-more on top of the activations. With recompute=full the layer's own activations are recomputed
-there, and belong to `backward`. Not counted are the CUDA context, buffers that NCCL allocates
-outside of torch, buckets of gradients in transit, amaxes that delayed scales remember (0.3 kB per
+peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
+activations. With recompute=full the last layer recomputes its activations there; they are part of
+`backward`. Not counted are the CUDA context, buffers that NCCL allocates outside of torch, buffers
+of gradient buckets that are being reduced, the amax histories of delayed scaling (0.3 kB per
 layer), and fragmentation.
 
-CUDA graphs of microbatches (train.cuda_graphs) have a private memory pool, in which activations
-and temporaries of a microbatch stand where they stood without graphs: one pool for all graphs, as
-no two run at the same time, and no more than that once every kind of microbatch has its graph. What
-they add are their static inputs, and the pool beside a microbatch that runs eagerly: a step of four
-or more captures its third microbatch before its last, which reduces gradients and is of another
-kind, has run. torch counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does
-not show it.
+CUDA graphs of microbatches (train.cuda_graphs) allocate activations and temporaries in a private
+memory pool instead of the default one. All graphs share this pool, because no two run at the same
+time. Once every kind of microbatch has its graph, graphs add only their static inputs. Before that,
+the pool exists beside the memory of a microbatch that runs eagerly: a step of four or more
+microbatches captures its third, and then runs its last one eagerly, which is of another kind
+because it reduces gradients. torch counts a pool as reserved memory, not as allocated:
+peak_mem_gib of a run does not include it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from coatlm.parallel.buckets import bucket_elements
 from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
-WORKSPACE = 32 * 2**20  # of cuBLAS on Hopper, one for each of the threads of forward and backward
+WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
 GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
 EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
 
@@ -63,13 +63,13 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The peak; `loss` is over as `backward` begins, so the larger of the two counts."""
+        """The peak; `loss` is freed before `backward` is allocated, so only the larger counts."""
         everything = sum(getattr(self, field.name) for field in fields(self))
         return everything - min(self.loss, self.backward)
 
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
-    """`config` with some values changed, section by section, without validation."""
+    """A copy of `config` with some values of `sections` changed, without validation."""
     updated = {
         name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
     }
@@ -89,7 +89,7 @@ def fp8_weight_bytes(config: Config) -> int:
 def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
     """Bytes of the buffers in which `count` gradients are accumulated and reduced.
 
-    Every rank has all of them; with zero=2 a shard, one bucket that fills and those in flight.
+    Every rank has all gradients; with zero=2 a shard, the bucket that fills and those in flight.
     """
     p = config.parallel
     each = 4 if p.main_grads == "fp32" else 2
@@ -129,7 +129,7 @@ def bf16_share(config: Config, stage: int) -> float:
 
 
 def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
-    """Bytes of a stage's activations at its peak: of its layers, of final norm and output layer."""
+    """Bytes of a stage's activations at its peak: layers, final norm, output layer."""
     m, p = config.model, config.parallel
     layers = chunks_in_flight(config, stage, microbatches) * m.layers // (p.pp * p.vpp)
     full = config.train.recompute == "full"
@@ -158,8 +158,8 @@ def loss_bytes(config: Config, vocab: int) -> int:
 def backward_bytes(config: Config) -> int:
     """Bytes that the backward pass of a layer holds on top of what was saved.
 
-    With full recomputation that includes everything that the layer saves; its input, counted among
-    the activations, stands for its output here.
+    With full recomputation that includes everything that the layer saves. Its input, which counts
+    among the activations too, is counted here in place of its output.
     """
     each_token = layer_backward_bytes(config)
     if config.train.recompute == "full":
@@ -170,8 +170,8 @@ def backward_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
-    Hidden states are received from and sent to other pipeline stages, and all-gathered under
-    sequence parallelism.
+    The hidden states are those that pipeline stages receive and send, and those that are
+    all-gathered under sequence parallelism.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
@@ -241,7 +241,7 @@ def highest_stage(config: Config, vocab: int, data_parallel: int) -> int:
 
 
 def peak_bytes(config: Config, vocab: int, data_parallel: int) -> int:
-    """The peak of the rank that needs most memory."""
+    """The peak of the rank with the highest peak."""
     return max(rank.total for rank in stage_bytes(config, vocab, data_parallel))
 
 

@@ -1,6 +1,6 @@
-"""What FP8 loses in the layers of one step: amax, saturation, underflow, error of each tensor.
+"""FP8 numerics of the layers in one step: amax, saturation, underflow, error of each tensor.
 
-For a tensor x with codes c, which stand for the values d(c) = code * scale:
+For a tensor x with codes c, which dequantize to d(c) = code * scale:
 
     amax             max|x|
     saturated        share of the codes at the largest value of the format
@@ -10,16 +10,16 @@ For a tensor x with codes c, which stand for the values d(c) = code * scale:
     *_saved          saved for backward: the residual stream before each norm, gate | up, and with
                      coat-lean the attention output
     qkv_input, attention_output, fc1_input, fc2_input, *_weight      operands of forward's GEMMs
-    *_grad           gradient of a linear's output, as dgrad takes it
+    *_grad           gradient of a linear's output, as the operand of dgrad
 
-x is what the quantizing kernel had in its registers. Outputs of norms and SwiGLU and the gradients
-of gate | up and q | k | v are never in memory where kernels are fused, so the references recompute
-them in fp32, some rows at a time, from the operands that the kernel read.
+x is the tensor before quantization. Fused kernels never write the outputs of norms and SwiGLU or
+the gradients of gate | up and q | k | v to memory, so the references recompute those in fp32, some
+rows at a time, from the operands that the kernel read.
 
-Everything follows from sums over elements, so ranks add theirs: those of tensor and context
-parallelism, for the whole tensor where it is split (a copy on every rank changes no ratio; a scale
-is that of a rank's part, as in training), and those of the pipeline, for the other layers. Only the
-first microbatch of data-parallel rank 0 is measured.
+Each number follows from a maximum or from sums over elements, which are reduced over ranks: tensor-
+and context-parallel ranks hold shards of a tensor (replicas change no ratio; a shard has the scale
+that it has in training), and pipeline stages hold other layers. Only the first microbatch of
+data-parallel rank 0 is measured.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ TENSORS = (
     *("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad"),
 )
 SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
-PIECE = 1 << 22  # elements at a time: some 60 bytes each of temporaries, 0.25 GB
+PIECE = 1 << 22  # elements at a time; temporaries take about 60 bytes per element, 0.25 GB
 
 RowSource = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
 Record = dict[str, int | float | str]
 
 
 class Probe:
-    """The tensors of one layer in one step.
+    """The measurements of one layer's tensors in one step.
 
-    A tensor counts at its first occurrence: in the first microbatch, as microbatches go through
-    forward and backward in order, and not again where backward recomputes forward.
+    Only the first tensor of a name is measured. It belongs to the first microbatch, because
+    microbatches enter forward and backward in order, and not to a forward pass that is recomputed.
     """
 
     def __init__(self) -> None:
@@ -63,20 +63,20 @@ class Probe:
 
     @torch.no_grad()
     def record(self, name: str, source: Tensor | RowSource, quantised: QTensor) -> None:
-        """Measure the codes of x[M, K] = `source`, unless `name` is known. Never syncs."""
+        """Measure the codes of x[M, K] = `source`, if `name` is new. Does not sync the device."""
         if name not in self.sums:
             self.amax[name], self.sums[name] = _measure(source, quantised)
 
 
 class Probed(Protocol):
-    """An object that shows its tensors to a probe while it has one."""
+    """An object that passes its tensors to `probe` unless that is None."""
 
     probe: Probe | None
 
 
 @contextmanager
 def watched(layers: Mapping[int, Probed]) -> Iterator[dict[int, Probe]]:
-    """Give each of these layers, by number from 1, a probe while the context lasts."""
+    """Attach a probe to each layer inside the context. Keys are layer numbers, from 1."""
     probes = {number: Probe() for number in layers}
     for number, layer in layers.items():
         layer.probe = probes[number]
@@ -92,7 +92,7 @@ def collect(
 ) -> tuple[Tensor, Tensor]:
     """amax fp32 [layers, TENSORS] and sums fp64 [layers, TENSORS, SUMS], reduced over the ranks.
 
-    The ranks of one data-parallel rank call this together; `layers` are those of the whole model.
+    All ranks of a model replica must call this; `layers` is the number of layers of the model.
     """
     bits = torch.zeros(layers, len(TENSORS), dtype=torch.int32, device=device)
     sums = torch.zeros(layers, len(TENSORS), len(SUMS), dtype=torch.float64, device=device)
@@ -146,7 +146,7 @@ def swiglu_rows(gate_up: Tensor) -> RowSource:
 
 
 def swiglu_gradient_rows(da: Tensor, gate_up: Tensor | QTensor) -> RowSource:
-    """Rows of the gradient of gate | up, as it was saved, from that of SwiGLU's output [M, F]."""
+    """Rows of the gradient of the saved gate | up, from that of SwiGLU's output [M, F]."""
 
     def rows(start: int, stop: int) -> Tensor:
         if isinstance(gate_up, QTensor):
@@ -197,7 +197,7 @@ def _measure(source: Tensor | RowSource, quantised: QTensor) -> tuple[Tensor, Te
 
 
 def _cut(x: QTensor, start: int, stop: int) -> QTensor:
-    """Rows of a matrix; `start` is a multiple of the rows that share a scale."""
+    """Rows `start` to `stop`; `start` is a multiple of the number of rows that share a scale."""
     scale, height = x.scale, x.granularity.rows
     if height is not None:
         scale = scale[start // height : -(-stop // height)]

@@ -1,4 +1,4 @@
-"""A run in words, before anything is allocated: sizes, layout, compute and memory."""
+"""The plan of a run as text, before anything is allocated: sizes, layout, compute and memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from coatlm.model.memory import (
 def plan(
     config: Config, world_size: int | None = None, *, tokenizer_vocab: int | None = None
 ) -> str:
-    """The table of a run, several lines without a final newline.
+    """A table of the sizes, layout, compute and memory of a run, without a final newline.
 
     `world_size=None` plans for the fewest processes that hold the model, tp * pp * cp.
-    `tokenizer_vocab` is used where `model.vocab` is null. Raises ConfigError where `world_size`
-    does not fit the configuration or the vocabulary is not known.
+    `tokenizer_vocab` is used if `model.vocab` is null. Raises ConfigError if `world_size` does not
+    fit the configuration or if the vocabulary is not known.
     """
     m, p, t = config.model, config.parallel, config.train
     world_size = p.tp * p.pp * p.cp if world_size is None else world_size
@@ -57,14 +57,14 @@ def plan(
 
 
 def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
-    """Lines with the bytes by kind of the rank with the highest peak."""
+    """Lines with the memory, by kind, of the rank with the highest peak."""
     p, t = config.parallel, config.train
     stage = highest_stage(config, vocab, dp)
     rank = rank_bytes(config, vocab, stage=stage, data_parallel=dp)
     in_flight = chunks_in_flight(config, stage, microbatches_per_step(config, dp)) / p.vpp
     in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
     states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
-    smaller = "(not in the sum: one is over as the other begins)"
+    smaller = "(not in the sum: not live at the peak)"
     rows = [
         ("weights", rank.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
         ("fp8 weights", rank.fp8_weights, "W and its transpose"),
@@ -93,7 +93,7 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
 
 
 def stage_table(config: Config, vocab: int, dp: int) -> list[str]:
-    """GiB by kind, one line per pipeline stage."""
+    """Lines with the memory by kind in GiB, one per pipeline stage."""
     names = [field.name.replace("_", " ") for field in fields(RankBytes)]
     lines = [f"{'stage':<6}" + "".join(f"{name:>13}" for name in [*names, "sum"])]
     for stage, rank in enumerate(stage_bytes(config, vocab, dp)):

@@ -1,20 +1,21 @@
 """Delayed scales of the gradients that enter the GEMMs of a pipeline stage's FP8 layers.
 
-A layer has four such gradients; fp8/delayed.py has the rule of a scale. All microbatches of a step
-use the scales fixed before it, and raise the amaxes. After the step, for the whole stage at once:
+A layer has four such gradients; fp8/delayed.py defines the scale. All microbatches of a step use
+the scales that were fixed before the step, and accumulate each amax as a running maximum. After the
+step, for the whole stage at once:
 
     amax[L, 4] = max over the ranks that hold the stage      one all-reduce over tp, cp and dp
-    history[L, 4, 16] <- amax                                unless one of them is not finite
+    history[L, 4, 16] <- amax                                unless an amax is not finite
     scale[L, 4] from history
 
 Ranks use the same scales, so sequence parallelism needs no all-reduce of amaxes in backward.
 
 Scales and amaxes keep their addresses, so that replays of a CUDA graph read the newest scales.
-Scales lie 16 bytes apart, as GEMMs take them (fp8/gemm.py).
+Scales are 16 bytes apart, the alignment that GEMMs need (fp8/gemm.py).
 
-Without a history gradients are scaled by their own amax, as with current scaling, and that amax is
-recorded: in the first step of a run, and in further ones as long as a step has NaN or Inf. Only
-after such a step does the host wait for the device.
+Without a history gradients have current scaling, and their amaxes are recorded: in the first step
+of a run, and in further steps until one has finite amaxes. Only after such a calibrating step does
+the host wait for the device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Scales(Protocol):
 
 
 class Scaled(Protocol):
-    """A layer that asks for scales."""
+    """A layer that takes the scales of its gradients from `scales`."""
 
     scales: Scales
 
@@ -51,7 +52,7 @@ class CurrentScales:
     """Every gradient is scaled by its own amax (COAT, arXiv 2410.19313, section 5)."""
 
     def slot(self, name: str) -> ScaleSlot:
-        """No scale is given and no amax is recorded."""
+        """An empty slot: the scale is computed from the gradient."""
         return ScaleSlot()
 
 
@@ -64,13 +65,13 @@ class _LayerScales:
         self.slots = {name: ScaleSlot(*tensors) for name, *tensors in slots}
 
     def slot(self, name: str) -> ScaleSlot:
-        """The scale fixed before the step, unless there is no history, and where the amax goes."""
+        """The scale fixed before the step (None while calibrating) and the tensor for the amax."""
         slot = self.slots[name]
         return slot._replace(scale=None) if self.stage.calibrating else slot
 
 
 class DelayedScales:
-    """Delayed scales of the layers of this rank's stage, by their number in the whole model."""
+    """Delayed scales of the layers of this rank's stage, keyed by layer number in the model."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def update_(self) -> None:
-        """Fix the scales of the next step from this one's amaxes. All ranks of the group call."""
+        """Set the scales of the next step from this step's amaxes. All ranks of `group` call it."""
         if not self.numbers:
             return
         if self.group is not None:  # NaN > Inf > numbers, as integers
@@ -104,7 +105,7 @@ class DelayedScales:
             self.calibrating = not bool(taken)
 
     def state(self) -> Histories:
-        """The histories as JSON values, which hold fp32 exactly. Syncs with the device."""
+        """The histories as JSON values, which represent fp32 exactly. Syncs with the device."""
         return {
             str(number): dict(zip(GRADIENTS, rows, strict=True))
             for number, rows in zip(self.numbers, self.history.tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""What a layer is made of: `local`, `te` with TransformerEngine's linears, or COAT's FP8 flow.
+"""Module specs of a layer: `local`, `te` with TransformerEngine's linears, or COAT's FP8 flow.
 
-All use coatlm's attention glue, SwiGLU and core attention, megatron-core's layer around them, and
-the same names in a checkpoint, so that a checkpoint of one trains on in the others.
+All have coatlm's attention and MLP modules inside megatron-core's layer, and the same names in a
+checkpoint, so that training can continue from a checkpoint with another spec.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from coatlm.model.attention import CoreAttention, SelfAttention
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.layers import MLP, RMSNorm
 
-CHECKPOINT_NAMES = {  # TransformerEngine, and so megatron, keeps a norm in the linear after it
+CHECKPOINT_NAMES = {  # TransformerEngine, and so megatron, has a norm inside the linear after it
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 
 
 def block_spec(config: Config, first: int, count: int) -> TransformerBlockSubmodules:
-    """The decoder of one pipeline stage and model chunk: its layers and the final norm.
+    """The decoder of one model chunk of a pipeline stage: its layers and the final norm.
 
-    They are the layers `first` (from 0) to `first + count - 1` of the model.
+    The layers are `first` (from 0) to `first + count - 1` of the model.
     """
     layer = _te_layer(config) if config.model.spec == "te" else _local_layer(config)
     layers_of_stage = [layer] * count
@@ -63,7 +63,7 @@ def _local_layer(config: Config) -> ModuleSpec:
 
 
 def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
-    """The modules of a local layer, and so its parameters and checkpoints, run as an FP8 flow."""
+    """A layer with the modules, parameters and checkpoints of a local one, run as an FP8 flow."""
     return ModuleSpec(
         module=CoatTransformerLayer,
         params={"recipe": config.precision.flow_recipe(), "plans": Plans()},
@@ -116,9 +116,9 @@ def _layer(
 
 
 def fused_weight_gradient(linear: type) -> type:
-    """A TransformerEngine linear whose weight gradient GEMM adds straight into `main_grad`.
+    """A subclass of a TransformerEngine linear whose wgrad GEMM accumulates into `main_grad`.
 
-    megatron-core switches this on for all linears at once and then insists on apex for its own.
+    megatron-core's own option applies to all linears, and its own linears then require apex.
     """
 
     class FusedWeightGradient(linear):

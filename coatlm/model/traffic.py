@@ -2,10 +2,10 @@
 
     step = microbatches (embedding + sum over layers (forward + backward) + output) + once per step
 
-Counted is what a rank of R sends with the algorithms that move least, as `collectives.Comm` counts:
-n (R - 1) / R bytes of an all-gather or reduce-scatter of n bytes in all, twice that of an
-all-reduce. Below, x is the residual stream of a microbatch on a context-parallel rank: T tokens of
-h elements in the model's dtype.
+The bytes are those that each of R ranks sends with bandwidth-optimal algorithms, as in
+`collectives.Comm`: n (R - 1) / R for an all-gather or reduce-scatter of n bytes in total, and twice
+that for an all-reduce. Below, x is the residual stream of a microbatch on a context-parallel rank:
+T tokens of h elements in the model's dtype.
 
     sequence parallelism     forward                            backward
     embedding, first stage   reduce-scatter x                   all-gather x
@@ -14,14 +14,14 @@ h elements in the model's dtype.
     output, last stage       all-gather x                       reduce-scatter x
     loss, last stage         all-reduce 3 T fp32
 
-Without sequence parallelism nothing is gathered, and sums are all-reduces. What a gather of a layer
-carries is a row of `GATHERS`. recompute=full adds a layer's forward to its backward. Once per step
-the gradients of replicated weights are summed, to which each rank adds its tokens or heads. Context
-parallelism all-gathers the keys and values of each layer in forward, and again where attention is
-recomputed, and reduce-scatters their gradients.
+Without sequence parallelism nothing is gathered, and sums are all-reduces. `layer_gathers` has the
+format of a layer's all-gathers. recompute=full adds a layer's forward to its backward. Once per
+step the gradients of replicated weights are all-reduced, because each rank computes them from its
+own tokens or heads. Context parallelism all-gathers the keys and values of each layer in forward,
+and again if attention is recomputed, and reduce-scatters their gradients.
 
-TransformerEngine's layers gather FP8 codes under its FP8 recipes; the amaxes that its ranks agree
-on, some bytes per layer, are left out.
+TransformerEngine's layers gather FP8 codes under its FP8 recipes; the all-reduces of their amaxes,
+some bytes per layer, are not counted.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from coatlm.parallel.finalize_grads import TensorParallelSums
 CODES = torch.uint8
 SCALES = torch.float32
 MAIN_GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AMAX = torch.int32  # the bits of the largest magnitude, on which ranks agree
+AMAX = torch.int32  # an fp32 amax is all-reduced as its bits
 
 
 @dataclass(frozen=True)
 class OperandGather:
-    """What the all-gather of one GEMM operand [T, h] over the tokens carries."""
+    """What an all-gather of one GEMM operand [T, h] over the tokens sends."""
 
     dtype: torch.dtype | None  # of the elements; None: the model's
     scales: Granularity | None = None  # of the fp32 scales that travel with the elements
-    amaxes: int = 0  # all-reduces of one number, for a scale that the ranks agree on
+    amaxes: int = 0  # all-reduces of one number, to share a scale among ranks
 
 
 @dataclass(frozen=True)
 class LayerGathers:
-    """The operands that a layer gathers under sequence parallelism, each for two of its linears."""
+    """The operands that a layer all-gathers under sequence parallelism, each for two linears."""
 
     inputs: OperandGather  # of column-parallel linears, in forward
     again: OperandGather  # the same, recomputed or saved, in backward
@@ -66,7 +66,7 @@ class LayerGathers:
 UNQUANTISED = OperandGather(None)
 TENSOR_WISE = OperandGather(CODES)
 PLAIN = LayerGathers(UNQUANTISED, UNQUANTISED, UNQUANTISED)
-GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers are PLAIN
+GATHERS = {  # precision.recipe, but for the FP8 flow -> what its layers gather
     "fp32": PLAIN,
     "bf16": PLAIN,
     "te-delayed": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
@@ -76,9 +76,9 @@ GATHERS = {  # precision.recipe -> what its layers gather; precision.bf16_layers
 
 
 def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
-    """What the layers of `precision.recipe` gather, those of `precision.bf16_layers` apart.
+    """What the layers of `precision.recipe` gather; those of `precision.bf16_layers` are PLAIN.
 
-    `current`: gradients are scaled by their own amax.
+    `current`: gradients have current, not delayed scaling.
     """
     if not config.precision.flow:
         return GATHERS[config.precision.recipe]
@@ -105,9 +105,10 @@ def step_traffic(
     calibrating: bool = False,
     once: TensorParallelSums,
 ) -> Traffic:
-    """What a rank of pipeline stage `stage` sends in a step, as "tp" and "cp".
+    """What a rank of pipeline stage `stage` sends in a step, counted as "tp" and "cp".
 
-    `calibrating`: delayed scales have no history yet, so gradients have current scales.
+    `calibrating`: delayed scaling has no history yet, so gradients have current scaling. `once`:
+    the sums over the tensor-parallel group after the last microbatch.
     """
     traffic = Traffic()
     if config.parallel.tp > 1:
@@ -119,7 +120,7 @@ def step_traffic(
 
 
 class _Sender:
-    """Adds to `traffic` what one process group sends, "tp" or "cp", as often as `times` says."""
+    """Adds to `traffic` what a rank sends over one process group, "tp" or "cp", `times` times."""
 
     def __init__(self, config: Config, traffic: Traffic, what: str, times: int) -> None:
         p = config.parallel
@@ -128,7 +129,7 @@ class _Sender:
         self.tokens, self.dtype = microbatch_tokens(config), weight_dtype(config)
 
     def tensor_parallel(self, stage: int, calibrating: bool) -> None:
-        """A microbatch over the tensor-parallel group."""
+        """Count a microbatch over the tensor-parallel group."""
         c = self.config
         p, m = c.parallel, c.model
         layers = m.layers // p.pp
@@ -149,20 +150,20 @@ class _Sender:
             self._gather(gathers.gradients, 2 * count)
 
     def sums(self, once: TensorParallelSums) -> None:
-        """What a step sums over the tensor-parallel group after its last microbatch."""
+        """Count the sums over the tensor-parallel group after the last microbatch of a step."""
         self._all_reduce(once.gradients, MAIN_GRADS[self.config.parallel.main_grads])
         self._all_reduce(once.mus, torch.int64)
         self._all_reduce(once.mus, torch.int32)
 
     def context_parallel(self) -> None:
-        """A microbatch over the context-parallel group."""
+        """Count a microbatch over the context-parallel group."""
         c, p = self.config, self.config.parallel
         keys = self.tokens * p.cp * key_size(c.model) // p.tp
         forwards = 1 if c.train.recompute == "none" else 2
         self._move(keys, self.dtype, 2 * (forwards + 1) * (c.model.layers // p.pp))
 
     def _sum(self, count: int) -> None:
-        """Sum x over the ranks; under sequence parallelism each gets the sum of its tokens."""
+        """Count sums of x over the ranks: reduce-scatters under sequence parallelism."""
         x = self.tokens * self.config.model.hidden
         if self.config.parallel.sequence_parallel:
             self._move(x, self.dtype, count)
@@ -170,7 +171,7 @@ class _Sender:
             self._all_reduce(x, self.dtype, count)
 
     def _gather(self, operand: OperandGather, count: int) -> None:
-        """Under sequence parallelism, all-gather an operand as wide as x."""
+        """Count all-gathers of an operand as wide as x, if sequence parallelism is on."""
         dtype = operand.dtype or self.dtype
         if not self.config.parallel.sequence_parallel:
             return
@@ -181,7 +182,7 @@ class _Sender:
         self._all_reduce(operand.amaxes, AMAX, count)
 
     def _move(self, elements: int, dtype: torch.dtype, count: int) -> None:
-        """All-gather or reduce-scatter `elements` in all, `count` times."""
+        """Count all-gathers or reduce-scatters of `elements` in total."""
         self._add(elements, dtype, count, 1)
 
     def _all_reduce(self, elements: int, dtype: torch.dtype, count: int = 1) -> None:

@@ -1,16 +1,17 @@
-"""Tensor- and sequence-parallel collectives of the FP8 flow, which autograd does not record.
+"""Tensor- and sequence-parallel collectives of the FP8 flow, used inside its autograd functions.
 
 Under sequence parallelism each rank of the group holds some of the tokens between the linears.
 Before a column-parallel linear the tokens are all-gathered; after a row-parallel one the ranks'
 partial sums are reduce-scattered. An all-gather sends an operand in FP8 where possible:
 
-    forward     codes of the linear's input, with the scale of each row or block of a row; or with
-                one scale, the largest of all ranks, which an all-reduce finds
-    backward    codes of gradients and of the same inputs, if the operand has one scale
+    forward     codes of the linear's input, with their row-wise or block-wise scales; under
+                tensor-wise scaling the ranks first all-reduce the largest scale
+    backward    codes of gradients and of the same inputs, if the operand has tensor-wise scaling;
+                saved codes of inputs with their scales
 
-Where wgrad takes scales along the tokens, dgrad and wgrad need different codes of a gradient, and
-the scales of wgrad are not those of forward. Then backward gathers BF16 and every rank quantizes
-all tokens: two FP8 gathers of a gradient would send as many bytes as one in BF16.
+If wgrad's operands have scales along the tokens, dgrad and wgrad need different codes of a
+gradient, and the scales of wgrad are not those of forward. Then backward gathers BF16 and every
+rank quantizes all tokens: two FP8 gathers of a gradient would send as many bytes as one in BF16.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from coatlm.fp8.qtensor import TENSOR, QTensor
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How one layer's linears are split."""
+    """The tensor-parallel group of a layer's linears, with the collectives over it."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool = False
@@ -44,7 +45,7 @@ class TensorParallel:
     def gather_rows(self, x: QTensor) -> QTensor:
         """All-gather this rank's rows [T/tp, K] to those of all ranks [T, K], in rank order.
 
-        Scales are per tensor (and equal on all ranks), or belong to one row or a block of it.
+        Scales are tensor-wise (and equal on all ranks), row-wise, or block-wise within a row.
         """
         if not self.scattered:
             return x
@@ -53,11 +54,11 @@ class TensorParallel:
         return QTensor(codes, scale, x.granularity, x.fmt)
 
     def gather_values(self, x: Tensor) -> Tensor:
-        """`gather_rows` for values that are not quantized."""
+        """All-gather the rows of a tensor that is not quantized."""
         return self._gather(x) if self.scattered else x
 
     def shared_scale(self, scale: Tensor) -> Tensor:
-        """The largest scale of all ranks, for rows that will be gathered under one scale."""
+        """The largest scale of all ranks, for tensor-wise scaling of rows to be gathered."""
         if not self.scattered:
             return scale
         bits = scale.view(torch.int32).clone()  # NaN > Inf > numbers, as integers
@@ -65,9 +66,10 @@ class TensorParallel:
         return bits.view(torch.float32)
 
     def sum_partial(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to sum partial sums x[T, K] over the ranks. Returns a function that waits for it.
+        """Start to sum the partial sums x[T, K] over the ranks, asynchronously.
 
-        The sum is [T, K], or this rank's rows of it under sequence parallelism.
+        Returns a function that waits for the sum and returns it: [T, K], or under sequence
+        parallelism this rank's rows [T/tp, K].
         """
         if self.size == 1:
             return lambda: x

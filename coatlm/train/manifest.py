@@ -120,7 +120,7 @@ def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool =
                 if size != expected.bytes:
                     problems.append(f"{path} has {size} bytes, {expected.bytes} were written")
                 elif name in share and sha256(path, advance) != expected.sha256:
-                    problems.append(f"{path} is not what was written: its checksum differs")
+                    problems.append(f"{path} is damaged: its checksum differs")
             except FileNotFoundError:
                 problems.append(f"{path} is missing")
             except OSError as error:

@@ -83,7 +83,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_entry_is_made_anew_with_one_warning(
+def test_a_damaged_entry_is_rebuilt_with_one_warning(
     case: str, data: Data, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = prepare_text(data).parent
@@ -211,7 +211,7 @@ def test_a_killed_start_is_continued_by_the_next(
     assert any("continuing in" in record.getMessage() for record in caplog.records)
 
 
-def test_a_shard_damaged_between_two_starts_is_an_error_and_is_made_again(
+def test_a_shard_damaged_between_two_starts_is_an_error_and_is_rebuilt(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenize = shards_module.tokenize

@@ -100,7 +100,7 @@ def test_the_largest_element_of_a_group_is_exact(how: Expansion) -> None:
 
 
 @every
-def test_signs_are_kept_and_states_have_the_shape_of_x(how: Expansion) -> None:
+def test_signs_are_preserved_and_states_have_the_shape_of_x(how: Expansion) -> None:
     x = values(how, n=6 * 100).view(6, 100)
     state = expand_quantize(x, how)
     assert state.codes.shape == x.shape and state.k16.shape == state.log2_scale.shape == (5,)
@@ -130,7 +130,7 @@ def test_zeros_stay_zero_and_change_nothing_else(how: Expansion) -> None:
     assert torch.equal(decoded[~at], expand_dequantize(expected, how)[~at])
 
 
-def test_the_sign_of_zero_is_kept_in_m() -> None:
+def test_the_sign_of_zero_is_preserved_in_m() -> None:
     x = torch.tensor([0.0, -0.0, 1.0])
     assert round_trip(x, M_E4M3).signbit().tolist() == [False, True, False]
 

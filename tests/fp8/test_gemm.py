@@ -91,7 +91,7 @@ def test_out_is_added_to_in_place_and_returned(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_out_is_written_over_whatever_it_held(dtype: torch.dtype) -> None:
+def test_out_is_overwritten_whatever_it_held(dtype: torch.dtype) -> None:
     a, b = operand(M, TENSOR, E5M2), operand(N, TENSOR)
     out = torch.full((M, N), torch.nan, dtype=dtype)
     assert matmul(a, b, out=out, accumulate=False) is out

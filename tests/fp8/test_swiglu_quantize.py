@@ -108,7 +108,7 @@ def test_gradient_is_that_of_autograd_at_the_saved_input_rounded_once(
 
 
 @pytest.mark.parametrize("m", [1, 16, 21])
-def test_the_activations_made_again_are_those_of_the_saved_input_padded(m: int) -> None:
+def test_the_recomputed_activations_are_those_of_the_saved_input_padded(m: int) -> None:
     x, da = gate_up(m=m), torch.randn(m, FFN).bfloat16()
     _, _, a_t, seen, _ = backward(x, da, size=16)
     assert a_t.shape == (FFN, -(-m // 16) * 16)
@@ -125,7 +125,7 @@ def test_without_saving_in_fp8_backward_makes_the_values_of_forward() -> None:
     assert torch.equal(a.dequantize()[normal], a_t.dequantize().t()[:M][normal])
 
 
-def test_activations_are_not_made_again_unless_asked_for() -> None:
+def test_activations_are_not_recomputed_unless_asked_for() -> None:
     x, da = gate_up(), torch.randn(M, FFN).bfloat16()
     whole, without = (backward(x, da, size=16, with_a=with_a) for with_a in (True, False))
     assert without[2] is None

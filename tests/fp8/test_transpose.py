@@ -74,7 +74,7 @@ def test_rows_and_columns_multiply_before_the_one_rounding(fmt: Fp8Format) -> No
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_a_norm_is_made_again_from_its_saved_input_within_two_roundings(size: int) -> None:
+def test_a_norm_is_recomputed_from_its_saved_input_within_two_roundings(size: int) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(37, 256).bfloat16(), (1 + 0.3 * torch.randn(256)).bfloat16()
     made = norm_quantize(x, weight, 1e-5, group_size=size)

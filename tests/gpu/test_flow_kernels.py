@@ -193,7 +193,7 @@ def test_transposes_equal_their_reference(
 
 @sizes
 @shapes
-def test_norms_made_again_equal_their_reference(shape: tuple[int, int], size: int) -> None:
+def test_recomputed_norms_equal_their_reference(shape: tuple[int, int], size: int) -> None:
     fits(size, shape[1])
     x, weight = torch.randn(shape).bfloat16(), (1 + 0.2 * torch.randn(shape[1])).bfloat16()
     made = norm_quantize(x, weight, EPS, group_size=size)
@@ -333,9 +333,7 @@ products = pytest.mark.parametrize(("m", "n", "k"), [(37, 48, 528), (512, 4096, 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("granularity", [TENSOR, ROW], ids=["tensor", "row"])
 @pytest.mark.parametrize("kind", ["plain", "bias", "add"])
-def test_products_of_forward(
-    m: int, n: int, k: int, granularity: Any, fast: bool, kind: str
-) -> None:
+def test_gemms_of_forward(m: int, n: int, k: int, granularity: Any, fast: bool, kind: str) -> None:
     a, b = operand(m, k, granularity), operand(n, k, granularity)
     shape = {"plain": (1,), "bias": (n,), "add": (m, n)}[kind]
     more = torch.randn(shape).bfloat16() * (kind != "plain")
@@ -349,7 +347,7 @@ def test_products_of_forward(
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("granularity", [TENSOR, ROW], ids=["tensor", "row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_that_are_added_to_a_main_gradient(
+def test_gemms_that_accumulate_into_a_main_gradient(
     m: int, n: int, k: int, granularity: Any, fast: bool, dtype: torch.dtype
 ) -> None:
     a, b = operand(m, k, granularity, E5M2), operand(n, k, granularity)
@@ -362,7 +360,7 @@ def test_products_that_are_added_to_a_main_gradient(
 @products
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_that_are_written_over_what_is_there(
+def test_gemms_that_overwrite_their_output(
     m: int, n: int, k: int, fast: bool, dtype: torch.dtype
 ) -> None:
     a, b = on("cuda", (operand(m, k, TENSOR, E5M2), operand(n, k, TENSOR)))
@@ -373,7 +371,7 @@ def test_products_that_are_written_over_what_is_there(
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_tuned_products_are_as_exact_as_the_first_choice(accumulate: bool) -> None:
+def test_tuned_gemms_are_as_exact_as_the_first_choice(accumulate: bool) -> None:
     m, n, k = 384, 512, 1024
     dtype = torch.float32 if accumulate else torch.bfloat16
     kinds: dict[str, Any] = {"a_fmt": E5M2, "b_fmt": E4M3, "out_dtype": dtype, "fast": True}
@@ -400,7 +398,7 @@ def test_gemms_of_blocks(
         close_product(y, a, b, before.double(), False)
 
 
-def test_products_that_tensor_cores_cannot_take_are_refused() -> None:
+def test_gemms_that_tensor_cores_cannot_compute_are_refused() -> None:
     a, b = (on("cuda", operand(rows, 128, ROW_BLOCK)) for rows in (6, 16))
     with pytest.raises(ValueError, match="multiple of 4 rows"):
         matmul(a, b)

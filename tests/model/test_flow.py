@@ -288,7 +288,7 @@ def test_keeping_fp8_weights_changes_no_bit(recipe: str, megatron: None) -> None
     assert equal(run(keeping), run(run_config(recipe)))
 
 
-def test_held_weights_serve_the_microbatches_of_a_step_and_are_cast_again_in_the_next(
+def test_cached_weights_serve_the_microbatches_of_a_step_and_are_cast_again_in_the_next(
     megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = run_config(precision={"keep_weights": True})

@@ -189,7 +189,7 @@ def test_scales_keep_their_memory(megatron: None) -> None:
     assert before.amax.data_ptr() == after.amax.data_ptr()
 
 
-def test_products_can_take_every_scale_where_it_lies(megatron: None) -> None:
+def test_gemms_can_read_every_scale_in_place(megatron: None) -> None:
     c = run_config(model={"layers": 3})
     model, scales = delayed(c)
     step(c, model)

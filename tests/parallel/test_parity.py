@@ -209,7 +209,7 @@ def test_sequence_parallel_fp8_layers_train_like_tensor_parallel_ones(curves: An
     torch.testing.assert_close(actual, expected, rtol=RELATIVE, atol=0.0)
 
 
-def test_kept_fp8_weights_change_no_curve(curves: Any) -> None:
+def test_cached_fp8_weights_change_no_curve(curves: Any) -> None:
     assert curves["single/kept weights/coat"] == curves["single/plain/coat"]
 
 

@@ -110,8 +110,8 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "told"),
     [
-        (flip, "__0_0.distcp", "is not what was written: its checksum differs"),
-        (flip, "state.json", "is not what was written: its checksum differs"),
+        (flip, "__0_0.distcp", "is damaged: its checksum differs"),
+        (flip, "state.json", "is damaged: its checksum differs"),
         (truncate, "__0_0.distcp", "bytes, "),
         (Path.unlink, ".metadata", ".metadata is missing"),
         (Path.unlink, "manifest.json", "manifest.json: No such file"),

@@ -29,7 +29,7 @@ def test_the_device_is_idle_where_nothing_runs_between_the_first_and_the_last() 
     assert idle([], []) == 0
 
 
-def test_a_trace_is_kept_where_it_is_told(tmp_path: Path) -> None:
+def test_a_trace_is_written_where_it_is_told(tmp_path: Path) -> None:
     keep = tmp_path / "traces" / "rank0.json.gz"
     found = trace(lambda: torch.ones(8).exp(), 2, keep)
     assert found == ([], [])  # a CPU is no device

@@ -297,7 +297,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_checkpoint_is_passed_over_with_a_warning_and_refused_by_name(
+def test_damaged_checkpoint_is_skipped_with_a_warning_and_refused_by_name(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, reason = DAMAGE[kind]

@@ -171,7 +171,7 @@ def test_the_same_command_with_a_path_continues_the_run_itself(
     assert "is used only for a first start" in log_of(root / name)
 
 
-def test_beginning_anew_sets_the_history_aside(root: Path, told: dict[str, Any]) -> None:
+def test_a_restart_from_scratch_sets_the_history_aside(root: Path, told: dict[str, Any]) -> None:
     """Also where a launcher starts it again, but its first start did not come so far."""
     assert told["none"]["error"] is None and told["none"]["read"][0] == 0
     (attempt,) = (root / "none" / "attempts").iterdir()
