@@ -5,10 +5,10 @@
 
 A loader is a JIT function `LOAD(source, factors, K, at, some, J, OPTIONS)`. `source` holds its
 pointers and integers, OPTIONS its constants; `at` is the place of the tile (first row, first
-column, rows 4 r, first columns of blocks, columns in a block, number of columns that the matrix has
-from the first one on), and `some` the mask of what is inside the matrix. It returns a tuple of
-values, fp32 tiles of the rows 4 r + J, zero outside the matrix. Each is multiplied by its factor,
-where that is cheapest: the inverse of a power-of-two scale, which is exact, or None.
+column, rows 4 r, first columns of blocks, columns in a block, number of valid columns from the
+first one on), and `some` the mask of valid rows and blocks. It returns a tuple of values, fp32
+tiles of the rows 4 r + J, zero where not valid. Each is already multiplied by its factor, where
+that is cheapest: the inverse of a power-of-two scale, which is exact, or None for 1.
 
 VALUES says where each value is stored: (matrix, parts, part, column offset, format). The matrix has
 `parts` times K columns, and the value belongs to number `part` of the parts.

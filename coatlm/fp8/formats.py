@@ -34,7 +34,7 @@ from torch import Tensor
 Overflow = Literal["saturate", "propagate"]
 SCALE_BLOCK = 128  # consecutive elements of states and gradients that share a scale
 EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in NaN and Inf
-NAN_CODE = 0x7F  # the code of any NaN after a saturating cast
+NAN_CODE = 0x7F  # the code that `cast` writes for any NaN
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice
 
 

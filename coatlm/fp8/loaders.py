@@ -1,4 +1,4 @@
-"""Loaders of emit.py for a matrix: of plain or FP8 values, of forward's codes, or of any codes."""
+"""Loaders of emit.py for a matrix: plain or FP8 values, values rounded as in forward, or codes."""
 
 from __future__ import annotations
 

@@ -282,6 +282,7 @@ def quantize_rows(x: Tensor) -> QTensor:
 
 
 def empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes of x[R, K] and row-wise scales [R, 1]."""
     codes = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
     return codes, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 

@@ -7,8 +7,8 @@ A granule's scale is S = amax / MAX in fp32, or with `power_of_two` the power of
 (scaling.py): 1 where all elements are zero, at least 2^-126, not finite where the granule holds a
 NaN or an infinity, whose codes are then all NaN. A code is x / S in fp32, rounded to nearest.
 
-M' is M rounded up to a multiple of 16, as GEMMs need it of a summed axis, or to one of the length
-of a block. Codes beyond M are zero: they add nothing to a sum.
+M' is M rounded up to a multiple of 16, as GEMMs need it of a summed axis, or of the block length
+where that is larger. Codes beyond M are zero: they add nothing to a sum.
 
 `emit_ref` is the definition and runs on every device.
 """

@@ -42,7 +42,7 @@ def rope_frequencies(
 def _llama3_stretch(inv_freq: Tensor, scaling: Mapping[str, float]) -> Tensor:
     """Divide low frequencies by `factor`, leave high ones, and interpolate linearly in between.
 
-    A frequency is low or high by the turns it makes within the original context.
+    A frequency is low or high by the number of turns within the original context.
     """
     keys = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     if set(scaling) != keys:

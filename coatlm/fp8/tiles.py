@@ -83,7 +83,7 @@ def axes(R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.const
 
 @gluon.jit
 def present(at, M, J: gl.constexpr):
-    """The mask [R, BLOCKS] of the blocks of the rows 4 r + J that are inside the matrix."""
+    """The mask [R, BLOCKS] of the blocks of the rows 4 r + J that are valid."""
     first_row, _, row, column, _, columns = at
     return (row + J < M - first_row) & (column < columns)
 
@@ -137,7 +137,7 @@ def store_transposed(
 ):  # fmt: skip
     """Store codes of the rows 4 r + 0, 1, 2, 3 in int32[., padded / 4], row 4 r in the lowest byte.
 
-    `columns`: columns of the matrix from the tile's first one on. `padded`: a multiple of 16.
+    `columns`: valid columns from the tile's first one on. `padded`: a multiple of 16.
     """
     word = gl.inline_asm_elementwise(
         TRANSPOSE_4X4,

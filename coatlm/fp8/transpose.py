@@ -85,7 +85,7 @@ def quantize_direct(
     column: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> QTensor:
-    """As `quantize_transposed`, but [M, K]. `amax`: as in `quantize_both`, of the source."""
+    """As `quantize_transposed`, but [M, K]. `amax` as in `quantize_both`, without row or column."""
     if not scale.is_cuda:
         return quantize_ref(source, scale, fmt=fmt, row=row, column=column, amax=amax).direct
     codes, _ = _quantize(source, scale, fmt, row=row, column=column, amax=amax, direct=True)
