@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = 2048  # columns of y a program; with WARPS: two 16-byte loads of BF16 a thread and operand
+BLOCK = (
+    2048  # columns of y per program; with WARPS, two 16-byte loads per thread and operand in BF16
+)
 WARPS = 4
 
 

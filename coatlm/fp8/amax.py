@@ -1,4 +1,4 @@
-"""Passes that find amaxes of what a loader of emit.py reads: one for all values, or per line."""
+"""Kernels that find amaxes of a loader's values (emit.py): per program, or per row and column."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def amax_kernel(
     RUN: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """The largest |value| of every `num_programs`-th tile."""
+    """One amax per program, of every `num_programs`-th tile."""
     BLOCKS: gl.constexpr = COLUMNS // INNER
     L: gl.constexpr = loads(ROWS, BLOCKS, INNER, min(RUN, INNER), WARPS)
     row, block, inner = axes(ROWS, BLOCKS, INNER, L)
@@ -46,8 +46,8 @@ def amax_kernel(
 @gluon.jit
 def line_amax_kernel(
     source,
-    row_ptr,  # int32[M], bits to be raised to the amax of each row, or None
-    column_ptr,  # int32[K], the same of columns
+    row_ptr,  # int32[M], the bits of amaxes, raised to those of the rows; or None
+    column_ptr,  # int32[K], the same for columns
     M,
     K,
     LOAD: gl.constexpr,
@@ -58,7 +58,7 @@ def line_amax_kernel(
     RUN: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """The amaxes of rows and of columns."""
+    """The amaxes of rows, of columns, or of both."""
     BLOCKS: gl.constexpr = COLUMNS // INNER
     L: gl.constexpr = loads(ROWS, BLOCKS, INNER, min(RUN, INNER), WARPS)
     first_row, first_column = place(M, K, ROWS, COLUMNS, 1)

@@ -4,9 +4,9 @@ Forward computes with the exact values; backward decodes what was saved. The sta
 are saved as they are, so the probabilities that backward computes from decoded q and k do not sum
 to one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
 
-Which of the tensors that autograd saves are q, k, v and the output is told by identity: they share
-their memory with an argument or with the result of scaled_dot_product_attention. Masks and
-probabilities stay as they are, whatever their shape.
+Among the tensors that autograd saves, q, k, v and the output are recognised by their memory, which
+is that of an argument or of the result of scaled_dot_product_attention. Masks and probabilities are
+saved unchanged, whatever their shape.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 class Packed(NamedTuple):
-    """A saved tensor in FP8: its codes in the order of its memory, and how to undo that order."""
+    """A saved tensor in FP8: its codes in memory order, and what restores its dimensions."""
 
     codes: QTensor
     order: list[int]
@@ -80,7 +80,7 @@ class Packed(NamedTuple):
 
 
 class _Holder:
-    """What autograd saves in place of a tensor, until it is known whether it is one of attention.
+    """What autograd saves in place of a tensor that may turn out to be one of attention.
 
     The output of attention is saved before scaled_dot_product_attention returns it.
     """
@@ -92,8 +92,8 @@ class _Holder:
 class SavedInFp8(TorchFunctionMode):
     """A context in which autograd saves q, k, v and the output of attention in FP8.
 
-    Calls of scaled_dot_product_attention inside say which tensors these are; `also` names more of
-    them, such as what a checkpointed attention saves. `size`: elements per scale.
+    They are the arguments and results of scaled_dot_product_attention called inside, and the
+    tensors `also`, such as those that a checkpointed attention saves. `size`: elements per scale.
     """
 
     def __init__(self, size: int, *also: Tensor) -> None:
@@ -128,9 +128,9 @@ class SavedInFp8(TorchFunctionMode):
         return out
 
     def saved_form(self, x: Tensor) -> QTensor:
-        """The FP8 form of x, contiguous; what autograd saves of it where memory has x's order.
+        """x in FP8, contiguous. If x is contiguous too, the memory is that which autograd saves.
 
-        Attention for masks may write [B, S, N, D]: then codes are copied into the order of x.
+        Attention with a mask may write its output as [B, S, N, D]; the codes are then copied.
         """
         codes, order = self._quantized(x).codes, memory_order(x)
         dense, inverse = [x.shape[dim] for dim in order[:-1]], _inverse(order)
@@ -179,7 +179,7 @@ def _inverse(order: list[int]) -> list[int]:
 def attend_saving_fp8(
     core: Callable[[], Tensor], size: int, *qkv: Tensor
 ) -> tuple[Tensor, QTensor]:
-    """Run `core`, an attention that returns [S, B, N*D]; also its output in FP8, as it is saved.
+    """Run `core`, an attention that returns [S, B, N*D]. Returns its output, and that in FP8.
 
     `size`: elements per scale, a divisor of head_dim. `qkv`: the tensors that `core` reads.
     """

@@ -4,10 +4,10 @@
     decode    codes -> fp32 values, exact
 
 Values must be at most MAX: the scale of their block, amax / MAX, makes them so. E3M4 is converted
-four values at a time, as two pairs of fp16 numbers. Adding 31 and the last bit that stays rounds to
-nearest even. After a shift by two bits the bits that stay are the upper byte of each number, apart
-from the sign, which was saved before. E3M4 has no code for NaN: the scale of the block is NaN
-instead (payload.py).
+four values at a time, as two pairs of fp16 numbers. Adding 31 and the last bit that remains rounds
+to nearest even. After a shift by two bits, the bits that remain are the upper byte of each number,
+apart from the sign, which was copied before the shift. E3M4 has no code for NaN: the scale of the
+block is NaN instead (payload.py).
 """
 
 import triton

@@ -38,12 +38,12 @@ class ScaleMode(IntEnum):
 
     TENSOR = 0
     ROW = 3
-    BLOCK_1X128 = 4  # scales lie as [K / 128, rows]
-    BLOCK_128X128 = 5  # as [rows / 128, K / 128], with K / 128 padded to a multiple of 4
+    BLOCK_1X128 = 4  # scales in memory: [K / 128, rows]
+    BLOCK_128X128 = 5  # scales: [rows / 128, K / 128], with K / 128 padded to a multiple of 4
 
 
 class Kind(NamedTuple):
-    """What distinguishes one GEMM a[M, K], b[N, K] -> a b^T [M, N] from another."""
+    """The key of a plan: what distinguishes one GEMM a[M, K], b[N, K] -> a b^T from another."""
 
     m: int
     n: int
@@ -213,7 +213,7 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def _workspace(device: int, stream: int) -> Tensor:
-    """One per stream: GEMMs on two streams may overlap."""
+    """A workspace per stream, because GEMMs on two streams may overlap."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
 
 

@@ -27,9 +27,9 @@ MARGINS = {E5M2: 3, E4M3: 1}  # binades
 
 
 class ScaleSlot(NamedTuple):
-    """The scale that a quantizing kernel takes, and where it leaves the amax."""
+    """The scale that a quantizing kernel reads, and where it writes the amax."""
 
-    scale: Tensor | None = None  # fp32 []; None: the current one
+    scale: Tensor | None = None  # fp32 []; None: current scaling
     amax: Tensor | None = None  # fp32 [], to be raised; None: it is not recorded
 
 
@@ -49,10 +49,10 @@ class DelayedScaling:
         return power_of_two_ref(history.amax(-1), self.fmt, margin=MARGINS[self.fmt])
 
     def push_(self, history: Tensor, amax: Tensor) -> Tensor:
-        """Push a step's amax[...] into the history. Returns, on the device, whether it was taken.
+        """Push a step's amax[...] into the history. Returns whether it did, bool [] on the device.
 
-        If one amax is not finite, none is taken: it would spoil the next `length` steps, and the
-        others may follow from it. Its codes are NaN, so the step's update is skipped.
+        If one amax is not finite, none is pushed: it would spoil the next `length` steps, and the
+        others may be caused by it. Its codes are NaN, so the step's update is skipped.
         """
         finite = amax.isfinite().all()
         newer = torch.cat([amax[..., None], history[..., :-1]], -1)

@@ -1,32 +1,32 @@
-"""The one epilogue of kernels that make FP8 operands: a tile of fp32 values becomes codes.
+"""The shared epilogue of kernels that write FP8 operands: a tile of fp32 values becomes codes.
 
     loader       what a kernel reads: a matrix, a norm's input, the gradient of SwiGLU or of RoPE
     matrix       what it writes: codes[M, K], their transpose [K, M'], or both, with their scales
 
 A loader is a JIT function `LOAD(source, factors, K, at, some, J, OPTIONS)`. `source` holds its
 pointers and integers, OPTIONS its constants; `at` is the place of the tile (first row, first
-column, rows 4 r, columns of blocks, columns in a block, how many columns there are), and `some`
-which elements there are. It returns a tuple of values, fp32 tiles of the rows 4 r + J, each times
-its factor: the inverse of a power-of-two scale, which moves no bits and is multiplied where that is
-cheapest, or None. What there is not is zero.
+column, rows 4 r, first columns of blocks, columns in a block, number of valid columns from the
+first one on), and `some` the mask of valid rows and blocks. It returns a tuple of values, fp32
+tiles of the rows 4 r + J, zero where not valid. Each is already multiplied by its factor, where
+that is cheapest: the inverse of a power-of-two scale, which is exact, or None for 1.
 
-VALUES places each of them: (matrix, parts, part, columns further, format). The matrix has `parts`
-times K columns, and the tile belongs to number `part` of the parts.
+VALUES says where each value is stored: (matrix, parts, part, column offset, format). The matrix has
+`parts` times K columns, and the value belongs to number `part` of the parts.
 
 SCALES says by what the values are divided:
 
-    factor   one power of two, read at scale_ptr, which the loader has divided by
-    tensor   any scale in fp32, read at scale_ptr
-    rows     a scale for each row of the operand, read at scale_ptr: for the transpose, per column;
-             of one value
+    factor   one power of two per matrix, which the loader has divided by
+    tensor   one fp32 scale per matrix
+    rows     one scale per row of the operand; a row of the transpose is a column of the tile. The
+             loader returns one value
 
-`emit_blocks_kernel` finds scales of its own, those of 1 x 128 or of 128 x 128 elements: a tile has
-all elements of each. Quotients by powers of two are exact, others are rounded correctly, so that
-codes have the bits of the reference (scaling.scaled_codes_ref).
+`emit_blocks_kernel` computes block-wise scales, of 1 x 128 or 128 x 128 elements, because its tile
+holds all elements of a block. Quotients by powers of two are exact, others are rounded correctly,
+so that codes have the bits of the reference (scaling.scaled_codes_ref).
 """
 
 # mypy: disable-error-code="assignment, misc"
-# Tuples of a kernel grow while it is compiled.
+# Kernels extend tuples at compile time, which changes their types.
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -58,7 +58,7 @@ def _divided(x, scale, POWER: gl.constexpr):
 
 @gluon.jit
 def _store(x, code_ptr, at, some, width, start, J: gl.constexpr):
-    """Codes of the rows 4 r + J -> uint8[M, width], `start` columns further."""
+    """Store codes of the rows 4 r + J in uint8[M, width], `start` columns further right."""
     first_row, first_column, row, column, inner, _ = at
     tile_ptr = code_ptr + (first_row.to(gl.int64) * width + first_column) + start
     inside = (row * width + column)[:, :, None] + inner
@@ -67,10 +67,10 @@ def _store(x, code_ptr, at, some, width, start, J: gl.constexpr):
 
 @gluon.jit
 def _scaled_codes(x, scale, some, POWER: gl.constexpr, FORMAT: gl.constexpr):
-    """Codes of x, of x / scale where there is one."""
+    """Codes of x / scale, or of x where `scale` is None."""
     if scale is None:
         code = bytes_of(x, FORMAT)
-    else:  # zeros divided by a scale that is not finite are NaN
+    else:  # outside the mask too, 0 / scale is NaN if the scale is not finite
         code = bytes_of(_divided(x, scale, POWER), FORMAT)
         code = gl.where(some[:, :, None], code, 0)
     return code
@@ -87,7 +87,7 @@ def _row_scales(scale_ptr, at, some, J: gl.constexpr):
 def _column_scales(scale_ptr, at, start):
     """The scales of a tile's columns, which are rows of the transpose, `start` columns further.
 
-    A program loads them once: loads that alternate with stores would be repeated for each of them.
+    A program loads them once. In the loop over rows the load would be repeated after every store.
     """
     _, first_column, _, column, inner, columns = at
     each = start + first_column + column[:, :, None] + inner
@@ -97,8 +97,8 @@ def _column_scales(scale_ptr, at, start):
 @gluon.jit
 def emit_kernel(
     source,
-    matrices,  # tuple of (uint8[M, .], int32[., padded / 4], scale, scale of the transpose); None
-    amax_ptr,  # int32[], the bits of an amax to be raised to that of the first matrix, or None
+    matrices,  # of each (uint8[M, .], int32[., padded / 4], scale, scale of the transpose, or None)
+    amax_ptr,  # int32[], the bits of an amax, raised to that of the first matrix; or None
     M,
     padded,
     K,
@@ -111,7 +111,7 @@ def emit_kernel(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STEP: gl.constexpr,  # columns from one tile to the next
-    WIDTH: gl.constexpr,  # columns of a tile that count
+    WIDTH: gl.constexpr,  # columns of a tile that are used
     INNER: gl.constexpr,
     RUN: gl.constexpr,
     DOWN: gl.constexpr,
@@ -122,7 +122,7 @@ def emit_kernel(
     L: gl.constexpr = loads(R, BLOCKS, INNER, min(RUN, INNER), WARPS)
     N: gl.constexpr = len(VALUES)
     FOLDED: gl.constexpr = SCALES == "factor"
-    SHARED: gl.constexpr = SCALES != "rows"  # codes
+    SHARED: gl.constexpr = SCALES != "rows"  # the transpose has the same codes
     first_row, first_column = place(padded, K, ROWS, STEP, DOWN)
     row, block, inner = axes(R, BLOCKS, INNER, L)
     columns = K - first_column
@@ -185,7 +185,7 @@ def emit_kernel(
 
 @gluon.jit
 def _largest_of_rows(values):
-    """The largest |value| of each four rows 4 r + 0, 1, 2 and 3."""
+    """The largest |value| of the four rows 4 r + 0, 1, 2 and 3, for each r."""
     most = gl.abs(values[0])
     for J in gl.static_range(1, 4):
         most = larger(most, gl.abs(values[J]))
@@ -197,10 +197,10 @@ def _block_scales(
     values, at, M, K, scale_ptr, ROWS: gl.constexpr, POWER: gl.constexpr, TOP: gl.constexpr,
     L: gl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile of 128 x 128 for its codes as they are, one for each J; ROWS of a block.
+    """Block-wise scales of a 128 x 128 tile's direct codes, one for each J. ROWS: of a block.
 
-    They are stored as GEMMs read them: those of 1 x 128 elements with the rows of the operand
-    contiguous, those of 128 x 128 with rows padded to a multiple of 4.
+    They are stored in the memory order that GEMMs read: scales of 1 x 128 blocks as [K / 128, M],
+    those of 128 x 128 blocks as [M / 128, K / 128] with rows padded to a multiple of 4.
     """
     first_row, first_column, _, _, _, _ = at
     i, j = first_row // 128, first_column // 128
@@ -224,7 +224,7 @@ def _transposed_block_scales(
     values, at, K, padded, scale_ptr, ROWS: gl.constexpr, POWER: gl.constexpr, TOP: gl.constexpr,
     L: gl.constexpr,
 ):  # fmt: skip
-    """The same of the transposed codes: one scale for all J."""
+    """The same for the transposed codes: one scale for all J."""
     first_row, first_column, _, _, _, columns = at
     i, j = first_row // 128, first_column // 128
     BLOCKS: gl.constexpr = values[0].shape[1]
@@ -251,16 +251,16 @@ def emit_blocks_kernel(
     code_t_ptr,  # int32[K, padded / 4], or None
     scale_ptr,
     scale_t_ptr,
-    amax_ptr,  # int32[], the bits of an amax to be raised to that of the matrix, or None
+    amax_ptr,  # int32[], the bits of an amax, raised to that of the matrix; or None
     M,
     padded,
     K,
     LOAD: gl.constexpr,
     OPTIONS: gl.constexpr,
-    SIZES: gl.constexpr,  # rows of a block of each operand: 1 or 128, and 0 where there is none
+    SIZES: gl.constexpr,  # rows of a block of each operand: 1 or 128; 0 without the operand
     POWER: gl.constexpr,
     FORMATS: gl.constexpr,
-    TOPS: gl.constexpr,  # the largest code of each
+    TOPS: gl.constexpr,  # MAX of each
     INNER: gl.constexpr,
     RUN: gl.constexpr,
     WARPS: gl.constexpr,

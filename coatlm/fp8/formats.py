@@ -21,7 +21,7 @@ NaN is the code 0x7F, -NaN (E4M3) 0xFF, +-Inf (E5M2) 0x7C and 0xFC. Only finite 
 SAT mode of OFP8 and the hardware's conversion turn an infinity into MAX, which hides the overflow.
 
 E3M4 has b = 15 as fp16 has, and neither NaN nor Inf; the largest number is 31 / 4096 = 0x7F. It is
-meant for codes with a scale, which can be NaN.
+meant for values that have a scale: the scale can be NaN in place of the code.
 """
 
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ from torch import Tensor
 Overflow = Literal["saturate", "propagate"]
 SCALE_BLOCK = 128  # consecutive elements of states and gradients that share a scale
 EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in NaN and Inf
-NAN_CODE = 0x7F  # the code that casts make of any NaN
+NAN_CODE = 0x7F  # the code that `cast` writes for any NaN
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """An FP8 format as a value: its dtypes and constants."""
+    """An FP8 format: its dtypes and constants."""
 
     name: str
     dtype: torch.dtype
@@ -127,11 +127,11 @@ def cast(x: Tensor, fmt: Fp8Format, *, overflow: Overflow = "saturate") -> Tenso
 
 @dataclass(frozen=True)
 class ShortFloat:
-    """E3M4 as a value. Its codes are uint8: no device has the format, but all have fp16.
+    """The E3M4 format. Its codes are uint8, because no device has it; all devices have fp16.
 
-    A code's sign, two zeros, its other seven bits and six zeros are the fp16 number that it stands
-    for, subnormal ones too. `encode` rounds to fp16 and then to these bits, to the nearest both
-    times, ties to even; beyond MAX it saturates, NaN as well.
+    The fp16 bits of a code's value are the code's sign, two zeros, its other seven bits and six
+    zeros, also for subnormal numbers. `encode` rounds to fp16 and then to these bits, both times to
+    nearest, ties to even. Values beyond MAX saturate, and so does NaN.
     """
 
     name: str = "e3m4"
@@ -156,4 +156,4 @@ class ShortFloat:
 
 
 E3M4 = ShortFloat()
-Coding = Fp8Format | ShortFloat  # what a code of a payload may be
+Coding = Fp8Format | ShortFloat  # a format of payloads

@@ -66,7 +66,7 @@ class Plans:
         self._tuned: set[Kind] = set()
 
     def plan(self, kind: Kind) -> Plan:
-        """The plan of a kind of GEMM, made at its first use."""
+        """The plan of a kind of GEMM, created at its first use."""
         if kind not in self._plans:
             self._plans[kind] = cublaslt.make_plan(kind)
         return self._plans[kind]
@@ -146,13 +146,13 @@ def matmul(
 ) -> Tensor:
     """a[M, K], b[N, K] -> a b^T in BF16 [M, N]; with `out` (BF16 or fp32) it is added to `out`.
 
-    Without `accumulate` it is written over what `out` holds, which is not read. `add`: BF16 [M, N],
-    added before the one rounding; not with `out`. `bias`: BF16 [N]. `plans`: those of the model,
+    Without `accumulate` the result overwrites `out`, which is not read. `add`: BF16 [M, N], added
+    before the one rounding; not with `out`. `bias`: BF16 [N]. `plans`: those of the model,
     else cuBLASLt's first guess. Scales are fp32, of one of the pairs of granularities that the
     module's docstring lists; blocks ignore `fast`.
-    Raises ValueError for other granularities, for shapes that do not fit, and on a GPU for K or N
-    that is no multiple of 16, for scales whose address is none, for rows of 1 x 128 blocks whose
-    number is no multiple of 4, and for two E5M2 operands.
+    Raises ValueError for other granularities and for shapes that do not fit; on a GPU also for K, N
+    or an address of scales that is no multiple of 16, for an operand with 1 x 128 blocks whose
+    number of rows is no multiple of 4, and for two E5M2 operands.
     """
     _check(a, b, out, add)
     if not a.codes.is_cuda:
@@ -190,7 +190,7 @@ def scales_in_order(x: QTensor) -> Tensor:
     """The scales of x[M, K] in the order in which cuBLASLt reads them; a copy only if needed.
 
     1 x 128 blocks: memory [K / 128, M]. 128 x 128 blocks: memory [M / 128, K / 128], rows padded to
-    a multiple of 4. Others lie in their own order.
+    a multiple of 4. Other scales are returned as they are.
     """
     scale = x.scale
     if x.granularity == ROW_BLOCK:
@@ -216,7 +216,7 @@ def _milliseconds(work: Callable[[], None]) -> float:
 
 
 def _name(granularity: Granularity) -> str:
-    """As the module's docstring writes it."""
+    """The granularity as the module's docstring writes it."""
     if granularity.columns is None:
         return "TENSOR" if granularity.rows is None else "ROW"
     return f"block({granularity.rows}, {granularity.columns})"

@@ -1,4 +1,4 @@
-"""Launches of the epilogue (emit.py): what the GPU paths of FP8 operands have in common."""
+"""Launches of the kernels of emit.py and amax.py, and the GPU path of operand.emit."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from coatlm.fp8.norm_quantize import UNSCALED
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.scaling import current_scale, group_scale, scales_of
 
-BLOCK_WARPS, BLOCK_RUN = 16, 8  # of a tile of 128 x 128 elements
-PROGRAMS_PER_SM = 32  # of a pass that finds one amax
+BLOCK_WARPS, BLOCK_RUN = 16, 8  # of `emit_blocks_kernel`, whose tile is 128 x 128 elements
+PROGRAMS_PER_SM = 32  # of `amax_kernel`
 
 
 class TileShape(NamedTuple):
-    """The tile of a program of emit.py."""
+    """The tile that a program of emit.py or amax.py processes, and how."""
 
     rows: int
     columns: int  # a power of two
     run: int  # columns per thread
-    down: int  # tiles in a column of tiles before the next column
+    down: int  # consecutive programs go down this many tiles, then to the next column of tiles
     warps: int
     step: int = 0  # columns from one tile to the next, where they are not `columns`
-    width: int = 0  # columns of a tile that count, where they are not `columns`
+    width: int = 0  # columns of a tile that are used, where they are not `columns`
     inner: int = 16  # columns of a block, at most
 
     def options(self) -> dict[str, int]:
-        """The constants of a kernel."""
+        """The constexprs of a kernel and its launch options."""
         return {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
@@ -53,7 +53,7 @@ LINE_TILE = TileShape(32, 128, 8, 1, 8)  # to find amaxes of rows and columns
 
 
 class Matrix(NamedTuple):
-    """What a kernel writes; the scales are what it reads, or writes for blocks."""
+    """The outputs of a kernel. It writes block-wise scales and reads all others."""
 
     codes: Tensor | None  # [M, .]
     codes_t: Tensor | None  # [., M']
@@ -61,23 +61,23 @@ class Matrix(NamedTuple):
     scale_t: Tensor | None = None
 
     def pointers(self) -> tuple[Tensor | None, ...]:
-        """As the kernel takes them."""
+        """The tensors with the dtypes that the kernel takes."""
         codes = None if self.codes is None else self.codes.view(torch.uint8)
         codes_t = None if self.codes_t is None else self.codes_t.view(torch.int32)
         return codes, codes_t, self.scale, self.scale_t
 
 
 class Placed(NamedTuple):
-    """Where a value of a loader goes, as emit.py has it in VALUES."""
+    """Where a value of a loader is stored: one element of VALUES in emit.py."""
 
-    matrix: int
+    matrix: int  # index of the matrix
     fmt: Fp8Format
-    parts: int = 1
-    part: int = 0
-    further: int = 0
+    parts: int = 1  # the matrix has `parts` times K columns
+    part: int = 0  # which of these parts the value belongs to
+    further: int = 0  # columns from the loader's tile to where it is stored
 
     def constants(self) -> tuple[Any, ...]:
-        """As the kernel takes them."""
+        """The element of VALUES."""
         return self.matrix, self.parts, self.part, self.further, self.fmt.triton_dtype
 
 
@@ -95,7 +95,7 @@ def launch_emit(
     scales: str = "factor",
     power_of_two: bool = True,
 ) -> None:
-    """Codes by scales that are known; `shape`: M, M' and K."""
+    """Launch `emit_kernel`, for scales that are known; `shape`: M, M' and K."""
     m, padded, k = shape
     constants = tile.options()
     grid = triton.cdiv(padded, tile.rows) * triton.cdiv(k, constants["STEP"])
@@ -120,7 +120,7 @@ def launch_emit(
 def launch_amax(
     load: Any, source: tuple[Any, ...], m: int, k: int, tile: TileShape, *, options: Any
 ) -> Tensor:
-    """fp32 [programs]: amaxes that together cover the values of a loader."""
+    """Amaxes fp32 [programs] that together cover the values of a loader."""
     device, constants = source[0].device, tile.options()
     tiles = triton.cdiv(m, tile.rows) * triton.cdiv(k, constants["STEP"])
     programs = min(tiles, PROGRAMS_PER_SM * processors(device))
@@ -134,7 +134,7 @@ def launch_amax(
 def matrix_source(
     x: Tensor | QTensor, row: Tensor | None = None, weight: Tensor | None = None
 ) -> tuple[tuple[Any, ...], int, TileShape]:
-    """The source of `load_matrix`, the elements that share a scale in it, and a tile for it."""
+    """For x: the source of `load_matrix`, the elements per scale, and a tile shape."""
     elements, scales, size = x, None, UNSCALED
     if isinstance(x, QTensor):
         elements, granularity = x.codes, x.granularity
@@ -158,10 +158,9 @@ def emit_operands(
     amax: Tensor | None,
     padded: int,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """The GPU path of operand.emit: one read of x where scales are known or those of blocks.
+    """The GPU path of operand.emit: x is read once where scales are known or block-wise.
 
-    `padded`: M'. Operands that share no pass take one each: blocks beside other granularities, and
-    two scales per tensor.
+    `padded`: M'. Two operands that cannot share a pass (`_together`) take one pass each.
     """
     if direct is None and transposed is None:
         return None, None
@@ -181,7 +180,7 @@ def _blocks(operand: Operand | None) -> bool:
 
 
 def _together(a: Operand, b: Operand) -> bool:
-    """Whether one pass makes both."""
+    """Whether one pass can write both operands."""
     if _blocks(a) or _blocks(b):
         return _blocks(a) and _blocks(b) and a.power_of_two == b.power_of_two
     if a.granularity == TENSOR and b.granularity == TENSOR:
@@ -197,7 +196,7 @@ def _emit_scaled(
     amax: Tensor | None,
     padded: int,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Operands whose scales are known before the codes are made: one per tensor, or per row."""
+    """Operands with tensor-wise or row-wise scales, which are known before codes are written."""
     (m, k), operand = x.shape, direct or transposed
     assert operand is not None
     source, size, tile = matrix_source(x)
@@ -239,9 +238,12 @@ def _line_scales(
     fmt: Fp8Format,
     power: bool,
 ) -> list[Tensor | None]:
-    """Scales [M, 1] of rows and [K, 1] of columns, from a pass of their own."""
+    """Scales [M, 1] of rows and [K, 1] of columns, found in a separate pass."""
     m, k = shape
-    wanted = (-(-m // 4) * 4 if direct else 0, k if transposed else 0)  # GEMMs read 16 bytes
+    wanted = (
+        -(-m // 4) * 4 if direct else 0,
+        k if transposed else 0,
+    )  # GEMMs need 16-byte alignment
     bits = torch.zeros(sum(wanted), dtype=torch.int32, device=source[0].device)
     rows, columns = bits.split(wanted)
     constants = LINE_TILE._replace(inner=inner).options()
@@ -269,7 +271,7 @@ def _emit_blocks(
     amax: Tensor | None,
     padded: int,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Operands with scales of 1 x 128 or 128 x 128 elements, which one read gives."""
+    """Operands with scales of 1 x 128 or 128 x 128 elements; x is read once."""
     (m, k), device = x.shape, x.codes.device if isinstance(x, QTensor) else x.device
     source, size, _ = matrix_source(x)
     operands = (direct, transposed)
@@ -305,7 +307,7 @@ def _emit_blocks(
 
 
 def _empty_scales(granularity: Granularity, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Scales as cuBLASLt reads them: see emit._block_scales. Raises ValueError for other blocks."""
+    """Scales in cuBLASLt's memory order (emit._block_scales). ValueError for other blocks."""
     rows, columns = granularity.scale_shape(shape)
     if granularity == Granularity(1, 128):
         return torch.empty(columns, rows, device=device).t()
@@ -317,7 +319,7 @@ def _empty_scales(granularity: Granularity, shape: tuple[int, int], device: torc
 def _empty(
     like: Tensor, fmt: Fp8Format | None, fmt_t: Fp8Format | None, padded: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Room for codes [M, K] and [K, M'], those that have a format."""
+    """Uninitialised codes [M, K] and [K, M'], of those that have a format."""
     (m, k), device = like.shape, like.device
     codes = None if fmt is None else torch.empty(m, k, dtype=fmt.dtype, device=device)
     codes_t = None if fmt_t is None else torch.empty(k, padded, dtype=fmt_t.dtype, device=device)

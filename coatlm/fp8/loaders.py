@@ -1,4 +1,4 @@
-"""Loaders of emit.py that read a matrix: as it is, decoded, with a norm's factors, cast before."""
+"""Loaders of emit.py for a matrix: plain or FP8 values, values rounded as in forward, or codes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from coatlm.fp8.tiles import inverse_of, load_scales, load_values
 
 @gluon.jit
 def prepare_matrix(source, at):
-    """The weight of the tile's columns, which replaces its pointer in the source of `load_matrix`.
+    """The norm's weight for the tile's columns; replaces the pointer in `load_matrix`'s source.
 
-    A program loads it once: loads that alternate with stores would be repeated for each of them.
+    A program loads it once. In `load_matrix` the load would be repeated after every store.
     """
     _, first_column, _, column, inner, columns = at
     mask = (column < columns)[:, :, None]
@@ -22,16 +22,16 @@ def prepare_matrix(source, at):
 
 @gluon.jit
 def load_matrix(source, factors, K, at, some, J: gl.constexpr, SIZE: gl.constexpr):
-    """x[M, K] * row[M] * weight[K]; x has a scale for each SIZE elements, or is not FP8.
+    """x[M, K] * row[M] * weight[K], where x may have a scale per SIZE elements of a row.
 
-    `source`: x, its scales [M, K / SIZE] (fp32, or bytes with exponents), row (fp32), and of the
-    weight what `prepare_matrix` loads; all but x may be None.
+    `source`: x, its scales [M, K / SIZE] (fp32, or E8M0 as uint8), row (fp32), and the weight as
+    `prepare_matrix` returns it; all but x may be None.
     """
     x_ptr, scale_ptr, row_ptr, weight = source
     first_row, first_column, row, column, inner, _ = at
     x_ptr += first_row.to(gl.int64) * K + first_column
     x = load_values(x_ptr, (row * K + column)[:, :, None] + inner + J * K, some)
-    # Powers of two first: they move no bits, so that the rounding is that of x * row * weight.
+    # Powers of two come first and are exact: the rounding is that of x * row * weight.
     factor = factors[0]
     if scale_ptr is not None:
         scale_ptr += first_row.to(gl.int64) * (K // SIZE)
@@ -52,7 +52,7 @@ def load_matrix(source, factors, K, at, some, J: gl.constexpr, SIZE: gl.constexp
 
 @gluon.jit
 def load_forward_codes(source, factors, K, at, some, J: gl.constexpr, OPTIONS: gl.constexpr):
-    """x[M, K] as forward has it: cast to E4M3 by row[M], powers of two, and multiplied by them."""
+    """x[M, K] as in forward: cast to E4M3 by row[M], power-of-two scales, and decoded."""
     x_ptr, row_ptr = source
     first_row, first_column, row, column, inner, _ = at
     x_ptr += first_row.to(gl.int64) * K + first_column
@@ -64,7 +64,7 @@ def load_forward_codes(source, factors, K, at, some, J: gl.constexpr, OPTIONS: g
 
 @gluon.jit
 def load_codes(source, factors, K, at, some, J: gl.constexpr, OPTIONS: gl.constexpr):
-    """Codes that are only moved: uint8[M, K]."""
+    """Codes uint8[M, K], unchanged."""
     (x_ptr,) = source
     first_row, first_column, row, column, inner, _ = at
     x_ptr += first_row.to(gl.int64) * K + first_column

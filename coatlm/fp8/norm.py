@@ -5,9 +5,9 @@
     dweight = sum over rows of dy * xhat
 
 Rounding: once per output, to the dtype of x (y, dx) or of the weight (dweight). Saved for backward:
-x and rstd (4 bytes a row), not y. Backward reads x and dy once: a fixed number of programs walk
-over the rows, each keeps its part of dweight in registers, and the parts, [programs, H], are summed
-last.
+x and rstd (4 bytes per row), not y. Backward reads x and dy once: a fixed number of programs loop
+over the rows, each accumulates a partial dweight in registers, and the partial sums [programs, H]
+are added last.
 """
 
 import functools
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE = 4096  # elements that a program holds at least: short rows share a program
-THREAD = 16  # elements a thread: two 16-byte loads of BF16 in flight
-PROGRAMS_PER_SM = 2  # in backward; more hide latency better, and write more partial sums
+THREAD = 16  # elements per thread: two 16-byte loads of BF16 in flight
+PROGRAMS_PER_SM = 2  # in backward; more would hide latency better, but write more partial sums
 PREFETCH = 96 * 1024  # bytes of shared memory a program may fill with rows loaded ahead
 
 
@@ -147,7 +147,7 @@ def _launch_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tup
 
 
 def rms_norm_statistics(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y[..., H] as `rms_norm`, and 1 / rms [...] in fp32. No gradient."""
+    """y[..., H] of `rms_norm`, and rstd [...] in fp32. No gradient."""
     return (_launch_forward if x.is_cuda else rms_norm_ref)(x, weight, eps)
 
 

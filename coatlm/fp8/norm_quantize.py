@@ -4,13 +4,12 @@ Forward, one pass over x:
 
     x = a + b (rounded to BF16: the residual stream), or x = a
     y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2)          as in norm.py
-    codes of y, one power-of-two scale per row                        into the linear's GEMM
+    codes of y, one power-of-two scale per row                        for the linear's GEMM
     codes of x, one power-of-two scale per 1 x `group_size` elements  saved for backward
 
-Backward decodes x. The linear's weight gradient needs y again, which transpose.py recomputes from
-the saved x: y is not saved. With row-wise scales nothing has to be known of other rows, so y is
-written in the pass that computes it (COAT reduces one scale per tensor first), and rows that are
-all-gathered over tensor-parallel ranks bring their scales with them.
+Backward decodes x. y is not saved: transpose.py recomputes it from x for the weight gradient. A
+row-wise scale depends on no other row, so codes of y are written in the pass that computes y (COAT
+reduces a tensor-wise scale first), and rows are all-gathered between TP ranks with their scales.
 
     g = dy * weight        dx = rstd * (g - xhat * mean(g * xhat)) + dresidual,   xhat = x * rstd
 
@@ -46,17 +45,17 @@ from coatlm.fp8.scaling import (
 TILE = 4096  # elements that a program holds at least: short rows share a program
 THREAD = 16  # elements per thread
 RUN = 16  # elements per thread in backward
-WARPS_PER_SM = 16  # there; more hide latency better, and write more partial sums
-UNSCALED = 16  # elements that kernels treat as a block where nothing has scales of blocks
+WARPS_PER_SM = 16  # in backward; more would hide latency better, but write more partial sums
+UNSCALED = 16  # the block size that kernels use where no scale is block-wise
 
 
 class Normed(NamedTuple):
-    """The results of forward: `x` is `a + b`, or `a` itself; `saved` may be None."""
+    """The results of forward; `x` is `a + b`, or `a` itself."""
 
     y: QTensor  # [R, H], a scale per row
     x: Tensor  # [R, H]
     rstd: Tensor  # [R], fp32
-    saved: QTensor | None  # x, [R, H], a scale per block
+    saved: QTensor | None  # x, [R, H], a scale per block; None unless asked for
 
 
 def quantize_rows_ref(x: Tensor, fmt: Fp8Format = E4M3) -> QTensor:
@@ -94,12 +93,12 @@ def norm_backward_ref(
     return dx.to(dy.dtype), (dy.float() * xhat).sum(0)
 
 
-# Kernels see a row as groups: tiles are [rows, GROUPS, SIZE], so that a scale's group is an axis.
+# Tiles are [rows, GROUPS, SIZE]: GROUPS blocks per row, of SIZE elements that share a scale.
 
 
 @triton.jit
 def group_exponents(x, TOP: tl.constexpr):
-    """x[..., SIZE] in fp32 -> biased exponents of the scales of its groups."""
+    """x[..., SIZE] in fp32 -> biased exponents of the scales of its blocks."""
     return exponent_of(amax_of(x, len(x.shape) - 1), TOP)
 
 
@@ -123,10 +122,10 @@ def _norm_quantize_kernel(
     TOP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.arange(0, GROUPS)
-    col = group[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
+    each = tl.arange(0, GROUPS)
+    col = each[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
     at = row[:, None, None] * H + col
-    some = (row[:, None] < R) & (group[None, :] < H // SIZE)
+    some = (row[:, None] < R) & (each[None, :] < H // SIZE)
     mask = some[:, :, None]
     x = tl.load(a_ptr + at, mask=mask, other=0.0)
     if add_ptr is not None:
@@ -138,8 +137,8 @@ def _norm_quantize_kernel(
         exponent = group_exponents(x, TOP)
         code = (x * inverse_power_of_two(exponent)[:, :, None]).to(saved_ptr.dtype.element_ty)
         tl.store(saved_ptr + at, code, mask=mask)
-        group_at = row[:, None] * (H // SIZE) + group[None, :]
-        tl.store(saved_exponent_ptr + group_at, exponent.to(tl.uint8), mask=some)
+        exponent_at = row[:, None] * (H // SIZE) + each[None, :]
+        tl.store(saved_exponent_ptr + exponent_at, exponent.to(tl.uint8), mask=some)
     if weight_ptr is not None:
         rstd = tl.rsqrt(tl.sum(tl.sum(x * x, 2), 1) / H + eps)
         weight = tl.load(weight_ptr + col, mask=col < H, other=0.0).to(tl.float32)
@@ -156,17 +155,17 @@ def _row_operands(
     dy_ptr, x_ptr, x_exponent_ptr, rstd_ptr, dresidual_ptr, row, R, col, some, H: gl.constexpr,
     SIZE: gl.constexpr, RUN: gl.constexpr,
 ):  # fmt: skip
-    """What backward reads of one row, as it is in memory; 0 past the last row."""
+    """Load what backward reads of one row, in the dtypes of memory; 0 past the last row."""
     some = some & (row < R)
     mask = some[:, None]
     row = row.to(gl.int64)
     dy = gl.load(dy_ptr + row * H + col, mask=mask, other=0.0)
     x = gl.load(x_ptr + row * H + col, mask=mask, other=0.0)
     rstd = gl.load(rstd_ptr + row, mask=row < R, other=0.0)
-    exponent, dresidual = rstd, dy  # in place of what there is not
+    exponent, dresidual = rstd, dy  # placeholders where there are none
     if x_exponent_ptr is not None:
-        group = gl.arange(0, col.shape[0], some.type.layout) * RUN // SIZE
-        exponent = gl.load(x_exponent_ptr + row * (H // SIZE) + group, mask=some, other=127)
+        each = gl.arange(0, col.shape[0], some.type.layout) * RUN // SIZE
+        exponent = gl.load(x_exponent_ptr + row * (H // SIZE) + each, mask=some, other=127)
     if dresidual_ptr is not None:
         dresidual = gl.load(dresidual_ptr + row * H + col, mask=mask, other=0.0)
     return dy, x, rstd, exponent, dresidual
@@ -190,7 +189,7 @@ def _norm_backward_kernel(
     RUNS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Every `num_programs`-th row. A thread owns RUN columns and loads a row ahead."""
+    """A program takes every `num_programs`-th row. A thread holds RUN columns, one row ahead."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32, 1], [WARPS, 1], [1, 0])
     run = gl.arange(0, RUNS, gl.SliceLayout(1, LAYOUT))
     some = run < H // RUN
@@ -226,17 +225,12 @@ def _norm_backward_kernel(
 
 
 def norm_quantize(
-    a: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    add: Tensor | None = None,
-    group_size: int = 0,
+    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, group_size: int = 0
 ) -> Normed:
     """a (and add) BF16 or fp32 [R, H], weight [H] -> codes of the normalised rows, and of x.
 
-    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError where
-    it does not divide H.
+    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
+    divides H.
     """
     rows, hidden = a.shape
     if group_size and hidden % group_size:
@@ -281,37 +275,23 @@ def quantize_rows(x: Tensor) -> QTensor:
     codes, scale = empty_rows(x)
     tile = grouped_tile(x.shape[1])
     _norm_quantize_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
-        x.contiguous(),
-        None,
-        None,
-        None,
-        None,
-        codes,
-        scale,
-        None,
-        None,
-        x.shape[0],
-        0.0,
-        TOP=top_exponent(E4M3),
-        **tile,
-    )
+        x.contiguous(), None, None, None, None, codes, scale, None, None, x.shape[0], 0.0,
+        TOP=top_exponent(E4M3), **tile,
+    )  # fmt: skip
     return QTensor(codes, scale, ROW, E4M3)
 
 
 def empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes of x[R, K] and row-wise scales [R, 1]."""
     codes = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
     return codes, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor | QTensor,
-    rstd: Tensor,
-    weight: Tensor,
-    *,
+    dy: Tensor, x: Tensor | QTensor, rstd: Tensor, weight: Tensor, *,
     dresidual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dy[R, H], the saved x (FP8 with block scales, or BF16) -> dx[R, H], dweight[H], amaxes of dx.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy[R, H], the saved x (block-wise FP8, or BF16) -> dx[R, H], dweight[H], amaxes of dx.
 
     dx has the dtype of dy and includes `dresidual`, the gradient that reaches x past the norm;
     dweight is fp32; the amaxes, fp32 of any shape, are stage 1 of Group Scaling for dx.
@@ -345,7 +325,7 @@ def norm_backward(
 
 
 def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
-    """(elements, scale exponents or None, group size) of a saved tensor, as kernels take it."""
+    """(elements, scale exponents or None, block size) of a saved tensor, as kernels take it."""
     if not isinstance(x, QTensor):
         return x, None, UNSCALED
     assert x.granularity.columns is not None
@@ -353,7 +333,7 @@ def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
 
 
 def grouped_tile(hidden: int, size: int = 0) -> dict[str, int]:
-    """Launch shape: rows of how many groups a program holds, with how many warps."""
+    """Launch shape: how many rows, of how many blocks, a program holds, with how many warps."""
     size = size or UNSCALED
     groups = triton.next_power_of_2(triton.cdiv(hidden, size))
     rows = max(1, TILE // (groups * size))
@@ -362,7 +342,7 @@ def grouped_tile(hidden: int, size: int = 0) -> dict[str, int]:
 
 
 def backward_tile(hidden: int, size: int) -> dict[str, int]:
-    """Launch shape of backward: a row is RUNS runs of RUN elements, a thread's each."""
+    """Launch shape of backward: a row is RUNS runs of RUN elements, one run per thread."""
     run = min(RUN, size)
     runs = triton.next_power_of_2(hidden // run)
     warps = min(max(runs // 32, 1), 32)

@@ -1,14 +1,14 @@
 """Tensors as operands of FP8 GEMMs: x[M, K] -> codes as they are, transposed, or both.
 
-    direct       [M, K]      the granularity counts along the rows of x
-    transposed   [K, M']     along its own rows, so that ROW is a scale per column of x
+    direct       [M, K]      a row, for its granularity, is a row of x
+    transposed   [K, M']     a row is a column of x: ROW is one scale per column of x
 
 A granule's scale is S = amax / MAX in fp32, or with `power_of_two` the power of two at or above it
 (scaling.py): 1 where all elements are zero, at least 2^-126, not finite where the granule holds a
 NaN or an infinity, whose codes are then all NaN. A code is x / S in fp32, rounded to nearest.
 
-M' is M rounded up to a multiple of 16, which is what GEMMs need of a summed axis, or of the block
-that shares a scale. Codes beyond M are zero: they add nothing to a sum.
+M' is M rounded up to a multiple of 16, as GEMMs need it of a summed axis, or of the block length
+where that is larger. Codes beyond M are zero: they add nothing to a sum.
 
 `emit_ref` is the definition and runs on every device.
 """
@@ -95,12 +95,12 @@ def emit(
     """x[M, K] (fp32, BF16, FP16, or a QTensor, which stands for codes * scale) as FP8 operands.
 
     `scale`: fp32 [], for TENSOR operands: a delayed scale, one that ranks share, or that of
-    forward. Without it scales are those of x. `amax`: fp32 [], raised to the largest |x|; NaN where
-    x has one. What does not fit a given scale saturates; NaN and Inf become NaN.
+    forward. Without it scales are computed from x. `amax`: fp32 [], raised to the largest |x|; NaN
+    where x has one. Values too large for a given scale saturate; NaN and Inf become NaN.
 
-    Raises ValueError where x is no matrix of these types, where `scale` meets a granularity other
-    than TENSOR or two formats, where an operand that is not scaled by its current amaxes has no
-    `scale`, and where blocks do not divide rows (see Granularity).
+    Raises ValueError where x is no matrix of these types, where `scale` is given for a granularity
+    other than TENSOR or for two formats, where it is missing for an operand whose scaling is not
+    "current", and where blocks do not divide rows (see Granularity).
     """
     _check(x, direct, transposed, scale)
     if not (x.codes if isinstance(x, QTensor) else x).is_cuda:

@@ -8,10 +8,9 @@ blocks (S = amax / MAX by the rules of scaling.py). A block is 128 consecutive e
 buffer and takes 132 bytes. Each function is one kernel, which reads and writes every element once.
 A shared scale belongs to a tensor; `Shared` says which tensor a block belongs to.
 
-A rank that takes part in a sum does not round its own values: `pack` skips their payload, and
-`unpack` adds the values themselves (`Own`) to the decoded payloads of the others. The skipped
-payload keeps its place in the buffer, because NCCL is faster at exchanging parts of equal size than
-at exchanging all parts but one.
+A rank does not round its own values in a sum: `pack` skips their payload, and `unpack` adds the
+values themselves (`Own`) to the decoded payloads of the others. The skipped payload keeps its place
+in the buffer, because NCCL is faster if all parts of an exchange have equal size.
 
 S, r and x r are each rounded once, so a code may differ from cast(x / S) where x / S is within a
 relative 2^-22 of the midpoint between two codes. With `divide` the code is cast(x / S), as in
@@ -140,17 +139,12 @@ def _pack_kernel(
     owner_ptr,
     blocks,  # per payload
     inner,  # B
-    outer_stride,  # of x, in elements
-    inner_stride,
-    owner_outer_stride,
-    owner_inner_stride,
+    outer_stride, inner_stride,  # of x, in elements
+    owner_outer_stride, owner_inner_stride,
     bytes_each,  # per payload
     skip,  # the index a whose payloads are not written, or -1
-    TOP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    TOP: tl.constexpr, LARGEST: tl.constexpr, DIVIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(blocks, ROWS)
     payload = program // tiles
@@ -184,23 +178,18 @@ def _unpack_kernel(
     scale_ptr,
     shared_ptr,
     owner_ptr,
-    own_ptr,  # the values that stand for source `skip`, or None
+    own_ptr,  # the values that replace the payloads of source `skip`, or None
     y_ptr,
     blocks,
     inner,
-    outer_stride,  # of y, in elements
-    inner_stride,
-    own_outer_stride,
-    own_inner_stride,
-    owner_outer_stride,
-    owner_inner_stride,
+    outer_stride, inner_stride,  # of y, in elements
+    own_outer_stride, own_inner_stride,
+    owner_outer_stride, owner_inner_stride,
     bytes_each,
     skip,
     source_bytes,  # from the payloads of one source to those of the next
-    SOURCES: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    SOURCES: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(blocks, ROWS)
     payload = program // tiles
@@ -289,9 +278,9 @@ def unpack(
 ) -> None:
     """Write the sum over R of the decoded `payloads` uint8 [R, A, B, bytes] to y [A, B, n].
 
-    With `add` the sum is added to what y holds. y is fp32 or BF16 and may be a view, as x of `pack`
-    may. `own.values` are added last; they have the shape of y and may be y itself. Raises
-    ValueError as `pack` does.
+    With `add` the sum is added to y. y is fp32 or BF16 and may be a view, as x of `pack` may.
+    `own.values` are added last; they have the shape of y and may be y itself. Raises ValueError as
+    `pack` does.
     """
     _check(y, payloads, layout, shared)
     if own is not None:

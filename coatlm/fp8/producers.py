@@ -1,7 +1,7 @@
-"""Where the operands of a layer's GEMMs come from: by a fused kernel, or in two steps.
+"""How the operands of a layer's GEMMs are computed: by one fused kernel, or in two steps.
 
-Each function computes a tensor and returns it as the operands that are asked for. Where a kernel
-computes the tensor and writes these very operands, that kernel runs:
+Each function computes a tensor and returns it as the operands that are asked for. If a fused kernel
+exists that computes the tensor and writes these operands, it runs:
 
     tensor              fused where                                                  kernel
     any x, weights      forward takes power-of-two scales per row                    norm_quantize
@@ -12,7 +12,7 @@ computes the tensor and writes these very operands, that kernel runs:
     d(gate | up)        the same, and for the SwiGLU output transposed               swiglu_quantize
     d(q | k | v)        the same as for dy                                           rope_quantize
 
-Otherwise the tensor is computed in BF16 and `emit` makes its operands (operand.py).
+Otherwise the tensor is computed in BF16 and `emit` quantizes it (operand.py).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from coatlm.fp8.transpose import (
 FUSED_ROWS = Operand("e4m3", ROW)
 FUSED_OF_FORWARD = Operand("e4m3", TENSOR, "forward")
 
-Share = Callable[[Tensor], Tensor]  # a scale of this rank -> the one that ranks agree on
+Share = Callable[[Tensor], Tensor]  # a scale of this rank -> the one that all ranks use
 
 
 class GradientOperands(NamedTuple):
-    """A gradient, as it is for dgrad and transposed for wgrad."""
+    """A gradient: direct for dgrad, transposed for wgrad."""
 
     direct: QTensor  # [T, K]
     transposed: QTensor  # [K, T']
@@ -73,7 +73,7 @@ def _alone(scale: Tensor) -> Tensor:
 
 
 def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
-    """x[M, K] as an operand of forward. `share` makes a scale per tensor that of all ranks."""
+    """x[M, K] as an operand of forward. `share` makes a tensor-wise scale that of all ranks."""
     if wanted == FUSED_ROWS:
         return quantize_rows(x)
     if wanted.granularity != TENSOR:
@@ -132,7 +132,7 @@ def weight_transposed(
     assert scale is not None
     if (forward.weight, dgrad.weight) == (FUSED_ROWS, FUSED_OF_FORWARD):
         return quantize_rows_transposed(weight, scale)
-    if forward.weight.granularity == TENSOR:  # the same cast
+    if forward.weight.granularity == TENSOR:  # casts as forward does
         return emit_transposed(weight, dgrad.weight, scale=scale)
     again = as_operand(weight, forward.weight)
     return codes_transposed(again, forward.weight, dgrad.weight)
@@ -150,7 +150,7 @@ def codes_transposed(x: QTensor, source: Operand, wanted: Operand) -> QTensor:
 
 
 def input_transposed(x: Tensor | QTensor, wanted: Operand, scale: Tensor | None) -> QTensor:
-    """A saved x[T, K] in BF16 or in blocks, as wgrad takes it: [K, T']. `scale`: as above."""
+    """A saved x[T, K] in BF16 or in blocks, as wgrad takes it: [K, T']. `scale`: of forward."""
     one = None if scale is None else scale.amax()
     if wanted == FUSED_OF_FORWARD and one is not None and powers_of_two(x):
         return quantize_transposed(x, one)
@@ -158,12 +158,12 @@ def input_transposed(x: Tensor | QTensor, wanted: Operand, scale: Tensor | None)
 
 
 def powers_of_two(x: Tensor | QTensor) -> bool:
-    """A saved tensor that fused kernels read: BF16, or blocks with one-byte scales."""
+    """Whether fused kernels can read a saved tensor: BF16, or blocks with one-byte scales."""
     return not isinstance(x, QTensor) or x.scale.dtype == torch.float8_e8m0fnu
 
 
 def decoded(x: Tensor | QTensor) -> Tensor:
-    """A saved tensor in BF16, as functions that are not fused read it."""
+    """A saved tensor in BF16, for functions that are not fused."""
     if not isinstance(x, QTensor):
         return x
     if powers_of_two(x):
@@ -193,7 +193,7 @@ def gradient(
 def gradient_direct(
     dy: Tensor, recipe: FlowRecipe, *, scale: Tensor | None, amax: Tensor | None
 ) -> QTensor:
-    """dy[T, K] for dgrad alone, where its gradients have one scale, which is given."""
+    """dy[T, K] for dgrad alone, for recipes with tensor-wise gradients; needs `scale`."""
     assert scale is not None
     wanted = recipe.dgrad.gradient
     if recipe.fused_gradients:
@@ -215,7 +215,7 @@ def _emit_gradient(
 
 
 def gradient_scale(dy: Tensor, recipe: FlowRecipe, amaxes: Tensor | None = None) -> Tensor:
-    """The current scale [] of a gradient with one. `amaxes`: of dy, where they are known."""
+    """The current tensor-wise scale [] of a gradient. `amaxes`: of dy, where they are known."""
     wanted = recipe.dgrad.gradient
     options = {"power_of_two": wanted.power_of_two}
     if amaxes is None:
@@ -235,7 +235,7 @@ def swiglu_gradient(
 ) -> SwigluOperands:
     """da[T, F] and the saved gate | up [T, 2F] -> operands of d(gate | up) and of SwiGLU's output.
 
-    `output_scale`: what forward found for the output, where wgrad takes scales of forward.
+    `output_scale`: scales of the output in forward, where wgrad takes scales of forward.
     """
     wanted = recipe.wgrad.activation
     fused = recipe.fused_gradients and wanted == FUSED_OF_FORWARD

@@ -7,7 +7,7 @@ finite and nothing but NaN codes; a quotient too large for fp32 is NaN too.
 The quotient is rounded correctly, so that kernels give the bits of the reference. One divisor for
 a granule allows Markstein's division (IBM Journal of Research and Development 34, 1990): with r =
 1 / S rounded to nearest, two steps q <- q - r (q S - x) from q = x r give x / S rounded to
-nearest, in five instructions an element; div.rn takes some twenty and a branch.
+nearest, in five instructions per element; div.rn takes some twenty and a branch.
 """
 
 import torch
@@ -23,7 +23,7 @@ from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of,
 
 TILE = 4096  # elements per program
 THREAD = 32  # elements per thread: four 16-byte loads of BF16 in flight
-GROUP_RUN, GROUP_WARPS = 16, 2  # elements a thread takes at once, of groups; warps a program
+GROUP_RUN, GROUP_WARPS = 16, 2  # 1 x G blocks: elements per thread at once, warps per program
 LONGEST_ROW = 65536  # elements that one program can hold
 
 
@@ -63,8 +63,8 @@ def amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
 def quotient(x, scale):
     """x / scale in fp32, rounded to nearest, for scale >= 0; NaN where a bare division gives Inf.
 
-    Both are first brought to where no step under- or overflows, by the same power of two. An x that
-    overflows in this way has a quotient that does.
+    Both are first multiplied by the same power of two, so that no step under- or overflows. If that
+    makes x overflow, the quotient overflows too.
     """
     shift = tl.where(scale <= 2.0**-64, 2.0**64, tl.where(scale > 2.0**62, 2.0**-64, 1.0))
     divisor = scale * shift
@@ -82,8 +82,8 @@ def _quantize_kernel(
     scale_ptr,
     M,
     K,
-    GIVEN: tl.constexpr,  # one scale for all, to be read
-    WHOLE: tl.constexpr,  # one scale for the tile, else one a row
+    GIVEN: tl.constexpr,  # one scale for all, which is read
+    WHOLE: tl.constexpr,  # one scale for the tile, else one per row
     TOP: tl.constexpr,
     E8M0: tl.constexpr,
     ROWS: tl.constexpr,
@@ -127,22 +127,22 @@ def _quantize_groups_kernel(
     E8M0: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """One group after the other in memory, RUN elements a thread: codes leave in 16-byte stores.
+    """Quantize 1 x SIZE blocks, RUN elements per thread, so that stores of codes have 16 bytes.
 
-    The layout is given because Triton's own, that of the loads, has half as many.
+    The layout is explicit: Triton would choose that of the loads, with half as many elements.
     """
-    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a block
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
     first = gl.program_id(0).to(gl.int64) * GROUPS
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
-    at = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
-    some = group < groups - first
+    each = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    at = each[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    some = each < groups - first
     x = gl.load(x_ptr + first * SIZE + at, mask=some[:, None], other=0.0).to(gl.float32)
     scale = scale_of(amax_of(x, 1), TOP, E8M0)
     code = quotient(x, scale[:, None]).to(code_ptr.dtype.element_ty)
     if E8M0:
         scale = (scale.to(gl.uint32, bitcast=True) >> 23).to(gl.uint8)
-    gl.store(scale_ptr + first + group, scale, mask=some)
+    gl.store(scale_ptr + first + each, scale, mask=some)
     gl.store(code_ptr + first * SIZE + at, code, mask=some[:, None])
 
 
@@ -157,7 +157,7 @@ def quantize(
     """x [..., K] in FP8, with the bits of `quantize_ref` on every device.
 
     `scale`: fp32 [] on x's device, for TENSOR (delayed, or `group_scale` of known amaxes); x is
-        then read once. Without it scales are those of x, for which TENSOR reads x twice.
+        then read once. Without it scales are computed from x; TENSOR then reads x twice.
     `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
 
     Raises ValueError for what is not fp32, BF16 or FP16, for shapes that have no scales (see
@@ -245,14 +245,14 @@ def _launch_groups(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int) -> Tenso
 
 
 def _group_tile(size: int) -> dict[str, int]:
-    """How a program sees groups: each of its threads takes two runs, in flight at once."""
+    """Launch shape for 1 x G blocks: a thread takes two runs, both in flight at once."""
     run = min(GROUP_RUN, size)
     at_once = 32 * GROUP_WARPS // min(size // run, 32)
     return {"SIZE": size, "RUN": run, "GROUPS": 2 * at_once, "WARPS": GROUP_WARPS}
 
 
 def _tile(m: int, k: int, granularity: Granularity) -> dict[str, int]:
-    """How the kernel sees [m, k]: M rows of K in tiles of ROWS x COLUMNS, and warps a tile."""
+    """How the kernel sees [m, k]: M rows of K in tiles of ROWS x COLUMNS, and warps per tile."""
     rows = 1
     if granularity == TENSOR:
         m, k, columns = 1, m * k, TILE  # one long row

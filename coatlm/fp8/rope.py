@@ -5,8 +5,9 @@ Element i < D/2 of a head is paired with i + D/2, and the pair turns by position
     y1 = x1 * cos - x2 * sin        y2 = x2 * cos + x1 * sin
 
 Backward is the rotation by the opposite angle, so only cos and sin are saved. Arithmetic is fp32,
-rounded once. Shapes: S tokens, B samples, N query heads in G groups, one key and one value head a
-group, D elements a head, W = (N/G + 2) * D elements a group in megatron's fused QKV layout.
+rounded once. Shapes: S tokens, B samples, N query heads, G key-value heads, D elements per head.
+Megatron's fused QKV layout has W = (N/G + 2) * D elements per key-value head: its N/G query heads,
+then the key, then the value.
 """
 
 import math
@@ -19,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE = 1024  # half-head elements a program: with WARPS, a thread holds 16 bytes of BF16 per half
+TILE = 1024  # half-head elements per program: with WARPS, a thread holds 16 bytes of BF16 per half
 WARPS = 4
 
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: Mapping[str, float] | None = None
 ) -> Tensor:
-    """inv_freq[D/2] in fp32, radians a token: theta^(-2i/D), stretched by `scaling` if given.
+    """inv_freq[D/2] in fp32, radians per token: theta^(-2i/D), stretched by `scaling` if given.
 
     `scaling` is Llama 3's and has its four keys: factor, low_freq_factor, high_freq_factor,
     original_max_position_embeddings (tokens). Raises ValueError for an odd head size, other
@@ -39,16 +40,11 @@ def rope_frequencies(
 
 
 def _llama3_stretch(inv_freq: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate linearly in between.
+    """Divide low frequencies by `factor`, leave high ones, and interpolate linearly in between.
 
-    A frequency is low or high by the turns it makes within the original context.
+    A frequency is low or high by the number of turns within the original context.
     """
-    keys = {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    }
+    keys = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     if set(scaling) != keys:
         raise ValueError(f"rope scaling has the keys {sorted(scaling)}, must be {sorted(keys)}")
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -103,29 +99,21 @@ def _rope_kernel(
     sin_ptr,
     B,
     heads,
-    fused_s,
-    fused_b,
-    fused_n,
-    q_s,
-    q_b,
-    q_n,
-    k_s,
-    k_b,
-    k_n,
-    v_s,
-    v_b,
-    v_n,
+    fused_s, fused_b, fused_n,  # strides of tokens, samples and heads, in elements
+    q_s, q_b, q_n,
+    k_s, k_b, k_n,
+    v_s, v_b, v_n,
     QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     INVERSE: tl.constexpr,
-):
+):  # fmt: skip
     """Rotate `heads` heads of one token from the fused tensor into q, k, v, or (INVERSE) back.
 
-    Head j of the fused tensor is number j % GROUP of group j // GROUP: first QUERIES query heads,
-    then the key, then the value. GROUP = QUERIES = 1 rotates every head of a single tensor.
+    The fused tensor has GROUP heads per key-value head: QUERIES query heads, the key, the value.
+    GROUP = QUERIES = 1 rotates every head of a single tensor.
     """
     blocks = tl.cdiv(heads, HEADS)
     token = tl.program_id(0) // blocks
@@ -135,12 +123,13 @@ def _rope_kernel(
     i = tl.arange(0, BLOCK)[None, :]
     mask = (j < heads) & (i < HALF)
 
-    group = j // GROUP
+    kv_head = j // GROUP
     member = j % GROUP
     fused_at = fused_ptr + s * fused_s + b * fused_b + j * fused_n + i
-    q_at = q_ptr + s * q_s + b * q_b + (group * QUERIES + member) * q_n + i
-    k_at = k_ptr + s * k_s + b * k_b + group * k_n + i  # `+ i` after the choice would hide that a
-    v_at = v_ptr + s * v_s + b * v_b + group * v_n + i  # row is contiguous: scalar loads and stores
+    # `+ i` after the choice would hide that a row is contiguous: scalar loads and stores.
+    q_at = q_ptr + s * q_s + b * q_b + (kv_head * QUERIES + member) * q_n + i
+    k_at = k_ptr + s * k_s + b * k_b + kv_head * k_n + i
+    v_at = v_ptr + s * v_s + b * v_b + kv_head * v_n + i
     split_at = tl.where(member < QUERIES, q_at, tl.where(member == QUERIES, k_at, v_at))
 
     source = split_at if INVERSE else fused_at
@@ -151,7 +140,7 @@ def _rope_kernel(
     sin = tl.load(sin_ptr + s * HALF + i, mask=i < HALF, other=0.0)
     if INVERSE:
         sin = -sin
-    turns = member <= QUERIES  # the value head does not
+    turns = member <= QUERIES  # the value head is not rotated
     y1 = tl.where(turns, x1 * cos - x2 * sin, x1)
     y2 = tl.where(turns, x2 * cos + x1 * sin, x2)
     tl.store(target, y1.to(target.dtype.element_ty), mask=mask)
@@ -171,7 +160,7 @@ def _rotate_in_place_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate `rotated` heads of one token: of each GROUP of heads all but the last, the value."""
+    """Rotate `rotated` heads of one token: of GROUP heads all but the last, which is the value."""
     blocks = tl.cdiv(rotated, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     s = token // B
@@ -273,8 +262,8 @@ def join_qkv_rope(
 def rotate_qkv_(qkv_SBNW: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate queries and keys where they are -> q, k, v [S, B, N, D], views of qkv.
 
-    For one query head a group, W = 3 D; qkv is contiguous. Moves 4 D elements a head where
-    `split_qkv_rope` moves 6, and keeps as much alive. No gradient.
+    qkv is contiguous and has one query head per key-value head: W = 3 D. This moves 4 D elements
+    per head, `split_qkv_rope` 6 D, and the results occupy as much memory. No gradient.
     """
     S, B, N, W = qkv_SBNW.shape
     q, k, v = qkv_SBNW.chunk(3, dim=-1)
@@ -337,12 +326,11 @@ def split_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fused QKV -> q[S, B, N, D] and k[S, B, G, D] rotated, v[S, B, G, D]; all new and contiguous.
 
-    A group's W = (heads_per_group + 2) * head_dim elements are its query heads, its key head, its
-    value head. One kernel each way: forward reads qkv once, backward takes dq, dk, dv with any
-    strides and writes one dqkv. v is copied although attention would take a view of it: the view
-    would keep all of qkv alive until backward, (N + 2G) * D elements a token in place of G * D,
-    and the copy costs only G / (N + 2G) of this kernel's traffic. Raises ValueError when the sizes
-    do not fit.
+    W = (heads_per_group + 2) * head_dim, with heads_per_group = N/G query heads per key-value head.
+    One kernel each way: forward reads qkv once, backward takes dq, dk, dv with any strides and
+    writes one dqkv. v is copied although attention would take a view of it: the view would keep all
+    of qkv alive until backward, (N + 2G) * D elements per token in place of G * D, and the copy
+    costs only G / (N + 2G) of this kernel's traffic. Raises ValueError when the sizes do not fit.
     """
     S, _, _, W = qkv_SBGW.shape
     if (heads_per_group + 2) * head_dim != W:

@@ -1,8 +1,8 @@
-"""The gradient of the QKV projection from those of attention, in FP8 and transposed.
+"""The gradient of the fused QKV tensor from those of q, k and v, in FP8, direct and transposed.
 
-It is the inverse of rope.py's split: dq, dk, dv [S, B, heads, D] -> dqkv[S * B, W] with
-W = G (N/G + 2) D in megatron's layout (the query heads of a key head, the key head, its value
-head), where queries and keys are turned back. dqkv has one scale per tensor: unless it is given
+This is the inverse of rope.py's split: dq, dk, dv [S, B, heads, D] -> dqkv[S * B, W] with
+W = G (N/G + 2) D in megatron's layout (per key-value head: its query heads, the key, the value);
+the rotation of queries and keys is undone. dqkv has one scale per tensor: unless it is given
 (delayed.py), a first pass over the same operands finds the amax. The last pass writes the codes as
 they are and transposed, and finds the amax where later scales need it. Arithmetic is fp32, rounded
 once, to FP8.
@@ -25,7 +25,7 @@ from coatlm.fp8.tiles import load_values
 from coatlm.fp8.transpose import Codes, padded_rows, padded_t
 
 ROWS, WARPS = 64, 4  # tokens of one head in a tile, and warps for it
-AMAX_ROWS = 16  # in the pass that finds an amax
+AMAX_ROWS = 16  # tokens in a tile of the pass that finds an amax
 
 
 def join_quantize_ref(
@@ -49,10 +49,11 @@ def join_quantize_ref(
 
 @gluon.jit
 def load_joined(source, factors, K, at, some, J: gl.constexpr, OPTIONS: gl.constexpr):
-    """Both halves of a head of dqkv, turned back. OPTIONS: heads per key head with k and v, D / 2.
+    """Both halves of a head of dqkv, rotated back. OPTIONS: (heads per key-value head, D / 2).
 
-    A tile is the first half of one head; head j is number j % HEADS of the key head j // HEADS.
-    `source`: dq, dk, dv, cos, sin, B, and the strides of tokens, samples and heads of the three.
+    HEADS counts k and v; head j is number j % HEADS of key-value head j // HEADS. A tile is the
+    first half of one head. `source`: dq, dk, dv, cos, sin, B, and the strides of tokens, samples
+    and heads of the three.
     """
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, B, q_strides, k_strides, v_strides = source
     HEADS: gl.constexpr = OPTIONS[0]
@@ -76,7 +77,7 @@ def load_joined(source, factors, K, at, some, J: gl.constexpr, OPTIONS: gl.const
     x1, x2 = load_values(head_ptr, x_at, some), load_values(head_ptr + HALF, x_at, some)
     angle_at = (s * HALF)[:, :, None] + i
     cos, sin = load_values(cos_ptr, angle_at, some), load_values(sin_ptr, angle_at, some)
-    turns = member < HEADS - 1  # the value head does not
+    turns = member < HEADS - 1  # the value head is not rotated
     y1 = gl.where(turns, x1 * cos + x2 * sin, x1)
     y2 = gl.where(turns, x2 * cos - x1 * sin, x2)
     if factors[0] is not None:
@@ -106,7 +107,7 @@ def join_quantize(
     """Gradients of rotated q, k and of v, strided -> codes of dqkv[T, W] and [W, T'], T = S * B.
 
     cos and sin: fp32 [S, D/2]. T' is T padded for the GEMM (transpose.py). `scale`: fp32 [], a
-    power of two, else that of its own amax. `amax`: fp32 [], raised to the largest |dqkv|.
+    power of two; if None, from the amax of dqkv. `amax`: fp32 [], raised to the largest |dqkv|.
     """
     if not dq_SBND.is_cuda:
         return join_quantize_ref(dq_SBND, dk_SBGD, dv_SBGD, cos, sin, fmt, scale, amax)

@@ -1,20 +1,21 @@
 """Scales for FP8: x / S fills the format when S = amax / MAX, amax = max|x| (COAT section 3).
 
     current     S from the amax of this tensor
-    group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that makes x
-                also writes an amax for each 1 x G elements, and only those are read again
+    group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that computes
+                x also writes the amax of each 1 x G elements, and stage 2 reads only these
     delayed     S from the amaxes of earlier steps, known before x is: delayed.py
 
 The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded once; 1 where amax
-= 0; not below 2^-126, the smallest normal; a NaN or an infinity in x makes it one. An E8M0 scale
-is the next power of two in one byte (OCP MX), 0xFF where it is not finite.
+= 0; not below 2^-126, the smallest normal; not finite where x has a NaN or an infinity. An E8M0
+scale is the next power of two in one byte (OCP MX), 0xFF where it is not finite.
 
-Powers of two are also what the activation flow scales by, in fp32 where a GEMM reads them: a scale
-then moves no bit of a mantissa, x / S is an exact product with 1 / S, codes * S is exact in BF16,
-and a number that stays normal has the error that it has under any other scale.
+The activation flow also scales by powers of two, in fp32 where a GEMM reads them. Such a scale
+changes no bit of a mantissa: x / S = x * (1 / S) is exact, codes * S is exact in BF16, and a number
+that stays normal has the same relative error as under any other scale.
 
-No function here waits for the device. amax is taken of the bits of |x| as integers, where NaN >
-Inf > every number: the float maxima of GPUs and of NCCL return the other operand when one is NaN.
+No function here waits for the device. The plain float maxima of GPUs and of NCCL drop a NaN if the
+other operand is a number. Kernels therefore use max.NaN (`larger`); atomics and all-reduces compare
+the bits of |x| as integers, where NaN > Inf > every number.
 """
 
 import math
@@ -28,12 +29,9 @@ from coatlm.fp8.formats import Coding, Fp8Format
 from coatlm.fp8.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements per program, where there is an amax for each block
-BLOCK, WARPS = (
-    2048,
-    4,
-)  # elements at a time, where there is one for all: 32 bytes of BF16 per thread
-PROGRAMS_PER_SM = 16  # there
+TILE = 8192  # elements per program of `_group_amax_kernel`
+BLOCK, WARPS = 2048, 4  # elements per iteration of `_amax_kernel`: 32 bytes of BF16 per thread
+PROGRAMS_PER_SM = 16  # of `_amax_kernel`
 STAGE_TWO = 16384  # most amaxes that one program reduces
 
 
@@ -57,27 +55,27 @@ def scale_ref(
 
 
 def power_of_two_ref(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor:
-    """The definition: fp32, `scale_ref` rounded up to a power of two; Inf if not finite."""
+    """The definition: `scale_ref` in fp32, rounded up to a power of two; Inf if not finite."""
     scale = scale_ref(amax, fmt, margin=margin, dtype=torch.float8_e8m0fnu).float()
     return torch.where(scale.isnan(), torch.inf, scale)
 
 
 def scaled_codes_ref(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """The definition: codes of x / S, fp32 by scales that broadcast; NaN where S is not finite."""
+    """The definition: codes of x / S, both fp32; S broadcasts. NaN where S is not finite."""
     return fmt.encode(x / torch.where(scale.isfinite(), scale, torch.nan))
 
 
 def raise_amax_ref(amax: Tensor | None, x: Tensor) -> None:
-    """The definition: amax, fp32 [], becomes the larger of itself and every |x|; NaN where one is.
+    """The definition: raise amax, fp32 [], to the largest |x|; NaN where either is NaN.
 
-    Nothing where there is no amax.
+    Does nothing where `amax` is None.
     """
     if amax is not None:
         amax.copy_(torch.maximum(amax, x.abs().amax().float()))
 
 
 def top_exponent(fmt: Fp8Format) -> int:
-    """n of MAX = 1.75 * 2^n: 8 for E4M3, 15 for E5M2."""
+    """The n in MAX = 1.75 * 2^n: 8 for E4M3, 15 for E5M2."""
     return round(math.log2(fmt.max / 1.75))
 
 
@@ -88,19 +86,19 @@ def group_amax_ref(x: Tensor, size: int) -> Tensor:
 
 @triton.jit
 def larger(a, b):
-    """The maximum of two fp32 tiles; NaN where one is. One instruction: max.NaN.f32."""
+    """The maximum of two fp32 tiles; NaN where either is. One instruction: max.NaN.f32."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def amax_of(x, AXIS: tl.constexpr):
-    """Largest |x| along an axis of an fp32 tile; NaN where there is one."""
+    """Largest |x| along an axis of an fp32 tile; NaN if one of them is."""
     return tl.reduce(tl.abs(x), AXIS, larger)
 
 
 @triton.jit
 def scale_of(amax, TOP: tl.constexpr, E8M0: tl.constexpr):
-    """`scale_ref` in fp32; TOP is MAX / 2^margin. With E8M0 the power of two, Inf if not finite."""
+    """`scale_ref` in fp32; TOP = MAX / 2^margin. With E8M0: `power_of_two_ref`."""
     scale = tl.div_rn(amax, TOP)
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
     scale = tl.where(amax == 0, 1.0, scale)
@@ -138,15 +136,15 @@ def inverse_power_of_two(exponent):
 
 @triton.jit
 def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(amax_ptr + group, amax_of(x, 1), mask=group * SIZE < n)
+    tl.store(amax_ptr + block, amax_of(x, 1), mask=block * SIZE < n)
 
 
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
-    """Every `num_programs`-th block: one amax per program."""
+    """One amax per program, of every `num_programs`-th BLOCK of elements."""
     program, at = tl.program_id(0), tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(program.to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -191,7 +189,7 @@ def _few_amaxes(x: Tensor) -> Tensor:
 
 
 def group_amax(x: Tensor, size: int = 128) -> Tensor:
-    """Stage 1 for a tensor that no kernel of ours produced: fp32[..., K / size].
+    """Stage 1 for a tensor whose kernel wrote no amaxes: fp32[..., K / size].
 
     Raises ValueError unless `size` is a power of two that divides K.
     """
@@ -232,7 +230,7 @@ def scales_of(amax: Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Te
 def current_scale(
     x: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
 ) -> Tensor:
-    """The scale [] of x by its own amax: both stages, one read of x."""
+    """The scale [] of x from its own amax: both stages, one read of x."""
     if not x.numel():
         return torch.ones((), device=x.device)
     amax = _few_amaxes(x.contiguous()) if x.is_cuda else x.float().abs()

@@ -4,7 +4,7 @@
     count_saturated       codes [n] -> int64 [T], added to earlier counts
 
 `owner` int32 [n / 128] is the tensor, one of T, that each block of 128 elements belongs to. Tensors
-lie one behind the other and start at multiples of 128. A program reads 32 blocks, which seldom
+lie one after the other and start at multiples of 128. A program reads 32 blocks, which seldom
 belong to more than one tensor, and does one atomic operation per tensor in them. With one atomic
 per block the few words of the result would be contended, and take longer than reading the buffer.
 Both results are integers, so they do not depend on the order of the atomics. The bits of fp32

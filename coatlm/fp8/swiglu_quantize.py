@@ -2,14 +2,14 @@
 
     a = silu(gate) * up                                                as in activation.py
 
-Forward, one pass over x[M, 2F] = gate | up, a row in registers:
+Forward is one pass over x[M, 2F] = gate | up; a program holds a row in registers:
 
-    codes of a, one power-of-two scale per row                         into the down projection
+    codes of a, one power-of-two scale per row                         for the down projection
     codes of x, one power-of-two scale per 1 x `group_size` elements   saved for backward
 
 Backward decodes x and writes, for the GEMMs of both linears, the codes of dx as they are and
-transposed, and those of a transposed: a is not saved. dx has one scale per tensor: unless it is
-given (delayed.py), a first pass over the same operands finds the amax, which is cheaper than to
+transposed, and those of a transposed, which is recomputed. dx has one scale per tensor: unless it
+is given (delayed.py), a first pass over the same operands finds the amax, which is cheaper than to
 write dx in BF16 and read it back. The kernels of backward are those of emit.py.
 Rounding: a and dx from fp32 to FP8 directly.
 """
@@ -53,8 +53,8 @@ from coatlm.fp8.scaling import (
 from coatlm.fp8.transpose import padded_rows, padded_t
 
 RUN = 16  # elements of gate, and of up, per thread and chunk in forward
-CHUNKS = 6  # at most; more would not fit in registers
-TILE = TileShape(32, 128, 8, 16, 4)  # of a in backward
+CHUNKS = 6  # of a row, at most; more would not fit in registers
+TILE = TileShape(32, 128, 8, 16, 4)  # of da in backward
 AMAX_TILE = TileShape(4, 256, 16, 1, 2)  # to find the amax of dx
 
 
@@ -125,13 +125,13 @@ def _reciprocal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)): two special functions, and nothing around them for rare numbers."""
+    """1 / (1 + exp(-x)) in two special functions, without the slow path for extreme values."""
     return _reciprocal(1.0 + _power_of_two_exponential(x * -1.4426950408889634))
 
 
 @triton.jit
 def _store_group_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
-    """Codes and scale exponents of the groups x[., SIZE]."""
+    """Store codes and scale exponents of the blocks x[., SIZE]."""
     exponent = group_exponents(x, TOP)
     code = x * inverse_power_of_two(exponent)[:, None]
     tl.store(at, code.to(at.dtype.element_ty), mask=mask)
@@ -153,31 +153,31 @@ def _swiglu_quantize_kernel(
     WARPS: gl.constexpr,
 ):
     """A program takes a row in chunks, and holds a in registers until its scale is known."""
-    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a group
+    WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a block
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
-    GROUPS: gl.constexpr = 32 * WARPS // WIDE  # a chunk
+    BLOCKS: gl.constexpr = 32 * WARPS // WIDE  # blocks per chunk
     row = gl.program_id(0).to(gl.int64)
     x_row = x_ptr + row * 2 * F
     a_row = a_ptr + row * F
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
-    col = group[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    each = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
+    col = each[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
     halves = ()
     for k in gl.static_range(CHUNKS):
-        mask = (group < F // SIZE - k * GROUPS)[:, None]
-        at = x_row + k * GROUPS * SIZE + col
+        mask = (each < F // SIZE - k * BLOCKS)[:, None]
+        at = x_row + k * BLOCKS * SIZE + col
         halves += (gl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
         halves += (gl.load(at + F, mask=mask, other=0.0),)  # type: ignore[assignment]
     activated = ()
-    amax = gl.full([GROUPS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    amax = gl.full([BLOCKS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(CHUNKS):
-        some = group < F // SIZE - k * GROUPS
+        some = each < F // SIZE - k * BLOCKS
         gate, up = halves[2 * k].to(gl.float32), halves[2 * k + 1].to(gl.float32)  # type: ignore[var-annotated]
         a = gate * _sigmoid(gate) * up
         amax = larger(amax, amax_of(a, 1))
         activated += (a,)
         if saved_ptr is not None:
-            at = saved_ptr + row * 2 * F + k * GROUPS * SIZE + col
-            exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * GROUPS + group
+            at = saved_ptr + row * 2 * F + k * BLOCKS * SIZE + col
+            exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * BLOCKS + each
             _store_group_codes(gate, at, exponent_at, some[:, None], some, TOP)
             _store_group_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
     exponent = exponent_of(amax_of(amax, 0), TOP)
@@ -185,15 +185,15 @@ def _swiglu_quantize_kernel(
     inverse = inverse_power_of_two(exponent)
     for k in gl.static_range(CHUNKS):
         code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
-        mask = (group < F // SIZE - k * GROUPS)[:, None]
-        gl.store(a_row + k * GROUPS * SIZE + col, code, mask=mask)
+        mask = (each < F // SIZE - k * BLOCKS)[:, None]
+        gl.store(a_row + k * BLOCKS * SIZE + col, code, mask=mask)
 
 
 def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
     """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
 
-    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError where
-    it does not divide F.
+    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
+    divides F.
     """
     m, f = x.shape[0], x.shape[1] // 2
     if group_size and f % group_size:
@@ -227,7 +227,7 @@ def _row_tile(f: int, size: int) -> dict[str, int]:
     run = min(RUN, size)
     runs = triton.cdiv(f, run)
     warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
-    groups = 32 * warps // min(size // run, 32)  # that have threads at a time
+    groups = 32 * warps // min(size // run, 32)  # blocks of a chunk
     chunks = triton.cdiv(f, groups * size)
     tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
     return tile | {"num_warps": warps}
@@ -246,8 +246,8 @@ def swiglu_backward_quantize(
     """da[M, F], the saved x[M, 2F] -> codes of dx and of a, for the GEMMs of backward.
 
     `a_scale`: fp32 [], the scale of the whole of a (the largest of its row scales). `fmt`: of dx.
-    Without `with_a` there is no `a_t`. `scale`: fp32 [], a power of two for dx, else that of its
-    own amax. `amax`: fp32 [], raised to the largest |dx|, where dx / scale fits fp32.
+    Without `with_a`, `a_t` is None. `scale`: fp32 [], a power of two for dx; if None, from the amax
+    of dx. `amax`: fp32 [], raised to the largest |dx|, where dx / scale fits fp32.
     """
     if not da.is_cuda:
         return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a, scale, amax)

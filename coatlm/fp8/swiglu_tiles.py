@@ -19,7 +19,7 @@ SIGMOID = gl.constexpr("""{
 
 @gluon.jit
 def _swiglu_parts(gate):
-    """(silu, its derivative) of gate: g s and s + g s (1 - s)."""
+    """silu(g) = g s and its derivative s + g s (1 - s), where g is gate and s its sigmoid."""
     s = gl.inline_asm_elementwise(SIGMOID, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
     silu = gate * s
     return silu, gl.fma(silu, 1.0 - s, s)
@@ -46,7 +46,7 @@ def _load_swiglu(source, F, at, some, J, SIZE: gl.constexpr):
 
 @gluon.jit
 def load_gradient(source, factors, F, at, some, J: gl.constexpr, OPTIONS: gl.constexpr):
-    """dgate, dup and, where it is asked for, a of a tile. OPTIONS: (SIZE, whether a is)."""
+    """dgate, dup and, if wanted, a = silu(gate) * up. OPTIONS: (SIZE, whether a is wanted)."""
     da, gate, up = _load_swiglu(source, F, at, some, J, OPTIONS[0])
     silu, slope = _swiglu_parts(gate)
     da = da * factors[0]
@@ -58,7 +58,7 @@ def load_gradient(source, factors, F, at, some, J: gl.constexpr, OPTIONS: gl.con
 
 @gluon.jit
 def load_largest(source, factors, F, at, some, J: gl.constexpr, SIZE: gl.constexpr):
-    """The larger one of |dgate| and |dup|, which is all that an amax needs."""
+    """The larger of |dgate| and |dup|, which is all that an amax needs."""
     da, gate, up = _load_swiglu(source, F, at, some, J, SIZE)
     silu, slope = _swiglu_parts(gate)
     return (da * larger(gl.abs(up * slope), gl.abs(silu)),)

@@ -1,13 +1,15 @@
-"""Tiles of a matrix in registers, and how FP8 codes leave them: written as they are, or transposed.
+"""Tiles of a matrix in registers, and the layouts in which they are loaded, stored and transposed.
 
-    tile [R, BLOCKS, INNER]   4 R rows; INNER consecutive columns of one block, which share a scale
+A tile has 4 R rows and is four tensors [R, BLOCKS, INNER], of the rows 4 r + j for j = 0, 1, 2, 3.
+INNER consecutive columns belong to one block and share a scale.
 
-A thread takes RUN columns of the rows 4 r + j, for j = 0, 1, 2 and 3 in turn. For a transpose it
-turns 4 x 4 codes into words of four rows, and only words change threads, once, through shared
-memory. Loads and stores are of 16 bytes per thread wherever there are as many.
+A thread holds RUN columns of its rows. For the transpose it turns 4 x 4 codes into 32-bit words of
+four rows; the words are then exchanged between threads once, through shared memory. A thread loads
+and stores 16 bytes at a time wherever it has as many.
 
-Words are opaque to compilers on purpose: ptxas 12.8 loses codes that are stored both as they are
-and byte by byte. The language is Gluon, for the layouts decide the speed.
+The words come from inline assembly that the compiler cannot look into: ptxas 12.8 loses codes that
+are stored both as they are and byte by byte. The kernels are in Gluon because the layouts decide
+the speed.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ TRANSPOSE_4X4 = tl.constexpr("""{
     prmt.b32 $1, a, b, 0x7632;
     prmt.b32 $2, c, d, 0x5410;
     prmt.b32 $3, c, d, 0x7632;
-}""")  # words of four codes of a row, one for each of four rows -> a word for each of four columns
+}""")  # four words, each with four codes of a row -> four words, each with four codes of a column
 
 
 @gluon.constexpr_function
 def loads(R: int, BLOCKS: int, INNER: int, RUN: int, WARPS: int) -> Any:
-    """The layout of loads: a warp covers whole rows as far as it can, RUN columns per thread."""
+    """The layout of loads: RUN columns per thread; a warp covers whole rows as far as it can."""
     inner = INNER // RUN
     blocks = min(BLOCKS, 32 // inner)
     rows = 32 // (inner * blocks)
@@ -45,7 +47,7 @@ def loads(R: int, BLOCKS: int, INNER: int, RUN: int, WARPS: int) -> Any:
 
 @gluon.constexpr_function
 def stores(R: int, BLOCKS: int, INNER: int, WARPS: int) -> Any:
-    """The layout of transposed stores: a thread has four words of a column, 16 rows."""
+    """The layout of transposed stores: a thread has four words of a column, which are 16 rows."""
     rows = min(R // 4, 32)
     inner = min(32 // rows, INNER)
     blocks = 32 // (rows * inner)
@@ -57,7 +59,7 @@ def stores(R: int, BLOCKS: int, INNER: int, WARPS: int) -> Any:
 
 @gluon.jit
 def place(M, K, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DOWN: gl.constexpr):
-    """First row and column of the program's tile; tiles are counted in bands of DOWN rows."""
+    """First row and column of a program's tile: DOWN tiles downwards, then the next column."""
     program = gl.program_id(0)
     across = gl.cdiv(K, COLUMNS)
     if DOWN == 1:
@@ -72,7 +74,7 @@ def place(M, K, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DOWN: gl.constexpr):
 
 @gluon.jit
 def axes(R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.constexpr):
-    """Row or word [R, 1], block [1, BLOCKS] and column in a block [1, 1, INNER] of a layout."""
+    """Indices in layout L: row (or word) [R, 1], block [1, BLOCKS], column in it [1, 1, INNER]."""
     row = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None]
     block = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
     inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
@@ -81,20 +83,20 @@ def axes(R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.const
 
 @gluon.jit
 def present(at, M, J: gl.constexpr):
-    """Which elements of the rows 4 r + J there are, [R, BLOCKS]."""
+    """The mask [R, BLOCKS] of the blocks of the rows 4 r + J that are valid."""
     first_row, _, row, column, _, columns = at
     return (row + J < M - first_row) & (column < columns)
 
 
 @gluon.jit
 def load_values(x_ptr, at, some):
-    """A tile in fp32, zero where there is nothing."""
+    """Load a tile in fp32; zero outside of the mask `some`."""
     return gl.load(x_ptr + at, mask=some[:, :, None], other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def load_scales(scale_ptr, at, some):
-    """The scales of a tile's blocks, [R, BLOCKS], in fp32; bytes are E8M0 scales."""
+    """Load the scales of a tile's blocks, [R, BLOCKS], in fp32; uint8 scales are E8M0."""
     if scale_ptr.dtype.element_ty == gl.uint8:
         return power_of_two(gl.load(scale_ptr + at, mask=some, other=127).to(gl.int32))
     else:
@@ -109,16 +111,16 @@ def bytes_of(x, FORMAT: gl.constexpr):
 
 @gluon.jit
 def not_saturated(x):
-    """x where it is finite, else NaN: a quotient by a scale that other numbers gave.
+    """x where it is finite, else NaN. For quotients x whose scale comes from other values.
 
-    Conversions would saturate infinities as they do large numbers. FP8 codes of Inf are NaN here.
+    The conversion to FP8 would saturate an infinity as it does large numbers; its code is NaN here.
     """
     return x + x * 0.0
 
 
 @gluon.jit
 def amax_bits(x):
-    """The largest |x| of each block of an fp32 tile, as integers, where NaN > Inf > numbers."""
+    """The bits of the largest |x| of each block of an fp32 tile, int32: NaN > Inf > numbers."""
     return gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 2)
 
 
@@ -133,9 +135,9 @@ def store_transposed(
     a, b, c, d, code_t_ptr, first_row, first_column, padded, columns,
     R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Codes of the rows 4 r + 0, 1, 2 and 3 -> int32[., padded / 4], the first row lowest.
+    """Store codes of the rows 4 r + 0, 1, 2, 3 in int32[., padded / 4], row 4 r in the lowest byte.
 
-    `columns` is how many of the tile's columns there are, `padded` a multiple of 16.
+    `columns`: valid columns from the tile's first one on. `padded`: a multiple of 16.
     """
     word = gl.inline_asm_elementwise(
         TRANSPOSE_4X4,

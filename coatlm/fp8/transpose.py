@@ -1,4 +1,4 @@
-"""FP8 with one scale, transposed: the operands of a weight gradient.
+"""Tensor-wise FP8 codes, transposed: the operands of a weight gradient.
 
 A weight gradient sums over tokens, and Hopper's FP8 GEMM takes operands whose summed axis is last:
 both are needed as [features, tokens]. With a tensor-wise scale that is known beforehand, one pass
@@ -15,8 +15,8 @@ The transposed weight of dgrad comes from the codes of forward, those of `quanti
     code = cast(cast(w / S_row) S_row / S)
 
 The kernel reads BF16 weights and does both casts, so the codes of forward need not be saved. Where
-w becomes a subnormal under S, the first cast makes a difference: backward has the rounded weight of
-forward and no other one. A rank with w and a rank with its codes (weight_rows.py) get the same.
+w / S is subnormal, the first cast makes a difference: backward rounds the rounded weight of forward
+and not w. A rank with w and a rank with its codes (weight_rows.py) get the same.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def quantize_direct(
     column: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> QTensor:
-    """As `quantize_transposed`, but [M, K]. `amax`: as in `quantize_both`, of the source."""
+    """As `quantize_transposed`, but [M, K]. `amax` as in `quantize_both`, without row or column."""
     if not scale.is_cuda:
         return quantize_ref(source, scale, fmt=fmt, row=row, column=column, amax=amax).direct
     codes, _ = _quantize(source, scale, fmt, row=row, column=column, amax=amax, direct=True)
@@ -118,7 +118,7 @@ def transpose_rows(x: QTensor) -> QTensor:
 
 
 def quantize_rows_transposed(w: Tensor, row_scale: Tensor) -> QTensor:
-    """`transpose_rows` of what `quantize_rows` makes of w; `row_scale`: the scales it found."""
+    """`transpose_rows(quantize_rows(w))` from w; `row_scale`: the scales of forward."""
     scale = row_scale.amax()
     if not scale.is_cuda:
         codes = scaled_codes_ref(w.float(), row_scale.reshape(-1, 1), E4M3)
@@ -131,10 +131,10 @@ def quantize_rows_transposed(w: Tensor, row_scale: Tensor) -> QTensor:
 
 
 def quantize_both(x: Tensor, scale: Tensor, *, fmt: Fp8Format, amax: Tensor | None = None) -> Codes:
-    """x[M, K] in FP8 with a scale, as it is and transposed, from one read.
+    """x[M, K] in FP8 with a scale, direct and transposed; x is read once.
 
-    `amax`: fp32 [], raised to the largest |x| by the same read. What does not fit a scale that is
-    not of x saturates; NaN and Inf are NaN.
+    `amax`: fp32 [], raised to the largest |x| in the same pass. Values too large for the scale
+    saturate; NaN and Inf become NaN.
     """
     if not scale.is_cuda:
         return quantize_ref(x, scale, fmt=fmt, row=None, column=None, amax=amax)
@@ -144,7 +144,7 @@ def quantize_both(x: Tensor, scale: Tensor, *, fmt: Fp8Format, amax: Tensor | No
 
 
 def transpose_codes(x: QTensor) -> QTensor:
-    """The same codes [K, M'] of a matrix with one scale."""
+    """Transpose the codes of a matrix with one scale: [K, M']."""
     if not x.codes.is_cuda:
         return QTensor(padded_t(x.codes), x.scale, TENSOR, x.fmt)
     source = (x.codes.contiguous().view(torch.uint8),)
@@ -162,7 +162,7 @@ def _quantize(
     column: Tensor | None = None,
     **outputs: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Codes of x * row * column on a GPU, those that are asked for."""
+    """Codes of x * row * column on a GPU; `outputs` are those of `_launch`."""
     row = row if row is None else row.contiguous()
     source, size, tile = matrix_source(x, row, column)
     prepare = None if column is None else loaders.prepare_matrix
@@ -183,7 +183,7 @@ def _launch(
     options: Any = None,
     **more: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The epilogue behind a loader of x[M, K], with one scale."""
+    """Launch emit.py's epilogue with a loader of x[M, K] and one scale."""
     (m, k), device = source[0].shape, source[0].device
     padded = padded_rows(m) if transposed else m
     codes = torch.empty(m, k, dtype=fmt.dtype, device=device) if direct else None

@@ -8,8 +8,8 @@ cast happens before the all-gather:
     encode_rows    code = cast(w / S), one byte per element
     decode_rows    w' = code S, but 225 S where code is 224 and -225 S where it is -224
 
-The layer then casts w' and has to find the same S and the same codes, also where a part of the row
-is w itself, which its owner holds. Why it does:
+The layer then casts w' and has to find the same S and the same codes, also on the rank that owns a
+part of the row and has w itself there. Why it does:
 
 - w' is a BF16 number, also below the smallest normal: w, and so code S, are multiples of 2^-133.
 - The S that is found is no larger, because |w'| <= 448 S.
