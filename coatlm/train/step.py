@@ -53,7 +53,8 @@ class Trainer:
         if cuda_graphs and device().type != "cuda":
             raise ValueError("train.cuda_graphs=true needs a GPU")
         self.traffic = Traffic()
-        self.model_traffic = Traffic()  # of the last step, over tp and cp
+        # the last step's bytes over tp and cp: computed when they are logged, not in every step
+        self.model_traffic: Callable[[], Traffic] = Traffic
         modules = build_model(config, groups, vocab)
         owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.chunks = [
@@ -133,7 +134,8 @@ class Trainer:
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graphs is not None:
             self.graphs.paused = calibrating
-        self.model_traffic = step_traffic(
+        self.model_traffic = partial(
+            step_traffic,
             self.config,
             stage=self.groups.pp.rank(),
             microbatches=len(batches),
@@ -150,7 +152,7 @@ class Trainer:
     @property
     def comm_bytes(self) -> dict[str, int]:
         """`Traffic.summary` of the bytes that this rank sent in the last step."""
-        return Traffic(self.traffic.sent + self.model_traffic.sent).summary()
+        return Traffic(self.traffic.sent + self.model_traffic().sent).summary()
 
     def gradient_amaxes(self) -> Histories:
         """The amaxes of delayed scaling in all layers, for a checkpoint. A collective call."""
