@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = (
-    2048  # columns of y per program; with WARPS, two 16-byte loads per thread and operand in BF16
-)
+# columns of y per program; with WARPS, two 16-byte loads per thread and operand in BF16
+BLOCK = 2048
 WARPS = 4
 
 

@@ -203,9 +203,8 @@ def expand_block(x_GE, HOW: tl.constexpr):
     """fp32 [G, 128] -> 16 k and L, fp32 [G]."""
     bits = x_GE.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers, NaN > Inf > any number
     high = tl.max(bits, 1)
-    high = tl.where(high < 0x00800000, 0, high).to(
-        tl.float32, bitcast=True
-    )  # lg2 flushes subnormals
+    # lg2 flushes subnormals
+    high = tl.where(high < 0x00800000, 0, high).to(tl.float32, bitcast=True)
     # Bits below the smallest normal wrap around to large integers, which the minimum leaves out.
     low = tl.min((bits - 0x00800000).to(tl.uint32, bitcast=True), 1) + 0x00800000
     return expand_parameters(high, low.to(tl.float32, bitcast=True), HOW)

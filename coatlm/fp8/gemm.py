@@ -113,6 +113,12 @@ class Plans:
         self._tuned.add(kind)
 
 
+def padded_rows(m: int, block: int = 1) -> int:
+    """m rounded up to a summed axis that GEMMs take: whole blocks, and a multiple of 16."""
+    multiple = max(ALIGNMENT, block)
+    return -(-m // multiple) * multiple
+
+
 def matmul_ref(
     a: QTensor,
     b: QTensor,

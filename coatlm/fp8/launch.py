@@ -12,6 +12,7 @@ from coatlm.config.recipes import TENSOR, Granularity, Operand
 from coatlm.fp8 import amax as amax_passes
 from coatlm.fp8 import emit, loaders
 from coatlm.fp8.formats import FORMATS, Fp8Format
+from coatlm.fp8.gemm import ROW_BLOCK, SQUARE_BLOCK
 from coatlm.fp8.norm import processors
 from coatlm.fp8.norm_quantize import UNSCALED
 from coatlm.fp8.qtensor import QTensor
@@ -201,7 +202,9 @@ def _emit_scaled(
     assert operand is not None
     source, size, tile = matrix_source(x)
     fmt, power = FORMATS[operand.fmt], operand.power_of_two
-    codes, codes_t = _empty(source[0], fmt if direct else None, fmt if transposed else None, padded)
+    codes, codes_t = empty_codes(
+        source[0], fmt if direct else None, fmt if transposed else None, padded
+    )
     if operand.granularity == TENSOR:
         kind = "factor" if power else "tensor"
         if scale is None and isinstance(x, Tensor):
@@ -240,10 +243,8 @@ def _line_scales(
 ) -> list[Tensor | None]:
     """Scales [M, 1] of rows and [K, 1] of columns, found in a separate pass."""
     m, k = shape
-    wanted = (
-        -(-m // 4) * 4 if direct else 0,
-        k if transposed else 0,
-    )  # GEMMs need 16-byte alignment
+    # scales of columns follow those of rows, on 16 bytes, as GEMMs need them
+    wanted = (-(-m // 4) * 4 if direct else 0, k if transposed else 0)
     bits = torch.zeros(sum(wanted), dtype=torch.int32, device=source[0].device)
     rows, columns = bits.split(wanted)
     constants = LINE_TILE._replace(inner=inner).options()
@@ -276,7 +277,7 @@ def _emit_blocks(
     source, size, _ = matrix_source(x)
     operands = (direct, transposed)
     fmts = [None if o is None else FORMATS[o.fmt] for o in operands]
-    codes, codes_t = _empty(source[0], fmts[0], fmts[1], padded)
+    codes, codes_t = empty_codes(source[0], fmts[0], fmts[1], padded)
     scales = [
         None if o is None else _empty_scales(o.granularity, shape, device)
         for o, shape in zip(operands, [(m, k), (k, padded)], strict=True)
@@ -309,14 +310,14 @@ def _emit_blocks(
 def _empty_scales(granularity: Granularity, shape: tuple[int, int], device: torch.device) -> Tensor:
     """Scales in cuBLASLt's memory order (emit._block_scales). ValueError for other blocks."""
     rows, columns = granularity.scale_shape(shape)
-    if granularity == Granularity(1, 128):
+    if granularity == ROW_BLOCK:
         return torch.empty(columns, rows, device=device).t()
-    if granularity == Granularity(128, 128):
+    if granularity == SQUARE_BLOCK:
         return torch.zeros(rows, -(-columns // 4) * 4, device=device)[:, :columns]
     raise ValueError(f"granularity={granularity}: on a GPU, blocks are 1 x 128 or 128 x 128")
 
 
-def _empty(
+def empty_codes(
     like: Tensor, fmt: Fp8Format | None, fmt_t: Fp8Format | None, padded: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Uninitialised codes [M, K] and [K, M'], of those that have a format."""

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from coatlm.config.recipes import TENSOR, Granularity, Operand
 from coatlm.fp8.formats import FORMATS, SOURCES, Fp8Format
+from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import emit_operands
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.quantize import amax_ref
 from coatlm.fp8.scaling import power_of_two_ref, raise_amax_ref, scale_ref, scaled_codes_ref
-
-ALIGNMENT = 16  # elements of a summed axis, at least
 
 
 class Emitted(NamedTuple):
@@ -44,8 +43,7 @@ def format_of(operand: Operand) -> Fp8Format:
 
 def padded(tokens: int, granularity: Granularity) -> int:
     """M': the length of a transposed operand's rows for M = `tokens`."""
-    multiple = max(ALIGNMENT, granularity.columns or 1)
-    return -(-tokens // multiple) * multiple
+    return padded_rows(tokens, granularity.columns or 1)
 
 
 def operand_scale_ref(x: Tensor, operand: Operand) -> Tensor:

@@ -36,6 +36,7 @@ from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.scaling import current_scale, group_scale
 from coatlm.fp8.swiglu_quantize import Activated, swiglu_backward_quantize, swiglu_quantize
 from coatlm.fp8.transpose import (
+    Codes,
     quantize_both,
     quantize_direct,
     quantize_rows_transposed,
@@ -50,17 +51,10 @@ FUSED_OF_FORWARD = Operand("e4m3", TENSOR, "forward")
 Share = Callable[[Tensor], Tensor]  # a scale of this rank -> the one that all ranks use
 
 
-class GradientOperands(NamedTuple):
-    """A gradient: direct for dgrad, transposed for wgrad."""
-
-    direct: QTensor  # [T, K]
-    transposed: QTensor  # [K, T']
-
-
 class SwigluOperands(NamedTuple):
     """What the backward pass of SwiGLU gives the GEMMs of both linears around it."""
 
-    gradient: GradientOperands  # of gate | up
+    gradient: Codes  # of gate | up
     output_t: QTensor | None  # SwiGLU's output [F, T'], unless it was saved
 
 
@@ -181,13 +175,13 @@ def recomputed_norm(x: Tensor | QTensor, weight: Tensor, eps: float) -> Tensor:
 
 def gradient(
     dy: Tensor, recipe: FlowRecipe, *, scale: Tensor | None = None, amax: Tensor | None = None
-) -> GradientOperands:
+) -> Codes:
     """dy[T, K] for dgrad and wgrad. `scale`: fp32 [], where known. `amax`: raised to max|dy|."""
     if not recipe.fused_gradients:
         return _emit_gradient(dy, recipe, scale, amax)
     scale = gradient_scale(dy, recipe) if scale is None else scale
     fmt = format_of(recipe.dgrad.gradient)
-    return GradientOperands(*quantize_both(dy, scale, fmt=fmt, amax=amax))
+    return quantize_both(dy, scale, fmt=fmt, amax=amax)
 
 
 def gradient_direct(
@@ -205,13 +199,13 @@ def gradient_direct(
 
 def _emit_gradient(
     dy: Tensor, recipe: FlowRecipe, scale: Tensor | None, amax: Tensor | None
-) -> GradientOperands:
+) -> Codes:
     if scale is None and recipe.tensor_wise_gradients:
         scale = gradient_scale(dy, recipe)
     wanted = {"direct": recipe.dgrad.gradient, "transposed": recipe.wgrad.gradient}
     made = emit(dy, **wanted, scale=scale, amax=amax)
     assert made.direct is not None and made.transposed is not None
-    return GradientOperands(made.direct, made.transposed)
+    return Codes(made.direct, made.transposed)
 
 
 def gradient_scale(dy: Tensor, recipe: FlowRecipe, amaxes: Tensor | None = None) -> Tensor:
@@ -249,7 +243,7 @@ def swiglu_gradient(
             scale=scale,
             amax=amax,
         )
-        return SwigluOperands(GradientOperands(made.dx, made.dx_t), made.a_t)
+        return SwigluOperands(Codes(made.dx, made.dx_t), made.a_t)
     x = decoded(gate_up)
     dx = gradient(swiglu_backward(da, x), recipe, scale=scale, amax=amax)
     output_t = input_transposed(swiglu(x), wanted, output_scale) if with_output else None
@@ -264,11 +258,10 @@ def qkv_gradient(
     *,
     scale: Tensor | None,
     amax: Tensor | None,
-) -> GradientOperands:
+) -> Codes:
     """Gradients of rotated q, k and of v [S, B, heads, D] -> operands of d(q | k | v) [T, W]."""
     if recipe.fused_gradients:
         fmt = format_of(recipe.dgrad.gradient)
-        made = join_quantize(*parts, cos, sin, fmt=fmt, scale=scale, amax=amax)
-        return GradientOperands(*made)
+        return join_quantize(*parts, cos, sin, fmt=fmt, scale=scale, amax=amax)
     joined = join_qkv_rope(*parts, cos, sin).flatten(2).flatten(0, 1)
     return _emit_gradient(joined, recipe, scale, amax)

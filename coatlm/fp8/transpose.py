@@ -28,13 +28,14 @@ from torch import Tensor
 
 from coatlm.fp8 import loaders
 from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.gemm import ALIGNMENT
+from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import (
     CODES_TILE,
     WIDE_TILE,
     Matrix,
     Placed,
     TileShape,
+    empty_codes,
     launch_emit,
     matrix_source,
 )
@@ -43,7 +44,7 @@ from coatlm.fp8.scaling import raise_amax_ref, scaled_codes_ref
 
 
 class Codes(NamedTuple):
-    """The same matrix twice, with one scale."""
+    """The same matrix twice; a gradient is direct for dgrad and transposed for wgrad."""
 
     direct: QTensor  # [M, K]
     transposed: QTensor  # [K, M']
@@ -72,7 +73,8 @@ def quantize_ref(
 def padded_t(codes: Tensor) -> Tensor:
     """codes[M, K] -> [K, M'], zeros beyond M."""
     flat = codes.view(torch.uint8)
-    padded = torch.nn.functional.pad(flat, (0, 0, 0, -flat.shape[0] % ALIGNMENT))
+    beyond = padded_rows(len(flat)) - len(flat)
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, beyond))
     return padded.t().contiguous().view(codes.dtype)
 
 
@@ -184,16 +186,11 @@ def _launch(
     **more: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Launch emit.py's epilogue with a loader of x[M, K] and one scale."""
-    (m, k), device = source[0].shape, source[0].device
+    m, k = source[0].shape
     padded = padded_rows(m) if transposed else m
-    codes = torch.empty(m, k, dtype=fmt.dtype, device=device) if direct else None
-    codes_t = torch.empty(k, padded, dtype=fmt.dtype, device=device) if transposed else None
+    fmts = fmt if direct else None, fmt if transposed else None
+    codes, codes_t = empty_codes(source[0], *fmts, padded)
     matrix = Matrix(codes, codes_t, scale)
     shape = (m, padded, k)
     launch_emit(load, source, (matrix,), (Placed(0, fmt),), shape, tile, options=options, **more)
     return codes, codes_t
-
-
-def padded_rows(m: int) -> int:
-    """M': m rounded up to what the GEMM needs of a summed axis."""
-    return -(-m // ALIGNMENT) * ALIGNMENT

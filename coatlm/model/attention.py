@@ -142,6 +142,5 @@ def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
     chunks = gathered.unflatten(0, (2 * size, -1)).unbind()
     held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
     order = sorted(range(2 * size), key=held.__getitem__)
-    return torch.cat(
-        [chunks[i] for i in order]
-    )  # indexing with a list would synchronize with the GPU
+    # indexing a tensor with a list would synchronize with the GPU
+    return torch.cat([chunks[i] for i in order])

@@ -24,9 +24,9 @@ from coatlm.fp8 import producers
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import Plans, matmul
 from coatlm.fp8.operand import emit_direct, emit_transposed, format_of, padded
-from coatlm.fp8.producers import FUSED_OF_FORWARD, FUSED_ROWS, GradientOperands
+from coatlm.fp8.producers import FUSED_OF_FORWARD, FUSED_ROWS
 from coatlm.fp8.qtensor import QTensor
-from coatlm.fp8.transpose import quantize_direct, quantize_transposed, transpose_codes
+from coatlm.fp8.transpose import Codes, quantize_direct, quantize_transposed, transpose_codes
 from coatlm.model.numerics import Probe, RowSource
 from coatlm.model.scales import CurrentScales, Scales
 from coatlm.parallel.tensor import TensorParallel
@@ -139,7 +139,7 @@ class Flow:
         """The scales of a linear's input in forward, of all tokens, if wgrad needs them."""
         return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
 
-    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> GradientOperands:
+    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> Codes:
         """The operands of dgrad [T, K] and wgrad [K, T'] from dy of a row-parallel linear.
 
         They are all-gathered over the tokens; T' is T, padded. `name` is the gradient's name among
@@ -158,7 +158,7 @@ class Flow:
         mine = producers.gradient_direct(dy, recipe, scale=scale, amax=amax)
         self.record(name, dy, mine)
         whole = parallel.gather_rows(mine)
-        return GradientOperands(whole, transpose_codes(whole))
+        return Codes(whole, transpose_codes(whole))
 
     def norm_output_transposed(
         self,

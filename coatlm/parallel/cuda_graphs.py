@@ -68,9 +68,8 @@ class MicrobatchGraphs:
         inputs, model = {**batch, "share": share}, self.model
         kind = MicrobatchKind(first, last and model.group.size() > 1)
         if first and model.weights.in_forward:
-            model.weights.due = (
-                True  # also after an evaluation has gathered: the graph gathers again
-            )
+            # also after an evaluation has gathered: the graph gathers again
+            model.weights.due = True
         with nullcontext() if kind.reduces else model.no_sync():
             if self.paused or kind not in self.warm:
                 if not self.paused:

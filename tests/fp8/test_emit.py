@@ -25,6 +25,7 @@ from coatlm.fp8 import (
     transpose,
 )
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, emit_operands
 from coatlm.fp8.norm_quantize import parts_of, quantize_rows
 from coatlm.fp8.operand import emit_ref, padded
@@ -175,7 +176,7 @@ def test_weights_cast_twice_and_moved_codes_are_those_of_the_reference() -> None
 
 
 def empty_codes(m: int, k: int, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
-    length = transpose.padded_rows(m)
+    length = padded_rows(m)
     return torch.empty(m, k, dtype=fmt.dtype), torch.empty(k, length, dtype=fmt.dtype)
 
 
@@ -202,7 +203,7 @@ def test_the_gradient_of_swiglu_has_the_codes_of_the_reference(size: int) -> Non
         (da, elements, exponents),
         (gradient, a),
         (Placed(0, E5M2, 2, 0), Placed(0, E5M2, 2, 1), Placed(1, E4M3)),
-        (m, transpose.padded_rows(m), f),
+        (m, padded_rows(m), f),
         tile,
         options=(size, True),
         amax=amaxes[1],
@@ -234,7 +235,7 @@ def test_the_gradient_of_qkv_has_the_bits_of_the_reference(half: int) -> None:
         source,
         (made,),
         (Placed(0, E5M2), Placed(0, E5M2, further=half)),
-        (s * b, transpose.padded_rows(s * b), width),
+        (s * b, padded_rows(s * b), width),
         tile,
         options=options,
         amax=amaxes[1],

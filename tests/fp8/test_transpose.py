@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.norm_quantize import norm_quantize
 from coatlm.fp8.qtensor import TENSOR
 from coatlm.fp8.scaling import current_scale
 from coatlm.fp8.transpose import (
-    padded_rows,
     quantize_both,
     quantize_direct,
     quantize_transposed,
