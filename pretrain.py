@@ -28,8 +28,9 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table, load_config
+from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table
 from coatlm.console import fail
+from coatlm.hf.run_config import load_run_config
 
 if TYPE_CHECKING:
     from coatlm.train.setup import Launch
@@ -45,11 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(keys_table(args.keys))
             return 0
         if args.dry_run:
-            return dry_run(load_config(args.config, args.overrides), args.ranks)
+            return dry_run(load_run_config(args.config, args.overrides), args.ranks)
     except ConfigError as error:
         return fail(error)
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_run_config(args.config, args.overrides)
     except ConfigError as error:
         launched = bool({"RANK", "SLURM_PROCID"} & os.environ.keys())
         return run(error) if launched else fail(error)

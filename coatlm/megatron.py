@@ -33,6 +33,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,6 +53,7 @@ __all__ = [
     "IndexedDatasetBuilder",
     "LocalShardsContainer",
     "MLPSubmodules",
+    "MegatronModule",
     "ModuleSpec",
     "ProcessGroupCollection",
     "RowParallelLinear",

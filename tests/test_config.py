@@ -256,12 +256,6 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
                     {"precision": {"recipe": "coat", "keep_weights": True}},
                     "precision.keep_weights=True: must be False",
                 ),
-                (
-                    {},
-                    {},
-                    {"precision": {"recipe": "coat"}, "log": {"numerics_every": 5}},
-                    "log.numerics_every=5: must be 0",
-                ),
             )
         ),
         (
@@ -272,6 +266,18 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             },
             "precision.recipe=te-delayed; it needs one of te-current, fp8-",
         ),
+        (
+            {
+                "parallel": {"weight_gather": "fp8"},
+                "precision": {"recipe": "coat"} | {"guard": "fallback"},
+            },
+            "precision.guard=fallback with parallel.weight_gather=fp8",
+        ),
+        (
+            {"precision": {"recipe": "coat"} | {"guard_every": 50}},
+            "precision.guard_every=50 needs precision.guard=warn or fallback",
+        ),
+        ({"precision": {"guard": "warn"}}, "precision.guard is for fp8-linear | coat"),
         (
             {"parallel": {"weight_gather": "fp8"}},
             "parallel.weight_gather=fp8 would change the weights of precision.recipe=bf16",
@@ -489,3 +495,23 @@ def test_a_config_named_after_a_model_has_its_number_of_parameters(
     config = load_config(path)
     assert config.model.vocab is not None
     assert parameters(config.model, config.model.vocab) == published
+
+
+UNSUITED = [
+    ({"norm_after": True}, {}, {}, "precision.recipe=coat with model.norm_after=True"),
+    ({"residual_multiplier": 0.5}, {}, {}, "precision.recipe=coat with model.residual_multiplier"),
+    ({"qk_norm": True, "qk_norm_width": "all"}, {"tp": 2}, {}, "model.qk_norm_width=all with"),
+    ({"qk_norm_width": "all"}, {}, {"recipe": "bf16"}, "qk_norm_width=all needs qk_norm=true"),
+    ({"norm_after": True, "spec": "te"}, {}, {"recipe": "bf16"}, "needs model.spec=local"),
+    ({"rope_scaling": {"type": "yarn", "low_freq_factor": 1.0}}, {}, {}, "does not apply to type"),
+    ({"rope_scaling": {"type": "linear", "beta_fast": 3.0}}, {}, {}, "beta_fast=3.0 does not"),
+    ({"rope_scaling": {"type": "yarn", "beta_slow": 40.0}}, {}, {}, "beta_slow=40.0 must be below"),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "precision", "told"), UNSUITED)
+def test_a_model_that_layers_or_layouts_cannot_compute_is_refused_by_name(
+    model: dict[str, Any], parallel: dict[str, Any], precision: dict[str, Any], told: str
+) -> None:
+    precision = {"recipe": "coat"} | precision
+    assert told in message({"model": model, "parallel": parallel, "precision": precision})

@@ -74,6 +74,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).symlink_to(ROOT / name)
     text = "".join(f"def f{i}():\n    return {i * i}\n" for i in range(2000))
     (root / "text.py").write_text(text)
+    pairs = "".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1}"}}\n' for i in range(200))
+    (root / "pairs.jsonl").write_text(pairs)
     return root
 
 
@@ -94,7 +96,8 @@ def small(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     given = [word for word in arguments if "=" in word]
     steps = STEPS * (2 if any(word.startswith("train.steps=") for word in given) else 1)
-    text = [] if any(word.startswith("data.text=") for word in given) else ["data.text=[text.py]"]
+    own = "data.text=" in " ".join(given) or "paths:" in Path(arguments[0]).read_text()
+    text = [] if own else ["data.text=[text.py]"]
     sizes = [f"{key}={value}" for key, value in SMALL.items()]
     return [*arguments, *text, *sizes, f"train.steps={steps}"]
 

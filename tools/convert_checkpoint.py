@@ -1,12 +1,17 @@
-"""Convert checkpoints between Hugging Face and coatlm, with one tensor in memory at a time.
+"""Convert checkpoints between Hugging Face, Megatron and coatlm, one tensor in memory at a time.
 
     python tools/convert_checkpoint.py --from hf --to coatlm models/llama checkpoints/llama
     python tools/convert_checkpoint.py --from coatlm --to hf runs/mine exported --dtype bf16
+    python tools/convert_checkpoint.py --from megatron --to coatlm megatron/run checkpoints/run
+    python tools/convert_checkpoint.py --from coatlm --to megatron runs/mine megatron/mine
 
-Hugging Face stands for a directory with config.json and safetensors of Llama 1 to 3, Mistral,
-Qwen2, 2.5 or 3; coatlm for a checkpoint of any layout, or a run, whose newest checkpoint is used. A
-field of config.json that coatlm does not support is an error. docs/guides/huggingface.md has the
-details.
+    hf          a directory with config.json and safetensors of Llama 1 to 3, Mistral, Qwen2, 2.5 or
+                3, Phi-3 or 4, OLMo-2 or Granite 3
+    megatron    a directory of Megatron-LM or Megatron-Bridge, whose newest iteration is read
+    coatlm      a checkpoint of any layout, or a run, whose newest checkpoint is read
+
+What coatlm does not support is an error; docs/guides/huggingface.md and
+docs/guides/from-megatron-lm.md have the details.
 
 Exit code: 0; 2 with one line that says what does not fit or why DESTINATION cannot be written (for
 example a full disk, after which nothing of it is left); 4 if the checkpoint to read is damaged.
@@ -22,26 +27,50 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coatlm.console import Parser, fail
 
+if TYPE_CHECKING:
+    from coatlm.hf.files import Report
+
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-IMPORT_ONLY = ("tokenizer", "vocab_multiple", "seq_len")
-EXPORT_ONLY = ("like", "vocab_size", "max_shard_size", "format", "fp8_scales", "fp8_activations")
+KINDS = ("hf", "megatron", "coatlm")
+OPTIONS = {  # (from, to) -> the options that apply, besides --dtype
+    ("hf", "coatlm"): ("tokenizer", "vocab_multiple", "seq_len"),
+    ("megatron", "coatlm"): ("tokenizer", "vocab_multiple", "seq_len", "config", "weights_only"),
+    ("coatlm", "megatron"): ("vocab_multiple", "weights_only"),
+    ("coatlm", "hf"): (
+        *("like", "vocab_size", "max_shard_size"),
+        *("format", "fp8_scales", "fp8_activations"),
+    ),
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--from", dest="source_kind", choices=["hf", "coatlm"], required=True)
-    add("--to", dest="target_kind", choices=["hf", "coatlm"], required=True)
+    add("--from", dest="source_kind", choices=KINDS, required=True)
+    add("--to", dest="target_kind", choices=KINDS, required=True)
     add("source", type=Path)
     add("destination", type=Path, help="a new directory")
     add("--dtype", choices=["bf16", "fp32", "fp16"], help="of the result; default: as stored")
-    add("--tokenizer", help="to coatlm: a spec of data.tokenizer in place of the directory's")
-    add("--vocab-multiple", type=int, help="to coatlm: pad the vocabulary to a multiple of this")
-    add("--seq-len", type=int, help="to coatlm: data.seq_len; default: max_position_embeddings")
+    add("--tokenizer", help="to coatlm: a spec in place of the directory's, or none")
+    add("--vocab-multiple", type=int, help="pad the vocabulary to a multiple of this; not to hf")
+    add("--seq-len", type=int, help="to coatlm: data.seq_len; default: that of the model")
+    add(
+        "--config",
+        type=Path,
+        help="from megatron: YAML of coatlm whose model, optim, train and data.seq_len replace the "
+        "checkpoint's",
+    )
+    add(
+        "--weights-only",
+        action="store_true",
+        default=None,
+        help="from and to megatron: leave out optimizer states",
+    )
     add("--like", type=Path, help="to hf: directory that gives family, tokenizer and so on")
     add(
         "--vocab-size",
@@ -49,16 +78,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="to hf: rows of the embedding to write; default: see the guide",
     )
     add("--max-shard-size", type=_bytes, help="to hf: largest file, for example 2GB; default: 5GB")
-    add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 as compressed-tensors")
-    add("--fp8-scales", choices=["channel", "tensor"], help="of fp8 weights; default: channel")
+    add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 with scales")
+    add(
+        "--fp8-scales",
+        choices=["channel", "tensor", "block"],
+        help="of fp8 weights; block is 128 x 128, as DeepSeek's; default: channel",
+    )
     add("--fp8-activations", choices=["dynamic", "none"], help="default: dynamic")
     parsed = parser.parse_args(arguments)
-    if parsed.source_kind == parsed.target_kind:
-        parser.error(f"--from {parsed.source_kind} --to {parsed.target_kind}: nothing to convert")
-    foreign = IMPORT_ONLY if parsed.target_kind == "hf" else EXPORT_ONLY
-    for name in foreign:
-        if getattr(parsed, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} does not apply to --to {parsed.target_kind}")
+    kinds = parsed.source_kind, parsed.target_kind
+    if kinds not in OPTIONS:
+        known = ", ".join(f"{a} to {b}" for a, b in OPTIONS)
+        parser.error(f"--from {kinds[0]} --to {kinds[1]}: one of {known}")
+    for name in sorted({option for options in OPTIONS.values() for option in options}):
+        if getattr(parsed, name) is not None and name not in OPTIONS[kinds]:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} does not apply to --from {kinds[0]} --to {kinds[1]}")
     if parsed.format != "fp8" and (parsed.fp8_scales or parsed.fp8_activations):
         parser.error("--fp8-scales and --fp8-activations need --format fp8")
     return parsed
@@ -69,35 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
-    from coatlm.hf.files import Report
-    from coatlm.hf.fp8 import Fp8Export
-    from coatlm.hf.from_hf import from_huggingface
-    from coatlm.hf.to_hf import SHARD_BYTES, to_huggingface
     from coatlm.train.checkpoint import CheckpointError
 
-    def convert() -> Report:
-        if args.target_kind == "coatlm":
-            return from_huggingface(
-                args.source,
-                args.destination,
-                dtype=args.dtype,
-                tokenizer=args.tokenizer,
-                vocab_multiple=1 if args.vocab_multiple is None else args.vocab_multiple,
-                seq_len=args.seq_len,
-            )
-        fp8 = Fp8Export(args.fp8_scales or "channel", args.fp8_activations != "none")
-        return to_huggingface(
-            args.source,
-            args.destination,
-            dtype=args.dtype,
-            like=args.like,
-            vocab_size=args.vocab_size,
-            shard_bytes=SHARD_BYTES if args.max_shard_size is None else args.max_shard_size,
-            fp8=fp8 if args.format == "fp8" else None,
-        )
-
     try:
-        report = convert()
+        report = convert(args)
     except CheckpointError as error:
         return fail(error, 4)
     except (ValueError, OSError) as error:
@@ -106,6 +116,44 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"note: {note}")
     print(f"{args.destination}: {report.tensors} tensors, {report.bytes / 1e6:,.1f} MB")
     return 0
+
+
+def convert(args: argparse.Namespace) -> Report:
+    """Call the conversion that the command line asks for."""
+    from coatlm.convert.from_hf import from_huggingface
+    from coatlm.convert.from_megatron import from_megatron
+    from coatlm.convert.to_hf import SHARD_BYTES, to_huggingface
+    from coatlm.convert.to_megatron import to_megatron
+    from coatlm.hf.fp8 import Fp8Export
+
+    paths, multiple = (args.source, args.destination), args.vocab_multiple
+    multiple = 1 if multiple is None else multiple
+    common = {"dtype": args.dtype, "vocab_multiple": multiple}
+    kinds = args.source_kind, args.target_kind
+    if kinds == ("hf", "coatlm"):
+        return from_huggingface(*paths, **common, tokenizer=args.tokenizer, seq_len=args.seq_len)
+    if kinds == ("coatlm", "megatron"):
+        return to_megatron(*paths, **common, weights_only=bool(args.weights_only))
+    if kinds == ("megatron", "coatlm"):
+        return from_megatron(
+            *paths,
+            **common,
+            tokenizer=args.tokenizer or "none",
+            seq_len=args.seq_len,
+            config=args.config,
+            weights_only=bool(args.weights_only),
+        )
+    fp8 = None
+    if args.format == "fp8":
+        fp8 = Fp8Export(args.fp8_scales or "channel", args.fp8_activations != "none")
+    return to_huggingface(
+        *paths,
+        dtype=args.dtype,
+        like=args.like,
+        vocab_size=args.vocab_size,
+        shard_bytes=SHARD_BYTES if args.max_shard_size is None else args.max_shard_size,
+        fp8=fp8,
+    )
 
 
 def _bytes(text: str) -> int:

@@ -21,7 +21,13 @@ from coatlm.train.run_directory import (
 )
 
 FINAL = 0.05  # share of the last steps over which the final loss is the mean
-ACTIVATIONS = ("relative_error", "saturated", "underflow", "amax")  # keys of numerics.jsonl
+ACTIVATIONS = (
+    "relative_error",
+    "saturated",
+    "underflow",
+    "amax",
+    "kurtosis",
+)  # keys of numerics.jsonl
 Curve = dict[int, float]  # step -> value; NaN for a value that was not finite
 
 

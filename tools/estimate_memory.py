@@ -34,11 +34,11 @@ from coatlm.config import (
     ConfigError,
     OptimRecipe,
     PrecisionRecipe,
-    load_config,
     make_config,
 )
 from coatlm.console import Parser, fail
 from coatlm.data.tokenizer import make_tokenizer
+from coatlm.hf.run_config import load_run_config
 from coatlm.model.accounting import model_vocab
 from coatlm.model.layer_memory import weight_dtype
 from coatlm.model.memory import GIB, largest_micro_batch, peak_bytes, replaced
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             assert memory is not None
             print("\n".join(table7(memory)))
             return 0
-        config = load_config(options.config, options.overrides)
+        config = load_run_config(options.config, options.overrides)
         vocab, dp = sizes_of(config, options.ranks)
         lines = list(report(config, vocab, dp))
         fits = True

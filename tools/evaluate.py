@@ -29,7 +29,6 @@ import argparse
 import itertools
 import json
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,22 +95,20 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
-    from coatlm.train.checkpoint import find_checkpoint, saved_config
+    from coatlm.train.checkpoint import named_checkpoint, saved_config
     from coatlm.train.setup import quiet_megatron
     from coatlm.train.state import read_run_state
 
     quiet_megatron()
     casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
-    if not args.checkpoint.is_dir():
-        raise ValueError(f"{args.checkpoint}: no such directory")
-    named = os.path.join(".", args.checkpoint)  # a path even if it is named auto or none
-    path = find_checkpoint(named, args.checkpoint, logging.getLogger("coatlm"))
-    assert path is not None  # a path was given
+    path = named_checkpoint(args.checkpoint, logging.getLogger("coatlm"))
     state = read_run_state(path)
     saved = saved_config(path, state)
     data = saved.data
     tokenizer = make_tokenizer(args.tokenizer or data.tokenizer)
-    if tokenizer.fingerprint != state["tokenizer"]:
+    if not state["tokenizer"] and args.tokenizer is None:
+        raise ValueError(f"{path}: was converted without a tokenizer; give --tokenizer")
+    if state["tokenizer"] and tokenizer.fingerprint != state["tokenizer"]:
         raise ValueError(f"tokenizer {tokenizer.spec}: {path} was trained with another one")
     window = min(data.seq_len, WINDOW) if args.window is None else args.window
     stride = max(window // 2, 1) if args.stride is None else args.stride

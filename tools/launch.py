@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from coatlm.config import ConfigError, load_config
+from coatlm.config import ConfigError
+from coatlm.hf.run_config import load_run_config
 
 ELASTIC = Path(__file__).resolve().parent / "elastic.py"  # torchrun without open ports
 PRETRAIN = ELASTIC.parent.parent / "pretrain.py"
@@ -47,7 +48,7 @@ def command(arguments: Sequence[str], gpus: int) -> list[str]:
 def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
     """The number of processes for CONFIG and overrides, and an override that it requires."""
     try:
-        config = load_config(words[0], words[1:])
+        config = load_run_config(words[0], words[1:])
     except ConfigError:
         return 1, []
     parallel, train = config.parallel, config.train

@@ -13,8 +13,9 @@ Everything that the runs have logged is plotted, in groups of panels that --only
     throughput   tokens per second per GPU
     states       from states.jsonl: EDQ over the update, errors of the moments m and v, the exponent
                  k of dynamic range expansion, shares of codes at the largest value and at zero
-    activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, for each
-                 tensor of the worst layer; with several runs also of the worst tensor
+    activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, and amax
+                 and kurtosis of the residual stream, for each tensor of the worst layer; with
+                 several runs of the worst tensor
 
 Runs are named after their directories. --attempts adds earlier attempts of the runs (`attempts/`).
 --out is an image, or with *.html a page with vector graphics and the table. The table, which is
@@ -93,6 +94,7 @@ PANELS = [
     Panel("activations", "share at the largest code", {"numerics.saturated": ""}),
     Panel("activations", "share stored as zero", {"numerics.underflow": ""}),
     Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
+    Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
 ]
 GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
 

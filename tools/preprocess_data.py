@@ -7,6 +7,17 @@ writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset), data/co
 manifest) and data/corpus.crc32 (checksums of the tokens, which training verifies when it reads).
 Train on them with `data.paths=[data/corpus] data.tokenizer=hf:tokenizer.json`.
 
+    python tools/preprocess_data.py --chat --input talks.jsonl --output-prefix data/talks \\
+        --tokenizer hf:model/tokenizer.json
+
+prepares fine-tuning. A JSON line has `messages`, a list of {role, content}, or `prompt` and
+`completion`. The chat template of the tokenizer makes a text of it: that in chat_template.jinja or
+tokenizer_config.json beside its tokenizer.json, or a file named by --chat-template. With
+`--chat-template none`, for any tokenizer, a document is prompt, completion and end-of-document.
+data/talks.mask has one byte per token, 1 for what the assistant writes, its end-of-turn token
+included, and 0 for the rest; data/talks.mask.crc32 its checksums. Train with
+`data.loss_mask=completion data.packing=best-fit`.
+
     python tools/preprocess_data.py --verify data/corpus data/other
 
 reads whole datasets and verifies their checksums, for example after a copy.
@@ -40,11 +51,12 @@ import time
 from pathlib import Path
 
 from coatlm.console import Parser, explain, fail, progress
+from coatlm.data.chat import NONE, OWN, chat_format
 from coatlm.data.indexed import open_checked
 from coatlm.data.preprocess import preprocess
-from coatlm.data.shards import SHARD_BYTES, Options
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
-from coatlm.data.tokenizer import SPECS
+from coatlm.data.token_shard import SHARD_BYTES, Options
+from coatlm.data.tokenizer import SPECS, make_tokenizer
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -57,6 +69,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", default="byte", help=f"{SPECS} (default: byte)")
     add("--field", default="text", help="of a JSON line (default: text)")
     add("--column", default="text", help="of parquet (default: text)")
+    add("--chat", action="store_true", help="JSON lines are conversations; write a loss mask")
+    add(
+        "--chat-template",
+        metavar="TEMPLATE",
+        help=f"of --chat: {OWN} (the tokenizer's, default), {NONE}, or a jinja file",
+    )
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
@@ -92,6 +110,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parsed.input
     ) != bool(parsed.output_prefix):
         parser.error("give either --input and --output-prefix, or --verify")
+    if parsed.chat_template is not None and not parsed.chat:
+        parser.error("--chat-template is an option of --chat")
     if parsed.workers < 0 or parsed.shard_mb < 1:
         parser.error("--workers is >= 0 and --shard-mb is >= 1")
     if not (1 <= parsed.max_expansion <= 1e9 and 1 <= parsed.max_record_mb <= 1 << 20):
@@ -104,12 +124,13 @@ def verify(prefixes: list[Path], workers: int) -> int:
     code = 0
     for prefix in prefixes:
         try:
-            file = open_checked(prefix)
-            pieces = file.verify(workers or len(os.sched_getaffinity(0)))
-            with progress(f"verify {prefix}", file.nbytes) as advance:
-                for nbytes in pieces:
-                    advance(nbytes)
-            print(f"{prefix}: intact, {file.nbytes:,} bytes of tokens")
+            files = open_checked(prefix)
+            with progress(f"verify {prefix}", sum(file.nbytes for file in files)) as advance:
+                for file in files:
+                    for nbytes in file.verify(workers or len(os.sched_getaffinity(0))):
+                        advance(nbytes)
+            masks = f", {files[1].nbytes:,} of masks" if len(files) > 1 else ""
+            print(f"{prefix}: intact, {files[0].nbytes:,} bytes of tokens{masks}")
         except (ValueError, OSError) as error:
             code = fail(error)
     return code
@@ -120,15 +141,17 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.verify:
         return verify(arguments.verify, arguments.workers)
-    options = Options(
-        tokenizer=arguments.tokenizer,
-        field=arguments.field,
-        column=arguments.column,
-        append_eod=arguments.append_eod,
-        shard_bytes=arguments.shard_mb << 20,
-    )
     begin = time.monotonic()
     try:
+        spec, template = arguments.tokenizer, arguments.chat_template or OWN
+        options = Options(
+            tokenizer=spec,
+            field=arguments.field,
+            column=arguments.column,
+            append_eod=arguments.append_eod,
+            shard_bytes=arguments.shard_mb << 20,
+            chat=chat_format(make_tokenizer(spec), template) if arguments.chat else None,
+        )
         manifest = preprocess(
             arguments.input,
             arguments.output_prefix,
@@ -142,9 +165,10 @@ def main() -> int:
         return fail(ValueError(f"{arguments.output_prefix}: {explain(error)}"), 4 if full else 2)
     except ValueError as error:
         return fail(error)
+    learned = f", of which {manifest.learned_tokens:,} are learned," if manifest.masked else ""
     print(
-        f"{arguments.output_prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
-        f"({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
+        f"{arguments.output_prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        f"{learned} ({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
         f"{time.monotonic() - begin:.1f} s; {manifest.replaced_utf8:,} characters were not UTF-8, "
         f"{manifest.empty_documents:,} documents had no text"
     )

@@ -40,7 +40,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 from coatlm.fp8.expand import K_STEPS, M_E4M3, SMALLEST, V_E4M3, Expansion, expand_quantize
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.train.checkpoint import CheckpointError, find_checkpoint, read_tensors, saved_config
+from coatlm.train.checkpoint import CheckpointError, named_checkpoint, read_tensors, saved_config
 from coatlm.train.state import read_run_state
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
@@ -119,11 +118,7 @@ def read_moments(checkpoint: Path, *, elements: int | None = None) -> Moments:
     """
     if elements is not None and elements < SCALE_BLOCK:
         raise ValueError(f"elements={elements}: at least {SCALE_BLOCK}, a block")
-    if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint}: no such directory")
-    named = os.path.join(".", checkpoint)  # not one of the words auto and none
-    path = find_checkpoint(named, checkpoint, logging.getLogger("study_states"))
-    assert path is not None
+    path = named_checkpoint(checkpoint, logging.getLogger("study_states"))
     state = read_run_state(path)
     optim, updates = saved_config(path, state).optim, state["updates"]
     if optim.recipe != RECIPE:

@@ -37,7 +37,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # check with the code of this checkout, which pretrain.py uses
 
-from coatlm.config import Config, ConfigError, load_config  # noqa: E402
+from coatlm.config import Config, ConfigError  # noqa: E402
+from coatlm.hf.run_config import load_run_config  # noqa: E402
 from tools.slurm_script import log_name, script, slurm_directory  # noqa: E402
 
 TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Check, write, submit. Returns 2 for an error, or sbatch's exit code if sbatch fails."""
     args = parse(arguments)
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_run_config(args.config, args.overrides)
         check(args, config)
         text = script(args, config)
         if args.dry_run:

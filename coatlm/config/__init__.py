@@ -25,9 +25,9 @@ from coatlm.config.model import (
     OptimRecipe,
     Precision,
     PrecisionRecipe,
-    RopeScaling,
 )
 from coatlm.config.parallel import GradComm, Parallel
+from coatlm.config.rope import RopeScaling
 from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 

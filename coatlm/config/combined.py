@@ -62,6 +62,10 @@ class Config(Section):
             )
         self._check_flow()
         self._check_graphs()
+        if m.qk_norm_width == "all" and p.tp > 1:
+            raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
+        if m.norm_after and m.spec == "te":
+            raise ValueError("model.norm_after=true needs model.spec=local")
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} needs BF16 weights; precision.recipe=fp32 "
@@ -85,10 +89,25 @@ class Config(Section):
             return
         if m.spec != "local":
             raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
+        for name in ("norm_after", "residual_multiplier"):
+            if (value := getattr(m, name)) != (usual := Model.model_fields[name].default):
+                raise ValueError(
+                    f"precision.recipe={recipe} with model.{name}={value}: must be {usual}"
+                )
         if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
             raise ValueError(
                 f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
                 f"together at most model.layers={m.layers}"
+            )
+        if p.guard == "off" and p.guard_every != Precision().guard_every:
+            raise ValueError(
+                f"precision.guard_every={p.guard_every} needs precision.guard=warn or fallback"
+            )
+        if p.guard == "fallback" and self.parallel.weight_gather == "fp8":
+            raise ValueError(
+                "precision.guard=fallback with parallel.weight_gather=fp8: a layer in BF16 would "
+                "compute with weights that were rounded to FP8; use precision.guard=warn or "
+                "parallel.weight_gather=bf16"
             )
         self._check_operands()
 
@@ -102,6 +121,18 @@ class Config(Section):
                 f"precision.recipe={p.recipe} does not have; it needs one of "
                 f"{', '.join(name for name, r in RECIPES.items() if r.tensor_wise_gradients)}"
             )
+        if p.delayed_margin is not None and p.scaling != "delayed":
+            raise ValueError(
+                f"precision.delayed_margin={p.delayed_margin} needs precision.scaling=delayed"
+            )
+        powers = row.dgrad.gradient.power_of_two or p.scaling == "delayed"
+        if p.grad_rounding != "nearest" and not (row.tensor_wise_gradients and powers):
+            raise ValueError(
+                f"precision.grad_rounding={p.grad_rounding} needs tensor-wise power-of-two scales "
+                f"of gradients, which precision.recipe={p.recipe} with precision.scaling="
+                f"{p.scaling} does not have"
+            )
+        self._check_bf16_operands()
         recipe = p.flow_recipe()
         size = p.group_size or 16  # FP8 tensor cores need multiples of 16 as well
         divides("model.hidden", m.hidden, "precision.group_size", size)
@@ -127,6 +158,32 @@ class Config(Section):
             tokens = self.train.micro_batch * self.data.seq_len // self.parallel.cp
             divides("train.micro_batch*data.seq_len/cp", tokens, "the rows of 1x128 blocks", 4)
 
+    def _check_bf16_operands(self) -> None:
+        """Raise ValueError for operands and saved tensors that cannot stay in BF16."""
+        p, names = self.precision, list(self.precision.bf16_operands)
+        what, row = f"precision.bf16_operands={names}", RECIPES[p.recipe]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{what}: each at most once")
+        for name in names:
+            if name.startswith("saved.") and not getattr(row.saved, name.removeprefix("saved.")):
+                raise ValueError(f"{what}: precision.recipe={p.recipe} saves {name[6:]} in BF16")
+        operands = [name for name in names if not name.startswith("saved.")]
+        if operands and not row.exact_in_bf16:
+            exact = ", ".join(name for name, r in RECIPES.items() if r.exact_in_bf16)
+            raise ValueError(
+                f"{what}: BF16 cannot represent the dequantized operands of precision.recipe="
+                f"{p.recipe}; it needs one of {exact}"
+            )
+        if operands and self.parallel.tp > 1:
+            raise ValueError(f"{what} with parallel.tp={self.parallel.tp}: must be 1")
+        if "wgrad.activation" in names and p.keep_linear_inputs:
+            raise ValueError(
+                f"{what} with precision.keep_linear_inputs=true: must be null or false"
+            )
+        weights = {"forward.weight", "dgrad.weight"}.intersection(names)
+        if weights and self.parallel.weight_gather == "fp8":
+            raise ValueError(f"{what} with parallel.weight_gather=fp8: must be bf16")
+
     def _check_graphs(self) -> None:
         """Raise ValueError for options that a CUDA graph of a microbatch cannot capture."""
         if not self.train.cuda_graphs:
@@ -136,7 +193,6 @@ class Config(Section):
             ("model.spec", self.model.spec, "local"),
             ("train.recompute", self.train.recompute, "none"),
             ("precision.keep_weights", self.precision.keep_weights, False),
-            ("log.numerics_every", self.log.numerics_every, 0),
         ):
             if value != allowed:
                 raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")

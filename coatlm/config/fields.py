@@ -62,8 +62,14 @@ def _tokenizer(spec: str) -> str:
     return f"{kind}:{expand_user(rest)}" if colon and rest else _text(spec)
 
 
+def _resume(text: str) -> str:
+    """Expand the path in `hf:DIR`, `PATH`, `auto` or `none`."""
+    return f"hf:{expand_user(text[3:])}" if text.startswith("hf:") else expand_user(text)
+
+
 Real = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Text = Annotated[str, Strict(), AfterValidator(_text)]
 PathText = Annotated[str, Strict(), AfterValidator(expand_user)]  # a path, a glob or a keyword
+ResumeText = Annotated[str, Strict(), AfterValidator(_resume)]
 UserPath = Annotated[Path, BeforeValidator(_path)]
 TokenizerSpec = Annotated[str, Strict(), AfterValidator(_tokenizer)]

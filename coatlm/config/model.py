@@ -13,10 +13,13 @@ from coatlm.config.recipes import (
     PRECISION_RECIPES,
     RECIPES,
     TENSOR,
+    Bf16Name,
     FlowRecipe,
     Operand,
+    with_bf16,
     with_block_size,
 )
+from coatlm.config.rope import RopeScaling
 
 if TYPE_CHECKING:
     PrecisionRecipe = str
@@ -38,32 +41,6 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recip
 FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # optim.recipe that can update fp32 weights
 MOST_LAYERS, MOST_HIDDEN = 10_000, 2**20
 Layers = Annotated[StrictInt, Field(le=MOST_LAYERS)]
-
-
-class RopeScaling(Section):
-    """Llama 3's scaling of the rotary frequencies, under Hugging Face's names."""
-
-    factor: Real = number(8.0, ge=1.0)
-    """The extended context length divided by the original one."""
-
-    low_freq_factor: Real = number(1.0, gt=0.0)
-    """Frequencies that complete fewer rotations than this in the original context are divided by
-    factor."""
-
-    high_freq_factor: Real = number(4.0, gt=0.0)
-    """Frequencies that complete more rotations than this in the original context are unchanged."""
-
-    original_max_position_embeddings: StrictInt = number(8192, "tokens", ge=1, le=2**30)
-    """The context length of the original pretraining."""
-
-    @model_validator(mode="after")
-    def _band(self) -> RopeScaling:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor} must be below "
-                f"high_freq_factor={self.high_freq_factor}"
-            )
-        return self
 
 
 class Model(Section):
@@ -98,7 +75,7 @@ class Model(Section):
     """The base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """Llama 3's scaling of the rotary frequencies for long contexts; null means none."""
+    """Scaling of the rotary frequencies for long contexts; null means none."""
 
     norm_eps: Real = number(1e-5, gt=0.0)
     """The epsilon that RMSNorm adds to the mean square before the square root."""
@@ -110,7 +87,29 @@ class Model(Section):
     """Add a bias to the query, key and value projections, as Qwen2 does."""
 
     qk_norm: StrictBool = False
-    """Apply RMSNorm to the queries and keys of each head, as Qwen3 does."""
+    """Apply RMSNorm to the queries and keys, as Qwen3 and OLMo-2 do."""
+
+    qk_norm_width: Literal["head", "all"] = "head"
+    """The elements that qk_norm normalizes at once: those of a head, as in Qwen3, or those of all
+    heads, as in OLMo-2, which needs parallel.tp=1."""
+
+    norm_after: StrictBool = False
+    """Normalize the outputs of attention and MLP instead of their inputs, as OLMo-2 does; layers
+    compute in BF16 or fp32 then."""
+
+    embedding_multiplier: Real = number(1.0, gt=0.0)
+    """What the output of the embedding is multiplied by, as in Granite."""
+
+    residual_multiplier: Real = number(1.0, gt=0.0)
+    """What the outputs of attention and MLP are multiplied by before they are added to the residual
+    stream, as in Granite; only 1 in FP8 layers."""
+
+    attention_multiplier: Real | None = number(None, gt=0.0)
+    """What the scores of attention are multiplied by, as in Granite; null means
+    1 / sqrt(head_dim)."""
+
+    logits_scaling: Real = number(1.0, gt=0.0)
+    """What the input of the output layer, and so the logits, are divided by, as in Granite."""
 
     init_std: Real = number(0.02, gt=0.0)
     """Standard deviation of initial weights; projections into the residual stream are divided by
@@ -138,6 +137,11 @@ class Model(Section):
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.size_per_head % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
+        if self.qk_norm_width == "all" and not self.qk_norm:
+            raise ValueError("qk_norm_width=all needs qk_norm=true")
+        yarn = self.rope_scaling is not None and self.rope_scaling.type == "yarn"
+        if yarn and self.rope_theta <= 1.0:
+            raise ValueError(f"rope_theta={self.rope_theta}: yarn needs one above 1")
         return self
 
     @property
@@ -162,20 +166,32 @@ class Precision(Section):
     TransformerEngine's FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs
     and gate and up in FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and
     the attention output in FP8 too; coat-paper is COAT as published, with tensor-wise scaling of
-    GEMM operands. rowwise and fp8-block save what coat saves and differ in their GEMM operands:
-    rowwise has a scale per row, fp8-block one per 128 elements of a row and one per 128 x 128
-    elements of a weight."""
+    GEMM operands. coat-rowgrad, rowwise and fp8-block save what coat saves and differ in their GEMM
+    operands: coat-rowgrad has gradients in e4m3 with a scale per row, rowwise has such scales for
+    all operands, fp8-block one per 128 elements of a row and one per 128 x 128 elements of a
+    weight."""
 
     group_size: Literal[16, 32, 64, 128] | None = None
     """Elements per scale (block size) of tensors saved for backward in FP8; null means 16."""
 
     grad_format: Literal["e5m2", "e4m3"] | None = None
     """The FP8 format of gradients that enter a GEMM: e5m2 has more range, e4m3 more precision. null
-    means the recipe's: e4m3 in rowwise and fp8-block, e5m2 in the others."""
+    means the recipe's: e4m3 in coat-rowgrad, rowwise and fp8-block, e5m2 in the others."""
+
+    grad_rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How gradients that enter a GEMM are rounded to codes: to the nearest, or up or down at random
+    so that the expected code is the gradient, with twice the mean square error. stochastic depends
+    on run.seed and on the layout, and needs a recipe whose gradients have one power-of-two scale
+    per tensor."""
 
     scaling: Literal["current", "delayed"] = "current"
     """How gradients that enter a GEMM are scaled: by their own amax, or by the largest amax of the
     last 16 steps, which saves a pass over them and needs a recipe with tensor-wise gradients."""
+
+    delayed_margin: StrictInt | None = number(None, "binades", ge=0, le=15)
+    """With scaling=delayed, the scale leaves room for gradients 2^margin times the largest amax: a
+    larger margin saturates fewer gradients that grow, a smaller one loses fewer that are small.
+    null means 3 in e5m2 and 1 in e4m3."""
 
     fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
         "forward",
@@ -201,6 +217,19 @@ class Precision(Section):
     """How many of the first and of the last layers compute in BF16, as [first, last]; together at
     most model.layers."""
 
+    bf16_operands: tuple[Bf16Name, ...] = ()
+    """Operands and saved tensors that stay in BF16, to measure what their quantization costs. Their
+    GEMMs run in BF16 with fp32 sums, on the dequantized codes of the other operand; FP8 codes are
+    computed as well, so this saves neither time nor memory. GEMM operands need parallel.tp=1."""
+
+    guard: Literal["off", "warn", "fallback"] = "off"
+    """What happens when FP8 hurts a layer: warn logs the layer and its tensor; fallback also lets
+    the layer compute in BF16 from the next step on, in this run and in those that resume from its
+    checkpoints with guard=fallback. docs/concepts.md has the limits."""
+
+    guard_every: StrictInt = number(500, "steps", ge=1, le=FOREVER)
+    """Steps between the measurements of guard, which acts if two in a row find the same tensor."""
+
     @property
     def flow(self) -> bool:
         """Whether `recipe` is one of coatlm's FP8 recipes, whose layers are the FP8 flow."""
@@ -220,8 +249,8 @@ class Precision(Section):
                 gradient = replace(gradient, fmt=self.grad_format)
             if self.scaling == "delayed" and gradient.granularity == TENSOR:
                 gradient = replace(gradient, scaling="delayed", power_of_two=True)
-            gradients.append(gradient)
-        return replace(
+            gradients.append(replace(gradient, rounding=self.grad_rounding))
+        changed = replace(
             recipe,
             saved=saved,
             dgrad=replace(dgrad, gradient=gradients[0]),
@@ -229,6 +258,7 @@ class Precision(Section):
             fast=frozenset(self.fast_accumulation),
             keep_weights=self.keep_weights,
         )
+        return with_bf16(changed, self.bf16_operands) if self.bf16_operands else changed
 
 
 class Optim(Section):

@@ -20,14 +20,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FormatName = Literal["e4m3", "e5m2"]
 Scaling = Literal["current", "delayed", "forward"]
+Rounding = Literal["nearest", "stochastic"]
 GemmName = Literal["forward", "dgrad", "wgrad"]
+OperandName = Literal[
+    "forward.activation",
+    "forward.weight",
+    "dgrad.gradient",
+    "dgrad.weight",
+    "wgrad.gradient",
+    "wgrad.activation",
+]
+SavedName = Literal["saved.norm_input", "saved.gate_up", "saved.attention"]
+Bf16Name = Literal[OperandName, SavedName]  # what can stay in BF16
 
 
 @dataclass(frozen=True)
@@ -86,17 +97,23 @@ class Operand:
     backward then quantizes with it what it has of the tensor: the dequantized codes of forward, the
     saved tensor, or the recomputed one. "delayed" and "forward" are for TENSOR only. With
     `power_of_two` a scale is the power of two at or above amax / MAX, else amax / MAX in fp32.
+    `rounding`: of the codes, to the nearest or up or down at random (fp8/stochastic.py).
     """
 
     fmt: FormatName
     granularity: Granularity
     scaling: Scaling = "current"
     power_of_two: bool = True
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.scaling != "current" and self.granularity != TENSOR:
             raise ValueError(
                 f"scaling={self.scaling}: one scale per tensor, not {self.granularity}"
+            )
+        if self.rounding != "nearest" and (self.granularity != TENSOR or not self.power_of_two):
+            raise ValueError(
+                f"rounding={self.rounding}: for one power-of-two scale per tensor, not for {self}"
             )
 
     @property
@@ -154,6 +171,7 @@ class FlowRecipe:
     saved: SavedTensors
     fast: frozenset[GemmName] = frozenset({"forward", "dgrad", "wgrad"})  # fast accumulation
     keep_weights: bool = False  # cache FP8 weights for a step instead of one use
+    bf16: frozenset[OperandName] = frozenset()  # operands that their GEMM takes in BF16
 
     def __post_init__(self) -> None:
         one, other = self.dgrad.gradient, self.wgrad.gradient
@@ -162,6 +180,9 @@ class FlowRecipe:
         for name, operand in (("forward.activation", self.forward.activation), *self._saved()):
             if operand is not None and operand.scaling != "current":
                 raise ValueError(f"{name}: scaling={operand.scaling}; only current is possible")
+        nearest = (self.forward.activation, self.forward.weight, self.dgrad.weight)
+        if any(o.rounding != "nearest" for o in (*nearest, self.wgrad.activation)):
+            raise ValueError("rounding=stochastic is for gradients alone")
         for name, operand in self._saved():
             if operand is not None and (operand.granularity.rows, operand.fmt) != (1, "e4m3"):
                 raise ValueError(f"{name}: {operand}; must be e4m3 in blocks of one row")
@@ -170,6 +191,12 @@ class FlowRecipe:
         attention = self.saved.attention
         if attention is not None and not attention.power_of_two:
             raise ValueError("saved.attention: its scales must be powers of two")
+        if self.bf16 and not self.exact_in_bf16:
+            raise ValueError("bf16: the scales of all operands must be powers of two")
+        if "wgrad.activation" in self.bf16 and (
+            self.saved.linear_input or self.saved.projection_input
+        ):
+            raise ValueError("bf16: wgrad.activation; then the codes of linear inputs have no use")
 
     def _saved(self) -> list[tuple[str, Operand | None]]:
         names = ("norm_input", "gate_up", "attention")
@@ -185,6 +212,11 @@ class FlowRecipe:
         )
 
     @property
+    def exact_in_bf16(self) -> bool:
+        """Whether BF16 represents all dequantized operands exactly: their scales are 2^n."""
+        return all(operand.power_of_two for operand in self.operands)
+
+    @property
     def tensor_wise_gradients(self) -> bool:
         """Whether gradients have tensor-wise scales; dgrad and wgrad then take the same codes."""
         return self.dgrad.gradient.granularity == TENSOR
@@ -193,6 +225,11 @@ class FlowRecipe:
     def fused_gradients(self) -> bool:
         """Whether gradients have a tensor-wise power-of-two scale, as the fused kernels need."""
         return self.tensor_wise_gradients and self.dgrad.gradient.power_of_two
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the codes of gradients are rounded up or down at random."""
+        return self.dgrad.gradient.rounding == "stochastic"
 
     @property
     def summed_multiple(self) -> int:
@@ -206,7 +243,8 @@ class FlowRecipe:
         The received codes must determine those of forward, and those of forward must determine
         those of dgrad. coatlm/parallel/fp8_gather.py shows it for powers of two per row.
         """
-        return self.forward.weight == ROWS and self.dgrad.weight.scaling == "forward"
+        codes = self.bf16.isdisjoint(("forward.weight", "dgrad.weight"))
+        return codes and self.forward.weight == ROWS and self.dgrad.weight.scaling == "forward"
 
 
 ROWS = Operand("e4m3", ROW)
@@ -252,6 +290,11 @@ RECIPES: dict[str, FlowRecipe] = {
     ),
     "coat": COAT,
     "coat-lean": replace(COAT, saved=replace(COAT.saved, attention=BLOCKS_16)),
+    "coat-rowgrad": replace(
+        COAT,
+        dgrad=replace(COAT.dgrad, gradient=ROWS),
+        wgrad=replace(COAT.wgrad, gradient=ROWS),
+    ),
     "coat-paper": COAT_PAPER,
     "rowwise": replace(
         COAT,
@@ -273,6 +316,20 @@ PRECISION_RECIPES = (*BF16_RECIPES, *TE_RECIPES, *RECIPES)
 def fp8_weight_recipes() -> tuple[str, ...]:
     """The recipes whose weights can be all-gathered as FP8 without changing a GEMM's codes."""
     return ("te-current", *(name for name, r in RECIPES.items() if r.gathers_codes))
+
+
+def with_bf16(recipe: FlowRecipe, names: Sequence[Bf16Name]) -> FlowRecipe:
+    """A copy of `recipe` in which the named operands and saved tensors are BF16.
+
+    wgrad's activation in BF16 is recomputed from what is saved, not from codes of linear inputs.
+    """
+    fields: dict[str, Any] = {
+        name.removeprefix("saved."): None for name in names if name.startswith("saved.")
+    }
+    operands = frozenset(name for name in get_args(OperandName) if name in names)
+    if "wgrad.activation" in operands:
+        fields |= {"linear_input": False, "projection_input": False}
+    return replace(recipe, saved=replace(recipe.saved, **fields), bf16=operands)
 
 
 def with_block_size(saved: SavedTensors, size: int) -> SavedTensors:

@@ -12,6 +12,7 @@ from coatlm.config.fields import (
     YEAR,
     PathText,
     Real,
+    ResumeText,
     Section,
     Text,
     TokenizerSpec,
@@ -19,7 +20,15 @@ from coatlm.config.fields import (
     number,
 )
 
-RunIdentity = Literal["data.text", "data.paths", "data.split", "data.tokenizer", "run.seed"]
+Guarded = Literal[
+    "data.text",
+    "data.paths",
+    "data.split",
+    "data.packing",
+    "data.tokenizer",
+    "run.seed",
+    "optim.recipe",
+]
 Share = Annotated[Real, Field(le=1e12)]
 StepNumber = Annotated[StrictInt, Field(ge=1, le=FOREVER)]
 
@@ -75,6 +84,15 @@ class Data(Section):
     """Exclude from the loss the first token of each document, which is predicted from the
     end-of-document token before it."""
 
+    loss_mask: Literal["all", "completion"] = "all"
+    """The tokens that count in the loss: all, or with completion those that are marked in the loss
+    mask of each dataset in paths, which tools/preprocess_data.py --chat writes."""
+
+    packing: Literal["concat", "best-fit"] = "concat"
+    """How documents become samples. concat: they are put end to end and cut every seq_len tokens.
+    best-fit: only documents longer than a sample are cut; the end of a sample may be padding, which
+    does not count in the loss."""
+
     cache_dir: UserPath = Path(".cache/coatlm")
     """The directory of the datasets tokenized from text, shared by all runs."""
 
@@ -104,6 +122,11 @@ class Data(Section):
     def _sources(self) -> Data:
         if bool(self.text) == bool(self.paths):
             raise ValueError("give either text (raw files) or paths (prepared datasets)")
+        if self.loss_mask == "completion" and self.text:
+            raise ValueError(
+                "loss_mask=completion needs paths of datasets that tools/preprocess_data.py --chat "
+                "has prepared: text has no loss mask"
+            )
         if min(self.split) < 0 or self.split[0] <= 0:
             raise ValueError(f"split={list(self.split)}: parts are >= 0 and the first is > 0")
         return self
@@ -162,20 +185,23 @@ class Checkpoint(Section):
     keep: StrictInt = number(3, "checkpoints", ge=1, le=2**20)
     """How many of the newest checkpoints stay on disk."""
 
-    resume: PathText = "auto"
+    resume: ResumeText = "auto"
     """The checkpoint that the run resumes from. auto: its newest one, or newly initialized weights
     if it has none. A path of a checkpoint or a run: that checkpoint, or the newest of that run, but
     only if this run has none of its own; the path of an earlier checkpoint of this run goes back to
-    it, once. none: newly initialized weights; earlier files of the run move to attempts/."""
+    it, once. hf:DIR: the weights of a Hugging Face directory with safetensors, if this run has no
+    checkpoint; it also gives data.tokenizer and the keys of model that are not set. none: newly
+    initialized weights; earlier files of the run move to attempts/."""
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
-    initialized optimizer states."""
+    initialized optimizer states. resume=hf:DIR always does."""
 
-    allow_changes: tuple[RunIdentity, ...] = ()
-    """Keys that may differ from those in the checkpoint; a change of a key that is not in this list
-    is refused. data.text and data.paths count as changed only if the tokens, their order or their
-    weights differ."""
+    allow_changes: tuple[Guarded, ...] = ()
+    """Which of these keys may differ from the checkpoint's; a change of the others is refused.
+    data.text and data.paths count as changed only if the tokens, their order or their weights
+    differ. With optim.recipe the optimizer states are decoded from the checkpoint's formats and
+    encoded in this run's."""
 
     async_save: StrictBool = True
     """Write checkpoints in the background while training continues."""

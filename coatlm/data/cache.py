@@ -42,8 +42,9 @@ from coatlm.data.checksums import DatasetError
 from coatlm.data.documents import expand_inputs, plan_segments
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.preprocess import preprocess
-from coatlm.data.shards import LostWorkerError, Options, fingerprint
+from coatlm.data.shards import LostWorkerError, fingerprint
 from coatlm.data.streams import Limits, some
+from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.platform import boot_id
 

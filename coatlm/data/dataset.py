@@ -2,7 +2,8 @@
 
 Each training step reads the next G samples in the order of `coatlm.data.order`, where G is the
 global batch size, for any number of ranks. A sample of S + 1 tokens becomes S inputs and S labels,
-which are the inputs shifted by one position.
+which are the inputs shifted by one position. A label counts in the loss if it is neither padding
+nor excluded by data.loss_mask or data.eod_mask_loss.
 
 Shapes: b samples per microbatch, s = S = seq_len.
 """
@@ -10,6 +11,7 @@ Shapes: b samples per microbatch, s = S = seq_len.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,27 +26,71 @@ from coatlm.config import Data
 from coatlm.data.cache import open_text_dataset
 from coatlm.data.identity import SourceIdentity, identify
 from coatlm.data.indexed import Indexed, open_indexed
+from coatlm.data.manifest import MASK
 from coatlm.data.order import Blend, Stream, split_bounds
+from coatlm.data.packing import PackedStream
 from coatlm.data.tokenizer import Tokenizer
 
 PARTS = ("train", "validation", "test")
 EVAL_SEED = 0  # validation samples are the same in every run
+
+logger = logging.getLogger("coatlm")
+
+
+ReadMask = Callable[[int, int], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
 class Dataset:
     """A blend of streams; sample i, for any i >= 0, has seq_len + 1 token ids."""
 
-    streams: Sequence[Stream]
+    streams: Sequence[Stream | PackedStream]
     blend: Blend
     seq_len: int
     eod: int
     eod_mask_loss: bool = False
     reset_attention_mask: bool = False
+    masks: Sequence[ReadMask] = ()  # of each stream's source, with data.loss_mask=completion
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples are packed, by data.packing=best-fit."""
+        return any(isinstance(stream, PackedStream) for stream in self.streams)
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         source, number = self.blend.locate(sample)
         return self.streams[source][number]
+
+    def counted(self, sample: int) -> NDArray[np.uint8] | None:
+        """For each of a sample's seq_len + 1 tokens, 1 if it counts as a label, else 0.
+
+        None if all tokens count.
+        """
+        if not self.masks and not self.packed:
+            return None
+        source, number = self.blend.locate(sample)
+        stream = self.streams[source]
+        counted = np.zeros(self.seq_len + 1, np.uint8)
+        at = 0
+        for begin, end in stream.ranges(number):
+            stop = at + end - begin
+            counted[at:stop] = self.masks[source](begin, end) if self.masks else 1
+            if isinstance(stream, PackedStream) and stream.repeats(begin):
+                counted[at] = 0
+            at = stop
+        return counted
+
+    def documents(self, sample: int) -> NDArray[np.int32] | None:
+        """The number of the document of each token of a packed sample; padding has its own.
+
+        None for a sample that is not packed, whose documents end with end-of-document.
+        """
+        if not self.packed:
+            return None
+        source, number = self.blend.locate(sample)
+        sizes = [end - begin for begin, end in self.streams[source].ranges(number)]
+        sizes.append(self.seq_len + 1 - sum(sizes))
+        return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 @dataclass(frozen=True)
@@ -75,14 +121,15 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
     weights = [source.weight for source in data.paths] or [1.0]
     blend = Blend(weights)
     splits = [split_bounds(source.bounds_D1, data.split) for source in sources]
+    masks = _masks(sources) if data.loss_mask == "completion" else []
 
     def part(index: int) -> Dataset | None:
         if data.split[index] == 0:
             return None
-        streams = []
+        streams: list[Stream | PackedStream] = []
         for number, (source, bounds) in enumerate(zip(sources, splits, strict=True)):
             key = (seed if index == 0 else EVAL_SEED, index, number)
-            streams.append(Stream(source.read, bounds[index], seq_len=data.seq_len, key=key))
+            streams.append(_stream(source, bounds[index], data, key, tokenizer.eod))
             if streams[-1].windows == 0:
                 raise ValueError(
                     f"{source.name}: the {PARTS[index]} part (data.split) has "
@@ -96,11 +143,42 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
             eod=tokenizer.eod,
             eod_mask_loss=data.eod_mask_loss,
             reset_attention_mask=data.reset_attention_mask,
+            masks=masks,
         )
 
     train = part(0)
     assert train is not None  # config: the first ratio is > 0
     return Datasets(train, part(1), part(2), sources, weights)
+
+
+def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
+    """How to read the loss mask of each source. Raises ValueError for a source without one."""
+    for source in sources:
+        if source.mask is None:
+            raise ValueError(
+                f"{source.name}{MASK}: no such file; data.loss_mask=completion needs the loss mask "
+                "that tools/preprocess_data.py --chat writes"
+            )
+    return [source.read_mask for source in sources]
+
+
+def _stream(
+    source: Indexed, bounds_D1: NDArray[np.int64], data: Data, key: tuple[int, ...], eod: int
+) -> Stream | PackedStream:
+    """The samples of one part of one source, as data.packing says."""
+    if data.packing == "concat":
+        return Stream(source.read, bounds_D1, seq_len=data.seq_len, key=key)
+    stream = PackedStream(source.read, bounds_D1, seq_len=data.seq_len, key=key, padding=eod)
+    logger.info(
+        "%s: %s: %s documents in %s samples, %.2f %% padding, %s documents longer than a sample",
+        source.name,
+        PARTS[key[1]],
+        f"{int((np.diff(bounds_D1) > 0).sum()):,}",
+        f"{stream.windows:,}",
+        100 * stream.padded,
+        f"{int((np.diff(bounds_D1) > data.seq_len + 1).sum()):,}",
+    )
+    return stream
 
 
 class Microbatch(TypedDict):
@@ -143,9 +221,17 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     ends = tokens == dataset.eod
     mask = (~ends).float() if dataset.eod_mask_loss else torch.ones(tokens.shape)
+    for row, sample in enumerate(samples):
+        counted = dataset.counted(sample)
+        if counted is not None:
+            mask[row] *= torch.from_numpy(counted[1:])
     documents = None
     if dataset.reset_attention_mask:
         documents = (ends.cumsum(1) - ends.long()).to(torch.int32)
+        for row, sample in enumerate(samples):
+            packed = dataset.documents(sample)
+            if packed is not None:
+                documents[row] = torch.from_numpy(packed[:-1])
     return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_ids=documents)
 
 

@@ -2,6 +2,7 @@
 
     file     = segment*      byte range of a plain file | row group of parquet | compressed file
     document = a JSON line's field | a parquet row's column | the text of one segment
+             | what `read_records` makes of a JSON line
 
 A line belongs to the segment in which it begins, so segments are read independently and together
 give every line once. Compressed plain text is cut into the same documents as the uncompressed file.
@@ -24,10 +25,12 @@ import re
 import stat
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from coatlm.data.parquet import read_column, row_groups
 from coatlm.data.streams import (
@@ -49,6 +52,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # lone halves, which JSON can spell:
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 Kind = Literal["text", "jsonl", "parquet"]
+T = TypeVar("T")
+# A JSON object and its place in the input -> a document (None if it is empty), and the number of
+# U+FFFD put into it.
+Extract = Callable[[dict[str, Any], str], tuple[T | None, int]]
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,10 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Text read at once: documents, or (for plain text) a part of the segment's only document."""
+class Block(Generic[T]):
+    """What is read at once: documents, or (of plain text) a part of the segment's only document."""
 
-    texts: list[str]
+    items: list[T]
     replaced: int  # number of U+FFFD that replace bytes that are not UTF-8
     empty: int  # documents without text
     nbytes: int  # read from disk since the previous block
@@ -175,25 +182,55 @@ def read_segment(
     *,
     limits: Limits = DEFAULT_LIMITS,
     document_bytes: int = WHOLE,
-) -> Iterator[Block]:
+) -> Iterator[Block[str]]:
     """Yield the blocks of a segment. Raises ValueError with the file's name for any problem.
 
     `document_bytes` is the `segment_bytes` with which `plan_segments` cut plain text.
     """
+    kind, compression = file_kind(segment.path)
+    if kind == "jsonl":
+        yield from read_records(segment, partial(_field_text, field), limits=limits)
+        return
+    with _errors_of(segment, compression):
+        if kind == "parquet":
+            yield from _parquet_blocks(segment, column, limits)
+            return
+        with open_text_stream(segment.path, compression, segment.size, limits) as stream:
+            yield from _text_blocks(segment, stream, document_bytes)
+
+
+def read_records(
+    segment: Segment, extract: Extract[T], *, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[Block[T]]:
+    """Yield the documents that `extract` makes of the JSON lines of a segment, in blocks.
+
+    Raises ValueError with the file's name for any problem, and for a file of another kind.
+    """
+    require_json_lines([segment])
+    compression = file_kind(segment.path)[1]
+    with (
+        _errors_of(segment, compression),
+        open_text_stream(segment.path, compression, segment.size, limits) as stream,
+    ):
+        yield from _jsonl_blocks(segment, stream, extract)
+
+
+def require_json_lines(segments: Iterable[Segment]) -> None:
+    """Raise ValueError for a file that does not hold JSON lines."""
+    for segment in segments:
+        if file_kind(segment.path)[0] != "jsonl":
+            raise ValueError(f"{segment.path}: holds no JSON lines: *.jsonl, *.ndjson or *.json")
+
+
+@contextmanager
+def _errors_of(segment: Segment, compression: str) -> Iterator[None]:
+    """Turn errors of reading into a ValueError with the file's name, also if the file changed."""
     path = segment.path
-    kind, compression = file_kind(path)
     try:
         found = Path(path).stat()
         if (found.st_size, found.st_mtime_ns) != (segment.size, segment.mtime_ns):
             raise ValueError(f"{path}: was changed while it was being read")
-        if kind == "parquet":
-            yield from _parquet_blocks(segment, column, limits)
-            return
-        with open_text_stream(path, compression, segment.size, limits) as stream:
-            if kind == "jsonl":
-                yield from _jsonl_blocks(segment, stream, field)
-            else:
-                yield from _text_blocks(segment, stream, document_bytes)
+        yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: broken {compression or 'file'}: {error}") from None
     except OSError as error:
@@ -209,7 +246,7 @@ def decode_utf8(raw: bytes) -> tuple[str, int]:
         return text, text.count("\ufffd") - raw.count(_REPLACEMENT)
 
 
-def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> Iterator[Block]:
+def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> Iterator[Block[str]]:
     """Yield the parts of the segment's document; a compressed file has several documents."""
     compressed = file_kind(segment.path)[1]
     stops = itertools.count(document_bytes, document_bytes) if compressed else [segment.stop]
@@ -228,33 +265,35 @@ def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> I
             return
 
 
-def _jsonl_blocks(segment: Segment, stream: TextStream, field: str) -> Iterator[Block]:
+def _jsonl_blocks(segment: Segment, stream: TextStream, extract: Extract[T]) -> Iterator[Block[T]]:
     """Yield the documents of lines that begin in the segment, about BLOCK_BYTES at a time."""
     compressed = file_kind(segment.path)[1]
     if not compressed:
         stream.skip_to_line(segment.start)
     stop = WHOLE if compressed else segment.stop
-    texts: list[str] = []
+    items: list[T] = []
     replaced = empty = 0
     after = BLOCK_BYTES + stream.offset
     while (begin := stream.offset) < stop and (line := stream.read_line()):
         if begin == 0 and line.startswith(_BOM):
             line = line[len(_BOM) :]
         if line and not line.isspace():
-            text, wrong = _json_text(line, field, f"{segment.path}: at byte {begin}")
-            replaced += wrong
-            if text:
-                texts.append(text)
+            where = f"{segment.path}: at byte {begin}"
+            record, wrong = _json_record(line, where)
+            item, more = extract(record, where)
+            replaced += wrong + more
+            if item:
+                items.append(item)
             else:
                 empty += 1
         if stream.offset >= after:
-            yield Block(texts, replaced, empty, stream.bytes_from_disk())
-            texts, replaced, empty, after = [], 0, 0, BLOCK_BYTES + stream.offset
-    yield Block(texts, replaced, empty, stream.bytes_from_disk())
+            yield Block(items, replaced, empty, stream.bytes_from_disk())
+            items, replaced, empty, after = [], 0, 0, BLOCK_BYTES + stream.offset
+    yield Block(items, replaced, empty, stream.bytes_from_disk())
 
 
-def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
-    """The text in `field` of a JSON object, and the number of U+FFFD in place of invalid bytes."""
+def _json_record(line: bytes, where: str) -> tuple[dict[str, Any], int]:
+    """The JSON object of a line, and the number of U+FFFD in place of invalid bytes."""
     source, wrong = decode_utf8(line)
     try:
         record = json.loads(source)
@@ -264,18 +303,27 @@ def _json_text(line: bytes, field: str, where: str) -> tuple[str | None, int]:
         raise ValueError(f"{where}: not a JSON line: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a {type(record).__name__}, not a JSON object")
+    return record, wrong
+
+
+def _field_text(field: str, record: dict[str, Any], where: str) -> tuple[str | None, int]:
+    """The text in `field` of a JSON object, None for null."""
     if field not in record:
         raise ValueError(f"{where}: no field {field!r}; there are {some(record)}")
-    text = record[field]
-    if text is None:
-        return None, wrong
+    if record[field] is None:
+        return None, 0
+    return string_in(record, field, where)
+
+
+def string_in(record: dict[str, Any], field: str, where: str) -> tuple[str, int]:
+    """The string in `field`, and the number of U+FFFD put in place of lone surrogates."""
+    text = record.get(field)
     if not isinstance(text, str):
         raise ValueError(f"{where}: field {field!r} is a {type(text).__name__}, not a string")
-    text, halves = _SURROGATE.subn("\ufffd", text)
-    return text, wrong + halves
+    return _SURROGATE.subn("\ufffd", text)
 
 
-def _parquet_blocks(segment: Segment, column: str, limits: Limits) -> Iterator[Block]:
+def _parquet_blocks(segment: Segment, column: str, limits: Limits) -> Iterator[Block[str]]:
     """Yield one document per row; rows without text are counted."""
     batches = read_column(segment.path, segment.start, column, segment.size, limits)
     for values, share in batches:

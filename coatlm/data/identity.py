@@ -6,7 +6,8 @@ A copy of a dataset at another path has the same identity; an edited text, anoth
 or another weight changes it. The hash covers the document bounds and the checksums of all tokens
 (`coatlm.data.checksums`), or, for a dataset without checksums, the tokens themselves. If these take
 more than HASHED_BYTES, only evenly spaced blocks are hashed, and a change between the blocks is not
-detected. Adding checksums to a dataset changes its identity.
+detected. The checksums of a loss mask are hashed too, whatever data.loss_mask is. Adding checksums
+to a dataset changes its identity.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def content_hash(source: Indexed) -> str:
     sums = source.file.sums
     for block in _blocks(source.tokens) if sums is None else [sums]:
         digest.update(np.ascontiguousarray(block).data)
+    if source.mask is not None and source.mask.sums is not None:
+        digest.update(np.ascontiguousarray(source.mask.sums).data)
     return digest.hexdigest()
 
 

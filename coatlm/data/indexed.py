@@ -1,5 +1,6 @@
 """Read indexed datasets: PREFIX.bin has the tokens, PREFIX.idx the document offsets, PREFIX.json
-the manifest, PREFIX.crc32 the checksums of PREFIX.bin.
+the manifest, PREFIX.crc32 the checksums of PREFIX.bin. A dataset of conversations also has
+PREFIX.mask, a byte per token that is 1 if the token is learned, and its checksums.
 
     .idx = magic (9 B) | version u64 | dtype code u8 | sequences u64 | bounds u64
          | length i32 per sequence | byte offset i64 per sequence | i64 per document bound
@@ -32,7 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coatlm.data.checksums import CheckedFile, DatasetError
-from coatlm.data.manifest import DatasetManifest, read_dataset_manifest, read_sums, suffixed
+from coatlm.data.manifest import (
+    MASK,
+    MASK_SUFFIXES,
+    DatasetManifest,
+    read_dataset_manifest,
+    read_sums,
+    suffixed,
+)
 from coatlm.data.tokenizer import Tokenizer
 
 HEADER_BYTES = 34
@@ -61,6 +69,7 @@ class Indexed:
     file: CheckedFile  # .bin
     tokenizer: Tokenizer
     on_damage: Callable[[], object]  # called before a read raises DatasetError
+    mask: CheckedFile | None = None  # .mask of conversations
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Read tokens [begin, end). Raises DatasetError for damaged bytes and unknown ids."""
@@ -72,6 +81,14 @@ class Indexed:
             self.on_damage()
             raise
         return ids
+
+    def read_mask(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Read the loss mask of tokens [begin, end). Raises DatasetError for damaged bytes."""
+        assert self.mask is not None
+        mask = np.frombuffer(self.mask.read(begin, end), np.uint8)
+        if (mask > 1).any():
+            raise DatasetError(f"{self.mask.path}: holds bytes other than 0 and 1")
+        return mask
 
     def _check_ids(self, ids: NDArray[Any], begin: int) -> None:
         """Raise DatasetError for an id outside the vocabulary."""
@@ -104,14 +121,15 @@ def open_indexed(
             logger.info("%s: has no checksums, so damage cannot be detected", prefix)
     file = _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
     tokens = np.asarray(np.memmap(file.path, dtype, mode="r"))
-    data = Indexed(name or str(prefix), tokens, bounds_D1, file, tokenizer, on_damage)
+    mask = _open_mask(prefix, manifest)
+    data = Indexed(name or str(prefix), tokens, bounds_D1, file, tokenizer, on_damage, mask)
     if manifest is None:
         _scan(data)
     return data
 
 
-def open_checked(prefix: Path) -> CheckedFile:
-    """Open PREFIX.bin for verification, without its tokenizer.
+def open_checked(prefix: Path) -> list[CheckedFile]:
+    """Open PREFIX.bin, and PREFIX.mask if there is one, for verification without a tokenizer.
 
     Raises DatasetError if other files of the dataset are damaged or it has no checksums.
     """
@@ -119,14 +137,36 @@ def open_checked(prefix: Path) -> CheckedFile:
     if manifest is None or manifest.version == 1:
         raise DatasetError(f"{prefix}: has no checksums; preprocess it again with --overwrite")
     dtype, bounds_D1 = _read_index(prefix, manifest)
-    return _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
+    file = _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
+    mask = _open_mask(prefix, manifest)
+    return [file] if mask is None else [file, mask]
 
 
 def _open_bin(prefix: Path, manifest: DatasetManifest | None, nbytes: int) -> CheckedFile:
     path = suffixed(prefix, ".bin")
     has_sums = manifest is not None and manifest.version >= 2
-    sums = read_sums(prefix, manifest, nbytes) if manifest is not None and has_sums else None
+    sums = None
+    if manifest is not None and has_sums:
+        sums = read_sums(prefix, ".crc32", manifest.sums_crc32, nbytes)
     return CheckedFile(path, io.FileIO(path), nbytes, sums)
+
+
+def _open_mask(prefix: Path, manifest: DatasetManifest | None) -> CheckedFile | None:
+    """Open PREFIX.mask; None if the dataset has no loss mask. Raises DatasetError."""
+    if manifest is None or not manifest.masked:
+        return None
+    path = suffixed(prefix, MASK)
+    if not path.is_file():
+        raise DatasetError(f"{path}: no such file; it holds the loss mask of {prefix.name}.bin")
+    if path.stat().st_size != manifest.tokens:
+        raise DatasetError(
+            f"{path}: {path.stat().st_size} bytes, must be {manifest.tokens}, one per token"
+        )
+    sums = read_sums(prefix, MASK_SUFFIXES[1], manifest.mask_sums_crc32, manifest.tokens)
+    try:
+        return CheckedFile(path, io.FileIO(path), manifest.tokens, sums)
+    except OSError as error:
+        raise DatasetError(f"{path}: {error.strerror}") from None
 
 
 def _read_index(

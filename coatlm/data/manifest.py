@@ -1,4 +1,8 @@
-"""PREFIX.json: how a dataset was prepared, and the CRC-32 of PREFIX.idx and PREFIX.crc32."""
+"""PREFIX.json: how a dataset was prepared, and the CRC-32 of PREFIX.idx and PREFIX.crc32.
+
+A dataset of conversations has two files more: PREFIX.mask, a byte per token that is 1 if the token
+is learned and else 0, and PREFIX.mask.crc32, its checksums.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ from coatlm.data.streams import quoted, some
 
 FORMAT = "coatlm-tokens"
 VERSION = 2  # version 1 has no checksums
+MASKED = 3  # the version of datasets with a loss mask
+MASK = ".mask"
+MASK_SUFFIXES = (MASK, MASK + ".crc32")
 SUFFIXES = (".bin", ".crc32", ".json", ".idx")  # in the order of writing: .idx completes a dataset
 
 
@@ -40,14 +47,28 @@ class DatasetManifest:
     sums_crc32: int  # of PREFIX.crc32
     format: str = FORMAT
     version: int = VERSION
+    mask_sums_crc32: int = 0  # of PREFIX.mask.crc32
+    learned_tokens: int = 0  # tokens whose mask is 1
+
+    @property
+    def masked(self) -> bool:
+        """Whether the dataset has a loss mask."""
+        return self.version == MASKED
 
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The suffixes of the dataset's files."""
-        return SUFFIXES if self.version >= 2 else tuple(s for s in SUFFIXES if s != ".crc32")
+        files = SUFFIXES if self.version >= 2 else tuple(s for s in SUFFIXES if s != ".crc32")
+        return files + (MASK_SUFFIXES if self.masked else ())
+
+    def record(self) -> dict[str, Any]:
+        """The content of PREFIX.json; without a mask, the keys of version 2."""
+        absent = set() if self.masked else _SINCE_3
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in absent}
 
 
 _SINCE_2 = {"index_crc32", "sums_crc32"}
+_SINCE_3 = {"mask_sums_crc32", "learned_tokens"}
 
 
 def token_dtype(vocab_size: int) -> type[np.number[Any]]:
@@ -73,14 +94,16 @@ def read_dataset_manifest(prefix: Path) -> DatasetManifest | None:
         raise DatasetError(f"{path}: not readable as JSON: {quoted(error)}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DatasetError(f"{path}: does not describe a dataset of coatlm; move it elsewhere")
-    if record.get("version") not in (1, VERSION):
+    if record.get("version") not in (1, VERSION, MASKED):
         raise DatasetError(
-            f"{path}: version={quoted(record.get('version'))}: this coatlm reads versions 1 and "
-            f"{VERSION}"
+            f"{path}: version={quoted(record.get('version'))}: this coatlm reads versions 1 to "
+            f"{MASKED}"
         )
     known = {field.name: field.type for field in dataclasses.fields(DatasetManifest)}
     if record["version"] == 1:
         record = dict.fromkeys(_SINCE_2, 0) | record
+    if record["version"] != MASKED:
+        record = dict.fromkeys(_SINCE_3, 0) | record
     if wrong := set(record) ^ set(known):
         raise DatasetError(f"{path}: unknown or missing keys: {some(sorted(wrong))}")
     if wrong := {name for name, kind in known.items() if type(record[name]).__name__ != kind}:
@@ -98,15 +121,16 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def read_sums(prefix: Path, manifest: DatasetManifest, nbytes: int) -> NDArray[np.uint32]:
-    """Read and verify PREFIX.crc32; `nbytes` is the size of PREFIX.bin."""
-    path = suffixed(prefix, ".crc32")
+def read_sums(prefix: Path, suffix: str, crc32: int, nbytes: int) -> NDArray[np.uint32]:
+    """Read PREFIX and `suffix`, the checksums of a file of `nbytes`, and verify it with `crc32`."""
+    path = suffixed(prefix, suffix)
+    summed = path.name.removesuffix(".crc32") if suffix != ".crc32" else f"{prefix.name}.bin"
     try:
         sums = np.fromfile(path, "<u4") if path.is_file() else None
     except OSError as error:
         raise DatasetError(f"{path}: {error.strerror or error}") from None
     if sums is None:
-        raise DatasetError(f"{path}: no such file; it holds the checksums of {prefix.name}.bin")
-    if len(sums) != -(-nbytes // SUM_BYTES) or zlib.crc32(sums.data) != manifest.sums_crc32:
+        raise DatasetError(f"{path}: no such file; it holds the checksums of {summed}")
+    if len(sums) != -(-nbytes // SUM_BYTES) or zlib.crc32(sums.data) != crc32:
         raise DatasetError(f"{path}: damaged: its checksum differs from that in {prefix.name}.json")
     return sums

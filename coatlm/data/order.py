@@ -93,6 +93,10 @@ class Stream:
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         """The seq_len + 1 tokens of a sample, for sample >= 0."""
+        return np.concatenate([self._read(a, b) for a, b in self.ranges(sample)], dtype=np.int64)
+
+    def ranges(self, sample: int) -> list[tuple[int, int]]:
+        """The ranges [begin, end) of the source's tokens that make up a sample, in order."""
         number, place = divmod(sample, self.windows)
         epoch = self._epochs.get(number) or self._open_epoch(number)
         begin = int(epoch.windows_W[place]) * self._seq_len
@@ -102,7 +106,7 @@ class Stream:
         shifts = epoch.shift_D[first : last + 1]
         begins = np.concatenate(([begin], ends[:-1]))
         parts = np.stack((begins + shifts, ends + shifts), axis=1).tolist()  # one per document
-        return np.concatenate([self._read(a, b) for a, b in parts if a < b], dtype=np.int64)
+        return [(a, b) for a, b in parts if a < b]
 
     def _open_epoch(self, number: int) -> _Epoch:
         order_D = shuffled(len(self._bounds_D1) - 1, "documents", *self._key, number)

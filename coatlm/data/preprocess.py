@@ -1,5 +1,6 @@
 """Tokenize documents to disk: PREFIX.bin and PREFIX.idx (Megatron's indexed dataset), PREFIX.json
-(manifest) and PREFIX.crc32 (checksums).
+(manifest) and PREFIX.crc32 (checksums); of conversations also PREFIX.mask, a loss mask per token,
+and PREFIX.mask.crc32.
 
     inputs -> segments -> shards -> PREFIX
 
@@ -12,7 +13,6 @@ datasets are read.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import shutil
@@ -25,17 +25,22 @@ from typing import Any
 import numpy as np
 
 from coatlm.data.checksums import BlockSums
-from coatlm.data.documents import Segment, expand_inputs, plan_segments
+from coatlm.data.documents import Segment, expand_inputs, plan_segments, require_json_lines
 from coatlm.data.manifest import (
+    MASK,
+    MASK_SUFFIXES,
+    MASKED,
     SUFFIXES,
+    VERSION,
     DatasetManifest,
     read_dataset_manifest,
     suffixed,
     token_dtype,
     write_record,
 )
-from coatlm.data.shards import Options, TokenShard, fingerprint, plan_shards, tokenize
+from coatlm.data.shards import fingerprint, plan_shards, tokenize
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
+from coatlm.data.token_shard import Options, TokenShard
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 
 COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
@@ -52,14 +57,18 @@ def preprocess(
 ) -> DatasetManifest:
     """Tokenize files, globs or `python-stdlib` into PREFIX.bin, .idx, .json and .crc32.
 
+    With `options.chat` the inputs are JSON lines of conversations, and PREFIX.mask is written too.
+
     An interrupted call leaves PREFIX.shards, from which the same call continues. Does nothing if
     PREFIX already has this content. `workers` is the number of processes, 0 for one per core.
     Raises a one-line ValueError with the file's name, and OSError if writing fails.
     """
     tokenizer = make_tokenizer(options.tokenizer)
     segments = plan_segments(expand_inputs(inputs), options.shard_bytes)
+    if options.chat is not None:
+        require_json_lines(segments)
     key = fingerprint(segments, options, tokenizer)
-    done = _existing(prefix, key, segments, overwrite)
+    done = _existing(prefix, key, segments, overwrite, masked=options.chat is not None)
     directory = suffixed(prefix, ".shards")
     if done is not None:
         shutil.rmtree(directory, ignore_errors=True)  # left by a call that ended before removing it
@@ -68,7 +77,8 @@ def preprocess(
     with _locked(directory):
         shards = plan_shards(segments, options, tokenizer, directory)
         tokenize(shards, options, limits, workers)
-        crc32 = _join(shards, _joined(prefix), token_dtype(tokenizer.vocab_size))
+        masked, dtype = options.chat is not None, token_dtype(tokenizer.vocab_size)
+        crc32 = _join(shards, _joined(prefix), dtype, masked=masked)
         manifest = _describe(shards, options, tokenizer, key, crc32)
         if manifest.documents:
             _publish(prefix, manifest)
@@ -83,13 +93,13 @@ def _shortened(inputs: Sequence[str]) -> str:
 
 
 def _existing(
-    prefix: Path, key: str, segments: Sequence[Segment], overwrite: bool
+    prefix: Path, key: str, segments: Sequence[Segment], overwrite: bool, *, masked: bool
 ) -> DatasetManifest | None:
     """The manifest if PREFIX already has this content, else None.
 
     Raises ValueError if PREFIX is an input, or exists with other content without `overwrite`.
     """
-    targets = [suffixed(prefix, suffix) for suffix in SUFFIXES]
+    targets = [suffixed(prefix, suffix) for suffix in SUFFIXES + MASK_SUFFIXES]
     inputs = {segment.path for segment in segments}
     for target in targets:
         if str(target.absolute()) in inputs:
@@ -103,7 +113,7 @@ def _existing(
             return manifest
     joined = _joined(prefix)
     publishing = suffixed(joined, ".idx").exists() and not suffixed(joined, ".bin").exists()
-    for target in (suffixed(prefix, ".bin"), suffixed(prefix, ".idx")):
+    for target in (suffixed(prefix, suffix) for suffix in (".bin", ".idx", MASK)[: 2 + masked]):
         if target.exists() and not overwrite and not publishing:
             raise ValueError(
                 f"{target}: exists, made from other inputs or options; see --overwrite"
@@ -127,20 +137,24 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _join(shards: Sequence[TokenShard], base: Path, dtype: type[np.number[Any]]) -> tuple[int, int]:
+def _join(
+    shards: Sequence[TokenShard], base: Path, dtype: type[np.number[Any]], *, masked: bool
+) -> tuple[int, int, int]:
     """Write the documents of all shards, in order, to BASE.bin, .idx and .crc32, with fsync.
 
-    Returns the CRC-32 of .idx and of .crc32. Raises ValueError if a shard is damaged.
+    `masked` writes their masks to .mask and .mask.crc32. Returns the CRC-32 of .idx, of .crc32 and
+    of .mask.crc32, which is 0 without a mask. Raises ValueError if a shard is damaged.
     """
     with warnings.catch_warnings():  # about GPU packages, which this does not need
         warnings.simplefilter("ignore")
         from coatlm.megatron import IndexedDatasetBuilder  # imports torch, unneeded by workers
 
     binary, index, checksums = (suffixed(base, suffix) for suffix in (".bin", ".idx", ".crc32"))
+    masks, mask_checksums = (suffixed(base, suffix) for suffix in MASK_SUFFIXES)
     builder = IndexedDatasetBuilder(str(binary), dtype=dtype)
-    sums = BlockSums()
+    sums, mask_sums = BlockSums(), BlockSums()
     for shard in shards:
-        tokens, lengths = shard.read(dtype)
+        tokens, lengths, mask = shard.read(dtype, masked=masked)
         content = tokens.view(np.uint8).data
         for start in range(0, len(content), COPIED_BYTES):
             sums.update(content[start : start + COPIED_BYTES])
@@ -148,21 +162,35 @@ def _join(shards: Sequence[TokenShard], base: Path, dtype: type[np.number[Any]])
         for length in lengths.tolist():
             builder.add_document(tokens[start : start + length], [length])
             start += length
+        if masked:
+            with open(masks, "wb" if shard is shards[0] else "ab") as file:
+                file.write(mask.data)
+            mask_sums.update(mask.data)
     builder.finalize(str(index))
     sums.array().tofile(checksums)
-    for path in (binary, index, checksums):
+    if masked:
+        mask_sums.array().tofile(mask_checksums)
+    for path in (binary, index, checksums, *((masks, mask_checksums) if masked else ())):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    return zlib.crc32(np.memmap(index, mode="r").data), zlib.crc32(sums.array().data)
+    index_crc32 = zlib.crc32(np.memmap(index, mode="r").data)
+    mask_crc32 = zlib.crc32(mask_sums.array().data) if masked else 0
+    return index_crc32, zlib.crc32(sums.array().data), mask_crc32
 
 
 def _publish(prefix: Path, manifest: DatasetManifest) -> None:
     """Rename the joined files to PREFIX; PREFIX.idx, which completes the dataset, comes last."""
     base = _joined(prefix)
+    replaced = read_dataset_manifest(prefix)
     suffixed(prefix, ".idx").unlink(missing_ok=True)
     os.replace(suffixed(base, ".bin"), suffixed(prefix, ".bin"))
     os.replace(suffixed(base, ".crc32"), suffixed(prefix, ".crc32"))
-    write_record(suffixed(prefix, ".json"), dataclasses.asdict(manifest))
+    for suffix in MASK_SUFFIXES:
+        if manifest.masked:
+            os.replace(suffixed(base, suffix), suffixed(prefix, suffix))
+        elif replaced is not None and replaced.masked:
+            suffixed(prefix, suffix).unlink(missing_ok=True)
+    write_record(suffixed(prefix, ".json"), manifest.record())
     os.replace(suffixed(base, ".idx"), suffixed(prefix, ".idx"))
 
 
@@ -171,13 +199,15 @@ def _describe(
     options: Options,
     tokenizer: Tokenizer,
     key: str,
-    crc32: tuple[int, int],
+    crc32: tuple[int, int, int],
 ) -> DatasetManifest:
-    """The manifest of finished shards; `crc32` has the CRC-32 of .idx and .crc32."""
+    """The manifest of finished shards; `crc32` is what `_join` returned."""
     records = [shard.record() for shard in shards]
 
     def total(name: str) -> int:
         return sum(record[name] for record in records if record is not None)
+
+    masked = options.chat is not None
 
     return DatasetManifest(
         tokenizer=options.tokenizer,
@@ -193,4 +223,7 @@ def _describe(
         inputs=key,
         index_crc32=crc32[0],
         sums_crc32=crc32[1],
+        version=MASKED if masked else VERSION,
+        mask_sums_crc32=crc32[2],
+        learned_tokens=total("learned_tokens") if masked else 0,
     )

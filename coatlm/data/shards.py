@@ -1,17 +1,13 @@
 """Shards: the units of work that tokenizing processes take one after the other.
 
-    segments, in order -> shards of about `shard_bytes` -> NAME.bin, NAME.lengths.npy, NAME.json
+    segments, in order -> shards of about `shard_bytes` -> files of `coatlm.data.token_shard`
 
-NAME is the hash of everything that the tokens depend on: files with size and mtime, tokenizer,
-options. The record NAME.json is written last, so a shard with a record is complete and can be
-reused by the next run. It has the CRC-32 of the tokens, which is verified when the shards are
-joined. A document is written in parts as it is read, so memory does not grow with its length; it
-may have up to 2^31 - 1 tokens, the largest length in PREFIX.idx.
+The name of a shard is the hash of everything that its tokens depend on: files with size and mtime,
+tokenizer, options.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,89 +18,30 @@ import signal
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
-from coatlm.data.documents import Segment, file_kind, read_segment
-from coatlm.data.manifest import suffixed, token_dtype, write_record
-from coatlm.data.streams import BLOCK_BYTES, Limits
+from coatlm.data.documents import Segment
+from coatlm.data.streams import Limits
+from coatlm.data.token_shard import Options, Report, TokenShard, write_shard
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.process import uninterrupted
 
-SHARD_BYTES = 64 << 20  # bytes of input per shard
 POLL_SECONDS = 0.2  # between checks of the worker processes
-MAX_CHARACTERS = 2 * BLOCK_BYTES  # encoded at once; a longer text is encoded in parts
-MAX_LENGTH = 2**31 - 1  # tokens of a document
-
-COUNTS = {"bytes", "crc32", "documents", "empty_documents", "replaced_utf8", "tokens"}
-
-Report = Callable[[int, int], None]  # (documents, input bytes) since the last report
 
 
 class LostWorkerError(ValueError):
     """A tokenizing process died; the same call continues from the finished shards."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options that determine the tokens, besides the input files."""
-
-    tokenizer: str = "byte"  # spec
-    field: str = "text"  # of JSON lines
-    column: str = "text"  # of parquet files
-    append_eod: bool = True  # whether to end every document with end-of-document
-    shard_bytes: int = SHARD_BYTES  # a larger plain text file becomes several documents
-
-
-@dataclass(frozen=True)
-class TokenShard:
-    """Segments that one process tokenizes into DIRECTORY/NAME.bin, .lengths.npy and .json."""
-
-    base: Path  # DIRECTORY/NAME
-    segments: tuple[Segment, ...]
-    nbytes: int  # bytes of input
-
-    def record(self) -> dict[str, Any] | None:
-        """The record of a finished shard: crc32, bytes, documents and other counts; else None."""
-        try:
-            record = json.loads(suffixed(self.base, ".json").read_text(encoding="utf-8"))
-            whole = record["bytes"] == suffixed(self.base, ".bin").stat().st_size
-            whole = whole and record.keys() >= COUNTS
-        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            return None
-        return record if whole else None
-
-    def read(self, dtype: type[np.number[Any]]) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """The memory-mapped tokens and the document lengths. Raises ValueError if damaged.
-
-        The record of a damaged shard is removed, so that the next run writes the shard again.
-        """
-        record = self.record()
-        path = suffixed(self.base, ".bin")
-        if record is not None and record["tokens"] == 0:
-            return np.zeros(0, dtype), np.zeros(0, np.int32)
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            lengths = np.load(suffixed(self.base, ".lengths.npy"))
-            tokens = np.memmap(path, dtype, mode="r")
-            total = int(lengths.sum(dtype=np.int64))
-            found = [zlib.crc32(tokens.data), len(tokens), total, len(lengths)]
-            names = ("crc32", "tokens", "tokens", "documents")
-            if record is not None and found == [record[name] for name in names]:
-                return tokens, lengths
-        suffixed(self.base, ".json").unlink(missing_ok=True)
-        raise ValueError(f"{path}: damaged: it differs from its record; run again to repair it")
-
-
 def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokenizer) -> str:
     """The SHA-256 of everything that the tokens depend on."""
     described = dataclasses.asdict(options) | {"tokenizer": tokenizer.fingerprint}
+    if options.chat is None:  # as before there were conversations: prepared data stays valid
+        del described["chat"]
     parts = [json.dumps(described, sort_keys=True)]
     parts += [json.dumps(dataclasses.astuple(segment)) for segment in segments]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -153,7 +90,7 @@ def tokenize(shards: Sequence[TokenShard], options: Options, limits: Limits, wor
         if workers <= 1:
             tokenizer = make_tokenizer(options.tokenizer)
             for shard in missing:
-                _write_shard(shard, options, limits, tokenizer, report)
+                write_shard(shard, options, limits, tokenizer, report)
         else:
             _run_workers(missing, options, limits, workers, report)
 
@@ -223,7 +160,7 @@ def _work(
                 counters[0] += 1
             if at >= len(shards):
                 return
-            _write_shard(shards[at], options, limits, tokenizer, report)
+            write_shard(shards[at], options, limits, tokenizer, report)
     except OSError as error:
         complaints.put(OSError(error.errno, error.strerror or str(error)))
     except ValueError as error:
@@ -236,88 +173,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
-
-
-class _Documents:
-    """Writes the token ids of documents to a file, in parts of documents."""
-
-    def __init__(self, file: IO[bytes], dtype: type[np.number[Any]], end: Sequence[int]) -> None:
-        self.lengths: list[int] = []  # tokens of each document
-        self.crc32 = self.empty = 0
-        self._file, self._dtype, self._end = file, dtype, end
-        self._length = 0  # of the current document
-
-    def write(self, ids: Sequence[int]) -> None:
-        """Append ids to the current document."""
-        raw = np.asarray(ids, dtype=self._dtype).tobytes()
-        self.crc32 = zlib.crc32(raw, self.crc32)
-        self._file.write(raw)
-        self._length += len(ids)
-
-    def end_document(self) -> None:
-        """End and count the current document. Raises ValueError if it is too long."""
-        if not self._length:
-            self.empty += 1
-            return
-        self.write(self._end)
-        if self._length > MAX_LENGTH:
-            raise ValueError(f"a document of {self._length:,} tokens: at most {MAX_LENGTH:,}")
-        self.lengths.append(self._length)
-        self._length = 0
-
-
-def _write_shard(
-    shard: TokenShard, options: Options, limits: Limits, tokenizer: Tokenizer, report: Report
-) -> None:
-    """Tokenize one shard. Each file is renamed once complete; the record comes last."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    replaced = empty = 0
-    with _atomic(suffixed(shard.base, ".bin")) as file:
-        documents = _Documents(file, dtype, [tokenizer.eod] if options.append_eod else [])
-        for segment in shard.segments:
-            joined = file_kind(segment.path)[0] == "text"
-            blocks = read_segment(
-                segment,
-                options.field,
-                options.column,
-                limits=limits,
-                document_bytes=options.shard_bytes,
-            )
-            for block in blocks:
-                replaced += block.replaced
-                empty += block.empty
-                for text in block.texts:
-                    for start in range(0, len(text), MAX_CHARACTERS):
-                        documents.write(tokenizer.encode(text[start : start + MAX_CHARACTERS]))
-                    if not joined:
-                        documents.end_document()
-                if block.ends:
-                    documents.end_document()
-                report(block.ends if joined else len(block.texts), block.nbytes)
-    with _atomic(suffixed(shard.base, ".lengths.npy")) as file:
-        np.save(file, np.asarray(documents.lengths, dtype=np.int32))
-    tokens = sum(documents.lengths)
-    write_record(
-        suffixed(shard.base, ".json"),
-        {
-            "bytes": tokens * dtype().itemsize,
-            "crc32": documents.crc32,
-            "documents": len(documents.lengths),
-            "empty_documents": empty + documents.empty,
-            "replaced_utf8": replaced,
-            "tokens": tokens,
-            "files": [[s.path, s.size, s.mtime_ns, s.start, s.stop] for s in shard.segments],
-            "options": dataclasses.asdict(options),
-        },
-    )
-
-
-@contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a temporary file that is renamed to `path` after fsync."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -83,7 +83,7 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         content = _read(spec, path)
-        with _library_errors(f"{path}: not a tokenizer.json"), _silent():
+        with library_errors(f"{path}: not a tokenizer.json"), _silent():
             self._model = tokenizers.Tokenizer.from_buffer(content)
         self._model.no_truncation()  # files for serving may turn on truncation and padding
         self._model.no_padding()
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         self.fingerprint = _fingerprint("hf", content, self.eod)
 
     def encode(self, text: str) -> list[int]:
-        with _library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
+        with library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
             ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -112,7 +112,7 @@ class SentencePieceTokenizer:
 
         content = _read(spec, path)
         self._model = sentencepiece.SentencePieceProcessor()
-        with _library_errors(f"{path}: not a sentencepiece model"), _silent():
+        with library_errors(f"{path}: not a sentencepiece model"), _silent():
             self._model.LoadFromSerializedProto(content)
         self.spec = spec
         self.vocab_size = int(self._model.vocab_size())
@@ -152,7 +152,7 @@ class TiktokenTokenizer:
                 )
             content += b"\0" + pattern.encode()
             end = {EOD_NAMES[0]: max(ranks.values()) + 1}
-            with _library_errors(f"data.tokenizer={spec!r}"), _silent():
+            with library_errors(f"data.tokenizer={spec!r}"), _silent():
                 self._model = tiktoken.Encoding(
                     spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens=end
                 )
@@ -162,7 +162,7 @@ class TiktokenTokenizer:
         self.fingerprint = _fingerprint("tiktoken", content, self.eod)
 
     def encode(self, text: str) -> list[int]:
-        with _library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
+        with library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
             return self._model.encode_ordinary(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -275,7 +275,7 @@ def _fingerprint(kind: str, content: bytes, eod: int) -> str:
 
 
 @contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str) -> Iterator[None]:
     """Turn any exception of a tokenizer library into a one-line ValueError, `what: reason`.
 
     A Rust panic is a BaseException of pyo3, whose class no module exports.

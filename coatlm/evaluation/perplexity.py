@@ -139,6 +139,6 @@ def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
     for segment in plan_segments(expand_inputs(inputs), WHOLE):
         blocks = read_segment(segment, field, field)
         if file_kind(segment.path)[0] == "text":
-            yield "".join(text for block in blocks for text in block.texts)
+            yield "".join(text for block in blocks for text in block.items)
         else:
-            yield from (text for block in blocks for text in block.texts)
+            yield from (text for block in blocks for text in block.items)

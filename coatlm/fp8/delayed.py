@@ -39,6 +39,7 @@ class DelayedScaling:
 
     fmt: Fp8Format
     length: int = 16  # steps remembered
+    margin: int | None = None  # binades; None: those of MARGINS
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -46,7 +47,8 @@ class DelayedScaling:
 
     def scale(self, history: Tensor) -> Tensor:
         """The scales, fp32[...]; 1 where the history is all zero."""
-        return power_of_two_ref(history.amax(-1), self.fmt, margin=MARGINS[self.fmt])
+        margin = MARGINS[self.fmt] if self.margin is None else self.margin
+        return power_of_two_ref(history.amax(-1), self.fmt, margin=margin)
 
     def push_(self, history: Tensor, amax: Tensor) -> Tensor:
         """Push a step's amax[...] into the history. Returns whether it did, bool [] on the device.

@@ -34,6 +34,7 @@ from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, larger, scale_of
+from coatlm.fp8.stochastic import random_words, stochastic
 from coatlm.fp8.tiles import (
     amax_bits,
     axes,
@@ -99,6 +100,7 @@ def emit_kernel(
     source,
     matrices,  # of each (uint8[M, .], int32[., padded / 4], scale, scale of the transpose, or None)
     amax_ptr,  # int32[], the bits of an amax, raised to that of the first matrix; or None
+    noise_ptr,  # int32[4], for stochastic rounding of the first matrix (SCALES="factor"); or None
     M,
     padded,
     K,
@@ -142,6 +144,9 @@ def emit_kernel(
         column_scale = _column_scales(matrices[0][3], at, start)
     largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
     codes = ()
+    words = (None, None, None, None)
+    if noise_ptr is not None:
+        words = random_words(noise_ptr, at)
     for j in gl.static_range(4):
         some = present(at, M, j)
         values = LOAD(source, factors, K, at, some, j, OPTIONS)
@@ -152,6 +157,8 @@ def emit_kernel(
                 largest = gl.maximum(largest, amax_bits(x))
                 if FOLDED:
                     x = not_saturated(x)
+            if noise_ptr is not None and VALUES[i][0] == 0:
+                x = stochastic(x, words[j], i, VALUES[i][4])
             code = x
             if x.dtype != gl.uint8 and (code_ptr is not None or SHARED):
                 scale = None

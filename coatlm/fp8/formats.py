@@ -136,8 +136,6 @@ class ShortFloat:
 
     name: str = "e3m4"
     dtype: torch.dtype = torch.uint8
-    exponent_bits: int = 3
-    mantissa_bits: int = 4
     max: float = 31 / 4096
     smallest_normal: float = 2.0**-14
     eps: float = 2.0**-4

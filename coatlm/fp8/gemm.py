@@ -8,6 +8,7 @@ Granularities of the scales, of `a` and of `b`:
 
     TENSOR x TENSOR     one scale per operand
     ROW x ROW           one scale per row of each operand
+    ROW x TENSOR        a scale per row of one, one scale for the other; and TENSOR x ROW
     block(1, 128) x block(1, 128), block(1, 128) x block(128, 128), block(128, 128) x block(1, 128)
 
 The sum is fp32 and is rounded to `out`'s dtype; where something BF16 is added, cuBLASLt may round
@@ -46,6 +47,8 @@ SCALE_MODES = {
 PAIRS = (
     (TENSOR, TENSOR),
     (ROW, ROW),
+    (ROW, TENSOR),
+    (TENSOR, ROW),
     (ROW_BLOCK, ROW_BLOCK),
     (ROW_BLOCK, SQUARE_BLOCK),
     (SQUARE_BLOCK, ROW_BLOCK),
@@ -130,6 +133,41 @@ def matmul_ref(
 ) -> Tensor:
     """The definition, and the CPU path; BF16 [M, N], or `out` in its own dtype."""
     result = a.dequantize() @ b.dequantize().t()
+    return _finished(result, out=out, accumulate=accumulate, add=add, bias=bias)
+
+
+def matmul_bf16(
+    a: QTensor | Tensor,
+    b: QTensor | Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = True,
+    add: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`matmul` in BF16, for operands of which one or both are BF16; FP8 ones are dequantized first.
+
+    Products are exact and sums are fp32, as everything is that is added to them. Scales have to be
+    powers of two: then BF16 represents the dequantized operands exactly, except below 2^-133.
+    For studies: it allocates its operands in BF16 and its result in fp32.
+    """
+    one, other = (x.dequantize(torch.bfloat16) if isinstance(x, QTensor) else x for x in (a, b))
+    if one.is_cuda:
+        result = torch.mm(one, other.t(), out_dtype=torch.float32)
+    else:
+        result = one.float() @ other.float().t()
+    return _finished(result, out=out, accumulate=accumulate, add=add, bias=bias)
+
+
+def _finished(
+    result: Tensor,
+    *,
+    out: Tensor | None,
+    accumulate: bool,
+    add: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """An fp32 sum with all that is added to it, rounded once."""
     if bias is not None:
         result += bias.float()
     if add is not None:
@@ -161,6 +199,8 @@ def matmul(
     number of rows is no multiple of 4, and for two E5M2 operands.
     """
     _check(a, b, out, add)
+    if a.granularity != b.granularity and TENSOR in (a.granularity, b.granularity):
+        a, b = _scaled_by_rows(a), _scaled_by_rows(b)
     if not a.codes.is_cuda:
         return matmul_ref(a, b, out=out, accumulate=accumulate, add=add, bias=bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
@@ -190,6 +230,14 @@ def matmul(
         bias=bias,
     )
     return into
+
+
+def _scaled_by_rows(x: QTensor) -> QTensor:
+    """x[M, K] with a scale per row, which cuBLASLt takes of both operands or of none."""
+    if x.granularity == ROW:
+        return x
+    scale = x.scale.expand(x.codes.shape[0], 1).contiguous()
+    return QTensor(x.codes, scale, ROW, x.fmt)
 
 
 def scales_in_order(x: QTensor) -> Tensor:

@@ -93,10 +93,15 @@ def launch_emit(
     options: Any,
     prepare: Any = None,
     amax: Tensor | None = None,
+    noise: Tensor | None = None,
     scales: str = "factor",
     power_of_two: bool = True,
 ) -> None:
-    """Launch `emit_kernel`, for scales that are known; `shape`: M, M' and K."""
+    """Launch `emit_kernel`, for scales that are known; `shape`: M, M' and K.
+
+    `noise`: for stochastic rounding (stochastic.py) of the first matrix, of one or two values.
+    """
+    assert noise is None or scales == "factor"
     m, padded, k = shape
     constants = tile.options()
     grid = triton.cdiv(padded, tile.rows) * triton.cdiv(k, constants["STEP"])
@@ -104,6 +109,7 @@ def launch_emit(
         source,
         tuple(matrix.pointers() for matrix in matrices),
         None if amax is None else amax.view(torch.int32),
+        noise,
         m,
         padded,
         k,

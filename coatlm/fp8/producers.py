@@ -170,28 +170,46 @@ def recomputed_norm(x: Tensor | QTensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(decoded(x), weight, eps)
 
 
+def recomputed_swiglu(gate_up: Tensor | QTensor) -> Tensor:
+    """SwiGLU's output [T, F] in BF16, from its saved input."""
+    return swiglu(decoded(gate_up))
+
+
 # --- gradients ----------------------------------------------------------------------------------
 
 
 def gradient(
-    dy: Tensor, recipe: FlowRecipe, *, scale: Tensor | None = None, amax: Tensor | None = None
+    dy: Tensor,
+    recipe: FlowRecipe,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Codes:
-    """dy[T, K] for dgrad and wgrad. `scale`: fp32 [], where known. `amax`: raised to max|dy|."""
+    """dy[T, K] for dgrad and wgrad. `scale`: fp32 [], where known. `amax`: raised to max|dy|.
+
+    `noise`, here and below: for stochastic rounding, which fused gradients alone can have.
+    """
     if not recipe.fused_gradients:
         return _emit_gradient(dy, recipe, scale, amax)
     scale = gradient_scale(dy, recipe) if scale is None else scale
     fmt = format_of(recipe.dgrad.gradient)
-    return quantize_both(dy, scale, fmt=fmt, amax=amax)
+    return quantize_both(dy, scale, fmt=fmt, amax=amax, noise=noise)
 
 
 def gradient_direct(
-    dy: Tensor, recipe: FlowRecipe, *, scale: Tensor | None, amax: Tensor | None
+    dy: Tensor,
+    recipe: FlowRecipe,
+    *,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    noise: Tensor | None,
 ) -> QTensor:
     """dy[T, K] for dgrad alone, for recipes with tensor-wise gradients; needs `scale`."""
     assert scale is not None
     wanted = recipe.dgrad.gradient
     if recipe.fused_gradients:
-        return quantize_direct(dy, scale, fmt=format_of(wanted), amax=amax)
+        return quantize_direct(dy, scale, fmt=format_of(wanted), amax=amax, noise=noise)
     made = emit(dy, direct=wanted, scale=scale, amax=amax).direct
     assert made is not None
     return made
@@ -226,6 +244,7 @@ def swiglu_gradient(
     with_output: bool,
     scale: Tensor | None,
     amax: Tensor | None,
+    noise: Tensor | None,
 ) -> SwigluOperands:
     """da[T, F] and the saved gate | up [T, 2F] -> operands of d(gate | up) and of SwiGLU's output.
 
@@ -242,12 +261,23 @@ def swiglu_gradient(
             with_a=with_output,
             scale=scale,
             amax=amax,
+            noise=noise,
         )
         return SwigluOperands(Codes(made.dx, made.dx_t), made.a_t)
     x = decoded(gate_up)
-    dx = gradient(swiglu_backward(da, x), recipe, scale=scale, amax=amax)
+    dx = gradient(swiglu_backward(da, x), recipe, scale=scale, amax=amax, noise=noise)
     output_t = input_transposed(swiglu(x), wanted, output_scale) if with_output else None
     return SwigluOperands(dx, output_t)
+
+
+def swiglu_gradient_values(da: Tensor, gate_up: Tensor | QTensor) -> Tensor:
+    """d(gate | up) [T, 2F] in BF16, of which `swiglu_gradient` computes codes."""
+    return swiglu_backward(da, decoded(gate_up))
+
+
+def joined(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """d(q | k | v) [T, W] in BF16, of which `qkv_gradient` computes codes."""
+    return join_qkv_rope(dq, dk, dv, cos, sin).flatten(2).flatten(0, 1)
 
 
 def qkv_gradient(
@@ -258,10 +288,10 @@ def qkv_gradient(
     *,
     scale: Tensor | None,
     amax: Tensor | None,
+    noise: Tensor | None,
 ) -> Codes:
     """Gradients of rotated q, k and of v [S, B, heads, D] -> operands of d(q | k | v) [T, W]."""
     if recipe.fused_gradients:
         fmt = format_of(recipe.dgrad.gradient)
-        return join_quantize(*parts, cos, sin, fmt=fmt, scale=scale, amax=amax)
-    joined = join_qkv_rope(*parts, cos, sin).flatten(2).flatten(0, 1)
-    return _emit_gradient(joined, recipe, scale, amax)
+        return join_quantize(*parts, cos, sin, fmt=fmt, scale=scale, amax=amax, noise=noise)
+    return _emit_gradient(joined(*parts, cos, sin), recipe, scale, amax)

@@ -10,7 +10,6 @@ Megatron's fused QKV layout has W = (N/G + 2) * D elements per key-value head: i
 then the key, then the value.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,45 +19,35 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coatlm.fp8.rope_scaling import stretch
+
 TILE = 1024  # half-head elements per program: with WARPS, a thread holds 16 bytes of BF16 per half
 WARPS = 4
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: Mapping[str, float] | None = None
+    head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> Tensor:
     """inv_freq[D/2] in fp32, radians per token: theta^(-2i/D), stretched by `scaling` if given.
 
-    `scaling` is Llama 3's and has its four keys: factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings (tokens). Raises ValueError for an odd head size, other
-    keys, or a high_freq_factor that is not above low_freq_factor.
+    Raises ValueError for an odd head size, and for a `scaling` that `rope_scaling` does not know.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}, must be even")
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    return inv_freq if scaling is None else _llama3_stretch(inv_freq, scaling)
+    return inv_freq if scaling is None else stretch(inv_freq, theta, scaling)
 
 
-def _llama3_stretch(inv_freq: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Divide low frequencies by `factor`, leave high ones, and interpolate linearly in between.
+def rope_tables(
+    positions_S: Tensor, inv_freq: Tensor, *, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos, sin of position * inv_freq, times `factor`: fp32 [S, D/2].
 
-    A frequency is low or high by the number of turns within the original context.
+    Positions are in tokens, of any integer dtype. With a factor of a, the rotation is one by the
+    angle and a multiplication by a; so is its backward, which is not its inverse then.
     """
-    keys = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    if set(scaling) != keys:
-        raise ValueError(f"rope scaling has the keys {sorted(scaling)}, must be {sorted(keys)}")
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    if not high > low:
-        raise ValueError(f"rope scaling: high_freq_factor is {high}, must be above {low}")
-    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return inv_freq * (kept + (1 - kept) / scaling["factor"])
-
-
-def rope_tables(positions_S: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """cos, sin of position * inv_freq, fp32 [S, D/2]; positions in tokens, any integer dtype."""
     angle = positions_S.float()[:, None] * inv_freq.float()[None, :]
-    return angle.cos(), angle.sin()
+    return angle.cos() * factor, angle.sin() * factor
 
 
 def rope_ref(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -38,13 +38,14 @@ def join_quantize_ref(
     fmt: Fp8Format,
     scale: Tensor | None,
     amax: Tensor | None,
+    noise: Tensor | None = None,
 ) -> Codes:
     """The definition, and the CPU path."""
     joined = join_qkv_rope_ref(dq.float(), dk.float(), dv.float(), cos, sin)
     joined = joined.flatten(2).flatten(0, 1)
     raise_amax_ref(amax, joined)
     scale = power_of_two_ref(joined.abs().amax(), fmt) if scale is None else scale
-    codes = scaled_codes_ref(joined, scale, fmt)
+    codes = scaled_codes_ref(joined, scale, fmt, noise=noise, halves=dq.shape[-1] // 2)
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(padded_t(codes), scale, TENSOR, fmt))
 
 
@@ -104,14 +105,16 @@ def join_quantize(
     fmt: Fp8Format,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Codes:
     """Gradients of rotated q, k and of v, strided -> codes of dqkv[T, W] and [W, T'], T = S * B.
 
     cos and sin: fp32 [S, D/2]. T' is T padded for the GEMM (transpose.py). `scale`: fp32 [], a
     power of two; if None, from the amax of dqkv. `amax`: fp32 [], raised to the largest |dqkv|.
+    `noise`: for stochastic rounding (stochastic.py); None rounds to nearest.
     """
     if not dq_SBND.is_cuda:
-        return join_quantize_ref(dq_SBND, dk_SBGD, dv_SBGD, cos, sin, fmt, scale, amax)
+        return join_quantize_ref(dq_SBND, dk_SBGD, dv_SBGD, cos, sin, fmt, scale, amax, noise)
     parts = [x if x.stride(-1) == 1 else x.contiguous() for x in (dq_SBND, dk_SBGD, dv_SBGD)]
     S, B, G, D = dk_SBGD.shape
     if D % 8:
@@ -136,5 +139,6 @@ def join_quantize(
         tile,
         options=options,
         amax=amax,
+        noise=noise,
     )
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(codes_t, scale, TENSOR, fmt))

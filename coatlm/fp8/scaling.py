@@ -27,6 +27,7 @@ from torch import Tensor
 
 from coatlm.fp8.formats import Coding, Fp8Format
 from coatlm.fp8.norm import processors
+from coatlm.fp8.stochastic import stochastic_ref
 
 SMALLEST = 2.0**-126  # smallest normal fp32
 TILE = 8192  # elements per program of `_group_amax_kernel`
@@ -60,9 +61,22 @@ def power_of_two_ref(amax: Tensor, fmt: Fp8Format, *, margin: int = 0) -> Tensor
     return torch.where(scale.isnan(), torch.inf, scale)
 
 
-def scaled_codes_ref(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:
-    """The definition: codes of x / S, both fp32; S broadcasts. NaN where S is not finite."""
-    return fmt.encode(x / torch.where(scale.isfinite(), scale, torch.nan))
+def scaled_codes_ref(
+    x: Tensor,
+    scale: Tensor,
+    fmt: Fp8Format,
+    *,
+    noise: Tensor | None = None,
+    halves: int | None = None,
+) -> Tensor:
+    """The definition: codes of x / S, both fp32; S broadcasts. NaN where S is not finite.
+
+    `noise` and `halves`: for stochastic rounding of x[M, K] (stochastic.py).
+    """
+    quotient = x / torch.where(scale.isfinite(), scale, torch.nan)
+    if noise is not None:
+        quotient = stochastic_ref(quotient, noise, fmt, halves=halves)
+    return fmt.encode(quotient)
 
 
 def raise_amax_ref(amax: Tensor | None, x: Tensor) -> None:

@@ -92,13 +92,14 @@ def swiglu_backward_quantize_ref(
     with_a: bool,
     scale: Tensor | None,
     amax: Tensor | None,
+    noise: Tensor | None = None,
 ) -> Gradients:
     """The definition, and the CPU path."""
     x32 = x.dequantize() if isinstance(x, QTensor) else x.float()
     dx = swiglu_backward_ref(da.float(), x32)
     raise_amax_ref(amax, dx)
     scale = power_of_two_ref(dx.abs().amax(), fmt) if scale is None else scale
-    codes = scaled_codes_ref(dx, scale, fmt)
+    codes = scaled_codes_ref(dx, scale, fmt, noise=noise, halves=da.shape[1])
     a_t = None
     if with_a:
         a = scaled_codes_ref(swiglu_ref(x32), a_scale, E4M3)
@@ -243,15 +244,17 @@ def swiglu_backward_quantize(
     with_a: bool = True,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Gradients:
     """da[M, F], the saved x[M, 2F] -> codes of dx and of a, for the GEMMs of backward.
 
     `a_scale`: fp32 [], the scale of the whole of a (the largest of its row scales). `fmt`: of dx.
     Without `with_a`, `a_t` is None. `scale`: fp32 [], a power of two for dx; if None, from the amax
-    of dx. `amax`: fp32 [], raised to the largest |dx|, where dx / scale fits fp32.
+    of dx. `amax`: fp32 [], raised to the largest |dx|, where dx / scale fits fp32. `noise`: for
+    stochastic rounding of dx (stochastic.py); None rounds to nearest.
     """
     if not da.is_cuda:
-        return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a, scale, amax)
+        return swiglu_backward_quantize_ref(da, x, a_scale, fmt, with_a, scale, amax, noise)
 
     (m, f), device = da.shape, da.device
     elements, exponents, size = parts_of(x)
@@ -275,6 +278,7 @@ def swiglu_backward_quantize(
         TILE._replace(inner=min(size, 16)),
         options=(size, with_a),
         amax=amax,
+        noise=noise,
     )
     return Gradients(
         QTensor(dx, scale, TENSOR, fmt),

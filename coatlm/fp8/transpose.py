@@ -58,6 +58,7 @@ def quantize_ref(
     row: Tensor | None,
     column: Tensor | None,
     amax: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Codes:
     """The definition, and the CPU path."""
     x = source.dequantize() if isinstance(source, QTensor) else source.float()
@@ -66,7 +67,7 @@ def quantize_ref(
         x = x * row.reshape(-1, 1)
     if column is not None:
         x = x * column.float()
-    direct = scaled_codes_ref(x, scale, fmt)
+    direct = scaled_codes_ref(x, scale, fmt, noise=noise)
     return Codes(QTensor(direct, scale, TENSOR, fmt), QTensor(padded_t(direct), scale, TENSOR, fmt))
 
 
@@ -86,11 +87,16 @@ def quantize_direct(
     row: Tensor | None = None,
     column: Tensor | None = None,
     amax: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> QTensor:
-    """As `quantize_transposed`, but [M, K]. `amax` as in `quantize_both`, without row or column."""
+    """As `quantize_transposed`, but [M, K].
+
+    `amax` and `noise` as in `quantize_both`, without row or column.
+    """
+    options = {"row": row, "column": column, "amax": amax, "noise": noise}
     if not scale.is_cuda:
-        return quantize_ref(source, scale, fmt=fmt, row=row, column=column, amax=amax).direct
-    codes, _ = _quantize(source, scale, fmt, row=row, column=column, amax=amax, direct=True)
+        return quantize_ref(source, scale, fmt=fmt, **options).direct
+    codes, _ = _quantize(source, scale, fmt, direct=True, **options)
     assert codes is not None
     return QTensor(codes, scale, TENSOR, fmt)
 
@@ -132,15 +138,23 @@ def quantize_rows_transposed(w: Tensor, row_scale: Tensor) -> QTensor:
     return QTensor(codes_t, scale, TENSOR, E4M3)
 
 
-def quantize_both(x: Tensor, scale: Tensor, *, fmt: Fp8Format, amax: Tensor | None = None) -> Codes:
+def quantize_both(
+    x: Tensor,
+    scale: Tensor,
+    *,
+    fmt: Fp8Format,
+    amax: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Codes:
     """x[M, K] in FP8 with a scale, direct and transposed; x is read once.
 
     `amax`: fp32 [], raised to the largest |x| in the same pass. Values too large for the scale
-    saturate; NaN and Inf become NaN.
+    saturate; NaN and Inf become NaN. `noise`: for stochastic rounding (stochastic.py); None rounds
+    to nearest.
     """
     if not scale.is_cuda:
-        return quantize_ref(x, scale, fmt=fmt, row=None, column=None, amax=amax)
-    codes, codes_t = _quantize(x, scale, fmt, amax=amax, direct=True, transposed=True)
+        return quantize_ref(x, scale, fmt=fmt, row=None, column=None, amax=amax, noise=noise)
+    codes, codes_t = _quantize(x, scale, fmt, amax=amax, noise=noise, direct=True, transposed=True)
     assert codes is not None and codes_t is not None
     return Codes(QTensor(codes, scale, TENSOR, fmt), QTensor(codes_t, scale, TENSOR, fmt))
 

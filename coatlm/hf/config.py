@@ -3,15 +3,6 @@
 Every field of a config.json has one of three roles: it is a field of coatlm's model (`MODEL_FIELDS`
 and the rotary fields), it must have a value that coatlm supports (`_check_fixed`), or it does not
 affect the logits (`HARMLESS`). Any other field is an error.
-
-    family      q, k, v bias       q, k norm per head  sliding window
-    llama       attention_bias     no                  no
-    mistral     no                 no                  refused if it has an effect
-    qwen2       yes                no                  refused if it has an effect
-    qwen3       attention_bias     yes                 refused if it has an effect
-
-`attention_bias` also adds a bias to the output projection, which coatlm does not have; it must be
-zero.
 """
 
 from __future__ import annotations
@@ -21,6 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from coatlm.config import Config, Model, make_config
+from coatlm.hf.families import (
+    ARCHITECTURES,
+    BIASED,
+    DEFAULTS,
+    MULTIPLIERS,
+    OWN,
+    WITHOUT_HEAD_DIM,
+    choose_family,
+    own_fields,
+    read_multipliers,
+)
+from coatlm.hf.rotary import read_rotary, write_scaling
 
 Json = dict[str, Any]
 
@@ -43,22 +46,6 @@ REQUIRED = (
     "intermediate_size",
     "vocab_size",
 )
-DEFAULTS: Mapping[str, Json] = {  # transformers' defaults for missing fields
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
-}
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 CARRIED = (  # no effect on the logits; written back by a conversion to Hugging Face
     "bos_token_id",
     "eos_token_id",
@@ -101,17 +88,7 @@ COUNTS = (  # integers; `Model` checks the types of the other fields
     "sliding_window",
     "max_window_layers",
 )
-LLAMA3 = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
-WRONG_LAYER = {
-    "olmo2": "it normalizes the outputs of attention and MLP, and q and k over all heads at once, "
-    "where coatlm's layer normalizes inputs, and q and k per head"
-}
 
 
 def read_model(raw: Mapping[str, Any]) -> Json:
@@ -122,12 +99,10 @@ def read_model(raw: Mapping[str, Any]) -> Json:
     family = raw.get("model_type")
     if not isinstance(family, str):
         raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
-    if family in WRONG_LAYER:
-        raise ValueError(f"config.json: model_type={family!r} does not fit: {WRONG_LAYER[family]}")
     if family not in ARCHITECTURES:
         raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
     _check_types(raw)
-    known = {*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED}
+    known = {*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED, *OWN.get(family, ())}
     if unknown := sorted(raw.keys() - known):
         raise ValueError(
             f"config.json: {unknown[0]}={raw[unknown[0]]!r} is not known to this converter, "
@@ -135,15 +110,22 @@ def read_model(raw: Mapping[str, Any]) -> Json:
         )
     if missing := [name for name in REQUIRED if raw.get(name) is None]:
         raise ValueError(f"config.json: {missing[0]} is missing")
-    filled = {**DEFAULTS[family], "rms_norm_eps": 1e-6, **raw}
+    usual = {"rms_norm_eps": 1e-6, **DEFAULTS[family]}
+    filled = {**usual, **raw}
+    if filled["max_position_embeddings"] is None:
+        filled["max_position_embeddings"] = usual["max_position_embeddings"]
     _check_fixed(family, filled)
     _check_window(family, filled)
     section = {
         ours: filled[name] for name, ours in MODEL_FIELDS.items() if filled.get(name) is not None
     }
-    section |= _rotary(filled)
+    section |= read_rotary(filled)
     section["qkv_bias"] = family == "qwen2" or bool(filled.get("attention_bias"))
-    section["qk_norm"] = family == "qwen3"
+    section["qk_norm"] = family in ("qwen3", "olmo2")
+    if family == "olmo2":
+        section |= {"qk_norm_width": "all", "norm_after": True}
+    if family == "granite":
+        section |= read_multipliers(filled)
     return section
 
 
@@ -160,7 +142,7 @@ def make_hf_config(
     if like:
         _check_shape(model, Model.model_validate(read_model(like)))
     like = like or {}
-    family = _family(model, like.get("model_type"))
+    family = choose_family(model, like.get("model_type"))
     carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
     result: Json = {
         "architectures": [ARCHITECTURES[family]],
@@ -180,23 +162,17 @@ def make_hf_config(
         **carried,
     }
     if model.rope_scaling is not None:
-        result["rope_scaling"] = {"rope_type": "llama3", **model.rope_scaling.model_dump()}
-    if family in ("llama", "qwen3"):
-        result["attention_bias"] = model.qkv_bias
-    if family == "llama":
-        result["mlp_bias"] = False
-    if family == "mistral":
-        result["sliding_window"] = None
-    if family in ("qwen2", "qwen3"):
-        result["use_sliding_window"] = False
-    if family == "qwen2" and model.size_per_head * model.heads == model.hidden:
+        result["rope_scaling"] = write_scaling(model.rope_scaling)
+    result |= own_fields(family, model)
+    even = model.size_per_head * model.heads == model.hidden
+    if even and family in WITHOUT_HEAD_DIM:
         del result["head_dim"]  # not a field of this family, though transformers reads it
     return result
 
 
 def output_bias(raw: Mapping[str, Any]) -> bool:
     """Whether the attention's output projection has a bias in this config.json."""
-    return raw["model_type"] in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+    return raw["model_type"] in BIASED and bool(raw.get("attention_bias"))
 
 
 def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precision: str) -> Config:
@@ -220,21 +196,6 @@ def _check_shape(model: Model, other: Model) -> None:
             )
 
 
-def _family(model: Model, wanted: str | None) -> str:
-    """A family that has this model's features, preferably `wanted`."""
-    biased, normed = model.qkv_bias, model.qk_norm
-    even = model.hidden % model.heads == 0  # transformers requires this for llama only
-    fits = {
-        "llama": not biased and not normed and even,
-        "mistral": not biased and not normed,
-        "qwen2": biased and not normed,
-        "qwen3": normed,
-    }
-    if wanted in fits and (fits[wanted] or (wanted == "llama" and biased and not normed and even)):
-        return wanted
-    return next(name for name, fit in fits.items() if fit)
-
-
 def _check_types(raw: Mapping[str, Any]) -> None:
     """Raise ValueError if a field that this module computes with has a wrong type."""
     wanted: list[
@@ -248,12 +209,20 @@ def _check_types(raw: Mapping[str, Any]) -> None:
         section = raw.get(name)
         wanted.append((name, section, isinstance(section, dict | None), "an object"))
         for key, value in section.items() if isinstance(section, dict) else ():
-            right = isinstance(value, str) if key in ("rope_type", "type") else _is_number(value)
-            wanted.append((f"{name}.{key}", value, right, "a number, or the name of a type"))
+            right = value is None or _is_number(value)
+            what = "a number, or the name of a type"
+            if key in ("rope_type", "type"):
+                right = isinstance(value, str)
+            elif key == "truncate":  # transformers takes null for false
+                right, what = isinstance(value, bool), "true or false"
+            wanted.append((f"{name}.{key}", value, right, what))
     theta, layers = raw.get("rope_theta"), raw.get("layer_types")
     wanted.append(("rope_theta", theta, theta is None or _is_number(theta), "a number"))
     names = layers is None or (isinstance(layers, list) and all(type(n) is str for n in layers))
     wanted.append(("layer_types", layers, names, "a list of names"))
+    for name in MULTIPLIERS:
+        right = raw.get(name) is None or _is_number(raw[name])
+        wanted.append((name, raw.get(name), right, "a number"))
     for name, value, right, what in wanted:
         if not right:
             raise ValueError(f"config.json: {name}={value!r}: must be {what}")
@@ -275,9 +244,11 @@ def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
         ("partial_rotary_factor", (None, 1)),
         ("use_mrope", (None, False)),
         ("rope_interleaved", (None, False)),
+        ("resid_pdrop", (None, 0)),
+        ("embd_pdrop", (None, 0)),
         (
             "attention_bias",
-            (None, False) if family in ("mistral", "qwen2") else (None, False, True),
+            (None, False, True) if family in BIASED else (None, False),
         ),
         ("architectures", (None, [ARCHITECTURES[family]])),
     ]
@@ -320,28 +291,6 @@ def check_token_ids(file: str, raw: Mapping[str, Any], rows: int) -> None:
                 raise ValueError(
                     f"{file}: {name}={value!r}: a token id from 0 to {rows - 1}, or a list of them"
                 )
-
-
-def _rotary(raw: Mapping[str, Any]) -> Json:
-    """rope_theta and rope_scaling, from transformers 5's single field or the two earlier ones."""
-    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = dict(raw.get(name) or {})
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    theta = given.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    if given.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"config.json: {name}.partial_rotary_factor: only 1 is supported")
-    section: Json = {"rope_theta": float(theta)}
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: {name}.rope_type={kind!r}: one of default, llama3")
-    if kind == "llama3":
-        given.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
-        section["rope_scaling"] = {key: given.pop(key) for key in LLAMA3 if key in given}
-        if missing := [key for key in LLAMA3 if key not in section["rope_scaling"]]:
-            raise ValueError(f"config.json: {name}.{missing[0]} is missing")
-    if given:
-        raise ValueError(f"config.json: {name}.{min(given)} of {kind!r} is not known")
-    return section
 
 
 def _more(names: list[str]) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -21,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coatlm.files import read_json
+from coatlm.files import check_regular, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = {  # torch dtype -> name in the header
@@ -72,7 +73,7 @@ class Weights:
             files = read_json(directory / INDEX).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
                 raise ValueError(f"{directory / INDEX}: has no weight_map of file names")
-            if foreign := [file for file in files.values() if Path(file).name != file]:
+            if foreign := [file for file in files.values() if not _is_name(file)]:
                 raise ValueError(f"{directory / INDEX}: {foreign[0]!r} is not a file's name")
         elif (directory / SINGLE).exists():
             files = dict.fromkeys(_header(directory / SINGLE), SINGLE)
@@ -93,10 +94,21 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into memory."""
+        with self._opened(name) as file:
+            return file.get_tensor(name).clone()
+
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Read a rectangle of a tensor into memory; only its bytes are read from the file."""
+        with self._opened(name) as file:
+            return file.get_slice(name)[part].clone()
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """The open file of a tensor. Raises ValueError with the file's name."""
         path = self.directory / self.files[name]
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name).clone()
+                yield file
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: {name} cannot be read: {error}") from None
 
@@ -163,9 +175,15 @@ def _write_tensor(file: IO[bytes], tensor: Tensor, described: Described) -> None
     file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def _is_name(text: str) -> bool:
+    """Whether `text` names a file of the directory itself."""
+    return Path(text).name == text and text not in ("", "..") and "\0" not in text
+
+
 def _header(path: Path) -> dict[str, Described]:
     """The dtype and shape of each tensor in a file."""
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             found = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}

@@ -66,6 +66,20 @@ def spec_in(directory: Path, eos: int | None) -> str | None:
     return f"sentencepiece:{slow}" if slow.exists() else None
 
 
+def tokenizer_of(directory: Path, raw: Mapping[str, Any]) -> str | None:
+    """The `data.tokenizer` of a directory with this config.json; None without a tokenizer.
+
+    Raises ValueError for an end-of-text id that is not a row of the embedding.
+    """
+    check_token_ids(str(directory / "config.json"), raw, raw["vocab_size"])
+    eos = first_eos(raw)
+    if eos is None and (directory / GENERATION).exists():
+        generation = read_json(directory / GENERATION)
+        check_token_ids(str(directory / GENERATION), generation, raw["vocab_size"])
+        eos = first_eos(generation)
+    return spec_in(directory, eos)
+
+
 def moved(spec: str, source: Path, destination: Path) -> str:
     """The spec for a tokenizer file that moved from one directory to another."""
     return spec.replace(f":{source}/", f":{destination}/", 1)

@@ -104,7 +104,8 @@ def layer_biases(m: Model) -> int:
 
 def layer_norms(m: Model) -> int:
     """Number of norm weights of a layer, which are replicated over tensor-parallel ranks."""
-    return 2 * m.hidden + (2 * m.size_per_head if m.qk_norm else 0)
+    heads = query_size(m) + key_size(m) if m.qk_norm_width == "all" else 2 * m.size_per_head
+    return 2 * m.hidden + (heads if m.qk_norm else 0)
 
 
 def parameters(m: Model, vocab: int) -> int:

@@ -11,6 +11,7 @@ the sequence that ends with this chunk: causal attention aligned at the lower ri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn.attention.bias import causal_lower_right
 from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
+from coatlm.model.layers import Branch, RMSNorm
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -33,11 +35,22 @@ BACKENDS = [
 
 
 class CoreAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D)) V, causal or with an explicit mask, on one or more cp ranks."""
+    """softmax(Q K^T / sqrt(D)) V, causal or with an explicit mask, on one or more cp ranks.
 
-    def __init__(self, config: Any, layer_number: int, *_: Any, pg_collection: Any, **__: Any):
+    `multiplier` replaces 1 / sqrt(D).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *_: Any,
+        pg_collection: Any,
+        multiplier: float | None = None,
+        **__: Any,
+    ):
         super().__init__()
-        self.cp_group = pg_collection.cp
+        self.cp_group, self.multiplier = pg_collection.cp, multiplier
 
     def forward(
         self,
@@ -56,13 +69,18 @@ class CoreAttention(nn.Module):
         with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
             if attention_mask is not None:
                 o_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD, k_BGTD, v_BGTD, attn_mask=~attention_mask, enable_gqa=gqa
+                    q_BNSD,
+                    k_BGTD,
+                    v_BGTD,
+                    attn_mask=~attention_mask,
+                    scale=self.multiplier,
+                    enable_gqa=gqa,
                 )
             elif self.cp_group.size() > 1:
                 o_BNSD = self._two_prefixes(q_BNSD, k_BGTD, v_BGTD, gqa)
             else:
                 o_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=gqa
+                    q_BNSD, k_BGTD, v_BGTD, is_causal=True, scale=self.multiplier, enable_gqa=gqa
                 )
         return o_BNSD.permute(2, 0, 1, 3).flatten(2)
 
@@ -79,6 +97,7 @@ class CoreAttention(nn.Module):
                     k_BGTD[:, :, :end],
                     v_BGTD[:, :, :end],
                     attn_mask=causal_lower_right(length, end),
+                    scale=self.multiplier,
                     enable_gqa=gqa,
                 )
             )
@@ -88,8 +107,27 @@ class CoreAttention(nn.Module):
 class SelfAttention(MegatronSelfAttention):
     """megatron-core's self-attention, with a fused split, norm and RoPE between its linears.
 
-    Parameter names and checkpoints are those of megatron-core.
+    Parameter names and checkpoints are those of megatron-core, but for the norm of the `Branch`,
+    whose options are `branch`. With `norm_all_heads` the norms of queries and keys are over the
+    elements of all heads.
     """
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        branch: Mapping[str, Any] | None = None,
+        norm_all_heads: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.branch = Branch(config, **(branch or {}))
+        self.norm_all_heads = norm_all_heads
+        if norm_all_heads:
+            head_dim, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+            heads, kv_heads = config.num_attention_heads, config.num_query_groups
+            self.q_layernorm = RMSNorm(config, heads * head_dim, eps)
+            self.k_layernorm = RMSNorm(config, kv_heads * head_dim, eps)
 
     def forward(
         self,
@@ -107,7 +145,8 @@ class SelfAttention(MegatronSelfAttention):
             )
         else:
             context = self._attend(qkv_SBW, rotary_pos_emb, attention_mask)
-        return self.linear_proj(context)
+        out, bias = self.linear_proj(context)
+        return self.branch(out), bias
 
     def _attend(self, qkv_SBW: Tensor, cos_sin: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.core_attention(*self.split_rotated(qkv_SBW, cos_sin), attention_mask)
@@ -126,8 +165,15 @@ class SelfAttention(MegatronSelfAttention):
         sizes = [heads_per_group * head_dim, head_dim, head_dim]
         # copies: a view that is saved for backward would hold the memory of all of qkv
         q, k, v = (part.contiguous() for part in qkv_SBGW.split(sizes, dim=-1))
-        q = self.q_layernorm(q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3))
-        return rope(q, cos, sin), rope(self.k_layernorm(k), cos, sin), v
+        q = q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3)
+        q, k = self._normalized(q, self.q_layernorm), self._normalized(k, self.k_layernorm)
+        return rope(q, cos, sin), rope(k, cos, sin), v
+
+    def _normalized(self, x_SBND: Tensor, norm: nn.Module) -> Tensor:
+        """Normalize each head, or all heads at once."""
+        if not self.norm_all_heads:
+            return norm(x_SBND)
+        return norm(x_SBND.flatten(2)).view_as(x_SBND)
 
 
 def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:

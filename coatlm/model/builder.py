@@ -20,6 +20,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data.dataset import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.loss import linear_cross_entropy
@@ -46,22 +47,29 @@ class Llama(GPTModel):
     ) -> None:
         super().__init__(config=config, position_embedding_type="none", **kwargs)
         model = run.model
-        scaling = model.rope_scaling.model_dump() if model.rope_scaling else None
+        scaling = model.rope_scaling.parameters() if model.rope_scaling else None
         inv_freq = rope_frequencies(model.size_per_head, model.rope_theta, scaling)
         positions = token_positions(run.data.seq_len, groups)
-        self.cos_sin = torch.stack(rope_tables(positions, inv_freq)).to(device())
+        tables = rope_tables(positions, inv_freq, factor=attention_factor(scaling))
+        self.cos_sin = torch.stack(tables).to(device())
         self.tp_group = groups.tp
+        self.embedding_multiplier = model.embedding_multiplier
+        self.logits_scaling = model.logits_scaling
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None."""
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
+        if hidden is not None and self.embedding_multiplier != 1.0:
+            hidden = hidden * self.embedding_multiplier
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
         )
         if not self.post_process:
             return hidden
+        if self.logits_scaling != 1.0:
+            hidden = hidden / self.logits_scaling
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         else:

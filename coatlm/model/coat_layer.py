@@ -1,11 +1,13 @@
 """A megatron-core transformer layer whose forward pass is the FP8 flow of flow.py.
 
 Its modules, parameters and checkpoints are those of a `local` layer; only the computation differs.
+So a layer can change to BF16 between two steps (`compute_in_bf16`): it then runs the forward pass
+of the local layer on its own modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ class CoatTransformerLayer(TransformerLayer):
         group = self.self_attention.linear_qkv.tp_group
         parallel = TensorParallel(group, self.config.sequence_parallel)
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
+        self.in_bf16 = False
         for weight in self.linear_weights():
             weight.main_grad_stale = False  # type: ignore[attr-defined]
 
@@ -39,6 +42,11 @@ class CoatTransformerLayer(TransformerLayer):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2]."""
+        if self.in_bf16:
+            out, _ = super().forward(
+                hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
+            )
+            return out, None
         flow, attention = self.flow, self.self_attention
         flow.holds_weights = flow.recipe.keep_weights and self.training
         if not self.training:
@@ -87,6 +95,13 @@ class CoatTransformerLayer(TransformerLayer):
         linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         return [linear.weight for linear in linears]
 
+    def compute_in_bf16(self, in_bf16: bool) -> None:
+        """Choose between the FP8 flow and the local layer. Call it between two steps only."""
+        self.in_bf16 = in_bf16
+        self.forget_weights()
+        for weight in self.linear_weights():
+            weight.main_grad_accumulates = in_bf16  # type: ignore[attr-defined]
+
     def forget_weights(self) -> None:
         """Drop the cached FP8 weights, which an optimizer step or a load has made stale."""
         self.flow.weights.clear()
@@ -109,6 +124,13 @@ class CoatTransformerLayer(TransformerLayer):
         assert size is not None
         out, o = attend_saving_fp8(attend, size, q, k, v)
         return out, o.codes, o.scale
+
+
+def change_layers(layers: Iterable[nn.Module], in_bf16: Collection[int]) -> None:
+    """Let the FP8 layers with the numbers `in_bf16`, and no others, compute in BF16."""
+    for layer in layers:
+        if isinstance(layer, CoatTransformerLayer):
+            layer.compute_in_bf16(layer.layer_number in in_bf16)
 
 
 def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:

@@ -25,6 +25,7 @@ same scales and codes, with GEMMs in fp32.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coatlm.fp8 import producers
+from coatlm.fp8.activation import swiglu
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import norm_backward
 from coatlm.fp8.producers import decoded, powers_of_two
@@ -104,7 +106,8 @@ class NormQKV(torch.autograd.Function):
         flow.record("norm1_saved", normed.x, normed.saved)
         flow.record("qkv_input", norm_rows(normed.x, norm, flow.eps), normed.y)
         flow.record("qkv_weight", weight, w)
-        qkv = flow.project(y, w, bias=bias).unflatten(0, (-1, x.shape[1]))
+        normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
+        qkv = flow.project(y, w, weight, normed_values, bias=bias).unflatten(0, (-1, x.shape[1]))
         _save(
             ctx,
             normed.x if normed.saved is None else normed.saved,
@@ -133,17 +136,21 @@ class NormQKV(torch.autograd.Function):
         x, rstd, y, y_scale, w_scale, norm, weight, cos, sin = _saved_tensors(ctx)
         *parts, dresidual = grads
         recipe, dbias = flow.recipe, None
-        scale, amax = flow.scales.slot("qkv_grad")
+        slot = flow.slot("qkv_grad")
         if len(parts) == 1:
             dqkv = parts[0].flatten(0, 1)
-            d = producers.gradient(dqkv, recipe, scale=scale, amax=amax)
-            flow.record("qkv_grad", dqkv, d.direct)
+            codes = producers.gradient(dqkv, recipe, **slot)
+            flow.record("qkv_grad", dqkv, codes.direct)
+            d = flow.as_gradient(codes, lambda: dqkv)
         else:
             dq, dk, dv = parts
-            d = producers.qkv_gradient((dq, dk, dv), cos, sin, recipe, scale=scale, amax=amax)
-            flow.record("qkv_grad", qkv_gradient_rows(dq, dk, dv, cos, sin), d.direct)
+            codes = producers.qkv_gradient((dq, dk, dv), cos, sin, recipe, **slot)
+            flow.record("qkv_grad", qkv_gradient_rows(dq, dk, dv, cos, sin), codes.direct)
+            d = flow.as_gradient(codes, partial(producers.joined, dq, dk, dv, cos, sin))
+        flow.finish_microbatch()
         if ctx.has_bias:
-            dbias = d.direct.dequantize().sum(0).to(weight.dtype)
+            rows = d.direct.dequantize() if isinstance(d.direct, QTensor) else d.direct.float()
+            dbias = rows.sum(0).to(weight.dtype)
         wait = flow.parallel.sum_partial(flow.input_gradient(d.direct, weight, w_scale))
         y_t = flow.norm_output_transposed(x, rstd, norm, y, y_scale)
         dweight = flow.weight_gradient(weight, d.transposed, y_t)
@@ -179,9 +186,9 @@ class ProjMLP(torch.autograd.Function):
         o_T, x_T = o.flatten(0, 1), x.flatten(0, 1)
         o8, w = producers.as_operand(o_T, wanted), flow.forward_weight(proj)
         if parallel.size == 1:
-            stream, add = flow.project(o8, w, add=x_T), None
+            stream, add = flow.project(o8, w, proj, lambda: o_T, add=x_T), None
         else:
-            stream, add = parallel.sum_partial(flow.project(o8, w))(), x_T
+            stream, add = parallel.sum_partial(flow.project(o8, w, proj, lambda: o_T))(), x_T
         normed = producers.norm_output(
             stream,
             norm,
@@ -192,15 +199,17 @@ class ProjMLP(torch.autograd.Function):
             share=parallel.shared_scale,
         )
         y, w1 = parallel.gather_rows(normed.y), flow.forward_weight(fc1)
-        gate_up = flow.project(y, w1)
+        normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
+        gate_up = flow.project(y, w1, fc1, normed_values)
         active = producers.swiglu_output(
             gate_up, wanted=wanted, saved=saved.gate_up if save else None
         )
         w2 = flow.forward_weight(fc2)
         if parallel.size == 1:
-            out = flow.project(active.a, w2, add=normed.x)
+            out = flow.project(active.a, w2, fc2, partial(swiglu, gate_up), add=normed.x)
         else:
-            out = parallel.sum_partial(flow.project(active.a, w2))() + normed.x
+            partial_sums = flow.project(active.a, w2, fc2, partial(swiglu, gate_up))
+            out = parallel.sum_partial(partial_sums)() + normed.x
         o_saved = o_T if o_codes is None or o_scale is None else _in_rows(o_codes, o_scale, o_T)
         flow.record("attention_output", o_T, o8)
         flow.record("attention_saved", o_T, o_saved)
@@ -239,16 +248,17 @@ class ProjMLP(torch.autograd.Function):
 
         d = flow.gradient("fc2_grad", dout)
         da = flow.input_gradient(d.direct, fc2, w2_scale)
-        scale, amax = flow.scales.slot("fc1_grad")
-        g, a_t = producers.swiglu_gradient(
-            da, gate_up, a_scale, recipe, with_output=a is None, scale=scale, amax=amax
+        codes, recomputed = producers.swiglu_gradient(
+            da, gate_up, a_scale, recipe, with_output=a is None, **flow.slot("fc1_grad")
         )
-        flow.record("fc1_grad", swiglu_gradient_rows(da, gate_up), g.direct)
-        del da
-        if a_t is None:
-            a_t = producers.codes_transposed(a, source, wanted)
+        flow.record("fc1_grad", swiglu_gradient_rows(da, gate_up), codes.direct)
+        g = flow.as_gradient(codes, partial(producers.swiglu_gradient_values, da, gate_up))
+        del da, codes
+        if recomputed is None:
+            recomputed = producers.codes_transposed(a, source, wanted)
+        a_t = flow.input_transposed(recomputed, partial(producers.recomputed_swiglu, gate_up))
         dfc2 = flow.weight_gradient(fc2, d.transposed, a_t)
-        del a_t, d
+        del a_t, d, recomputed
 
         wait = flow.parallel.sum_partial(flow.input_gradient(g.direct, fc1, w1_scale))
         y_t = flow.norm_output_transposed(x1, rstd, norm, y, y_scale)
@@ -259,9 +269,10 @@ class ProjMLP(torch.autograd.Function):
         d = flow.gradient("proj_grad", dx1, amaxes)
         do = flow.input_gradient(d.direct, proj, w_scale)
         if recipe.saved.projection_input:
-            o_t = producers.codes_transposed(o, source, wanted)
+            codes_t = producers.codes_transposed(o, source, wanted)
         else:
-            o_t = producers.input_transposed(o, wanted, o_scale)
+            codes_t = producers.input_transposed(o, wanted, o_scale)
+        o_t = flow.input_transposed(codes_t, partial(producers.decoded, o))
         dproj = flow.weight_gradient(proj, d.transposed, o_t)
         do = do.view(-1, shape[1], do.shape[-1])
         return (

@@ -9,27 +9,49 @@ backward, and what is all-gathered and in which format:
     activation, scaling "current"    not saved          BF16, or saved codes with their scales
     gradient, tensor-wise            -                  codes
     gradient, finer granularity      -                  BF16
+
+An operand that `FlowRecipe.bf16` names enters its GEMM in BF16. Its codes are computed as well,
+because other operands take their scales, so each of those is the same as without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.config.recipes import FlowRecipe, Operand
+from coatlm.config.recipes import FlowRecipe, GemmName, Operand, OperandName
 from coatlm.fp8 import producers
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.gemm import Plans, matmul
+from coatlm.fp8.gemm import Plans, matmul, matmul_bf16
 from coatlm.fp8.operand import emit_direct, emit_transposed, format_of, padded
 from coatlm.fp8.producers import FUSED_OF_FORWARD, FUSED_ROWS
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.transpose import Codes, quantize_direct, quantize_transposed, transpose_codes
 from coatlm.model.numerics import Probe, RowSource
+from coatlm.model.rounding import LayerNoise
 from coatlm.model.scales import CurrentScales, Scales
 from coatlm.parallel.tensor import TensorParallel
+
+OPERAND_OF: dict[str, OperandName] = {  # the end of a tensor's name in the probe -> its operand
+    "input": "forward.activation",
+    "output": "forward.activation",
+    "weight": "forward.weight",
+    "grad": "dgrad.gradient",
+}
+
+Matrix = QTensor | Tensor  # an operand: FP8 codes, or BF16
+Values = Callable[[], Tensor]  # computes an operand in BF16, where one is needed
+
+
+class Gradient(NamedTuple):
+    """dy as the operands of dgrad [T, K] and wgrad [K, T']."""
+
+    direct: Matrix
+    transposed: Matrix
 
 
 class Fp8Weight(NamedTuple):
@@ -52,31 +74,50 @@ class Flow:
         self.weights: dict[Tensor, Fp8Weight] = {}
         self.probe: Probe | None = None  # in steps whose numerics are logged
         self.scales: Scales = CurrentScales()  # of gradients
+        self.noise: LayerNoise | None = None  # of gradients, for stochastic rounding
 
     def record(
         self, name: str, source: Tensor | RowSource, quantised: Tensor | QTensor | None
     ) -> None:
-        """Give the probe x[M, K], or a function that computes its rows, if x has FP8 codes."""
+        """Give the probe x[M, K], or a function that computes its rows, if x is held in FP8."""
+        operand = OPERAND_OF.get(name.rpartition("_")[2])
+        if operand in self.recipe.bf16:
+            return
         if self.probe is not None and isinstance(quantised, QTensor):
             self.probe.record(name, source, quantised)
+
+    def slot(self, name: str) -> dict[str, Tensor | None]:
+        """How the gradient `name` is quantized: scale, amax and noise, as producers take them."""
+        scale, amax = self.scales.slot(name)
+        assert (self.noise is not None) == self.recipe.stochastic
+        noise = None if self.noise is None else self.noise.slots[name]
+        return {"scale": scale, "amax": amax, "noise": noise}
+
+    def finish_microbatch(self) -> None:
+        """Backward has quantized the last gradient of the layer."""
+        if self.noise is not None:
+            self.noise.advance_()
 
     def tune(self, weights: Sequence[Tensor], tokens: int, grad_dtype: torch.dtype) -> None:
         """Choose the algorithms of backward's GEMMs, for microbatches of `tokens` tokens.
 
-        Only GEMMs whose operands have tensor-wise scales have a choice of algorithms.
+        Only FP8 GEMMs whose operands have tensor-wise scales have a choice of algorithms.
         """
         if not self.recipe.tensor_wise_gradients:
             return
         fast, dgrad = self.recipe.fast, self.recipe.dgrad
+        bf16 = {name.partition(".")[0] for name in self.recipe.bf16}
         kinds: dict[str, Any] = {"a_fmt": format_of(dgrad.gradient), "b_fmt": E4M3}
         for weight in weights:
             kinds["device"] = weight.device.index
             n, k = weight.shape
             kinds |= {"fast": "dgrad" in fast, "accumulate": False}
-            self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            if "dgrad" not in bf16:
+                self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
             kinds |= {"fast": "wgrad" in fast, "accumulate": True}
             summed = padded(tokens, self.recipe.wgrad.gradient.granularity)
-            self.plans.tune(n, k, summed, out_dtype=grad_dtype, **kinds)
+            if "wgrad" not in bf16:
+                self.plans.tune(n, k, summed, out_dtype=grad_dtype, **kinds)
 
     # --- weights ---
 
@@ -108,30 +149,38 @@ class Flow:
 
     # --- GEMMs ---
 
-    def project(self, x: QTensor, weight: QTensor, **options: Any) -> Tensor:
-        """The forward GEMM, y = x W^T."""
-        fast = "forward" in self.recipe.fast
-        return matmul(x, weight, fast=fast, plans=self.plans, **options)
+    def project(
+        self, x: QTensor, w: QTensor, weight: Tensor, values: Values, **options: Any
+    ) -> Tensor:
+        """The forward GEMM, y = x W^T, of codes x and w; `weight` and `values` are both in BF16."""
+        a = values() if "forward.activation" in self.recipe.bf16 else x
+        b = weight.detach() if "forward.weight" in self.recipe.bf16 else w
+        return self._multiply("forward", a, b, **options)
 
-    def input_gradient(self, dy: QTensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    def input_gradient(self, dy: Matrix, weight: Tensor, scale: Tensor | None) -> Tensor:
         """The dgrad GEMM, dx = dy W."""
-        w, fast = self.backward_weight(weight, scale), "dgrad" in self.recipe.fast
-        return matmul(dy, w, fast=fast, plans=self.plans)
+        exact = "dgrad.weight" in self.recipe.bf16
+        w = weight.detach().t() if exact else self.backward_weight(weight, scale)
+        return self._multiply("dgrad", dy, w)
 
-    def weight_gradient(self, weight: Tensor, dy_t: QTensor, x_t: QTensor) -> Tensor | None:
+    def weight_gradient(self, weight: Tensor, dy_t: Matrix, x_t: Matrix) -> Tensor | None:
         """The wgrad GEMM, dW = dy^T x. It accumulates into `main_grad`, or overwrites a stale one.
 
         Returns None then, and dW if the weight has no `main_grad`.
         """
-        fast = "wgrad" in self.recipe.fast
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
-            return matmul(dy_t, x_t, fast=fast, plans=self.plans).to(weight.dtype)
+            return self._multiply("wgrad", dy_t, x_t).to(weight.dtype)
         stale = getattr(weight, "main_grad_stale", False)
-        matmul(dy_t, x_t, out=main_grad, accumulate=not stale, fast=fast, plans=self.plans)
+        self._multiply("wgrad", dy_t, x_t, out=main_grad, accumulate=not stale)
         if stale:
             weight.main_grad_stale = False  # type: ignore[attr-defined]
         return None
+
+    def _multiply(self, name: GemmName, a: Matrix, b: Matrix, **options: Any) -> Tensor:
+        if isinstance(a, QTensor) and isinstance(b, QTensor):
+            return matmul(a, b, fast=name in self.recipe.fast, plans=self.plans, **options)
+        return matmul_bf16(a, b, **options)
 
     # --- activations and gradients ---
 
@@ -139,26 +188,46 @@ class Flow:
         """The scales of a linear's input in forward, of all tokens, if wgrad needs them."""
         return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
 
-    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> Codes:
+    def as_gradient(self, codes: Codes, values: Values) -> Gradient:
+        """The operands of dgrad and wgrad: codes of dy, or `values`, dy [T, K] in BF16."""
+        bf16 = self.recipe.bf16.intersection(("dgrad.gradient", "wgrad.gradient"))
+        if not bf16:
+            return Gradient(*codes)
+        dy = values()
+        return Gradient(
+            dy if "dgrad.gradient" in bf16 else codes.direct,
+            self._columns(dy) if "wgrad.gradient" in bf16 else codes.transposed,
+        )
+
+    def input_transposed(self, codes: QTensor, values: Values) -> Matrix:
+        """A linear's input as the operand [K, T'] of wgrad: its codes, or `values` [T, K]."""
+        return self._columns(values()) if "wgrad.activation" in self.recipe.bf16 else codes
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """x[T, K] in BF16 -> [K, T'], with zeros beyond T, as codes have them."""
+        beyond = padded(len(x), self.recipe.wgrad.gradient.granularity) - len(x)
+        return (F.pad(x, (0, 0, 0, beyond)) if beyond else x).t()
+
+    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> Gradient:
         """The operands of dgrad [T, K] and wgrad [K, T'] from dy of a row-parallel linear.
 
         They are all-gathered over the tokens; T' is T, padded. `name` is the gradient's name among
         the scales and in the probe. `amaxes` are those of dy, if a kernel has computed them.
         """
         recipe, parallel = self.recipe, self.parallel
-        scale, amax = self.scales.slot(name)
+        slot = self.slot(name)
         if not recipe.tensor_wise_gradients:
             dy = parallel.gather_values(dy)
-        elif scale is None:  # the largest of the ranks, each from its own tokens
-            scale = parallel.shared_scale(producers.gradient_scale(dy, recipe, amaxes))
+        elif slot["scale"] is None:  # the largest of the ranks, each from its own tokens
+            slot["scale"] = parallel.shared_scale(producers.gradient_scale(dy, recipe, amaxes))
         if not (parallel.scattered and recipe.tensor_wise_gradients):
-            both = producers.gradient(dy, recipe, scale=scale, amax=amax)
+            both = producers.gradient(dy, recipe, **slot)
             self.record(name, dy, both.direct)
-            return both
-        mine = producers.gradient_direct(dy, recipe, scale=scale, amax=amax)
+            return self.as_gradient(both, lambda: dy)
+        mine = producers.gradient_direct(dy, recipe, **slot)
         self.record(name, dy, mine)
         whole = parallel.gather_rows(mine)
-        return Codes(whole, transpose_codes(whole))
+        return Gradient(whole, transpose_codes(whole))
 
     def norm_output_transposed(
         self,
@@ -167,12 +236,14 @@ class Flow:
         weight: Tensor,
         y: QTensor | None,
         scale: Tensor | None,
-    ) -> QTensor:
+    ) -> Matrix:
         """The operand [K, T'] of wgrad from the input of a column-parallel linear, of all tokens.
 
         This input is the output of RMSNorm: its codes `y` if they were saved, else recomputed from
         the saved norm input `x`. `scale` is the `input_scale` of forward.
         """
+        if "wgrad.activation" in self.recipe.bf16:
+            return self._columns(producers.recomputed_norm(x, weight, self.eps))
         source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation
         fused = (source, wanted) == (FUSED_ROWS, FUSED_OF_FORWARD)
         if fused and scale is not None and (y is not None or producers.powers_of_two(x)):

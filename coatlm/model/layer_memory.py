@@ -117,7 +117,8 @@ def attention(config: Config, e: float, x: float) -> float:
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)
-    norms = ((q + k) * width + STATISTIC * (m.heads + m.queries_groups)) if m.qk_norm else 0
+    statistics = 2 if m.qk_norm_width == "all" else m.heads + m.queries_groups
+    norms = ((q + k) * width + STATISTIC * statistics) if m.qk_norm else 0
     if config.train.recompute == "selective":
         return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
     saved = (q + 2 * k) * e + gathered_keys(config, e) + STATISTIC * m.heads + q * x + norms

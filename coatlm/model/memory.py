@@ -15,13 +15,14 @@ memory pool instead of the default one. All graphs share this pool, because no t
 time. Once every kind of microbatch has its graph, graphs add only their static inputs. Before that,
 the pool exists beside the memory of a microbatch that runs eagerly: a step of four or more
 microbatches captures its third, and then runs its last one eagerly, which is of another kind
-because it reduces gradients. torch counts a pool as reserved memory, not as allocated:
-peak_mem_gib of a run does not include it.
+because it reduces gradients. A microbatch whose numerics are measured always runs eagerly. torch
+counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does not include it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -44,6 +45,7 @@ from coatlm.parallel.grad_reduction import IN_FLIGHT
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
 GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
+BF16_GEMM = 2 + 4 + 4  # bytes per element of a matrix in a GEMM with an operand in BF16
 EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
 
 
@@ -119,16 +121,22 @@ def chunks_in_flight(config: Config, stage: int, microbatches: int) -> int:
     return min(2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1, microbatches * p.vpp)
 
 
-def bf16_share(config: Config, stage: int) -> float:
-    """The share of a stage's layers that `precision.bf16_layers` leaves in BF16."""
+def bf16_share(config: Config, stage: int, fallen: Collection[int] = ()) -> float:
+    """The share of a stage's layers that `precision.bf16_layers` leaves in BF16.
+
+    The layers `fallen`, numbered from 1, are in BF16 as well (`precision.guard`).
+    """
     m, p, (head, tail) = config.model, config.parallel, config.precision.bf16_layers
     count = m.layers // (p.pp * p.vpp)
     firsts = [(chunk * p.pp + stage) * count for chunk in range(p.vpp)]
     layers = [first + i for first in firsts for i in range(count)]
-    return sum(not head <= layer < m.layers - tail for layer in layers) / len(layers)
+    plain = [not head <= n < m.layers - tail or n + 1 in fallen for n in layers]
+    return sum(plain) / len(layers)
 
 
-def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
+def activation_bytes(
+    config: Config, stage: int, microbatches: int, fallen: Collection[int] = ()
+) -> int:
     """Bytes of a stage's activations at its peak: layers, final norm, output layer."""
     m, p = config.model, config.parallel
     layers = chunks_in_flight(config, stage, microbatches) * m.layers // (p.pp * p.vpp)
@@ -137,7 +145,7 @@ def activation_bytes(config: Config, stage: int, microbatches: int) -> int:
     if not full:
         plain = replaced(config, precision={"recipe": "bf16"})
         more = layer_activation_bytes(plain) - layer_activation_bytes(config)
-        each_token += layers * bf16_share(config, stage) * more
+        each_token += layers * bf16_share(config, stage, fallen) * more
     if stage == p.pp - 1:
         statistics = STATISTIC / (p.tp if p.sequence_parallel else 1)
         each_token += layer_input_bytes(config) + statistics + m.hidden * element_bytes(config)
@@ -155,6 +163,23 @@ def loss_bytes(config: Config, vocab: int) -> int:
     return tokens * (min(rows, vocab // config.parallel.tp) * e + m.hidden * (4 + e))
 
 
+def fallback_bytes(
+    config: Config, fallen: Collection[int], *, stage: int, data_parallel: int
+) -> int:
+    """Bytes that a stage's peak grows by when the layers `fallen`, numbered from 1, are in BF16.
+
+    They save what a BF16 layer saves; with recompute=full one of them recomputes it in backward.
+    """
+    microbatches = microbatches_per_step(config, data_parallel)
+    if config.train.recompute != "full":
+        before = activation_bytes(config, stage, microbatches)
+        return activation_bytes(config, stage, microbatches, fallen) - before
+    if bf16_share(config, stage, fallen) == 0:
+        return 0
+    plain = replaced(config, precision={"recipe": "bf16"})
+    return max(0, backward_bytes(plain) - backward_bytes(config))
+
+
 def backward_bytes(config: Config) -> int:
     """Bytes that the backward pass of a layer holds on top of what was saved.
 
@@ -164,7 +189,19 @@ def backward_bytes(config: Config) -> int:
     each_token = layer_backward_bytes(config)
     if config.train.recompute == "full":
         each_token += layer_activation_bytes(config)
-    return round(microbatch_tokens(config) * each_token)
+    return round(microbatch_tokens(config) * each_token) + bf16_gemm_bytes(config)
+
+
+def bf16_gemm_bytes(config: Config) -> int:
+    """At most what the largest GEMM allocates for operands that `precision.bf16_operands` names.
+
+    Its operands and result are x [T, H], W [2F, H] and y [T, 2F], in any order. Of each there are
+    BF16 values, and for a time two copies in fp32, of which one is dequantized or added to.
+    """
+    if not config.precision.flow or not config.precision.flow_recipe().bf16:
+        return 0
+    h, f, tokens = config.model.hidden, config.model.ffn, microbatch_tokens(config)
+    return BF16_GEMM * (tokens * h + 2 * f * h + tokens * 2 * f)
 
 
 def buffer_bytes(config: Config) -> int:
@@ -192,7 +229,9 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
         each_token += config.data.seq_len + 4 * cp
     reduces = data_parallel * cp > 1
     eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
-    return microbatch_tokens(config) * each_token + (microbatch if reduces and eager else 0)
+    measured = config.precision.guard != "off" or config.log.numerics_every
+    beside = microbatch if measured or (reduces and eager) else 0
+    return microbatch_tokens(config) * each_token + beside
 
 
 # --- a rank -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""FP8 numerics of the layers in one step: amax, saturation, underflow, error of each tensor.
+"""Numerics of the layers in one step: error of each FP8 tensor, kurtosis of the residual stream.
 
 For a tensor x with codes c, which dequantize to d(c) = code * scale:
 
@@ -12,6 +12,11 @@ For a tensor x with codes c, which dequantize to d(c) = code * scale:
     qkv_input, attention_output, fc1_input, fc2_input, *_weight      operands of forward's GEMMs
     *_grad           gradient of a linear's output, as the operand of dgrad
 
+    residual         the input of a layer, FP8 or BF16, x [tokens, H]: its amax and
+
+    kurtosis         mean over the tokens of H sum(x^4) / sum(x^2)^2, sums over the H channels:
+                     3 for Gaussian channels, H if one channel has everything
+
 x is the tensor before quantization. Fused kernels never write the outputs of norms and SwiGLU or
 the gradients of gate | up and q | k | v to memory, so the references recompute those in fp32, some
 rows at a time, from the operands that the kernel read.
@@ -19,18 +24,18 @@ rows at a time, from the operands that the kernel read.
 Each number follows from a maximum or from sums over elements, which are reduced over ranks: tensor-
 and context-parallel ranks hold shards of a tensor (replicas change no ratio; a shard has the scale
 that it has in training), and pipeline stages hold other layers. Only the first microbatch of
-data-parallel rank 0 is measured.
+data-parallel rank 0 is measured; with `sampled`, only SAMPLE rows of each tensor there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.qtensor import QTensor
@@ -43,8 +48,12 @@ TENSORS = (
     *("norm2_saved", "fc1_input", "fc1_weight", "gate_up_saved", "fc2_input", "fc2_weight"),
     *("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad"),
 )
+RESIDUAL = "residual"
+REPORTED = (RESIDUAL, *TENSORS)  # of a layer, in the order of the report
 SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
+MOMENTS = ("tokens", "kurtosis")  # of RESIDUAL: tokens that are not all zero, sum of their kurtosis
 PIECE = 1 << 22  # elements at a time; temporaries take about 60 bytes per element, 0.25 GB
+SAMPLE, RUNS = 1024, 2  # rows of a tensor that are sampled, in this many runs of adjacent rows
 
 RowSource = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
 Record = dict[str, int | float | str]
@@ -57,15 +66,22 @@ class Probe:
     microbatches enter forward and backward in order, and not to a forward pass that is recomputed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sampled: bool = False) -> None:
+        self.sampled = sampled
         self.amax: dict[str, Tensor] = {}  # fp32 []
-        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]
+        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS], of RESIDUAL [MOMENTS]
 
     @torch.no_grad()
     def record(self, name: str, source: Tensor | RowSource, quantised: QTensor) -> None:
         """Measure the codes of x[M, K] = `source`, if `name` is new. Does not sync the device."""
         if name not in self.sums:
-            self.amax[name], self.sums[name] = _measure(source, quantised)
+            self.amax[name], self.sums[name] = _measure(source, quantised, self.sampled)
+
+    @torch.no_grad()
+    def record_residual(self, x: Tensor) -> None:
+        """Measure the layer's input x[..., H], if it is the first. Does not sync the device."""
+        if RESIDUAL not in self.sums:
+            self.amax[RESIDUAL], self.sums[RESIDUAL] = _moments(x.flatten(0, -2))
 
 
 class Probed(Protocol):
@@ -75,32 +91,51 @@ class Probed(Protocol):
 
 
 @contextmanager
-def watched(layers: Mapping[int, Probed]) -> Iterator[dict[int, Probe]]:
-    """Attach a probe to each layer inside the context. Keys are layer numbers, from 1."""
-    probes = {number: Probe() for number in layers}
-    for number, layer in layers.items():
-        layer.probe = probes[number]
-    try:
+def watched(
+    flows: Mapping[int, Probed],
+    layers: Mapping[int, nn.Module] | None = None,
+    *,
+    sampled: bool = False,
+) -> Iterator[dict[int, Probe]]:
+    """Attach a probe to each layer inside the context. Keys are layer numbers, from 1.
+
+    `flows`: FP8 layers, whose tensors are measured. `layers`: those whose inputs are measured.
+    """
+    layers = layers or {}
+    probes = {number: Probe(sampled=sampled) for number in sorted({*flows, *layers})}
+    with ExitStack() as stack:
+        for number, layer in layers.items():
+            hook = layer.register_forward_pre_hook(_to(probes[number]), with_kwargs=True)
+            stack.callback(hook.remove)
+        for number, flow in flows.items():
+            flow.probe = probes[number]
+            stack.callback(setattr, flow, "probe", None)
         yield probes
-    finally:
-        for layer in layers.values():
-            layer.probe = None
+
+
+def _to(probe: Probe) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], None]:
+    """A hook that gives the input of a layer to `probe`."""
+
+    def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        probe.record_residual(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    return hook
 
 
 def collect(
     probes: Mapping[int, Probe], groups: Groups, *, layers: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """amax fp32 [layers, TENSORS] and sums fp64 [layers, TENSORS, SUMS], reduced over the ranks.
+    """amax fp32 [layers, REPORTED] and sums fp64 [layers, REPORTED, SUMS], reduced over the ranks.
 
     All ranks of a model replica must call this; `layers` is the number of layers of the model.
     """
-    bits = torch.zeros(layers, len(TENSORS), dtype=torch.int32, device=device)
-    sums = torch.zeros(layers, len(TENSORS), len(SUMS), dtype=torch.float64, device=device)
+    bits = torch.zeros(layers, len(REPORTED), dtype=torch.int32, device=device)
+    sums = torch.zeros(layers, len(REPORTED), len(SUMS), dtype=torch.float64, device=device)
     for number, probe in probes.items():
-        for name in probe.sums:
-            at = number - 1, TENSORS.index(name)
+        for name, values in probe.sums.items():
+            at = number - 1, REPORTED.index(name)
             bits[at] = probe.amax[name].view(torch.int32)
-            sums[at] = probe.sums[name]
+            sums[at][: len(values)] = values
     for group in (groups.model, groups.cp):
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)  # NaN > Inf > numbers, as integers
         dist.all_reduce(sums, group=group)
@@ -112,21 +147,25 @@ def report(amax: Tensor, sums: Tensor) -> list[Record]:
     records: list[Record] = []
     tables = zip(amax.tolist(), sums.tolist(), strict=True)
     for number, (amax_of_layer, sums_of_layer) in enumerate(tables, start=1):
-        for name, largest, values in zip(TENSORS, amax_of_layer, sums_of_layer, strict=True):
-            total = dict(zip(SUMS, values, strict=True))
-            if not total["elements"]:
-                continue
-            records.append(
-                {
-                    "layer": number,
-                    "tensor": name,
-                    "amax": largest,
-                    "saturated": total["saturated"] / total["elements"],
-                    "underflow": _ratio(total["zeroed"], total["nonzero"]),
-                    "relative_error": _ratio(total["error"], total["size"]) ** 0.5,
-                }
-            )
+        for name, largest, values in zip(REPORTED, amax_of_layer, sums_of_layer, strict=True):
+            if values[0]:  # elements or tokens
+                measures = _kurtosis(values) if name == RESIDUAL else _errors(values)
+                records.append({"layer": number, "tensor": name, "amax": largest, **measures})
     return records
+
+
+def _errors(values: list[float]) -> Record:
+    total = dict(zip(SUMS, values, strict=True))
+    return {
+        "saturated": total["saturated"] / total["elements"],
+        "underflow": _ratio(total["zeroed"], total["nonzero"]),
+        "relative_error": _ratio(total["error"], total["size"]) ** 0.5,
+    }
+
+
+def _kurtosis(values: list[float]) -> Record:
+    total = dict(zip(MOMENTS, values, strict=False))
+    return {"kurtosis": total["kurtosis"] / total["tokens"]}
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> RowSource:
@@ -171,15 +210,14 @@ def qkv_gradient_rows(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tens
     return rows
 
 
-def _measure(source: Tensor | RowSource, quantised: QTensor) -> tuple[Tensor, Tensor]:
+def _measure(
+    source: Tensor | RowSource, quantised: QTensor, sampled: bool
+) -> tuple[Tensor, Tensor]:
     """The amax and the sums of one tensor on this rank."""
-    m, k = quantised.shape
     amax: list[Tensor] = []
     sums: list[Tensor] = []
-    height = quantised.granularity.rows or 1
-    step = max(height, PIECE // k // height * height)
-    for start in range(0, m, step):
-        stop = min(start + step, m)
+    m, k = quantised.shape
+    for start, stop in _pieces(m, k, quantised.granularity.rows or 1, sampled):
         x = source[start:stop].float() if isinstance(source, Tensor) else source(start, stop)
         part = _cut(quantised, start, stop)
         code, exact = part.codes.float(), x.double()
@@ -194,6 +232,34 @@ def _measure(source: Tensor | RowSource, quantised: QTensor) -> tuple[Tensor, Te
         sums.append(torch.stack([count.double() for count in counts]))
         amax.append(x.abs().amax())
     return torch.stack(amax).amax(), torch.stack(sums).sum(0)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The amax and the MOMENTS of x[T, H]; each token is divided by its amax, so none overflows."""
+    amax: list[Tensor] = []
+    sums: list[Tensor] = []
+    for start, stop in _pieces(len(x), x.shape[1], 1, False):
+        part = x[start:stop].float()
+        largest = part.abs().amax(-1, keepdim=True)
+        square = (part / largest).square()
+        kurtosis = x.shape[1] * square.square().sum(-1) / square.sum(-1).square()
+        found = largest[:, 0] != 0
+        counts = found.sum(), torch.where(found, kurtosis, 0).double().sum()
+        sums.append(torch.stack([count.double() for count in counts]))
+        amax.append(largest.amax())
+    return torch.stack(amax).amax(), torch.stack(sums).sum(0)
+
+
+def _pieces(m: int, k: int, height: int, sampled: bool) -> Iterator[tuple[int, int]]:
+    """Rows [start, stop) of a tensor [m, k]: all, or the sample. `height` rows share a scale."""
+    step = max(height, PIECE // k // height * height)
+    if not sampled or m <= SAMPLE:
+        yield from ((start, min(start + step, m)) for start in range(0, m, step))
+        return
+    for run in range(RUNS):
+        first = run * (m // RUNS) // height * height
+        last = first + SAMPLE // RUNS
+        yield from ((start, min(start + step, last)) for start in range(first, last, step))
 
 
 def _cut(x: QTensor, start: int, stop: int) -> QTensor:

@@ -15,6 +15,7 @@ from coatlm.model.memory import (
     GIB,
     RankBytes,
     chunks_in_flight,
+    fallback_bytes,
     highest_stage,
     microbatches_per_step,
     rank_bytes,
@@ -89,7 +90,18 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     which = ", the highest peak" if p.pp > 1 else ""
     head = f"{'memory':<14}GiB on a rank of stage {stage}{which}"
     table = [f"  {name:<12}{size / GIB:10.3f}  {note}" for name, size, note in rows if size]
+    if config.precision.guard == "fallback":
+        table.append(fallback_line(config, stage, dp))
     return [head, *(line.rstrip() for line in table)]
+
+
+def fallback_line(config: Config, stage: int, dp: int) -> str:
+    """What layers that fall back to BF16 add to the peak: the first of the stage, and all."""
+    every = range(1, config.model.layers + 1)
+    sizes = [fallback_bytes(config, [n], stage=stage, data_parallel=dp) for n in every]
+    more = fallback_bytes(config, every, stage=stage, data_parallel=dp) / GIB
+    note = f"not in the sum: per layer that falls back to bf16; of all {more:.3f}"
+    return f"  {'fallback':<12}{max(sizes) / GIB:10.3f}  {note}"
 
 
 def stage_table(config: Config, vocab: int, dp: int) -> list[str]:

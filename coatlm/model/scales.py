@@ -20,7 +20,7 @@ the host wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -79,10 +79,12 @@ class DelayedScales:
         fmt: Fp8Format,
         *,
         device: torch.device,
+        margin: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`group`: the ranks that hold the same stage; None means this rank alone."""
-        self.numbers, self.rule, self.group = sorted(layers), DelayedScaling(fmt), group
+        self.numbers, self.group = sorted(layers), group
+        self.rule = DelayedScaling(fmt, margin=margin)
         shape = (len(layers), len(GRADIENTS))
         self.history = torch.zeros(*shape, self.rule.length, device=device)
         self.scale = torch.ones(*shape, gemm.ALIGNMENT // 4, device=device)[..., 0]
@@ -111,8 +113,11 @@ class DelayedScales:
             for number, rows in zip(self.numbers, self.history.tolist(), strict=True)
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Load the histories of this stage's layers; calibrate again where a layer has none."""
+    def restore(self, saved: Mapping[str, Any], *, idle: Collection[int] = ()) -> None:
+        """Load the histories of this stage's layers; calibrate again where a layer has none.
+
+        The layers `idle` compute in BF16 and need none.
+        """
         empty = dict.fromkeys(GRADIENTS, [0.0] * self.rule.length)
         found = [saved.get(str(number), empty) for number in self.numbers]
         if found:
@@ -120,5 +125,8 @@ class DelayedScales:
             self.history.copy_(torch.tensor(rows))
             self.scale.copy_(self.rule.scale(self.history))
         self.amax.zero_()
-        missing = any(layer is empty for layer in found)
-        self.calibrating = missing or (bool(found) and not bool(self.history.any()))
+        empty_layers = [not any(map(any, layer.values())) for layer in found]
+        self.calibrating = any(
+            missing and number not in idle
+            for number, missing in zip(self.numbers, empty_layers, strict=True)
+        )

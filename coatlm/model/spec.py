@@ -89,10 +89,16 @@ def _te_layer(config: Config) -> ModuleSpec:
 def _layer(
     config: Config, *, column: Any, row: Any, norm_before_linear: Any, names: dict[str, str]
 ) -> ModuleSpec:
-    head_norm = RMSNorm if config.model.qk_norm else None
+    m = config.model
+    head_norm = RMSNorm if m.qk_norm else None
+    branch = {"norm": m.norm_after, "multiplier": m.residual_multiplier}
+    if m.norm_after:
+        norm_before_linear, names = IdentityOp, {}
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
-        core_attention=CoreAttention,
+        core_attention=ModuleSpec(
+            module=CoreAttention, params={"multiplier": m.attention_multiplier}
+        ),
         linear_proj=row,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
@@ -103,12 +109,20 @@ def _layer(
             input_layernorm=norm_before_linear,
             self_attention=ModuleSpec(
                 module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
+                params={
+                    "attn_mask_type": AttnMaskType.causal,
+                    "branch": branch,
+                    "norm_all_heads": m.qk_norm_width == "all",
+                },
                 submodules=attention,
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm_before_linear,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=ModuleSpec(
+                module=MLP,
+                params={"branch": branch},
+                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+            ),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
         ),

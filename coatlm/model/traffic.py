@@ -26,6 +26,7 @@ some bytes per layer, are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -103,16 +104,18 @@ def step_traffic(
     stage: int,
     microbatches: int,
     calibrating: bool = False,
+    fallen: Collection[int] = (),
     once: TensorParallelSums,
 ) -> Traffic:
     """What a rank of pipeline stage `stage` sends in a step, counted as "tp" and "cp".
 
-    `calibrating`: delayed scaling has no history yet, so gradients have current scaling. `once`:
-    the sums over the tensor-parallel group after the last microbatch.
+    `calibrating`: delayed scaling has no history yet, so gradients have current scaling. `fallen`:
+    layers, numbered from 1, that fell back to BF16. `once`: the sums over the tensor-parallel group
+    after the last microbatch.
     """
     traffic = Traffic()
     if config.parallel.tp > 1:
-        _Sender(config, traffic, "tp", microbatches).tensor_parallel(stage, calibrating)
+        _Sender(config, traffic, "tp", microbatches).tensor_parallel(stage, calibrating, fallen)
         _Sender(config, traffic, "tp", 1).sums(once)
     if config.parallel.cp > 1:
         _Sender(config, traffic, "cp", microbatches).context_parallel()
@@ -128,12 +131,12 @@ class _Sender:
         self.ranks = p.tp if what == "tp" else p.cp
         self.tokens, self.dtype = microbatch_tokens(config), weight_dtype(config)
 
-    def tensor_parallel(self, stage: int, calibrating: bool) -> None:
+    def tensor_parallel(self, stage: int, calibrating: bool, fallen: Collection[int]) -> None:
         """Count a microbatch over the tensor-parallel group."""
         c = self.config
         p, m = c.parallel, c.model
         layers = m.layers // p.pp
-        plain = round(layers * bf16_share(c, stage))
+        plain = round(layers * bf16_share(c, stage, fallen))
         forwards = 2 if c.train.recompute == "full" else 1
         self._sum(2 * layers * (forwards + 1))
         for end in (0, p.pp - 1):

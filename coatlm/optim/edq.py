@@ -159,11 +159,7 @@ def _sums(
 
 
 def _k_statistics(count: Tensor, moment: ExpandedFp8) -> dict[str, float]:
-    """Statistics of k from count[k16], fp64[256], the number of blocks with each k.
-
-    k16 = 0 marks blocks that were never written.
-    """
-    count[0] = 0
+    """Statistics of k from count[k16], fp64[256], the number of blocks with each k."""
     blocks = count.sum().clamp(min=1)
     share = count / blocks
     reached = share.cumsum(0)

@@ -1,8 +1,8 @@
 """Storage formats of the optimizer for the moments m and v and for the weight.
 
-A moment format decodes a state to fp32 and computes a step of an exponential moving average; a
-weight format adds an update to the weight. No format writes in place: `AdamW` writes the results
-of all formats, so that skipping a step is one `where`.
+A moment format decodes a state to fp32, encodes fp32, and computes a step of an exponential moving
+average; a weight format decodes, encodes, and adds an update to the weight. No format writes in
+place: `AdamW` writes the results of all formats, so that skipping a step is one `where`.
 
 A state is a dict of flat tensors by suffix: "" is the moment or the master itself; ".scale", ".k"
 and others are what decoding needs besides. A tensor has one entry for each of n elements, or for
@@ -40,6 +40,9 @@ class MomentFormat(Protocol):
     def decode(self, state: State) -> Tensor:
         """The moment, fp32[n]."""
 
+    def encode(self, x: Tensor) -> Stored:
+        """The state of the moment x, fp32[n], rounded to nearest; n is a multiple of 128."""
+
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         """beta * state + (1 - beta) * x for x fp32[n]: its fp32 value before rounding, which the
         current update uses, and the state to store.
@@ -56,6 +59,9 @@ class WeightFormat(Protocol):
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
         """The weight at its full precision, fp32[n]; may be the stored tensor, not a copy."""
+
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
+        """The model's weight, of type `dtype`, and the state for a weight of fp32[n]."""
 
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
         """weight + update for update fp32[n]: the model's new weight, and the state to store."""
@@ -75,6 +81,9 @@ class Fp32:
 
     def decode(self, state: State) -> Tensor:
         return state[""]
+
+    def encode(self, x: Tensor) -> Stored:
+        return {"": x}
 
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         moment = beta * state[""] + (1 - beta) * x
@@ -96,6 +105,9 @@ class Bf16:
     def decode(self, state: State) -> Tensor:
         return state[""].float()
 
+    def encode(self, x: Tensor) -> Stored:
+        return {"": x.bfloat16()}
+
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         moment = (beta * state[""].float()).bfloat16() + ((1 - beta) * x).bfloat16()
         return moment.float(), {"": moment}
@@ -116,6 +128,10 @@ class Bf16Pair:
 
     def decode(self, state: State) -> Tensor:
         return state[""].float() + state[".low"].float()
+
+    def encode(self, x: Tensor) -> Stored:
+        high = x.bfloat16()
+        return {"": high, ".low": (x - high.float()).bfloat16()}
 
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         factor = [state[""].new_tensor(part) for part in collage.bf16_pair(beta)]
@@ -214,9 +230,11 @@ class Master:
     def decode(self, weight: Tensor, state: State) -> Tensor:
         return state.get("", weight)
 
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
+        return (master, {}) if dtype == torch.float32 else (nearest_bf16(master), {"": master})
+
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
-        master = self.decode(weight, state) + update
-        return (nearest_bf16(master), {"": master}) if state else (master, {})
+        return self.encode(self.decode(weight, state) + update, weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -234,19 +252,25 @@ class Remainder:
         """The number of low bits of fp32 that are not stored."""
         return 16 - self.bits
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int16 if self.bits == 16 else torch.int8
+
     def initial(self, weight: Tensor) -> Stored:
-        dtype = torch.int16 if self.bits == 16 else torch.int8
-        return {".remainder": torch.zeros_like(weight, dtype=dtype)}
+        return {".remainder": torch.zeros_like(weight, dtype=self.dtype)}
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
         # a negative remainder means that the weight was rounded up: adding it undoes that
         high = weight.view(torch.int16).int() << 16
         return (high + (state[".remainder"].int() << self.shift)).view(torch.float32)
 
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
+        rounded = _round_bits(master, self.shift)
+        low = ((rounded << 16) >> (16 + self.shift)).to(self.dtype)
+        return nearest_bf16(rounded.view(torch.float32)), {".remainder": low}
+
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
-        master = _round_bits(self.decode(weight, state) + update, self.shift)
-        low = ((master << 16) >> (16 + self.shift)).to(state[".remainder"].dtype)
-        return nearest_bf16(master.view(torch.float32)), {".remainder": low}
+        return self.encode(self.decode(weight, state) + update, weight.dtype)
 
 
 MASTER16 = TensorScaled(torch.float16)
@@ -266,9 +290,11 @@ class TensorScaledMaster:
     def decode(self, weight: Tensor, state: State) -> Tensor:
         return MASTER16.decode(state)
 
-    def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
-        master = self.decode(weight, state) + update
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
         return nearest_bf16(master), MASTER16.encode(master)
+
+    def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
+        return self.encode(self.decode(weight, state) + update, weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -282,6 +308,9 @@ class Direct:
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
         return weight.float()
+
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
+        return nearest_bf16(master), {}
 
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
         return weight + update.bfloat16(), {}
@@ -298,6 +327,10 @@ class Kahan:
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
         return weight.float() + state[".compensation"].float()
+
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
+        high, low = _halves(master)
+        return high, {".compensation": low}
 
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
         total = update.bfloat16() + state[".compensation"]
@@ -317,9 +350,19 @@ class Pair:
     def decode(self, weight: Tensor, state: State) -> Tensor:
         return weight.float() + state[".low"].float()
 
+    def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
+        high, low = _halves(master)
+        return high, {".low": low}
+
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
         high, low = collage.grow(weight, state[".low"], update.bfloat16())
         return high, {".low": low}
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 x as two BF16 numbers: the nearest, and the nearest to what is left."""
+    high = nearest_bf16(x)
+    return high, (x - high.float()).bfloat16()
 
 
 def nearest_bf16(x: Tensor) -> Tensor:

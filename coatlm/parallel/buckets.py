@@ -13,7 +13,8 @@ the same way. Weights that are all-gathered in FP8 share buckets only with each 
 
 Gradients are zeroed at the start of a step, except those of parameters with an attribute
 `main_grad_stale`: their wgrad GEMM reads that attribute and overwrites the stale gradient instead
-of adding to it.
+of adding to it. While such a parameter has `main_grad_accumulates`, because a layer that fell back
+to BF16 has another wgrad GEMM, its gradient is zeroed as well.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class Bucket:
     def clear(self) -> None:
         """Discard all gradients: mark those of `overwritten` as stale and zero the others."""
         for param in self.overwritten:
-            param.main_grad_stale = True  # type: ignore[attr-defined]
+            accumulates = getattr(param, "main_grad_accumulates", False)
+            param.main_grad_stale = not accumulates  # type: ignore[attr-defined]
+            if accumulates:
+                param.main_grad.zero_()  # type: ignore[attr-defined]
         if self.zeroed:
             torch._foreach_zero_(self.zeroed)
 

@@ -48,13 +48,14 @@ class MicrobatchGraphs:
     """Runs microbatches as CUDA graphs; see the module's docstring.
 
     While `paused`, microbatches run eagerly and nothing is captured, for steps that differ from the
-    others, such as the calibration of delayed scales.
+    others, such as the calibration of delayed scales. While `observed`, that holds for the first
+    microbatch of a step, whose numerics are measured.
     """
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
         model.weights.in_forward = model.weights.enabled and model.weights.overlap
-        self.paused = False
+        self.paused = self.observed = False
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
         self.inputs: Batch = {}
@@ -71,8 +72,9 @@ class MicrobatchGraphs:
             # also after an evaluation has gathered: the graph gathers again
             model.weights.due = True
         with nullcontext() if kind.reduces else model.no_sync():
-            if self.paused or kind not in self.warm:
-                if not self.paused:
+            eager = self.paused or (first and self.observed)
+            if eager or kind not in self.warm:
+                if not eager:
                     self.warm.add(kind)
                 return self._eager(inputs)
             if kind not in self.graphs:
@@ -81,6 +83,13 @@ class MicrobatchGraphs:
                 self.graphs[kind] = CapturedMicrobatch(graph, loss, model.traffic.sent - sent)
                 model.traffic.sent = sent
             return self._replay(self.graphs[kind], inputs, kind)
+
+    def reset(self) -> None:
+        """Capture again: layers compute otherwise, and their new kernels have to be compiled."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the memory of a graph that still runs must not be reused
+        self.close()
+        self.warm.clear()
 
     def close(self) -> None:
         """Release the graphs: NCCL does not destroy communicators that a graph has captured."""

@@ -4,12 +4,15 @@ Every shard is written as rectangles of logical tensors (`regions`), so a checkp
 on how many ranks wrote it. Moments that are quantized in blocks of 128 elements are stored as codes
 and scales; where tensor parallelism splits a matrix so that blocks cross the ends of rows, loading
 into another tensor-parallel layout decodes them and encodes them again (`reblock`).
+
+States in the formats of another optimizer recipe are loaded into an optimizer over the same shards
+that has that recipe; the caller converts them between the load and the all-gather of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ class ZeroCheckpoint:
             bucket: block_regions_of(bucket, regions, zero.groups.tp)
             for bucket, regions in zero.regions.items()
         }
+        self.loaded: Any = zero.optimizer  # the optimizer whose states a load fills
         self.reblocked: list[tuple[Bucket, dict[str, Tensor], Reblock]] = []
 
     def tensors_to_save(self) -> list[ShardedTensor]:
@@ -44,15 +48,21 @@ class ZeroCheckpoint:
         """
         for chunk in self.zero.chunks:
             chunk.finish_param_sync()
-        return [*self._weights(whole=False), *self._states()]
+        return [*self._weights(whole=False), *self._states(self.zero.optimizer)]
 
     def tensors_to_load(
-        self, flat_blocks: FlatBlocks | None = None, *, weights_only: bool = False
+        self,
+        flat_blocks: FlatBlocks | None = None,
+        *,
+        weights_only: bool = False,
+        states_of: Any = None,
     ) -> list[ShardedTensor]:
         """All local weights and this rank's states, which a load fills in place.
 
         `flat_blocks` is the result of `flat_blocks()` in the run that wrote the checkpoint. Moments
         stored in other blocks are loaded into buffers, which `finish_load` converts to states.
+        `states_of` is an optimizer over the same shards in whose formats the states are stored, and
+        which they fill; None: the run's own.
         """
         for chunk in self.zero.chunks:
             chunk.finish_param_sync()
@@ -62,22 +72,30 @@ class ZeroCheckpoint:
         moved: set[tuple[Bucket, nn.Parameter]] = set()
         pieces: list[ShardedTensor] = []
         self.reblocked = []
-        for bucket, states in zip(self.zero.owned, self.zero.optimizer.states, strict=True):
+        self.loaded = self.zero.optimizer if states_of is None else states_of
+        for bucket, states in zip(self.zero.owned, self.loaded.states, strict=True):
             for param in bucket.params:
                 for reblock, flat in self._reblocks(bucket, param, flat_blocks):
                     moved.add((bucket, param))
                     pieces += reblock.pieces(flat)
                     self.reblocked.append((bucket, states, reblock))
-        return [*weights, *self._states(moved), *pieces]
+        return [*weights, *self._states(self.loaded, moved), *pieces]
 
-    def finish_load(self) -> None:
-        """Convert moments loaded in other blocks, and all-gather the FP8 weights."""
-        codec = self.zero.optimizer.decode_parts, self.zero.optimizer.encode_parts
+    def finish_load(self, convert: Callable[[], None] | None = None) -> None:
+        """Convert moments loaded in other blocks, call `convert`, and all-gather the weights that
+        other ranks do not have as this one does.
+
+        `convert` sets this rank's shards and states from those of `states_of`.
+        """
+        codec = self.loaded.decode_parts, self.loaded.encode_parts
         for bucket, states, reblock in self.reblocked:
             reblock.finish(bucket, states, *codec)
         self.reblocked = []
+        if convert is not None:
+            convert()
+        self.loaded = self.zero.optimizer
         # other ranks compute with the FP8 codes of this rank's weights, not with what they loaded
-        if any(bucket.fp8 for bucket in self.zero.buckets):
+        if convert is not None or any(bucket.fp8 for bucket in self.zero.buckets):
             for chunk in self.zero.chunks:
                 chunk.start_param_sync()
 
@@ -116,7 +134,7 @@ class ZeroCheckpoint:
         A collective call.
         """
         mine: dict[str, tuple[int, Extents]] = {}
-        if self._blocked():
+        if self._blocked(self.zero.optimizer):
             for bucket in self.zero.buckets:
                 for param in bucket.params:
                     extents = self._flat_extents(bucket, param)
@@ -128,10 +146,10 @@ class ZeroCheckpoint:
                 found.setdefault(key, {})[shard] = extents
         return {key: [shards[i] for i in sorted(shards)] for key, shards in sorted(found.items())}
 
-    def _blocked(self) -> dict[str, dict[str, tuple[torch.dtype, bool]]]:
+    def _blocked(self, optimizer: Any) -> dict[str, dict[str, tuple[torch.dtype, bool]]]:
         """The moments in blocks: name -> suffix -> (dtype, one element per block)."""
         found: dict[str, dict[str, tuple[torch.dtype, bool]]] = {}
-        for states, bucket in zip(self.zero.optimizer.states[:1], self.zero.owned[:1], strict=True):
+        for states, bucket in zip(optimizer.states[:1], self.zero.owned[:1], strict=True):
             size = bucket.owned[1] - bucket.owned[0]
             for full, tensor in states.items():
                 name, dot, suffix = full.partition(".")
@@ -170,7 +188,7 @@ class ZeroCheckpoint:
             if len(there) == shards and there[self._shard_of(here)] == here:
                 return
         extents = whole_extents(inside) if there is None else there
-        for name, like in self._blocked().items():
+        for name, like in self._blocked(self.loaded).items():
             yield Reblock.plan(name, (start, stop), inside, extents, like), there is not None
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
@@ -180,11 +198,11 @@ class ZeroCheckpoint:
                 yield from self._pieces(region, bucket.weights, 0, bounds, "")
 
     def _states(
-        self, moved: Container[tuple[Bucket, nn.Parameter]] = ()
+        self, optimizer: Any, moved: Container[tuple[Bucket, nn.Parameter]] = ()
     ) -> Iterator[ShardedTensor]:
         """The states, without the block-quantized moments of `moved` parameters."""
-        blocked = self._blocked()
-        for bucket, states in zip(self.zero.owned, self.zero.optimizer.states, strict=True):
+        blocked = self._blocked(optimizer)
+        for bucket, states in zip(self.zero.owned, optimizer.states, strict=True):
             bounds = bucket.owned
             for name, tensor in states.items():
                 prefix = f"optimizer.state.{name}."

@@ -1,8 +1,9 @@
 """Compare a checkpoint's configuration and data with those of the run that resumes from it.
 
-A run may resume with another learning rate, layout or batch size. Other data, another split, seed
-or tokenizer make it a different run: validation text could leak into training, or samples repeat.
-Such a change is an error unless `checkpoint.allow_changes` names it.
+A run may resume with another learning rate, layout or batch size. Other data, another split,
+packing, seed or tokenizer make it a different run: validation text could leak into training, or
+samples repeat. Such a change is an error unless `checkpoint.allow_changes` names it. So is another
+optimizer recipe, whose states a resumed run converts (`optim.convert`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coatlm.config import Config, ConfigError, dotted
+from coatlm.config import Config, ConfigError, RopeScaling, dotted
 from coatlm.data.identity import SourceIdentity, describe_identity
 from coatlm.train.checkpoint import CheckpointError
 
 # keys whose change is not reported: names, paths, logging and checkpointing
 SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "checkpoint.", "log.")
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
-FIXED = ("data.split", "run.seed")  # a change is refused, as of the data and the tokenizer
+# a change of these is refused, as of the data and the tokenizer
+FIXED = ("data.split", "data.packing", "run.seed", "optim.recipe")
 Change = tuple[Any, Any]  # old, new
 
 
@@ -29,13 +31,26 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, Change]:
     A key missing from a checkpoint of an older version counts as having its default.
     """
     defaults = dict(dotted(Config().model_dump(mode="json")))
-    old = defaults | dict(dotted(saved))
+    old = defaults | dict(dotted(_with_scaling(saved)))
     new = dict(dotted(config.model_dump(mode="json")))
     return {
         key: (old.get(key), value)
         for key, value in new.items()
         if not key.startswith(SILENT) and old.get(key) != value
     }
+
+
+def _with_scaling(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add keys of model.rope_scaling that a checkpoint of an older version lacks."""
+    model = saved.get("model")
+    scaling = model.get("rope_scaling") if isinstance(model, Mapping) else None
+    if not isinstance(scaling, Mapping):
+        return saved
+    try:
+        full = RopeScaling.model_validate(scaling).model_dump(mode="json")
+    except ValueError:  # it differs from every valid configuration, which is then reported
+        return saved
+    return {**saved, "model": {**(model or {}), "rope_scaling": full}}
 
 
 def check_changes(
@@ -49,13 +64,13 @@ def check_changes(
     """Describe each difference from the checkpoint at `path` in a line `key: old -> new`.
 
     `tokenizer` is the tokenizer's fingerprint. Raises CheckpointError (exit code 4) for another
-    model or optimizer recipe, which the stored tensors do not fit, and ConfigError (exit code 2)
-    for a change of data, split, seed or tokenizer that checkpoint.allow_changes does not name.
+    model, which the stored tensors do not fit, and ConfigError (exit code 2) for a change of data,
+    split, packing, seed, tokenizer or optimizer recipe that checkpoint.allow_changes does not name.
     """
     keys = changed_keys(state["config"], config)
-    check_same_model(path, keys, weights_only=False)
+    check_same_model(path, keys)
     refused = {key: keys.pop(key) for key in FIXED if key in keys}
-    if state["tokenizer"] != tokenizer:
+    if state["tokenizer"] and state["tokenizer"] != tokenizer:  # empty: converted without one
         old = state["config"]["data"]["tokenizer"]
         refused["data.tokenizer"] = (
             f"{old} (fingerprint {str(state['tokenizer'])[:8]})",
@@ -80,12 +95,12 @@ def check_changes(
     return [f"{key}: {_arrow(change)}" for key, change in {**refused, **keys}.items()]
 
 
-def check_same_model(path: Path, keys: Mapping[str, Change], *, weights_only: bool) -> None:
-    """Raise CheckpointError with the field's name if the stored tensors do not fit the model."""
+def check_same_model(path: Path, keys: Mapping[str, Change]) -> None:
+    """Raise CheckpointError with the field's name if the stored weights do not fit the model."""
     for key, (old, new) in keys.items():
         section, _, name = key.partition(".")
-        fixed = (section == "model" and name != "spec") or key == "optim.recipe"
-        if fixed and not (weights_only and section == "optim"):
+        other_dtype = key == "precision.recipe" and "fp32" in (old, new)  # else BF16 weights
+        if (section == "model" and name != "spec") or other_dtype:
             raise CheckpointError(
                 f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration; "
                 "its tensors do not fit"

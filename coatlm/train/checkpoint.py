@@ -37,6 +37,7 @@ from coatlm.train.find_checkpoint import (
     CHECKPOINTS,
     check_resume,
     find_checkpoint,
+    named_checkpoint,
     read_state,
     saved_config,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "check_resume",
     "find_checkpoint",
     "load",
+    "named_checkpoint",
     "read_state",
     "read_tensors",
     "saved_config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,19 @@ def find_checkpoint(
     if broken:
         raise CheckpointError(f"no intact checkpoint: {'; '.join(broken)}")
     return None
+
+
+def named_checkpoint(path: Path, log: logging.Logger) -> Path:
+    """A checkpoint, or the newest intact one of a run, that a command line names.
+
+    Raises ValueError if there is no such directory, and CheckpointError as `find_checkpoint`.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such directory")
+    named = os.path.join(".", path)  # a path even if it is named auto or none
+    found = find_checkpoint(named, path, log)
+    assert found is not None  # a path was given
+    return found
 
 
 def check_resume(resume: str, directory: Path) -> None:

@@ -15,11 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.data.dataset import BatchIterator, Datasets, microbatches
-from coatlm.model.numerics import Probe
+from coatlm.model.numerics import Probe, Record
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups
 from coatlm.platform import device
@@ -106,12 +107,16 @@ class Loop:
         rate = learning_rate(run.step, config.optim, config.train.steps)
         observe = partial(self._log_states, rate) if self._states_due() else None
         placed = self.trainer.place(batches)
-        due = self._numerics_due()
-        with self.trainer.watch_numerics() if due else nullcontext() as probes:
+        due, guarded = self._numerics_due(), self._guard_due()
+        watch = self.trainer.watch_numerics(sampled=not due) if due or guarded else nullcontext()
+        with watch as probes:
             loss, norm = self.trainer.train_step(placed, rate, observe=observe)
         self._lost()
         if probes is not None:
-            self._log_numerics(probes)
+            records = self._log_numerics(probes) if due else self.trainer.measure_numerics(probes)
+            if guarded and self.trainer.guard is not None:
+                findings = self.trainer.guard.observe(records, self.groups.control)
+                self.metrics.log_guard(run.step + 1, findings)
         run.pending.append((loss, norm, self.trainer.spike))
         run.step += 1
         run.samples += config.train.global_batch
@@ -131,6 +136,7 @@ class Loop:
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
                 comm_bytes=self.trainer.comm_bytes,
+                guard=None if self.trainer.guard is None else self.trainer.guard.counts(),
             )
 
     def _slowest(self) -> dict[str, Any] | None:
@@ -163,14 +169,19 @@ class Loop:
         every = self.config.log.numerics_every
         return bool(every) and (self.run.step + 1) % every == 0
 
-    def _log_numerics(self, probes: dict[int, Probe]) -> None:
-        """Log the quantization errors that the probes measured in this step.
+    def _guard_due(self) -> bool:
+        every = self.config.precision.guard_every
+        return self.trainer.guard is not None and (self.run.step + 1) % every == 0
+
+    def _log_numerics(self, probes: dict[int, Probe]) -> list[Record]:
+        """Log and return what the probes measured in this step; the list is empty where dp > 0.
 
         The report is excluded from the throughput; the probes inside the step are not.
         """
         with self.metrics.throughput.paused():
             records = self.trainer.measure_numerics(probes)
         self.metrics.log_numerics(self.run.step + 1, records)
+        return records
 
     def _fetch(self) -> tuple[float, float]:
         """Fetch the losses and gradient norms since the last call; waits for the device.
@@ -191,16 +202,19 @@ class Loop:
         )
 
     def _evaluate(self) -> None:
-        """Log the validation loss, over the same batches in every evaluation."""
+        """Log the mean validation loss per token, of the same batches in every evaluation."""
         assert self.data.validation is not None
         with self.metrics.throughput.paused():
-            losses = []
+            losses, tokens = [], []
             for index in range(self.config.train.eval_batches):
                 first = index * self.config.train.global_batch
                 batches = list(microbatches(self.data.validation, first, **self._share()))
+                tokens.append(torch.stack([batch["loss_mask"].sum() for batch in batches]).sum())
                 losses.append(self.trainer.evaluate(self.trainer.place(batches)))
                 self.watchdog.beat()
-            loss = float(torch.stack(losses).mean())
+            counted = torch.stack(tokens).double()
+            dist.all_reduce(counted, group=self.groups.dp_cp)  # of whole samples: cp times the sum
+            loss = float((torch.stack(losses) * counted).sum() / counted.sum().clamp(min=1))
         self._lost()
         self.metrics.log_eval(self.run.step, loss)
 

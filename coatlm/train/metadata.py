@@ -12,12 +12,12 @@ import io
 import math
 import pickle  # nosec B403 # an allow-list of types only
 import pickletools  # nosec B403 # it parses pickles and executes nothing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from coatlm.console import in_bytes
@@ -25,19 +25,25 @@ from coatlm.train.manifest import CheckpointError, read_checkpoint_manifest
 from coatlm.train.reports import error_line
 
 
-def read_metadata(checkpoint: Path) -> Metadata:
-    """Read the metadata of a checkpoint.
+def read_metadata(checkpoint: Path, files: Collection[str] | None = None) -> Metadata:
+    """Read the metadata of a checkpoint, whose files are those in its manifest.
 
+    `files` are those of a checkpoint without one, which megatron-core has written; it may describe
+    entries other than tensors, which coatlm does not read.
     Raises CheckpointError for other types, files outside the checkpoint, and tensors larger than
     the files.
     """
-    files = read_checkpoint_manifest(checkpoint).files
+    unpickler: type[_Unpickler] = _Unpickler
+    if files is None:
+        files = read_checkpoint_manifest(checkpoint).files
+    else:
+        unpickler = _ForeignUnpickler
     path = checkpoint / ".metadata"
     try:
         pickled = path.read_bytes()
         _check_claims(pickled)
         # from memory: a frame that declares too many bytes then allocates nothing
-        content = _Unpickler(io.BytesIO(pickled)).load()
+        content = unpickler(io.BytesIO(pickled)).load()
         if not isinstance(content, Metadata):
             raise CheckpointError(f"a {type(content).__name__}, not metadata")
         places = content.storage_data.values()
@@ -107,3 +113,16 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         raise CheckpointError(f"{module}.{name} is not a part of metadata, refused")
+
+
+class _ForeignUnpickler(_Unpickler):
+    """Also the types that megatron-core adds: objects of torch.save, and the plans of all ranks."""
+
+    ALLOWED: ClassVar[Mapping[tuple[str, str], Any]] = {
+        **_Unpickler.ALLOWED,
+        (metadata.__name__, "BytesStorageMetadata"): metadata.BytesStorageMetadata,
+        (planner.__name__, "SavePlan"): planner.SavePlan,
+        (planner.__name__, "WriteItem"): planner.WriteItem,
+        (planner.__name__, "WriteItemType"): planner.WriteItemType,
+        (planner.__name__, "TensorWriteData"): planner.TensorWriteData,
+    }

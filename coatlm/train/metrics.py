@@ -5,13 +5,16 @@
                     tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp,cp}[_FORMAT]
                     (cp with parallel.cp > 1);
                     after an evaluation step val_loss val_ppl;
-                    with several ranks slowest: {rank phase ms median_ms} (train.stragglers)
+                    with several ranks slowest: {rank phase ms median_ms} (train.stragglers);
+                    with precision.guard guard_bf16_layers guard_findings, and a line per finding:
+                    step layer tensor measure value limit action (train.guard)
     states.jsonl    with log.states_every, the rounding errors of stored weights and moments: step
                     and the values of optim.edq.to_metrics
     numerics.jsonl  with log.numerics_every, the quantization errors in the layers: step and the
                     values of model.numerics.report, one line per layer and tensor
-    tb/             with log.tensorboard, the records of metrics.jsonl as TensorBoard events;
-                    log.wandb_project sends the same to Weights & Biases
+    tb/             with log.tensorboard, the records of metrics.jsonl as TensorBoard events; a
+                    finding is the value of guard_layerN_TENSOR_MEASURE; log.wandb_project sends the
+                    same to Weights & Biases
 
 Steps count from 1: `step` is the number of updates done. null means unknown (mfu and memory on a
 CPU). NaN and Inf are written as null too, because JSON has neither; a line with such values has a
@@ -41,6 +44,7 @@ from tqdm import tqdm
 
 from coatlm.config import Config
 from coatlm.model import accounting
+from coatlm.train.guard import Finding
 from coatlm.train.run_directory import METRICS, NUMERICS, STATES, Record, repair_metrics
 from coatlm.train.sinks import Console, JsonLines, Sink, TensorBoard, Wandb
 
@@ -168,6 +172,7 @@ class MetricsLogger:
         peak_mem_gib: float | None = None,
         comm_bytes: Mapping[str, int] | None = None,
         slowest: Record | None = None,
+        guard: Mapping[str, int] | None = None,
     ) -> None:
         """Write the record of update `step`. Call it after `advance`, with values already fetched.
 
@@ -193,6 +198,7 @@ class MetricsLogger:
                 "peak_mem_gib": peak_mem_gib,
                 "skipped": skipped,
                 **(comm_bytes or {}),
+                **(guard or {}),
                 **({} if slowest is None else {"slowest": slowest}),
             }
         )
@@ -213,6 +219,16 @@ class MetricsLogger:
                 sink.write(
                     {"step": step + 1, "rolled_back_from": failed_step, "left_out": list(left_out)}
                 )
+
+    def log_guard(self, step: int, findings: Iterable[Finding]) -> None:
+        """Write the findings of precision.guard in update `step`, to all sinks but the console."""
+        for finding in findings:
+            name = f"guard_layer{finding.layer}_{finding.tensor}_{finding.measure}"
+            for sink in self.sinks:
+                if isinstance(sink, JsonLines):
+                    sink.write({"step": step, **finding.record()})
+                elif not isinstance(sink, Console):
+                    sink.write({"step": step, name: finding.value})
 
     def log_states(self, step: int, values: Record) -> None:
         """Write the rounding errors of the states stored by update `step` to states.jsonl."""

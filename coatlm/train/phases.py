@@ -6,12 +6,16 @@ import torch
 
 from coatlm.config import Config, ConfigError
 from coatlm.data.dataset import Datasets
+from coatlm.data.tokenizer import Tokenizer
+from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
 from coatlm.train.agreement import Peers
 from coatlm.train.faults import FLIGHT
+from coatlm.train.hf_weights import check_huggingface
+from coatlm.train.manifest import newest_first
 from coatlm.train.resume import Origin, archive_attempt
 from coatlm.train.run_directory import read_environment, write_config, write_environment
 from coatlm.train.setup import (
@@ -39,10 +43,15 @@ def join(config: Config, launch: Launch) -> Peers:
     return Peers(launch.rank, hosts, control)
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
     """Check the trackers and checkpoint.resume, on rank 0. Raises ConfigError."""
     check_trackers(config.log)
-    checkpoint.check_resume(config.checkpoint.resume, config.run.dir / checkpoint.CHECKPOINTS)
+    directory = config.run.dir / checkpoint.CHECKPOINTS
+    source = hf_directory(config.checkpoint.resume)
+    if source is None:
+        checkpoint.check_resume(config.checkpoint.resume, directory)
+    elif not newest_first(directory):
+        check_huggingface(source, config, tokenizer, vocab)
 
 
 def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:

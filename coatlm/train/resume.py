@@ -4,7 +4,7 @@ A start resumes from
 
     1. the newest intact checkpoint of the run   unless checkpoint.resume is `none`, or the PATH of
                                                  an earlier checkpoint of the run to go back to
-    2. checkpoint.resume=PATH                    if the run has no checkpoint
+    2. checkpoint.resume=PATH or hf:DIR          if the run has no checkpoint
     3. newly initialized weights
 
 So the command that started a run also continues it, in a requeued job or when a launcher repeats it
@@ -17,17 +17,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import Tensor
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config, ConfigError, Optim
 from coatlm.data.identity import SourceIdentity
+from coatlm.hf.run_config import hf_directory
+from coatlm.optim.convert import convert_states_, optimizer_on_host
 from coatlm.train import attempts, checkpoint
 from coatlm.train.agreement import Group
 from coatlm.train.changes import changed_keys, check_changes, check_same_model
 from coatlm.train.faults import NonFiniteGuard
+from coatlm.train.guard import restore_guard
+from coatlm.train.hf_weights import load_huggingface
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 
@@ -70,6 +75,7 @@ class Origin:
     path: Path | None  # a checkpoint; None: newly initialized weights
     own: bool = False  # it is one of the run's own, so the run's records continue
     back: bool = False  # it is not the run's newest, so the run goes back to it
+    huggingface: Path | None = None  # in place of `path`: a directory of which weights are loaded
 
 
 def state_to_save(
@@ -90,6 +96,7 @@ def state_to_save(
         "skipped_in_row": run.guard.in_row,
         "left_out": run.left_out,
         "window": run.window,
+        "guard": None if trainer.guard is None else trainer.guard.state(),
         "spikes": None if trainer.spikes is None else trainer.spikes.state(),
         "tokenizer": tokenizer,
         "data": data,
@@ -114,6 +121,8 @@ def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Orig
     if own is None:
         if request in ("auto", "none"):
             return Origin(None)
+        if (source := hf_directory(request)) is not None:
+            return Origin(None, huggingface=source)
         return Origin(checkpoint.find_checkpoint(request, directory, logger, group))
     if request in ("auto", "none"):
         return Origin(own, own=True)
@@ -155,11 +164,13 @@ def resume(
     any file of the run is moved or overwritten.
     """
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
+    if origin.huggingface is not None:
+        load_huggingface(origin.huggingface, trainer)
     if origin.path is None:
         return origin
     state = read_run_state(origin.path)
     if config.checkpoint.weights_only and not origin.own:
-        check_same_model(origin.path, changed_keys(state["config"], config), weights_only=True)
+        check_same_model(origin.path, changed_keys(state["config"], config))
         _check_tokenizer(origin.path, state, config, tokenizer)
         restore(origin.path, state, trainer, run, weights_only=True)
         return origin
@@ -201,21 +212,32 @@ def restore(
     """Load the checkpoint at `path`, which is of the same model, into `trainer` and `run`.
 
     Its .distcp files give weights and optimizer states, or with `weights_only` the weights alone;
-    the optimizer states are then initialized from them. `state`, the content of its state.json,
-    gives counters and scales; `weights_only` leaves `run` unchanged.
+    the optimizer states are then initialized from them. States of another recipe are converted.
+    `state`, the content of its state.json, gives counters and scales; `weights_only` leaves `run`
+    unchanged.
     """
-    zero = trainer.zero_checkpoint
-    tensors = zero.tensors_to_load(state.get("flat_groups"), weights_only=weights_only)
+    zero, optimizer = trainer.zero_checkpoint, trainer.optimizer.optimizer
+    source, convert = None, None
+    recipe = state["config"]["optim"].get("recipe", Optim().recipe)
+    if recipe != trainer.config.optim.recipe and not weights_only:
+        source = optimizer_on_host(optimizer, recipe)
+        convert = partial(convert_states_, optimizer, source)
+    tensors = zero.tensors_to_load(
+        state.get("flat_groups"), weights_only=weights_only, states_of=source
+    )
     checkpoint.load(path, tensors, trainer.groups.checkpoint, allow_extra=weights_only)
-    zero.finish_load()
+    zero.finish_load(convert)
     if weights_only:
-        trainer.optimizer.optimizer.reload_from_weights()
+        optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
     zero.set_automatic_scales(state.get("automatic_scales", {}))
+    restore_guard(trainer.guard, state.get("guard"), trainer.config)
     if trainer.scales is not None:
-        trainer.scales.restore(state.get("gradient_amaxes", {}))
-    trainer.optimizer.optimizer.step_count.fill_(state["updates"])
+        trainer.scales.restore(state.get("gradient_amaxes", {}), idle=trainer.fallen)
+    if trainer.noise is not None:
+        trainer.noise.step = state["step"]
+    optimizer.step_count.fill_(state["updates"])
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)
     run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]
@@ -242,8 +264,11 @@ def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:
 
 
 def _check_tokenizer(path: Path, state: Mapping[str, Any], config: Config, tokenizer: str) -> None:
-    """Raise CheckpointError if the weights were trained with another tokenizer."""
-    if state["tokenizer"] != tokenizer:
+    """Raise CheckpointError if the weights were trained with another tokenizer.
+
+    A checkpoint that was converted without a tokenizer has an empty fingerprint.
+    """
+    if state["tokenizer"] and state["tokenizer"] != tokenizer:
         raise checkpoint.CheckpointError(
             f"{path}: trained with another tokenizer than data.tokenizer={config.data.tokenizer}"
         )

@@ -19,7 +19,7 @@ import json
 import math
 import pickle  # nosec B403 # for UnpicklingError only
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -69,10 +75,13 @@ def write_tensors(
         raise CheckpointError(describe_failures(reasons, size)) from error
 
 
-def write_layout(directory: Path) -> None:
-    """Write common.pt and metadata.json, by which megatron-core recognizes its checkpoints."""
+def write_layout(directory: Path, content: Mapping[str, Any] | None = None) -> None:
+    """Write common.pt and metadata.json, by which megatron-core recognizes its checkpoints.
+
+    `content` is that of common.pt, which coatlm itself does not read.
+    """
     common = io.BytesIO()
-    torch.save({}, common)
+    torch.save(dict(content or {}), common)
     write_file(directory / "common.pt", common.getvalue())
     layout = CheckpointingConfig(sharded_backend="torch_dist")
     write_file(directory / "metadata.json", json.dumps(asdict(layout)).encode())
@@ -102,10 +111,13 @@ def load(
 
 
 class StoredTensors:
-    """The global tensors of a checkpoint: their types and shapes, and each tensor on request."""
+    """The global tensors of a checkpoint: their types and shapes, and each tensor on request.
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._reader = _Reader(checkpoint)
+    `files` are those of a checkpoint without a manifest, which megatron-core has written.
+    """
+
+    def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:
+        self._reader = _Reader(checkpoint, files)
         self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             key: (stored.properties.dtype, tuple(stored.size))
             for key, stored in sorted(self._reader.tensors().items())
@@ -117,6 +129,19 @@ class StoredTensors:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         _fill(self._reader, {key: tensor})
         return tensor
+
+    def read_layer(self, key: str, layer: int) -> Tensor:
+        """Read [layer] of a tensor to the host. Raises CheckpointError if parts are missing."""
+        dtype, shape = self.described[key]
+        tensor = torch.empty((1, *shape[1:]), dtype=dtype, device="cpu")
+        corner = (layer, *(0 for _ in shape[1:]))
+        part = ShardedTensor(key, tensor, dtype, tuple(tensor.shape), shape, corner, None)
+        _fill(self._reader, _by_key([part]))
+        return tensor[0]
+
+    def read_object(self, key: str) -> bytes | None:
+        """The bytes of an object that is no tensor, or None if there is none of that name."""
+        return self._reader.read_object(key)
 
 
 def read_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
@@ -130,15 +155,19 @@ def write_one_by_one(
     directory: Path,
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     make: Callable[[str], Tensor],
+    *,
+    nothing: Iterable[str] = (),
 ) -> None:
     """Write whole tensors from one process, one at a time; `make(key)` computes each of them.
 
-    A tensor is freed once it is written. Raises CheckpointError, an OSError of the disk, or the
-    ValueError of `make`.
+    A tensor is freed once it is written. `nothing` are the keys of objects that megatron-core asks
+    for, each a list of None. Raises CheckpointError, an OSError of the disk, or the ValueError of
+    `make`.
     """
-    empty = {
+    empty: dict[str, Any] = {
         key: torch.empty(shape, dtype=t, device="meta") for key, (t, shape) in described.items()
     }
+    empty |= {key: [None] for key in nothing}
     planner = _MakingPlanner(make)
     try:
         save(empty, storage_writer=_Writer(directory), planner=planner, no_dist=True)
@@ -239,15 +268,16 @@ class _SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         for item in plan.items:  # a property of the host copy that is written, not of the tensor
-            assert item.tensor_data is not None
-            item.tensor_data.properties.pin_memory = False
+            if item.tensor_data is not None:  # else an object
+                item.tensor_data.properties.pin_memory = False
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         sizes: dict[str, int] = {}
         covered: Counter[str] = Counter()
         for item in (item for plan in all_plans for item in plan.items):
-            assert item.tensor_data is not None
+            if item.tensor_data is None:  # an object
+                continue
             sizes[item.index.fqn] = math.prod(item.tensor_data.size)
             covered[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
         for key, size in sizes.items():
@@ -267,12 +297,13 @@ class _MakingPlanner(_SavePlanner):
         self._make = make
         self._written = torch.empty(0)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.tensor_data is None:
+            return super().resolve_data(write_item)
         self._written.untyped_storage().resize_(0)
         tensor = self._make(write_item.index.fqn).contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()
-        assert write_item.tensor_data is not None
         assert tensor.shape == write_item.tensor_data.size
         assert tensor.dtype == write_item.tensor_data.properties.dtype
         self._written = tensor
@@ -305,17 +336,34 @@ class _Writer(filesystem.FileSystemWriter):
 class _Reader(filesystem.FileSystemReader):
     """Reads an untrusted checkpoint."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:
         super().__init__(checkpoint)
+        self._files = files
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`, once. Raises CheckpointError for types that are not allowed."""
         if self._metadata is None:
-            self._metadata = read_metadata(Path(self.path))
+            self._metadata = read_metadata(Path(self.path), self._files)
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """The stored tensors by key."""
         stored = self.read_metadata().state_dict_metadata
         return {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+
+    def read_object(self, key: str) -> bytes | None:
+        """The stored bytes of an object. Raises CheckpointError if the file is shorter."""
+        metadata = self.read_metadata()
+        if not isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+            return None
+        place = (metadata.storage_data or {}).get(MetadataIndex(key))
+        if place is None:
+            raise CheckpointError(f"{key}: the checkpoint does not say where it is stored")
+        path, start, length = Path(self.path) / place.relative_path, place.offset, place.length
+        ends = type(start) is type(length) is int and 0 <= start <= start + length
+        if not ends or start + length > path.stat().st_size:
+            raise CheckpointError(f"{path} is damaged ({key} is said to lie outside)")
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)

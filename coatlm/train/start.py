@@ -72,7 +72,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     peers.agree(lambda: check_size(config, launch, vocab))
     peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))
     lock = peers.agree(lambda: take_lock(config.run.dir, stack) if launch.rank == 0 else None)
-    peers.agree(lambda: check_inputs(config) if launch.rank == 0 else None)
+    peers.agree(lambda: check_inputs(config, tokenizer, vocab) if launch.rank == 0 else None)
     peers.agree(lambda: start_logging(config.run.dir, launch.rank))
     if lock is not None and lock.earlier is not None:
         logger.warning("took over the run directory from %s, which no longer runs", lock.earlier)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from coatlm.config import Optim, OptimRecipe
 from coatlm.train.checkpoint import CheckpointError, read_state
 from coatlm.train.manifest import STATE
 
@@ -21,6 +22,17 @@ class SavedSpikes(BaseModel):
     count: NonNegativeInt
 
 
+class SavedGuard(BaseModel):
+    """The state of precision.guard, as `train.guard.PrecisionGuard.state` returns it."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: str
+    in_bf16: list[PositiveInt]
+    suspected: list[str]
+    reported: list[str]
+
+
 class SavedData(BaseModel):
     """The fields of the saved configuration's section `data` that a resumed run reads."""
 
@@ -28,6 +40,14 @@ class SavedData(BaseModel):
 
     seq_len: PositiveInt
     tokenizer: str
+
+
+class SavedOptim(BaseModel):
+    """The field of the saved configuration's section `optim` that a resumed run reads."""
+
+    model_config = ConfigDict(strict=True)
+
+    recipe: OptimRecipe = Optim().recipe
 
 
 class SavedTrain(BaseModel):
@@ -55,7 +75,7 @@ class SavedConfig(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: dict[str, Any]
-    optim: dict[str, Any]
+    optim: SavedOptim
     data: SavedData
     train: SavedTrain
     checkpoint: dict[str, Any]
@@ -81,6 +101,7 @@ class State(BaseModel):
     automatic_scales: dict[str, float] = {}
     gradient_amaxes: dict[str, dict[str, list[float]]] = {}
     spikes: SavedSpikes | None = None
+    guard: SavedGuard | None = None
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,13 @@ from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model, token_positions
-from coatlm.model.coat_layer import CoatTransformerLayer, flows_of, tune_layers
+from coatlm.model.coat_layer import (
+    CoatTransformerLayer,
+    change_layers,
+    flows_of,
+    tune_layers,
+)
+from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
@@ -36,6 +42,7 @@ from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device
+from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
 
@@ -93,6 +100,8 @@ class Trainer:
                 tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.scales = delayed_scales(config, modules, groups)
+        self.noise = gradient_noise(config, modules, groups)
+        self.guard = make_guard(config, vocab, groups.dp.size(), change=self.change_layers)
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,
@@ -140,8 +149,11 @@ class Trainer:
             stage=self.groups.pp.rank(),
             microbatches=len(batches),
             calibrating=calibrating,
+            fallen=self.fallen,
             once=self.tp_sums,
         )
+        if self.noise is not None:
+            self.noise.begin_()
         loss = self._run(batches, forward_only=False)
         accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
         norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
@@ -176,11 +188,38 @@ class Trainer:
         parts = flat.split([part.numel() for part in sums.values()])
         return edq.to_metrics(zero.optimizer.recipe, dict(zip(sums, parts, strict=True)))
 
-    def watch_numerics(self) -> AbstractContextManager[dict[int, numerics.Probe]]:
-        """A context that probes the FP8 layers of this rank in a step; no probes where dp > 0."""
-        chunks = [] if self.groups.dp.rank() else self.chunks
-        layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
-        return numerics.watched(flows_of(layers))
+    @property
+    def fallen(self) -> frozenset[int]:
+        """The layers that precision.guard=fallback lets compute in BF16, by number, from 1."""
+        return frozenset() if self.guard is None else frozenset(self.guard.in_bf16)
+
+    def change_layers(self, in_bf16: Collection[int]) -> None:
+        """Let the FP8 layers with these numbers, and no others, compute in BF16 in later steps."""
+        change_layers(self._layers(), in_bf16)
+        if self.graphs is not None:
+            self.graphs.reset()
+
+    def _layers(self) -> list[Any]:
+        """The layers of this rank's stage."""
+        return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
+
+    @contextmanager
+    def watch_numerics(self, *, sampled: bool = False) -> Iterator[dict[int, numerics.Probe]]:
+        """Probe the layers of this rank in a step; no probes where dp > 0.
+
+        `sampled`: only FP8 tensors, and only some of their rows. With CUDA graphs the first
+        microbatch of the step runs eagerly on all ranks.
+        """
+        layers = [] if self.groups.dp.rank() else self._layers()
+        inputs = {} if sampled else {layer.layer_number: layer for layer in layers}
+        if self.graphs is not None:
+            self.graphs.observed = True
+        try:
+            with numerics.watched(flows_of(layers), inputs, sampled=sampled) as probes:
+                yield probes
+        finally:
+            if self.graphs is not None:
+                self.graphs.observed = False
 
     def measure_numerics(self, probes: Mapping[int, numerics.Probe]) -> list[numerics.Record]:
         """The quantization errors by `numerics.report`; a collective call of ranks with dp rank 0.
@@ -236,7 +275,19 @@ def delayed_scales(
         return None
     flows = flows_of(layer for module in modules for layer in module.decoder.layers)
     fmt = format_of(precision.flow_recipe().dgrad.gradient)
-    return DelayedScales(flows, fmt, device=device(), group=groups.stage)
+    margin = precision.delayed_margin
+    return DelayedScales(flows, fmt, device=device(), margin=margin, group=groups.stage)
+
+
+def gradient_noise(
+    config: Config, modules: Sequence[Llama], groups: Groups
+) -> GradientNoise | None:
+    """The noise of stochastic rounding in this pipeline stage's layers; None without it."""
+    if config.precision.grad_rounding == "nearest":
+        return None
+    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
+    rank = groups.world.rank()
+    return GradientNoise(flows, seed=config.run.seed, rank=rank, device=device())
 
 
 def ignore(phase: str | None) -> None:

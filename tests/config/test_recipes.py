@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from coatlm.config import ConfigError, Precision, make_config
+from coatlm.config import ConfigError, Precision, load_config, make_config, read_mapping
 from coatlm.config.model import PrecisionRecipe
 from coatlm.config.recipes import (
     COAT,
@@ -17,11 +17,14 @@ from coatlm.config.recipes import (
     RECIPES,
     ROW,
     TENSOR,
+    Bf16Name,
     FlowRecipe,
     Operand,
+    OperandName,
     block,
     fp8_weight_recipes,
 )
+from tests.distributed import ROOT
 
 names = pytest.mark.parametrize("name", sorted(RECIPES))
 
@@ -86,7 +89,15 @@ def test_delayed_scales_of_gradients_are_powers_of_two(name: str) -> None:
     assert made.forward == RECIPES[name].forward
 
 
-@pytest.mark.parametrize("name", ["rowwise", "fp8-block"])
+def test_a_margin_is_for_delayed_scales() -> None:
+    with pytest.raises(ConfigError, match=r"delayed_margin=2 needs precision\.scaling=delayed"):
+        make_config({"precision": {"recipe": "coat", "delayed_margin": 2}})
+    with pytest.raises(ConfigError, match=r"delayed_margin=16"):
+        precision = {"recipe": "coat", "delayed_margin": 16, "scaling": "delayed"}
+        make_config({"precision": precision})
+
+
+@pytest.mark.parametrize("name", ["coat-rowgrad", "rowwise", "fp8-block"])
 def test_delayed_scaling_is_refused_without_one_scale_per_gradient(name: str) -> None:
     match = rf"precision\.scaling=delayed .*precision\.recipe={name} .*coat-lean, coat-paper"
     with pytest.raises(ConfigError, match=match):
@@ -126,7 +137,9 @@ def test_blocks_refuse_a_choice_of_accumulation() -> None:
 
 
 def test_weights_are_gathered_as_fp8_where_their_codes_do_not_change() -> None:
-    assert fp8_weight_recipes() == ("te-current", "fp8-linear", "coat", "coat-lean")
+    assert fp8_weight_recipes() == (
+        *("te-current", "fp8-linear", "coat", "coat-lean", "coat-rowgrad"),
+    )
     for name in ("coat-paper", "rowwise", "fp8-block"):
         with pytest.raises(ConfigError, match=rf"weight_gather=fp8 .* precision\.recipe={name}"):
             make_config(
@@ -169,3 +182,26 @@ def test_rows_that_no_kernel_computes_are_refused(change: dict[str, Any], messag
 def test_a_saved_element_takes_a_byte_and_its_part_of_a_scale() -> None:
     assert Operand("e4m3", block(1, 16)).bytes_per_element == 1 + 1 / 16
     assert Operand("e4m3", block(1, 16), power_of_two=False).bytes_per_element == 1 + 4 / 16
+
+
+def test_rows_of_the_study_of_parts_are_valid_and_different() -> None:
+    study = read_mapping(ROOT / "configs/studies/parts.yaml")
+    made = {
+        name: load_config(ROOT / "configs/quickstart.yaml", [*study["overrides"], *row])
+        for name, row in study["recipes"].items()
+    }
+    for name in get_args(Bf16Name):
+        if name != "saved.attention":  # coat-lean less coat
+            assert made[name].precision.bf16_operands == (name,)
+    assert made[study["reference"]].precision.recipe == "bf16"
+    assert len({c.to_yaml() for c in made.values()}) == len(made)
+
+
+def test_a_row_of_the_table_refuses_operands_in_bf16_that_are_inexact_or_saved_as_codes() -> None:
+    with pytest.raises(ValueError, match="powers of two"):
+        replace(RECIPES["coat-paper"], bf16=frozenset({"dgrad.weight"}))
+    with pytest.raises(ValueError, match="linear inputs"):
+        replace(RECIPES["fp8-linear"], bf16=frozenset({"wgrad.activation"}))
+    for name in get_args(OperandName):
+        gathers = replace(COAT, bf16=frozenset({name})).gathers_codes
+        assert gathers is (name not in ("forward.weight", "dgrad.weight"))

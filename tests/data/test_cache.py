@@ -21,7 +21,7 @@ from coatlm.data import cache
 from coatlm.data import shards as shards_module
 from coatlm.data.cache import CacheFullError, open_text_dataset, prepare_text
 from coatlm.data.checksums import DatasetError
-from coatlm.data.shards import Options
+from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_a_killed_start_is_continued_by_the_next(
     data: Data, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cache, "Options", functools.partial(Options, shard_bytes=4096))
-    write, written = shards_module._write_shard, []
+    write, written = shards_module.write_shard, []
 
     def counted(shard: shards_module.TokenShard, *rest: object) -> None:
         if len(written) == 5:
@@ -194,14 +194,14 @@ def test_a_killed_start_is_continued_by_the_next(
         written.append(shard.base.name)
         write(shard, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shards_module, "_write_shard", counted)
+    monkeypatch.setattr(shards_module, "write_shard", counted)
     with pytest.raises(KeyboardInterrupt):
         text_of(data)
     (folder,) = entries(data)
     first = list(written)
     written.clear()
     monkeypatch.setattr(
-        shards_module, "_write_shard", lambda s, *r: (written.append(s.base.name), write(s, *r))
+        shards_module, "write_shard", lambda s, *r: (written.append(s.base.name), write(s, *r))
     )
     with caplog.at_level(logging.INFO, logger="coatlm"):
         opened = open_text_dataset(data, BYTE)

@@ -36,7 +36,7 @@ from coatlm.data.dataset import (
 from coatlm.data.indexed import open_indexed
 from coatlm.data.order import PERIOD, Blend, Stream, shuffled, split_bounds
 from coatlm.data.preprocess import preprocess
-from coatlm.data.shards import Options
+from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import ByteTokenizer
 
 BYTE = ByteTokenizer()
@@ -222,7 +222,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "json",
         "does not describe",
     ),
-    "newer json": (lambda p: _edit(p.with_suffix(".json"), version=3), "json", "version=3"),
+    "newer json": (lambda p: _edit(p.with_suffix(".json"), version=4), "json", "version=4"),
     "odd json": (lambda p: _edit(p.with_suffix(".json"), colour=1), "json", "colour"),
     "counts json": (
         lambda p: _edit(p.with_suffix(".json"), tokens=5),

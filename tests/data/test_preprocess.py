@@ -37,7 +37,7 @@ from coatlm.data.documents import (
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.manifest import SUFFIXES, token_dtype
 from coatlm.data.preprocess import preprocess
-from coatlm.data.shards import Options
+from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import make_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def contents(prefix: Path) -> list[bytes]:
 def texts_of(path: Path, segment_bytes: int) -> list[str]:
     """All texts of a file, read in segments."""
     segments = plan_segments([path], segment_bytes)
-    return [t for s in segments for block in read_segment(s, "text", "text") for t in block.texts]
+    return [t for s in segments for block in read_segment(s, "text", "text") for t in block.items]
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 ) -> None:
     options = Options(shard_bytes=2048)
     preprocess(mixture, tmp_path / "straight", options, workers=1)
-    write, written = shards_module._write_shard, []
+    write, written = shards_module.write_shard, []
 
     def interrupted(shard: shards_module.TokenShard, *rest: object) -> None:
         if len(written) == 7:
@@ -294,7 +294,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
         written.append(shard.base.name)
         write(shard, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shards_module, "_write_shard", interrupted)
+    monkeypatch.setattr(shards_module, "write_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
         preprocess(mixture, tmp_path / "out", options, workers=1)
     assert len(list((tmp_path / "out.shards").glob("*.json"))) == 7
@@ -304,7 +304,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     (tmp_path / "out.shards" / f"{written[3]}.bin").write_bytes(b"cut")  # not whole: made again
     written.clear()
     monkeypatch.setattr(
-        shards_module, "_write_shard", lambda s, *r: (written.append(s.base.name), write(s, *r))
+        shards_module, "write_shard", lambda s, *r: (written.append(s.base.name), write(s, *r))
     )
     preprocess(mixture, tmp_path / "out", options, workers=1)
     assert len(first & set(written)) == 1
@@ -330,9 +330,9 @@ def test_a_killed_run_goes_on_with_other_workers_and_leaves_no_process(
     assert not (shards / "joined.bin").exists(), "the run was over before it was killed"
 
     finished = {path.stem for path in shards.glob("*.json")}
-    write, written = shards_module._write_shard, set()
+    write, written = shards_module.write_shard, set()
     monkeypatch.setattr(
-        shards_module, "_write_shard", lambda s, *r: (written.add(s.base.name), write(s, *r))
+        shards_module, "write_shard", lambda s, *r: (written.add(s.base.name), write(s, *r))
     )
     preprocess([str(source)], tmp_path / "out", Options(shard_bytes=4096), workers=1)
     assert finished and written and not finished & written
@@ -344,7 +344,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from coatlm.data.preprocess import preprocess
-from coatlm.data.shards import Options
+from coatlm.data.token_shard import Options
 
 if __name__ == "__main__":
     source, prefix, workers = sys.argv[1:]

@@ -39,8 +39,8 @@ def documents(path: Path, document_bytes: int, limits: Limits | None = None) -> 
             segment, "text", "text", limits=limits or Limits(), document_bytes=document_bytes
         ):
             if ".txt" not in path.suffixes:
-                found += block.texts
-            parts += block.texts
+                found += block.items
+            parts += block.items
             if block.ends:
                 found.append("".join(parts))
                 parts = []
@@ -101,7 +101,7 @@ for name in sys.argv[1:]:
     try:
         for segment in plan_segments([Path(name)], 64 << 20):
             for block in read_segment(segment, "text", "text", limits=limits):
-                total += sum(map(len, block.texts))
+                total += sum(map(len, block.items))
     except ValueError as problem:
         error = str(problem)
     print(Path(name).name, total, peak() - before, "max_record" in error, flush=True)

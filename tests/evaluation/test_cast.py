@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.convert.from_hf import from_huggingface
 from coatlm.evaluation.cast import Cast, casting
 from coatlm.evaluation.model import load_weights, open_model
 from coatlm.fp8.formats import E4M3
-from coatlm.hf.from_hf import from_huggingface
 from coatlm.train.checkpoint import read_state
 from tests.hf.models import save_model, tokens
 

@@ -125,6 +125,7 @@ def language(program: list[int]) -> SimpleNamespace:
     return SimpleNamespace(
         **types,
         **layouts,
+        float8e5=E5M2.triton_dtype,
         float8e4nv=E4M3.triton_dtype,
         constexpr=triton.language.constexpr,
         PropagateNan=triton.language.PropagateNan,
@@ -151,6 +152,9 @@ def language(program: list[int]) -> SimpleNamespace:
         ),
         div_rn=lambda a, b: tile(np.float32(a) / np.float32(b)),
         fma=fma,
+        umulhi=lambda a, b: tile(
+            (np.asarray(a).astype(np.uint64) * np.uint64(b) >> np.uint64(32)).astype(np.uint32)
+        ),
     )
 
 

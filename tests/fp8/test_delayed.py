@@ -88,6 +88,13 @@ def test_16_steps_are_remembered_unless_told_otherwise() -> None:
         DelayedScaling(E4M3, length=0)
 
 
+def test_a_margin_of_its_own_moves_scales_by_as_many_binades() -> None:
+    history = torch.full((1, 16), 3.0)
+    scales = [DelayedScaling(E4M3, margin=margin).scale(history) for margin in (0, 1, 6)]
+    assert [(s / scales[0]).item() for s in scales] == [1.0, 2.0, 64.0]
+    assert torch.equal(DelayedScaling(E4M3).scale(history), scales[1])
+
+
 # quantisation
 
 

@@ -209,6 +209,7 @@ def test_every_e3m4_code_decodes_to_its_value_and_back() -> None:
     assert decoded.tolist() == [float(e3m4_value(code)) for code in range(256)]
     assert torch.equal(E3M4.encode(decoded), codes)  # -0 too
     assert decoded[0x7F] == E3M4.max and decoded[0x10] == E3M4.smallest_normal
+    assert decoded[0x11] == decoded[0x10] * (1 + E3M4.eps) and E3M4.eps == 1 / 16
     numbers = (codes & 0x7F) < 0x70  # in ml_dtypes b = 3, and above are Inf and NaN
     others = codes.numpy().view(ml_dtypes.float8_e3m4).astype(np.float32)
     np.testing.assert_array_equal(4096 * decoded[numbers].numpy(), others[numbers.numpy()])

@@ -15,6 +15,7 @@ from coatlm.fp8.rope import (
     split_qkv_rope,
     split_qkv_rope_ref,
 )
+from coatlm.fp8.rope_scaling import attention_factor
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
 S, B, G, M, D = 5, 2, 3, 4, 16  # tokens, samples, groups, query heads a group, elements a head
@@ -60,12 +61,56 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
     [
         (15, None, "head_dim is 15"),
         (16, {"factor": 8.0}, "must be"),
+        (16, {"type": "linear"}, r"must be \['factor'\]"),
+        (16, {"type": "longrope", "factor": 2.0}, "one of linear, llama3, yarn"),
         (16, LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0"),
     ],
 )
 def test_impossible_frequencies_are_refused(head_dim: int, scaling: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rope_frequencies(head_dim, 10000.0, scaling)
+
+
+def test_yarn_keeps_fast_turns_stretches_slow_ones_and_blends_by_index() -> None:
+    """Written out for 16 frequencies of theta 10^4, of which 2 to 7 are blended."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    scaling |= {"beta_fast": 5.0, "beta_slow": 0.5, "attention_factor": None, "truncate": True}
+    plain, scaled = rope_frequencies(32, 10000.0), rope_frequencies(32, 10000.0, scaling)
+    # 128 f / (2 pi) is 5 at index 2.43 and 0.5 at index 6.43
+    shares = [1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, *[0.0] * 9]
+    for frequency, result, kept in zip(plain.tolist(), scaled.tolist(), shares, strict=True):
+        assert result == pytest.approx(frequency * (kept + (1 - kept) / 4), rel=1e-6)
+    assert attention_factor(scaling) == pytest.approx(1 + 0.1 * math.log(4.0))
+    assert attention_factor(scaling | {"attention_factor": 1.5}) == 1.5
+    assert attention_factor(LLAMA3) == attention_factor(None) == 1.0
+
+
+def test_yarn_keeps_all_frequencies_that_turn_often_enough() -> None:
+    """Of 4 frequencies of theta 10, blending would begin at index 5.2 and end at 11.3."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True}
+    assert torch.equal(rope_frequencies(8, 10.0, scaling), rope_frequencies(8, 10.0))
+
+
+def test_linear_scaling_divides_every_frequency() -> None:
+    scaled = rope_frequencies(64, 10000.0, {"type": "linear", "factor": 3.0})
+    torch.testing.assert_close(scaled * 3, rope_frequencies(64, 10000.0), rtol=1e-6, atol=0)
+
+
+def test_backward_of_a_scaled_rotation_is_its_transpose() -> None:
+    cos, sin = rope_tables(torch.arange(S), rope_frequencies(D, 100.0), factor=1.5)
+    x, dq = fused().requires_grad_(), torch.randn(S, B, G * M, D)
+    dk, dv = torch.randn(S, B, G, D), torch.randn(S, B, G, D)
+    (expected,) = torch.autograd.grad(
+        split_qkv_rope_ref(x, cos, sin, heads_per_group=M, head_dim=D), x, (dq, dk, dv)
+    )
+    (actual,) = torch.autograd.grad(
+        split_qkv_rope(x, cos, sin, heads_per_group=M, head_dim=D), x, (dq, dk, dv)
+    )
+    torch.testing.assert_close(actual, expected, rtol=FP32, atol=FP32)
+    assert float(rope(torch.ones(S, B, 1, D), cos, sin).norm()) == pytest.approx(
+        1.5 * math.sqrt(S * B * D), rel=1e-5
+    )
 
 
 def test_rotation_is_multiplication_by_a_unit_complex_number() -> None:

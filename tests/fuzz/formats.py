@@ -111,6 +111,30 @@ def distcp(draw: DrawFn, good: bytes) -> bytes:
     return planted.getvalue().ljust(len(good), b"\0")
 
 
+def common(draw: DrawFn, good: bytes) -> bytes:
+    """common.pt: another argument, iteration or step of the optimizer, or as a .distcp file."""
+    import argparse
+
+    import torch
+
+    if draw(st.booleans()):
+        return distcp(draw, good)
+    values = st.sampled_from((None, True, -1, 0, 1.5, 2**70, "x", [], {}, [1], {"a": 1}, 10**6))
+    content = torch.load(io.BytesIO(good), weights_only=False)  # our own
+    name = draw(st.sampled_from(("args", "iteration", "optimizer", "argument", "argument")))
+    if name == "argument":
+        arguments = vars(content["args"])
+        arguments[draw(st.sampled_from(sorted(arguments)))] = draw(values)
+        content["args"] = argparse.Namespace(**arguments)
+    elif name == "optimizer":
+        content[name] = {"state": {"common_step": draw(values)}, "param_groups": draw(values)}
+    else:
+        content[name] = draw(values)
+    changed = io.BytesIO()
+    torch.save(content, changed)
+    return changed.getvalue()
+
+
 def safetensors(draw: DrawFn, good: bytes) -> bytes:
     """The header's JSON changed, its length, or the bytes."""
     if draw(st.booleans()):
@@ -192,7 +216,17 @@ CHANGES: dict[str, dict[str, Change]] = {  # by target, by the end of a file's p
         "model/model.safetensors.index.json": JSON,
         "00001-of-00002.safetensors": safetensors,
     },
+    "megatron": {
+        ".metadata": metadata,
+        "__0_0.distcp": distcp,
+        "metadata.json": JSON,
+        "common.pt": common,
+        "latest_checkpointed_iteration.txt": TEXT,
+        "model_optim_rng.pt": common,
+    },
     "indexed": {f"data{name}": change for name, change in CACHED.items()},
+    "masked": {".bin": damaged, ".mask": damaged, ".mask.crc32": damaged, ".json": JSON},
+    "conversations": {"talks.jsonl": LINES, "tokenizer_config.json": JSON, "tokenizer.json": JSON},
     "texts": {
         "text.txt": TEXT,
         "text.jsonl": LINES,

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.bpe import train_bpe
+from tests.data.templates import write_tokenizer
 
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(400))
 SECTIONS: dict[str, Any] = {
     "run": {"dir": "run", "name": "tiny"},
     "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 64, "vocab": 272},
     "data": {"text": ["text.txt"], "seq_len": 16, "cache_dir": "cache", "workers": 1},
-    "precision": {"recipe": "coat"},
+    "precision": {"recipe": "coat", "guard": "fallback", "guard_every": 1},
     "optim": {"recipe": "coat-lean", "warmup_steps": 1},
     "train": {"steps": 2, "micro_batch": 2, "global_batch": 4, "eval_every": 1, "eval_batches": 1},
     "checkpoint": {"every": 1, "keep": 2},
@@ -57,19 +58,26 @@ def build(root: str) -> None:
     for name in ("plots", "comparison"):
         keep(case / "run", good / name / "run", ignore=logs)
         keep(case / "run", good / name / "whole", ignore=logs)
-    for name in ("config", "launch", "huggingface", "tokenizers", "indexed", "texts"):
+    formats = ("huggingface", "megatron", "tokenizers", "indexed", "texts", "masked")
+    for name in ("config", "launch", *formats):
         (good / name).mkdir()
     (good / "config/config.yaml").write_text(json.dumps(SECTIONS, indent=1))
     (good / "config/options.json").write_text(json.dumps({"overrides": [], "ranks": [1]}))
     (good / "launch/environment.json").write_text("{}")
     with chdir(good / "huggingface"):
         models(case / "run")
+    with chdir(good / "megatron"):
+        megatron(case / "run")
     with chdir(good / "tokenizers"):
         tokenizer_files()
     with chdir(good / "indexed"):
         preprocess("data", TEXT)
     with chdir(good / "texts"):
         texts()
+    with chdir(good / "masked"):
+        conversations("data")
+    write_tokenizer(good / "conversations", "llama3")
+    shutil.copy(good / "masked/talks.jsonl", good / "conversations")
     (good / "interrupted").mkdir()
     with chdir(case):  # the names of shards depend on the absolute path of the text
         shards(good / "interrupted")
@@ -93,6 +101,25 @@ def models(run: Path) -> None:
     words = ["--from", "coatlm", "--to", "hf", str(run), "model"]
     assert main([*words, "--max-shard-size=40KB"]) == 0
     Path("model/generation_config.json").write_text('{"eos_token_id": [256], "do_sample": false}')
+
+
+def megatron(run: Path) -> None:
+    """model: a torch_dist checkpoint. ranks: the same weights as the pickle of a single rank."""
+    import argparse
+
+    import torch
+
+    from coatlm.train.shards import read_tensors
+    from tools.convert_checkpoint import main
+
+    assert main(["--from", "coatlm", "--to", "megatron", str(run), "model"]) == 0
+    Path("ranks/mp_rank_00").mkdir(parents=True)
+    newest = max((run / "checkpoints").glob("step_*"))
+    weights = {k: v for k, v in read_tensors(newest) if not k.startswith("optimizer.")}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
+    args = argparse.Namespace(**sizes, seq_length=16)
+    content = {"model": weights, "args": args, "iteration": 2}
+    torch.save(content, "ranks/mp_rank_00/model_optim_rng.pt")
 
 
 def tokenizer_files() -> None:
@@ -122,13 +149,24 @@ def tokenizer_files() -> None:
 def preprocess(prefix: str, text: str) -> None:
     """An indexed dataset of several documents."""
     from coatlm.data.preprocess import preprocess as make
-    from coatlm.data.shards import Options
+    from coatlm.data.token_shard import Options
 
     Path("lines.jsonl").write_text(
         "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines())
     )
     make(["lines.jsonl"], Path(prefix), Options(), workers=1)
     Path("lines.jsonl").unlink()
+
+
+def conversations(prefix: str) -> None:
+    """talks.jsonl, and a dataset of it with a loss mask."""
+    from coatlm.data.chat import ChatFormat
+    from coatlm.data.preprocess import preprocess as make
+    from coatlm.data.token_shard import Options
+
+    pairs = [{"prompt": f"{i} times {i} is ", "completion": str(i * i)} for i in range(60)]
+    Path("talks.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    make(["talks.jsonl"], Path(prefix), Options(chat=ChatFormat("")), workers=1)
 
 
 def texts() -> None:
@@ -151,10 +189,10 @@ def texts() -> None:
 
 def shards(destination: Path) -> None:
     """out: what a call that was interrupted between two of its shards leaves behind."""
-    from coatlm.data import shards as module
     from coatlm.data.documents import expand_inputs, plan_segments
-    from coatlm.data.shards import Options, plan_shards, tokenize
+    from coatlm.data.shards import plan_shards, tokenize
     from coatlm.data.streams import DEFAULT_LIMITS
+    from coatlm.data.token_shard import SHARD_BYTES, Options
     from coatlm.data.tokenizer import ByteTokenizer
 
     options = Options()
@@ -162,7 +200,7 @@ def shards(destination: Path) -> None:
     directory = Path("out/data.shards")
     directory.mkdir(parents=True)
     planned = plan_shards(segments, options, ByteTokenizer(), directory)
-    assert options.shard_bytes == module.SHARD_BYTES
+    assert options.shard_bytes == SHARD_BYTES
     tokenize(planned, options, DEFAULT_LIMITS, 1)
     shutil.copytree("out", destination / "out")
     shutil.copy2("text.txt", destination / "text.txt")

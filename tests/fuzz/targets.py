@@ -96,6 +96,19 @@ def huggingface() -> int:
     return code
 
 
+def megatron() -> int:
+    """Checkpoints of Megatron in both formats to checkpoints, which are whole."""
+    from tools import inspect_checkpoint
+    from tools.convert_checkpoint import main
+
+    codes = []
+    for source in ("model", "ranks"):
+        codes.append(main(["--from", "megatron", "--to", "coatlm", source, f"out/{source}"]))
+        if codes[-1] == 0:
+            assert inspect_checkpoint.main([f"out/{source}", "--verify"]) == 0
+    return max(codes)
+
+
 def tokenizers() -> None:
     """Each kind of tokenizer; ids are in its vocabulary and decode to the text."""
     from coatlm.data.tokenizer import make_tokenizer
@@ -119,6 +132,35 @@ def indexed() -> None:
     for sample in (*range(40), 10**6):
         ids = found.train[sample]
         assert len(ids) == 9 and 0 <= ids.min() <= ids.max() < ByteTokenizer.vocab_size
+
+
+def masked() -> None:
+    """A dataset of conversations: opened with its loss mask, packed, and read from both ends."""
+    from coatlm.config import Data
+    from coatlm.data.dataset import open_datasets
+    from coatlm.data.tokenizer import ByteTokenizer
+
+    options = {"loss_mask": "completion", "packing": "best-fit", "split": [90, 10, 0]}
+    data = Data.model_validate({"paths": ["data"], "seq_len": 8, **options})
+    found = open_datasets(data, ByteTokenizer(), seed=1)
+    for sample in (*range(40), 10**6):
+        ids, counted = found.train[sample], found.train.counted(sample)
+        assert len(ids) == len(counted) == 9 and set(counted.tolist()) <= {0, 1}
+
+
+def conversations() -> int:
+    """Conversations in a chat template, tokenized to a dataset that opens with its loss mask."""
+    from coatlm.data.indexed import open_indexed
+    from coatlm.data.tokenizer import make_tokenizer
+    from tools.preprocess_data import main
+
+    spec = "hf:tokenizer.json?eod=<|end_of_text|>"
+    words = ["--chat", "--input", "talks.jsonl", "--output-prefix", "out/data", "--workers=1"]
+    code = _command(main, *words, "--tokenizer", spec)
+    if code == 0:
+        data = open_indexed(Path("out/data"), make_tokenizer(spec))
+        assert data.read_mask(0, len(data.tokens)).any()
+    return code
 
 
 def texts() -> int:
@@ -195,8 +237,11 @@ TARGETS = {
         Target("export", export, codes=(0, 2, 4)),
         Target("evaluate", evaluate, codes=(0, 2, 4)),
         Target("huggingface", huggingface, codes=(0, 2, 4)),
+        Target("megatron", megatron, codes=(0, 2, 4)),
         Target("tokenizers", tokenizers),
         Target("indexed", indexed),
+        Target("masked", masked),
+        Target("conversations", conversations),
         Target("texts", texts),
         Target("interrupted", interrupted),
         Target("plots", plots),

@@ -27,7 +27,7 @@ def test_casts_give_the_bits_of_the_cpu(fmt: str, scales: str, dtype: torch.dtyp
 
 def test_evaluation_agrees_with_transformers_and_casts_disturb_it_little(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from coatlm.hf.from_hf import from_huggingface
+    from coatlm.convert.from_hf import from_huggingface
     from tests.hf.models import WINDOW, save_model, theirs, tokens
 
     model = save_model("qwen3", tmp_path / "hf")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import run_ranks
 from tests.graphs import Step, run_both_ways
 
 pytestmark = [
@@ -31,3 +32,58 @@ def test_a_replayed_microbatch_trains_like_an_eager_one() -> None:
         # the same kernels; gradients of the embedding and of attention are summed in any order
         curves = (torch.tensor([step.curve for step in way]) for way in (replayed, eager))
         torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
+
+
+GUARDED = {"recipe": "coat", "guard": "fallback", "guard_every": 1}
+SEEN, FALLEN = 3, 5  # the steps that are measured, and from which on layer 2 is in BF16
+
+
+def fall_back_both_ways(rank: int, size: int, scaling: str) -> list[list[Any]]:
+    """Eight steps, eager and replayed: loss, norm, graphs captured, layers in BF16."""
+    from coatlm.config import make_config
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+    from tests.parallel.test_parity import batches
+
+    start_processes(Launch.from_environment())
+    both = []
+    for cuda_graphs in (False, True):
+        config = make_config(
+            {
+                "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
+                "data": {"text": ["unused"], "seq_len": 256},
+                "train": {"micro_batch": 2, "global_batch": 6, "cuda_graphs": cuda_graphs},
+                "precision": GUARDED | {"scaling": scaling},
+            }
+        )
+        groups = make_groups(config.parallel)
+        trainer = Trainer(config, groups, vocab=128)
+        layers, steps = trainer.chunks[0].module.decoder.layers, []
+        for number in range(8):
+            placed = trainer.place(batches(config, groups, number))
+            if number == SEEN:
+                with trainer.watch_numerics(sampled=True) as probes:
+                    loss, norm = trainer.train_step(placed, lr=1e-3)
+                assert {r["layer"] for r in trainer.measure_numerics(probes)} == {1, 2}
+            else:
+                loss, norm = trainer.train_step(placed, lr=1e-3)
+            if number == FALLEN - 1:
+                trainer.guard.restore({"in_bf16": [2]})
+            graphs = 0 if trainer.graphs is None else len(trainer.graphs.graphs)
+            steps.append([float(loss), float(norm), graphs, [x.in_bf16 for x in layers]])
+        both.append(steps)
+        trainer.close()
+        release_groups()
+    return both
+
+
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+def test_a_layer_that_falls_back_is_captured_again_once(scaling: str) -> None:
+    ((eager, replayed),) = run_ranks(1, f"{__name__}:fall_back_both_ways", scaling)
+    curves = (torch.tensor([step[:2] for step in way]) for way in (replayed, eager))
+    torch.testing.assert_close(*curves, rtol=2e-3, atol=0)  # as in the test above
+    # of two kinds of microbatches, the second is captured in the first step that does not calibrate
+    first = [1, 2] if scaling == "current" else [0, 1]
+    assert [step[2] for step in replayed] == [*first, 2, 2, 0, 1, 2, 2]
+    assert [step[3] for step in eager] == [[False, number >= FALLEN - 1] for number in range(8)]

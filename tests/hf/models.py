@@ -21,6 +21,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SMALL = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -40,6 +46,19 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": LLAMA3,
         "tie_word_embeddings": True,
     },
+    "llama yarn": {"model_type": "llama", "rope_parameters": YARN},
+    "qwen2 yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            **{**YARN, "attention_factor": 1.3, "truncate": False},
+            **{"beta_fast": 4.0, "beta_slow": 0.5},
+        },
+    },
+    "mistral linear": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+    },
     "llama bias": {"model_type": "llama", "attention_bias": True},
     "mistral": {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
     "qwen2 head_dim": {"model_type": "qwen2", "head_dim": 24},
@@ -47,6 +66,17 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2.5": {
         "model_type": "qwen2",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "granite": {
+        **{"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 1.5},
+        **{"residual_multiplier": 0.22, "attention_multiplier": 0.015, "pad_token_id": 0},
+        **{"tie_word_embeddings": True},
+    },
+    "granite bias yarn": {
+        **{"model_type": "granite", "attention_bias": True, "rope_parameters": YARN},
+        **{"logits_scaling": 0.5, "attention_multiplier": 0.2, "pad_token_id": 0},
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
 }

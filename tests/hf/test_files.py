@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -69,4 +70,18 @@ def test_damage_is_reported_with_the_file(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(ValueError, match="is not a file's name"):
+        Weights.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", "", "../x", "/x", "a\0b"])
+def test_an_index_names_only_files_of_its_directory(tmp_path: Path, name: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="is not a file's name"):
+        Weights.open(tmp_path)
+
+
+def test_a_pipe_in_place_of_the_weights_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is not a regular file"):
         Weights.open(tmp_path)

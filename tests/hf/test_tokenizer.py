@@ -12,12 +12,15 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from coatlm.config import ConfigError, load_config
+from coatlm.convert.from_hf import from_huggingface
+from coatlm.convert.to_hf import to_huggingface
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.hf.files import write_json
-from coatlm.hf.from_hf import from_huggingface
-from coatlm.hf.to_hf import to_huggingface
-from coatlm.hf.tokenizer import export_tokenizer, spec_in
+from coatlm.hf.tokenizer import export_tokenizer, spec_in, tokenizer_of
+from coatlm.train.changes import check_changes
 from coatlm.train.checkpoint import read_state
+from coatlm.train.resume import _check_tokenizer
 from tests.hf.models import make_model
 
 TEXT = ["the cat sat on the mat, and the dog saw the cat", "a rat ran at the cat; naïve café"] * 50
@@ -133,3 +136,39 @@ def test_first_of_several_end_tokens_counts(source: Path, tmp_path: Path) -> Non
         from_huggingface(source, tmp_path / str(eos))
         spec = read_state(tmp_path / str(eos))["config"]["data"]["tokenizer"]
         assert spec.endswith("?eod=<start>")
+
+
+def test_a_checkpoint_without_a_tokenizer_makes_the_run_name_one(
+    source: Path, tmp_path: Path
+) -> None:
+    report = from_huggingface(source, tmp_path / "coatlm", tokenizer="none")
+    assert report.notes == ("no tokenizer: a run from this checkpoint has to name data.tokenizer",)
+    assert not (tmp_path / "coatlm/tokenizer.json").exists()
+    text = [f"data.text={tmp_path}/coatlm/config.json"]
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=None"):
+        load_config(tmp_path / "coatlm/config.yaml", text)
+    config = load_config(tmp_path / "coatlm/config.yaml", [*text, "data.tokenizer=byte"])
+    state = read_state(tmp_path / "coatlm")
+    assert state["tokenizer"] == ""
+    fingerprint = make_tokenizer("byte").fingerprint
+    _check_tokenizer(tmp_path, state, config, fingerprint)
+    (line,) = check_changes(tmp_path, state, config, tokenizer=fingerprint, data=[])
+    assert line.startswith("data.text: ")  # the tokenizer is not a change
+    report = to_huggingface(tmp_path / "coatlm", tmp_path / "back")
+    assert report.notes == ("no tokenizer was written: the checkpoint has none",)
+    assert not (tmp_path / "back/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("eos", [-1, 2**40])
+def test_an_end_of_text_id_outside_the_vocabulary_is_refused_with_its_file(
+    source: Path, tmp_path: Path, file: str, eos: int
+) -> None:
+    raw = json.loads((source / "config.json").read_text()) | {"eos_token_id": None}
+    (tmp_path / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
+    if file == "config.json":
+        raw["eos_token_id"] = eos
+    else:
+        write_json(tmp_path / file, {"eos_token_id": eos})
+    with pytest.raises(ValueError, match=rf"{file}: eos_token_id={eos}: a token id from 0 to"):
+        tokenizer_of(tmp_path, raw)

@@ -21,9 +21,13 @@ QWEN3_06B = {
 }
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48}
 DATA = {"text": "x", "seq_len": 64}
-VARIANTS = [
-    {"tie_embeddings": bool(tied), "qkv_bias": bool(bias), "qk_norm": bool(norm)}
-    for tied, bias, norm in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
+OLMO2 = {"qk_norm": True, "qk_norm_width": "all", "norm_after": True}
+VARIANTS: list[dict[str, Any]] = [
+    *(
+        {"tie_embeddings": bool(tied), "qkv_bias": bool(bias), "qk_norm": bool(norm)}
+        for tied, bias, norm in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
+    ),
+    OLMO2,
 ]
 
 

@@ -21,7 +21,7 @@ from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.optim.recipes import RECIPES
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import MicrobatchGraphs
-from tests.model.shapes import DATA, LLAMA2_7B, TINY, config
+from tests.model.shapes import DATA, LLAMA2_7B, OLMO2, TINY, config
 
 
 def tensors_in(saved: Any) -> list[Tensor]:
@@ -77,6 +77,8 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
         ({}, {}),
         ({"qk_norm": True}, {}),
         ({"qk_norm": True}, {"train": {"recompute": "selective"}}),
+        (OLMO2, {}),
+        ({"residual_multiplier": 0.5, "attention_multiplier": 0.1}, {}),
         ({}, {"precision": {"recipe": "fp32"}}),
         ({}, {"data": {"text": "x", "seq_len": 64, "reset_attention_mask": True}}),
     ],
@@ -408,6 +410,27 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
         mem.largest_micro_batch(c, 32000, 5, 1e12)
 
 
+def test_a_layer_that_falls_back_costs_what_bf16_layers_do_on_its_stage_alone() -> None:
+    sizes = {**LLAMA2_7B, "layers": 4}
+    options: dict[str, Any] = {"seq_len": 2048, "parallel": {"pp": 2}}
+    c = config(sizes, precision={"recipe": "coat"}, **options)
+    fixed = config(sizes, precision={"recipe": "coat", "bf16_layers": [1, 0]}, **options)
+    for stage, microbatches in ((0, 2), (1, 2)):
+        fallen = mem.activation_bytes(c, stage, microbatches, [1])
+        assert fallen == mem.activation_bytes(fixed, stage, microbatches)
+        more = mem.fallback_bytes(c, [1], stage=stage, data_parallel=1)
+        assert (more > 0) == (stage == 0)
+    both = mem.fallback_bytes(fixed, [1, 2], stage=0, data_parallel=1)
+    assert both == mem.fallback_bytes(c, [2], stage=0, data_parallel=1)  # 1 is in BF16 already
+
+
+def test_with_full_recomputation_one_layer_at_a_time_costs_more() -> None:
+    full: dict[str, Any] = {"train": {"recompute": "full"}, "precision": {"recipe": "coat"}}
+    c = config(LLAMA2_7B, seq_len=2048, **full)
+    sizes = [mem.fallback_bytes(c, n, stage=0, data_parallel=1) for n in ((), (3,), (3, 4))]
+    assert sizes[0] == 0 < sizes[1] == sizes[2]
+
+
 def test_micro_batches_of_interleaved_stages_leave_multiples_of_pp() -> None:
     c = config({"layers": 16}, parallel={"pp": 4, "vpp": 2}, train={"global_batch": 24})
     assert mem.micro_batches(c, 1) == [6, 3, 2, 1]
@@ -466,6 +489,46 @@ class Order(MicrobatchGraphs):
     def _capture(self, inputs: Any, kind: Any) -> tuple[Any, Tensor]:
         self.events.append("capture")
         return SimpleNamespace(replay=lambda: None), torch.zeros(())
+
+
+def test_the_first_microbatch_of_an_observed_step_runs_eagerly_and_the_others_do_not() -> None:
+    order = Order(1)
+
+    def step() -> list[str]:
+        order.events = []
+        for i in range(2):
+            order.run({}, torch.zeros(()), first=i == 0, last=i == 1)
+        return order.events
+
+    assert [step(), step(), step()] == [["eager", "eager"], ["capture", "capture"], []]
+    order.observed = True
+    assert step() == ["eager"]
+    order.observed = False
+    assert step() == []
+
+
+def test_after_a_reset_every_kind_runs_eagerly_once_and_is_captured_once() -> None:
+    order = Order(1)
+    order.close = order.graphs.clear  # type: ignore[method-assign]
+
+    def step() -> list[str]:
+        order.events = []
+        for i in range(2):
+            order.run({}, torch.zeros(()), first=i == 0, last=i == 1)
+        return order.events
+
+    step(), step()
+    order.reset()
+    assert [step(), step(), step()] == [["eager", "eager"], ["capture", "capture"], []]
+
+
+@pytest.mark.parametrize(
+    "measured", [{"precision": {"recipe": "coat", "guard": "warn"}}, {"log": {"numerics_every": 5}}]
+)
+def test_graphs_of_a_run_that_measures_have_a_microbatch_beside_them(measured: Any) -> None:
+    plain = graphs(1, precision={"recipe": "coat"})
+    found = graphs(1, **{"precision": {"recipe": "coat"}} | measured)
+    assert found.graphs - plain.graphs == plain.activations + max(plain.loss, plain.backward)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

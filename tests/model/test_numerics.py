@@ -25,9 +25,9 @@ from tests.model.test_flow import build, run, run_config
 def measures(source: Tensor | RowSource, quantised: QTensor) -> dict[str, float]:
     probe = Probe()
     probe.record("fc1_input", source, quantised)
-    at = 0, numerics.TENSORS.index("fc1_input")
-    amax = torch.zeros(1, len(numerics.TENSORS))
-    sums = torch.zeros(1, len(numerics.TENSORS), len(SUMS), dtype=torch.float64)
+    at = 0, numerics.REPORTED.index("fc1_input")
+    amax = torch.zeros(1, len(numerics.REPORTED))
+    sums = torch.zeros(1, len(numerics.REPORTED), len(SUMS), dtype=torch.float64)
     amax[at], sums[at] = probe.amax["fc1_input"], probe.sums["fc1_input"]
     (line,) = numerics.report(amax, sums)
     return {key: float(value) for key, value in line.items() if key not in ("layer", "tensor")}
@@ -119,6 +119,73 @@ def test_pieces_of_every_granularity_add_up(
     assert whole["relative_error"] == pytest.approx(exact.item(), rel=1e-5)
     monkeypatch.setattr(numerics, "PIECE", 5 * 256)
     assert measures(x, made) == pytest.approx(whole, rel=1e-12)
+
+
+def moments(x: Tensor) -> dict[str, float]:
+    probe = Probe()
+    probe.record_residual(x)
+    amax = torch.zeros(1, len(numerics.REPORTED))
+    sums = torch.zeros(1, len(numerics.REPORTED), len(SUMS), dtype=torch.float64)
+    amax[0, 0], sums[0, 0, :2] = probe.amax["residual"], probe.sums["residual"]
+    (line,) = numerics.report(amax, sums)
+    assert line.pop("layer") == 1 and line.pop("tensor") == "residual"
+    return {key: float(value) for key, value in line.items()}
+
+
+def test_kurtosis_is_one_of_equal_channels_and_their_number_if_one_has_everything() -> None:
+    equal, single = torch.full((3, 2, 64), -7.0), torch.zeros(3, 2, 64)
+    single[..., 5] = 1e-30
+    assert moments(equal) == {"amax": 7.0, "kurtosis": 1.0}
+    assert moments(single) == pytest.approx({"amax": 1e-30, "kurtosis": 64.0}, rel=1e-6)
+
+
+def test_kurtosis_is_the_mean_over_tokens_whatever_their_size() -> None:
+    """Gaussian channels have 3; 2^20 of them leave an error of sqrt(96 / 2^20) = 0.01."""
+    x = torch.randn(1 << 10, 1 << 10, generator=torch.Generator().manual_seed(0))
+    assert moments(x)["kurtosis"] == pytest.approx(3, abs=0.03)
+    x[::2] *= 1e12
+    assert moments(x)["kurtosis"] == pytest.approx(3, abs=0.03)
+    x[:, 3] *= 1000
+    assert moments(x)["kurtosis"] > 0.9 * len(x)
+
+
+def test_tokens_of_zeros_have_no_kurtosis_and_a_nan_is_reported() -> None:
+    x = torch.zeros(4, 16)
+    x[1] = 1
+    assert moments(x)["kurtosis"] == 1
+    x[2, 3] = torch.nan
+    assert all(math.isnan(value) for value in moments(x).values())
+
+
+def test_pieces_of_the_residual_stream_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(37, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = moments(x)
+    monkeypatch.setattr(numerics, "PIECE", 5 * 64)
+    assert moments(x) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, block(1, 128), block(128, 128)])
+def test_a_sample_is_two_runs_of_rows_with_their_own_scales(granularity: Granularity) -> None:
+    x = torch.randn(5000, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = emit_direct(x, Operand("e4m3", granularity))
+    probe = Probe(sampled=True)
+    probe.record("fc1_input", x, made)
+    height = granularity.rows or 1
+    starts = [0, 2500 // height * height]
+    rows = torch.cat([torch.arange(start, start + 512) for start in starts])
+    exact, coded = x.double()[rows], made.dequantize().double()[rows]
+    sums = probe.sums["fc1_input"]
+    assert sums[SUMS.index("elements")] == 1024 * 256
+    assert sums[SUMS.index("error")].item() == pytest.approx((coded - exact).square().sum().item())
+    assert probe.amax["fc1_input"] == exact.abs().max()
+
+
+def test_a_tensor_no_longer_than_the_sample_is_measured_whole() -> None:
+    x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0))
+    found = [Probe(sampled=sampled) for sampled in (False, True)]
+    for probe in found:
+        probe.record("fc1_input", x, quantize_rows(x))
+    assert torch.equal(found[0].sums["fc1_input"], found[1].sums["fc1_input"])
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

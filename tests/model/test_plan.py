@@ -6,6 +6,7 @@ import pytest
 
 from coatlm.config import ConfigError
 from coatlm.model import memory as mem
+from coatlm.model.memory import GIB, fallback_bytes
 from coatlm.model.plan import plan
 from tests.model.shapes import LLAMA2_7B, config
 
@@ -59,3 +60,14 @@ def test_plan_names_the_memory_of_cuda_graphs() -> None:
     lines = plan(config(train={"cuda_graphs": True}), 1).splitlines()
     assert any(line.startswith("  cuda graphs") for line in lines)
     assert not any("cuda graphs" in line for line in plan(config(), 1).splitlines())
+
+
+def test_plan_names_what_a_layer_that_falls_back_adds_and_what_all_add() -> None:
+    c = config(precision={"recipe": "coat", "guard": "fallback"})
+    (line,) = [line for line in plan(c, 1).splitlines() if line.startswith("  fallback")]
+    one, every = (
+        fallback_bytes(c, layers, stage=0, data_parallel=1) / GIB
+        for layers in ([1], range(1, c.model.layers + 1))
+    )
+    assert f"{one:.3f}" in line and line.endswith(f"of all {every:.3f}")
+    assert "fallback" not in plan(config(precision={"recipe": "coat", "guard": "warn"}), 1)

@@ -242,3 +242,18 @@ def test_scaling_is_current_or_delayed() -> None:
     assert run_config().precision.scaling == "current"
     with pytest.raises(ConfigError, match=r"precision\.scaling='just in time': .*'delayed'"):
         run_config(precision={"scaling": "just in time"})
+
+
+def test_only_fp8_layers_without_a_history_calibrate_again(megatron: None) -> None:
+    """A layer in BF16 pushes zeros, in the end nothing else; it has no scales to find either."""
+    _, scales = delayed(run_config(model={"layers": 3}))
+    scales.amax.fill_(1.0)
+    scales.amax[1] = 0.0
+    scales.update_()
+    saved = scales.state()
+    scales.restore(saved)
+    assert scales.calibrating
+    scales.restore(saved, idle={2})
+    assert not scales.calibrating
+    scales.restore({}, idle={1, 2, 3})
+    assert not scales.calibrating

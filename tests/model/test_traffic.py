@@ -53,6 +53,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             "parallel": SP,
             "precision": {"recipe": "coat-paper", "scaling": "delayed"},
         },
+        "sp2 coat-rowgrad": {"parallel": SP, "precision": {"recipe": "coat-rowgrad"}},
         "sp2 rowwise": {"parallel": SP, "precision": {"recipe": "rowwise"}},
         "sp2 rowwise, saved": {
             "parallel": SP,
@@ -66,6 +67,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
         "sp2 coat-lean but one": {
             "parallel": {**SP, "main_grads": "bf16"},
             "precision": {"recipe": "coat-lean", "bf16_layers": [0, 1]},
+        },
+        "sp2 coat, the second layer falls back": {
+            "parallel": SP,
+            "precision": {"recipe": "coat", "guard": "fallback"},
         },
         "sp2 coat qk_norm": {"parallel": SP, **COAT, "model": {"qk_norm": True}},
         "cp2 fp32": {"parallel": {"cp": 2}, "precision": {"recipe": "fp32"}},
@@ -145,6 +150,8 @@ def train(rank: int, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, A
         found[name] = []
         for step in range(2):
             counted = Traffic()
+            if trainer.guard is not None and step == 1:
+                trainer.guard.restore({"in_bf16": [2]})
             with Counting({"tp": groups.tp, "cp": groups.cp}, counted):
                 trainer.train_step(trainer.place(batches(c, groups, step)), lr=1e-3)
             reported = {k: v for k, v in trainer.comm_bytes.items() if "_tp" in k or "_cp" in k}

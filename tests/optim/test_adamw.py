@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -264,3 +266,24 @@ def test_reload_from_weights_forgets_the_old_master() -> None:
         eps = 2.0**-11 if recipe == "fp8lm" else 0.0  # FP16 holds BF16's bits, but not its range
         expected = weights(256, seed=1).float()
         torch.testing.assert_close(opt.decode(0, "fp32_param"), expected, rtol=eps, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "code", "scale"),
+    (
+        ("fp8lm", "exp_avg", 0x78, 2.0**-8),  # 256 in E4M3: 1 / 2^-9 = 512 is beyond 448
+        ("fp8lm", "exp_avg_sq", 2.0**15, 2.0**-15),  # FP16: 1 / 2^-16 is beyond 65504
+        ("fp8lm", "fp32_param", 2.0**15, 2.0**-15),
+        ("coat", "exp_avg", 0x7E, -math.log2(448) * 16 / 255),  # 448, k16 = 255, L
+    ),
+)
+def test_parts_of_a_scaled_state_are_those_of_its_format(
+    recipe: str, name: str, code: float, scale: float
+) -> None:
+    opt = optimizer([shard_of(weights(128))], recipe)
+    parts = opt.encode_parts(name, torch.ones(256))
+    assert parts[""].tolist() == [code] * 256
+    assert parts[".scale"].tolist() == pytest.approx([scale] * 2)
+    # exact with scales of powers of two; COAT takes a log2 and an exp2 in fp32
+    decoded = opt.decode_parts(name, parts)
+    torch.testing.assert_close(decoded, torch.ones(256), rtol=0, atol=2.0**-20 * (recipe == "coat"))

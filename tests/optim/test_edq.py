@@ -13,6 +13,8 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.optim.edq import local_sums, measure, to_metrics
 from coatlm.optim.recipes import RECIPES
+from tests.optim.toy import optimizer as toy_optimizer
+from tests.optim.toy import shard_of
 
 N = 4096
 
@@ -29,6 +31,14 @@ def trained(recipe: str, *, steps: int, beta2: float = 0.95, lr: float = 1e-4) -
         optimizer.step(lr=lr)
     shard.grad.copy_(1e-3 * (mu + torch.randn(N, generator=generator)))
     return optimizer
+
+
+def blocks(recipe: str, weight: torch.Tensor, grad: torch.Tensor, **options: Any) -> AdamW:
+    """Fresh states, no weight decay: at the first step every update is lr or zero."""
+    n, params = grad.numel(), options.pop("params", ((0, grad.numel()),))
+    shard = shard_of(weight.bfloat16().expand(n).clone(), grad=torch.float32, params=params)
+    shard.grad.copy_(grad)
+    return toy_optimizer([shard], recipe, weight_decay=0.0, **options)
 
 
 @pytest.mark.parametrize("recipe", ("collage-light", "collage-plus", "kahan", "adamw-fp32"))
@@ -157,3 +167,54 @@ def test_temporaries_are_as_long_as_a_piece(recipe: str, monkeypatch: pytest.Mon
         pieces = measure(optimizer, lr=1e-4)
     assert 256 < made.elements <= N // 4
     assert pieces == pytest.approx(whole)
+
+
+def test_updates_of_zero_are_neither_asked_for_nor_lost() -> None:
+    """Weights of 1 lose an update of 2^-12, weights of 0 do not: 24 of 24 + 8."""
+    weight = torch.cat([torch.ones(120), torch.zeros(8)])
+    grad = torch.cat([torch.zeros(96), torch.ones(32)])
+    found = measure(blocks("adamw-bf16", weight, grad), lr=2.0**-12)
+    assert found["update_lost"] == 24 / 32
+
+
+def test_an_error_is_relative_to_the_average_and_stalled_to_its_change() -> None:
+    """From 1 to the mean of 1 and g = 2^-8: 2^-1 + 2^-9 is a tie in BF16, and rounds to 2^-1."""
+    optimizer = blocks("adamw-bf16", torch.zeros(1), torch.full((128,), 2.0**-7), betas=(0.5, 0.5))
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.states[0][name].fill_(1.0)
+    found = measure(optimizer, lr=1e-4, clip_coefficient=torch.tensor(0.5))
+    assert found["exp_avg_error"] == pytest.approx(1 / 257, rel=1e-9)  # 2^-9 / (2^-1 + 2^-9)
+    assert found["exp_avg_stalled"] == pytest.approx(1 / 255, rel=1e-9)
+    assert found["exp_avg_sq_error"] == pytest.approx(1 / 65537, rel=1e-9)  # g^2 = 2^-16
+    assert found["exp_avg_sq_stalled"] == pytest.approx(1 / 65535, rel=1e-9)
+
+
+def test_values_that_become_zero_are_a_share_of_those_that_were_not() -> None:
+    grad = torch.cat([torch.zeros(96), torch.ones(24), torch.full((8,), 2.0**-20)])
+    found = measure(blocks("fp8-plain", torch.zeros(1), grad), lr=1e-4)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert found[name + "_underflow"] == 8 / 32  # 2^-20 of the largest: E4M3 spans 2^18
+        assert found[name + "_zero"] == 104 / 128 and found[name + "_saturated"] == 24 / 128
+        assert found[name + "_k_mean"] == found[name + "_k_lowest"] == 1.0
+
+
+def test_nothing_is_lost_of_nothing() -> None:
+    found = measure(blocks("collage-plus", torch.ones(1), torch.zeros(128)), lr=1e-4)
+    assert set(found.values()) == {0.0}
+
+
+def test_percentiles_of_k_are_those_that_at_least_this_share_reaches() -> None:
+    optimizer = blocks("coat", torch.ones(1), torch.ones(128))
+    sums = local_sums(optimizer, lr=1e-4)
+    sums["exp_avg.k"].zero_()[[16, 32, 48]] = torch.tensor([45.0, 900.0, 55.0]).double()
+    found = to_metrics(optimizer.recipe, sums)
+    assert [found[f"exp_avg_k_{p}"] for p in ("p05", "p50", "p95")] == [2.0, 2.0, 3.0]
+    assert found["exp_avg_k_mean"] == pytest.approx(2.01)
+
+
+def test_only_the_parameters_that_count_are_measured_with_tensor_scales() -> None:
+    """An empty part of a parameter, beside the one that counts, has no largest value."""
+    params = ((0, 128), (128, 256), (256, 384))
+    optimizer = blocks("fp8lm", torch.ones(1), torch.ones(384), params=params)
+    sums = local_sums(optimizer, lr=2.0**-4, counted=[[(128, 256)]])
+    assert sums["asked"] == sums["exp_avg.nonzero"] == 128

@@ -111,6 +111,12 @@ def test_results_do_not_depend_on_the_chunks_of_the_reference(
     assert equal(*found)
 
 
+def test_betas_are_floats_whatever_they_are_given_as() -> None:
+    """A kernel is compiled for the types of its arguments, and an integer 0 has another type."""
+    betas = optimizer([shard_of(weights(128))], "coat", betas=[0, torch.tensor(0.5)]).betas
+    assert betas == (0.0, 0.5) and {type(beta) for beta in betas} == {float}
+
+
 def test_a_negative_rate_is_refused() -> None:
     opt = optimizer([shard_of(weights(128))], "coat")
     with pytest.raises(ValueError, match=r"lr=-0\.1: must be >= 0"):

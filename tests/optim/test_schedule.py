@@ -60,8 +60,9 @@ def test_linear_falls_by_equal_amounts() -> None:
 
 
 def test_wsd_decays_as_one_minus_square_root_over_decay_steps() -> None:
-    o = optim("wsd", decay_steps=16)
+    o = optim("wsd", lr=1e-2, min_lr=1e-3, decay_steps=16)
     rates = [learning_rate(step, o, 100) for step in range(100)]
+    assert o.min_lr + (o.lr - o.min_lr) != o.lr  # t = 0 in the formula would not give lr
     assert set(rates[9:84]) == {o.lr}
     quarter = rates[84 + 4 - 1]  # t = 4/16, so 1 - sqrt(t) = 1/2
     assert math.isclose(quarter, (o.lr + o.min_lr) / 2, rel_tol=4 * EPS)

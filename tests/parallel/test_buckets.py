@@ -61,6 +61,22 @@ def test_all_is_zeroed_but_gradients_that_are_written_over(zero: int) -> None:
     assert bucket.grads.sum() == sum(p.numel() for p in overwritten)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_gradient_that_accumulates_for_now_is_zeroed_and_not_stale(zero: int) -> None:
+    bucket, (_, first, second, _) = cleared(zero)
+    bucket.grads.fill_(torch.nan)
+    first.main_grad_accumulates = True  # type: ignore[attr-defined]
+    bucket.clear()
+    assert not first.main_grad_stale and second.main_grad_stale  # type: ignore[attr-defined]
+    assert not first.main_grad.any() and second.main_grad.isnan().all()  # type: ignore[attr-defined]
+    first.main_grad.fill_(1)  # type: ignore[attr-defined]
+    bucket.settle()
+    assert bucket.grads.sum() == first.numel()
+    first.main_grad_accumulates = False  # type: ignore[attr-defined]
+    bucket.clear()
+    assert first.main_grad_stale  # type: ignore[attr-defined]
+
+
 def test_a_gradient_that_never_came_is_zeroed_in_the_end() -> None:
     bucket, (_, came, missing, _) = cleared(1)
     came.main_grad.fill_(1)  # type: ignore[attr-defined]

@@ -17,6 +17,9 @@ CALLS: dict[str, list[str]] = {  # tool -> a call whose input is missing
     "inspect_checkpoint": ["missing"],
     "plot_run": ["missing", "--out", "out/picture.png"],
     "preprocess_data": ["--input", "missing.txt", "--output-prefix", "out/data"],
+    "study_loss": ["missing.yaml", "--runs", "runs", "--out", "out.jsonl"],
+    "study_finetune": ["missing.yaml", "--out", "out.jsonl", "--checkpoint", "x", "--runs", "out"],
+    "study_outliers": ["missing", "--out", "out"],
     "study_reduction": ["missing.yaml", "--out", "out"],
     "study_states": ["missing", "--out", "out"],
 }

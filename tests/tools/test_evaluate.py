@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from coatlm import console
-from coatlm.hf.from_hf import from_huggingface
-from coatlm.hf.to_hf import to_huggingface
+from coatlm.convert.from_hf import from_huggingface
+from coatlm.convert.to_hf import to_huggingface
 from tests.hf.models import make_model, save_model
 from tests.test_console import Terminal
 from tests.train.test_shards import seal

@@ -55,7 +55,17 @@ REFUSED: dict[str, tuple[Config, dict[str, Any], str]] = {
         {},
         "data.split: [96.0, 2.0, 2.0] -> [90.0, 5.0, 5.0]",
     ),
+    "data.packing": (
+        config(data={"text": ["a.txt"], "packing": "best-fit"}),
+        {},
+        "data.packing: concat -> best-fit",
+    ),
     "run.seed": (config(run={"seed": 1}), {}, "run.seed: 1234 -> 1"),
+    "optim.recipe": (
+        config(optim={"recipe": "coat"}),
+        {},
+        "optim.recipe: adamw-fp32 -> coat",
+    ),
     "data.tokenizer": (
         config(data={"text": ["a.txt"], "tokenizer": "hf:b.json"}),
         {"tokenizer": "e" * 64},
@@ -108,16 +118,26 @@ def test_a_checkpoint_of_a_version_without_data_and_new_keys_is_continued() -> N
     assert check(config(), saved) == []
 
 
-def test_another_model_or_recipe_of_states_does_not_fit() -> None:
+def test_another_model_or_dtype_of_weights_does_not_fit() -> None:
     for now, said in (
         (
             config(model={"ffn": 768}),
             "model.ffn is 704 in the checkpoint and 768 in this configuration",
         ),
-        (config(optim={"recipe": "coat"}), "optim.recipe is 'adamw-fp32' in the checkpoint"),
+        (
+            config(precision={"recipe": "fp32"}),
+            "precision.recipe is 'bf16' in the checkpoint and 'fp32'",
+        ),
     ):
         with pytest.raises(CheckpointError, match=said):
             check(now, state(config()))
+
+
+def test_any_recipe_of_layers_with_bf16_weights_and_any_spec_fits() -> None:
     saved = config().model_dump(mode="json")
-    keys = changed_keys(saved, config(optim={"recipe": "coat"}))
-    check_same_model(PATH, keys, weights_only=True)  # states are not read then
+    te = config(precision={"recipe": "te-delayed"}, model={"spec": "te"})
+    check_same_model(PATH, changed_keys(saved, te))
+    assert check(te, state(config())) == [
+        "model.spec: local -> te",
+        "precision.recipe: bf16 -> te-delayed",
+    ]

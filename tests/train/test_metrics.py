@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from coatlm.config import Config, load_config, make_config
 from coatlm.train import run_directory
+from coatlm.train.guard import Finding
 from coatlm.train.metrics import MetricsLogger, Throughput
 
 H200 = "NVIDIA H200"
@@ -101,6 +102,28 @@ def test_every_line_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
     train, val = on_disk(tmp_path)
     assert train["step"] == 1
     assert val == {"step": 1, "val_loss": 2.0, "val_ppl": math.exp(2.0)}
+
+
+def test_a_finding_of_the_guard_is_a_line_of_its_own_and_no_step(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    logger = open_logger(tmp_path, config=config(tensorboard=True), stream=stream)
+    logger.log_guard(7, [Finding(3, "fc2_input", "underflow", 0.5, 0.0864, "bf16")])
+    logger.close()
+    (line,) = on_disk(tmp_path)
+    expected = {"layer": 3, "tensor": "fc2_input", "measure": "underflow", "value": 0.5}
+    assert line == {"step": 7, **expected, "limit": 0.0864, "action": "bf16"}
+    (events,) = (tmp_path / "tb").iterdir()
+    assert b"train/guard_layer3_fc2_input_underflow" in events.read_bytes()
+    assert "guard" not in stream.getvalue()
+
+
+def test_counts_of_the_guard_are_in_a_step_line(tmp_path: Path) -> None:
+    logger = open_logger(tmp_path)
+    logger.advance()
+    counts = {"guard_bf16_layers": 2, "guard_findings": 1}
+    logger.log_step(1, loss=2.0, loss_mean=2.0, grad_norm=1.0, lr=1e-3, tokens=4096, guard=counts)
+    (record,) = on_disk(tmp_path)
+    assert record | counts == record and list(record) == [*KEYS, *counts]
 
 
 def test_nan_and_inf_become_null_and_are_named(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config, ConfigError, make_config
 from coatlm.fp8.formats import E4M3, E5M2
-from coatlm.model.numerics import TENSORS
+from coatlm.model.numerics import RESIDUAL, TENSORS
+from coatlm.train.guard import find, limits_of
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
 from tools.curves import read_run
@@ -81,7 +82,7 @@ def test_asking_changes_no_bit_of_the_training(runs: Path) -> None:
 
 def test_lines_come_on_the_steps_asked_for_once_a_layer_and_tensor(runs: Path) -> None:
     lines = [(line["step"], line["layer"], line["tensor"]) for line in numerics_of(runs / "asked")]
-    tensors = [name for name in TENSORS if name != "attention_saved"]
+    tensors = [RESIDUAL, *(name for name in TENSORS if name != "attention_saved")]
     expected = [(s, layer, name) for s in (2, 4) for layer in (1, 2, 3, 4) for name in tensors]
     assert lines == expected
 
@@ -91,12 +92,23 @@ def test_a_tensor_is_looked_at_where_its_recipe_keeps_it(runs: Path) -> None:
         recipe: {tensor for _, tensor in by_tensor(runs / recipe, 2)}
         for recipe in ("fp8-linear", "coat-lean")
     }
-    assert seen["coat-lean"] == set(TENSORS)
-    assert seen["fp8-linear"] == set(TENSORS) - set(KEPT)
+    assert seen["coat-lean"] == {RESIDUAL, *TENSORS}
+    assert seen["fp8-linear"] == {RESIDUAL, *TENSORS} - set(KEPT)
 
 
-def test_layers_in_bf16_have_no_lines_and_the_others_their_own_numbers(runs: Path) -> None:
-    assert {layer for layer, _ in by_tensor(runs / "ends in bf16", 2)} == {2}
+def test_layers_in_bf16_have_the_residual_stream_alone_and_others_their_own_numbers(
+    runs: Path,
+) -> None:
+    lines = by_tensor(runs / "ends in bf16", 2)
+    assert {layer for layer, tensor in lines if tensor != RESIDUAL} == {2}
+    assert {layer for layer, tensor in lines if tensor == RESIDUAL} == {1, 2, 3, 4}
+
+
+def test_the_residual_stream_of_the_first_layer_is_the_embedding(runs: Path) -> None:
+    """Normal(0, 0.02) numbers in BF16: kurtosis 3, less what 128 channels a token leave of it."""
+    line = by_tensor(runs / "first", 1)[1, RESIDUAL]
+    assert line["kurtosis"] == pytest.approx(3 * 128 / 130, rel=0.02)
+    assert 3 * 0.02 < line["amax"] < 6 * 0.02
 
 
 def test_recomputation_counts_nothing_twice(runs: Path) -> None:
@@ -109,14 +121,24 @@ def test_errors_are_those_of_rounding(runs: Path, recipe: str) -> None:
     that is not what the kernel quantised would be off by the whole.
     """
     for (_, tensor), line in by_tensor(runs / recipe, 4).items():
+        if tensor == RESIDUAL:
+            continue
         fmt = E5M2 if tensor.endswith("_grad") else E4M3
         assert fmt.eps / 8 < line["relative_error"] < fmt.eps / 2, line
         assert line["amax"] > 0 and 0 <= line["underflow"] < 0.05 and line["saturated"] < 0.2, line
 
 
+@pytest.mark.parametrize("recipe", ["coat", "coat-lean", "fp8-linear"])
+def test_the_guard_finds_nothing_in_usual_tensors(runs: Path, recipe: str) -> None:
+    lines = numerics_of(runs / ("asked" if recipe == "coat" else recipe))
+    sections = {"precision": {"recipe": recipe}}
+    assert not list(find(lines, limits_of(make_config(sections).precision)))
+
+
 def same_sums(line: Line) -> Line:
     """For comparisons where only the order of fp64 sums differs."""
-    return line | {name: pytest.approx(line[name], rel=1e-9) for name in MEASURES}
+    names = [name for name in (*MEASURES, "kurtosis") if name in line]
+    return line | {name: pytest.approx(line[name], rel=1e-9) for name in names}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,7 +150,7 @@ def test_two_ranks_report_of_the_whole_tensor_what_one_does(runs: Path, layout: 
     assert one.keys() == two.keys()
     for key, expected in one.items():
         (layer, tensor), actual = key, two[key]
-        first = layer == 1 and tensor in ("norm1_saved", "qkv_input")
+        first = layer == 1 and tensor in (RESIDUAL, "norm1_saved", "qkv_input")
         if layout.startswith("pp") or first or tensor in ("qkv_weight", "fc1_weight"):
             assert actual == same_sums(expected)
         if tensor.endswith("_weight"):
@@ -146,6 +168,10 @@ def test_two_ranks_lose_what_one_does(runs: Path, layout: str) -> None:
     one, two = by_tensor(runs / "first", 1), by_tensor(runs / layout, 1)
     for key, expected in one.items():
         actual, backward = two[key], key[1].endswith("_grad")
+        if key[1] == RESIDUAL:  # BF16 sums in another order
+            assert actual["kurtosis"] == pytest.approx(expected["kurtosis"], rel=1e-3), key
+            assert actual["amax"] == pytest.approx(expected["amax"], rel=0.02), key
+            continue
         error = pytest.approx(expected["relative_error"], rel=0.2 if backward else 0.06)
         assert actual["relative_error"] == error, key
         amax = pytest.approx(expected["amax"], rel=0.2 if backward else 0.1)
@@ -216,3 +242,8 @@ def test_plot_run_draws_a_curve_for_each_tensor(runs: Path) -> None:
                 for step in (2, 4)
             ]
             assert curve == dict(zip((2, 4), worst, strict=True))
+    steps = {step: by_tensor(runs / "asked", step) for step in (2, 4)}
+    worst_of = {
+        s: max(lines[n, RESIDUAL]["kurtosis"] for n in (1, 2, 3, 4)) for s, lines in steps.items()
+    }
+    assert curves["numerics.kurtosis.residual"] == worst_of

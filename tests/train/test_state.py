@@ -69,6 +69,7 @@ def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
         ("gradient_amaxes", {"0": [1.0]}),
         ("config", []),
         ("config", {"model": {}, "optim": None, "data": {}}),
+        ("config", GOOD["config"] | {"optim": {"recipe": "coat-leaner"}}),
     ],
 )
 def test_a_value_of_another_type_is_named_in_one_line(tmp_path: Path, key: str, value: Any) -> None:

@@ -130,7 +130,7 @@ def coatlm_stack(
     from coatlm.parallel.collectives import Traffic
     from coatlm.parallel.flat_model import FlatModel
     from coatlm.parallel.wire import Plain
-    from coatlm.train.step import delayed_scales
+    from coatlm.train.step import delayed_scales, gradient_noise
 
     spec, recipe, scaling = COATLM[row]
     model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
@@ -181,6 +181,7 @@ def coatlm_stack(
         new_weights=start_step,
         weights=lambda: _first_layer(decoder),
     )
+    gradient_noise(config, [chunk], groups())  # layers refer to it
     scales = delayed_scales(config, [chunk], groups())
     if scales is not None:
         stack.step(*stack.inputs(shape.batch))

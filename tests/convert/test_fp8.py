@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from coatlm.convert.from_hf import from_huggingface
+from coatlm.convert.to_hf import to_huggingface
 from coatlm.fp8.formats import E4M3
 from coatlm.hf.files import Weights
 from coatlm.hf.fp8 import Fp8Export
-from coatlm.hf.from_hf import from_huggingface
-from coatlm.hf.to_hf import to_huggingface
 from tests.hf.models import save_model, theirs, tokens
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -103,6 +108,71 @@ def test_logits_of_the_fp8_model_are_near_those_of_the_original(exported: Path) 
     ]
     # three layers of relative errors of eps / 4 = 0.03 a weight, in "channel" an activation too
     assert 0.01 < errors[0] < errors[1] < 0.3
+
+
+WIDE = {  # every linear layer is a whole number of blocks
+    **{"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "intermediate_size": 384, "num_hidden_layers": 2},
+    **{"vocab_size": 263, "max_position_embeddings": 128},
+}
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wider model, and its export with a scale per 128 x 128 elements."""
+    root = tmp_path_factory.mktemp("blocks")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.split(".")[-2] in PROJECTIONS:  # blocks of very different sizes
+                weight *= 4.0 ** (torch.arange(weight.shape[0]) // 128)[:, None]
+                weight *= 8.0 ** (torch.arange(weight.shape[1]) // 128)
+    model.save_pretrained(root / "hf")
+    from_huggingface(root / "hf", root / "coatlm", tokenizer="none")
+    to_huggingface(root / "coatlm", root / "block", fp8=Fp8Export("block"))
+    return root
+
+
+def test_blocks_have_the_scales_and_codes_that_deepseeks_layout_defines(blocks: Path) -> None:
+    original, stored = Weights.open(blocks / "hf"), Weights.open(blocks / "block")
+    linears = [n for n in original.files if n.split(".")[-2] in PROJECTIONS]
+    assert len(linears) == 7 * 2
+    assert stored.files.keys() == original.files.keys() | {f"{name}_scale_inv" for name in linears}
+    for name in linears:
+        weight, codes = original.read(name), stored.read(name).float()
+        scales = stored.read(f"{name}_scale_inv")
+        assert scales.shape == (weight.shape[0] // 128, weight.shape[1] // 128)
+        for i, j in ((i, j) for i in range(scales.shape[0]) for j in range(scales.shape[1])):
+            cut = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            assert float(scales[i, j]) == float(weight[cut].abs().amax() / 448)
+            # half a step of E4M3: 2^-4 of a normal number, 2^-10 of the scale below those
+            bound = torch.maximum(weight[cut].abs() * 2**-4, scales[i, j] * 2**-10)
+            error = (codes[cut] * scales[i, j] - weight[cut]).abs()
+            assert bool((error <= bound * (1 + 1e-6)).all())
+    written = json.loads((blocks / "block/config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["weight_block_size"]) == ("fp8", [128, 128])
+    assert (written["activation_scheme"], written["fmt"]) == ("dynamic", "e4m3")
+
+
+def test_transformers_decodes_blocks_to_the_weights_that_the_layout_defines(blocks: Path) -> None:
+    """Its whole loader of this format needs the package accelerate."""
+    decoder, stored = Fp8Dequantize(None), Weights.open(blocks / "block")
+    for part in ("self_attn.q_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{part}.weight"
+        codes, scale = stored.read(name), stored.read(f"{name}_scale_inv")
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        found = decoder._dequantize_one(codes, scale, torch.float32)
+        torch.testing.assert_close(found, codes.float() * spread, rtol=1e-6, atol=0)
+
+
+def test_sizes_that_blocks_do_not_divide_are_refused_by_the_name_of_the_tensor(
+    exported: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"q_proj\.weight is \[64, 64\]: .* multiples of 128"):
+        to_huggingface(exported / "coatlm", tmp_path / "new", fp8=Fp8Export("block"))
+    with pytest.raises(ValueError, match="fp8_activations=none"):
+        Fp8Export("block", dynamic_activations=False)
 
 
 def test_weights_with_nan_are_refused_by_name() -> None:

@@ -17,29 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.config import Config, dump_yaml
+from coatlm.config import Config, Data, dump_yaml
 from coatlm.console import progress
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import read_json, whole_directory
 from coatlm.hf.config import check_token_ids, output_bias, read_model, run_config
 from coatlm.hf.files import Described, Report, Weights
-from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries, zero_biases
+from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries
+from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import (
     GENERATION,
     TOKENIZER_FILES,
     check_files,
     check_rows,
     copy_files,
-    first_eos,
     moved,
-    spec_in,
+    tokenizer_of,
 )
 from coatlm.train.manifest import STATE, File, sha256, write_file, write_manifest
 from coatlm.train.shards import write_layout, write_one_by_one
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # what coatlm trains in
-COMPUTED = ".rotary_emb.inv_freq"  # in early checkpoints; computed from config.json
 LARGEST_MULTIPLE = 1 << 16  # the largest --vocab-multiple
+NO_TOKENIZER = "none"  # --tokenizer
 SEQ_LEN = 2048  # if config.json does not give it
 
 
@@ -55,7 +55,8 @@ def from_huggingface(
     """Write `destination`, a checkpoint, from a directory with config.json and safetensors.
 
     `dtype` is bf16, fp32, or None for the stored dtype. `tokenizer` is a spec as in
-    `data.tokenizer` that replaces the directory's. Rows of zeros pad the embedding to a multiple of
+    `data.tokenizer` that replaces the directory's, or `none`: the checkpoint then belongs to no
+    tokenizer, and a run from it names its own. Rows of zeros pad the embedding to a multiple of
     `vocab_multiple`; each adds exp(0) to the softmax. `seq_len` is for later runs; None means the
     longest that the model supports. Raises ValueError with the field that does not fit before
     anything is written, and CheckpointError if writing fails.
@@ -71,6 +72,7 @@ def from_huggingface(
     check_token_ids(str(source / "config.json"), raw, model["vocab"])
     check_files(source, copied, model["vocab"])
     spec, fingerprint = _tokenizer(source, raw, tokenizer, rows)
+    notes = _notes(rows - model["vocab"], tokenized=tokenizer != NO_TOKENIZER)
     weights = Weights.open(source)
     stored = weights.describe()
     kind = _common_type(stored, dtype)
@@ -83,16 +85,16 @@ def from_huggingface(
         precision="fp32" if kind == torch.float32 else "bf16",
     )
     check_layers(config.model, stored, str(source / "config.json"))
-    plan = {entry.key: entry for entry in entries(config.model, model["vocab"])}
-    _check_stored(weights, stored, plan, biases=output_bias(raw), config=config)
+    plan = {entry.key: entry for entry in entries(config.model, model["vocab"], raw["model_type"])}
+    check_stored(weights, stored, plan, biases=output_bias(raw), model=config.model)
     described = {key: (kind, _shape(entry, rows)) for key, entry in plan.items()}
 
     written = [Described(*d) for d in described.values()]
-    report = Report.of(written, _notes(rows - model["vocab"]))
+    report = Report.of(written, notes)
 
     def make(key: str) -> Tensor:
-        parts = [weights.read(name).to(kind) for name in plan[key].parts]
-        whole = _with_rows(plan[key].join(parts), described[key][1][0])
+        parts = [weights.read(name).to(kind) for name in plan[key].stored]
+        whole = with_rows(plan[key].join(parts), described[key][1][0])
         advance(whole.nbytes)
         return whole
 
@@ -104,27 +106,34 @@ def from_huggingface(
         write_one_by_one(directory, described, make)
         copy_files(source, directory, copied)
         write_file(directory / STATE, _state(config, fingerprint))
-        write_file(directory / "config.yaml", _start_yaml(config, destination))
+        write_file(
+            directory / "config.yaml", _start_yaml(config, destination, tokenized=bool(fingerprint))
+        )
         files = {p.name: File(p.stat().st_size, sha256(p)) for p in directory.iterdir()}
         write_manifest(directory, destination.parent, files)
     return report
 
 
-def _notes(added: int) -> tuple[str, ...]:
-    return (f"{added} rows of zeros were added to the vocabulary",) if added else ()
+def _notes(added: int, *, tokenized: bool) -> tuple[str, ...]:
+    notes = [f"{added} rows of zeros were added to the vocabulary"] if added else []
+    if not tokenized:
+        notes.append("no tokenizer: a run from this checkpoint has to name data.tokenizer")
+    return tuple(notes)
 
 
 def _tokenizer(
     source: Path, raw: Mapping[str, Any], given: str | None, rows: int
 ) -> tuple[str, str]:
-    """The spec and the fingerprint of the tokenizer, read from its current path."""
-    eos = first_eos(raw)
-    if eos is None and (source / GENERATION).exists():
-        eos = first_eos(read_json(source / GENERATION))
-    spec = given or spec_in(source, eos)
+    """The spec and the fingerprint of the tokenizer, read from its current path.
+
+    Without a tokenizer the fingerprint is empty, and the spec that of a default configuration.
+    """
+    if given == NO_TOKENIZER:
+        return Data.model_fields["tokenizer"].default, ""
+    spec = given or tokenizer_of(source, raw)
     if spec is None:
         raise ValueError(
-            f"{source}: has no tokenizer.json and no tokenizer.model: name a tokenizer"
+            f"{source}: has no tokenizer.json and no tokenizer.model: name a tokenizer, or none"
         )
     made = make_tokenizer(spec)
     check_rows(made, rows)
@@ -141,47 +150,14 @@ def _common_type(stored: Mapping[str, Described], wanted: str | None) -> torch.d
     raise ValueError(f"the weights are {names}: choose the dtype to train in, bf16 or fp32")
 
 
-def _check_stored(
-    weights: Weights,
-    stored: Mapping[str, Described],
-    plan: Mapping[str, Entry],
-    *,
-    biases: bool,
-    config: Config,
-) -> None:
-    """Raise ValueError unless the directory has exactly the tensors of the model."""
-    wanted = {name: shape for entry in plan.values() for name, shape in entry.parts.items()}
-    zeros = zero_biases(config.model) if biases else {}
-    for name, shape in {**wanted, **zeros}.items():
-        if name not in stored:
-            raise ValueError(f"{weights.directory}: {name} is missing")
-        if stored[name].shape != shape:
-            found = list(stored[name].shape)
-            raise ValueError(
-                f"{weights.directory}: {name} is {found}, config.json says {list(shape)}"
-            )
-    for name in zeros:
-        if bool(weights.read(name).any()):
-            raise ValueError(
-                f"{weights.directory}: {name} is not zero: attention_bias=true gives the output "
-                "projection a bias, which coatlm does not have"
-            )
-    extra = [n for n in stored if n not in wanted | zeros and not n.endswith(COMPUTED)]
-    if HEAD in extra and config.model.tie_embeddings:
-        if not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
-            raise ValueError(f"{weights.directory}: tie_word_embeddings=true, but {HEAD} differs")
-        extra.remove(HEAD)
-    if extra:
-        raise ValueError(f"{weights.directory}: {extra[0]} has no place in coatlm's model")
-
-
 def _shape(entry: Entry, rows: int) -> tuple[int, ...]:
     """The shape of a tensor in the checkpoint, where the vocabulary is padded to `rows`."""
     vocabulary = entry.parts.keys() & {EMBEDDING, HEAD}
     return (rows, *entry.shape[1:]) if vocabulary else entry.shape
 
 
-def _with_rows(tensor: Tensor, rows: int) -> Tensor:
+def with_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Pad a tensor with rows of zeros to `rows`."""
     missing = rows - tensor.shape[0]
     if not missing:
         return tensor
@@ -201,12 +177,13 @@ def _state(config: Config, fingerprint: str) -> bytes:
     return json.dumps(state, indent=1).encode()
 
 
-def _start_yaml(config: Config, destination: Path) -> bytes:
+def _start_yaml(config: Config, destination: Path, *, tokenized: bool) -> bytes:
     """A config.yaml for runs from the checkpoint, without `data.text` or `data.paths`."""
     resolved = config.model_dump(mode="json")
+    data = {name: resolved["data"][name] for name in ("tokenizer", "seq_len")}
     keys = {
         "model": resolved["model"],
-        "data": {name: resolved["data"][name] for name in ("tokenizer", "seq_len")},
+        "data": data if tokenized else data | {"tokenizer": None},  # an error until one is given
         "precision": resolved["precision"],
         "checkpoint": {"resume": str(destination), "weights_only": True},
     }

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coatlm.config import Config, make_config, read_mapping
+from coatlm.convert.from_hf import from_huggingface
+from coatlm.convert.to_hf import to_huggingface
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.hf.files import Weights
-from coatlm.hf.from_hf import from_huggingface
-from coatlm.hf.to_hf import to_huggingface
 from coatlm.parallel.groups import release_groups
 from coatlm.train import start
 from coatlm.train.checkpoint import tensor_checksums, verify

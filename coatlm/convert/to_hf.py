@@ -9,7 +9,6 @@ own run, or from the Hugging Face model that it was trained from.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from coatlm.hf.tokenizer import (
     export_tokenizer,
 )
 from coatlm.optim.recipes import MASTER, find_recipe
-from coatlm.train.checkpoint import find_checkpoint, saved_config
+from coatlm.train.checkpoint import named_checkpoint, saved_config
 from coatlm.train.shards import StoredTensors
 from coatlm.train.state import read_run_state
 
@@ -74,11 +73,7 @@ def to_huggingface(
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes}: at least 1")
-    if not source.is_dir():
-        raise ValueError(f"{source}: no such directory")
-    named = os.path.join(".", source)  # a path even if `source` is named auto or none
-    checkpoint = find_checkpoint(named, source, logger)
-    assert checkpoint is not None  # a path was given
+    checkpoint = named_checkpoint(source, logger)
     state = read_run_state(checkpoint)
     config, fingerprint = saved_config(checkpoint, state), str(state["tokenizer"])
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
@@ -89,7 +84,7 @@ def to_huggingface(
         check_token_ids(str(relative / "config.json"), raw, weights.rows)
         check_files(relative, (GENERATION, *TOKENIZER_FILES), weights.rows)
     result = make_hf_config(config, rows, dtype=str(weights.dtype).removeprefix("torch."), like=raw)
-    plan = list(entries(config.model, rows))
+    plan = list(entries(config.model, rows, result["model_type"]))
     zeros = zero_biases(config.model) if output_bias(result) else {}
     described = _describe(plan, zeros, weights.dtype, fp8)
     size = Report.of(list(described.values()), ()).bytes
@@ -195,7 +190,7 @@ def _describe(
     """The dtype and shape of the tensors to write, in the order of `_tensors`."""
     described: dict[str, Described] = {}
     for entry in plan:
-        for name, shape in entry.parts.items():
+        for name, shape in entry.stored.items():
             if fp8 is not None and is_linear(name):
                 described |= fp8.describe(name, shape)
             else:
@@ -215,7 +210,7 @@ def _tensors(
         whole = weights.read(entry.key)
         if EMBEDDING in entry.parts or entry.key == "output_layer.weight":
             whole = whole[:rows]
-        for name, part in zip(entry.parts, entry.split(whole), strict=True):
+        for name, part in zip(entry.stored, entry.split(whole), strict=True):
             if fp8 is not None and is_linear(name):
                 yield from fp8.encode(name, part).items()
             else:
@@ -236,6 +231,8 @@ def _write_tokenizer(
         copy_files(relative, directory, (GENERATION,))
         if copy_files(relative, directory, TOKENIZER_FILES):
             return ()
+    if not fingerprint:
+        return ("no tokenizer was written: the checkpoint has none",)
     eod, note = export_tokenizer(config.data.tokenizer, fingerprint, directory)
     for name in ("bos_token_id", "eos_token_id"):
         if result[name] is None:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coatlm.config.errors import LONGEST
+from coatlm.convert.from_hf import from_huggingface
+from coatlm.convert.to_hf import to_huggingface
 from coatlm.hf.config import (
     FIXED,
     HARMLESS,
@@ -25,8 +27,6 @@ from coatlm.hf.config import (
     run_config,
 )
 from coatlm.hf.files import Weights, write_json
-from coatlm.hf.from_hf import from_huggingface
-from coatlm.hf.to_hf import to_huggingface
 from coatlm.train.shards import StoredTensors
 from tests.hf.models import make_model
 from tests.test_files import small_disk

@@ -1,0 +1,212 @@
+"""Convert between the arguments of Megatron-LM or Megatron-Bridge and sections of coatlm.
+
+Megatron-LM stores its arguments with a checkpoint, Megatron-Bridge a run_config.yaml whose section
+`model` has the fields of megatron-core's TransformerConfig and of its GPT provider. An argument is
+a field of coatlm's (`MODEL` and `TRAINING`), or must have a value that coatlm supports (`FIXED`),
+or says nothing about the model. Arguments that a checkpoint lacks have coatlm's defaults, and the
+shapes of the tensors are compared afterwards. Dropout is not read: coatlm has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coatlm.config import Config, Model, RopeScaling, read_mapping
+from coatlm.config.errors import shown
+
+Sections = dict[str, dict[str, Any]]
+MODEL = {  # argument -> model.*
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn",
+    "norm_epsilon": "norm_eps",
+    "layernorm_epsilon": "norm_eps",
+    "rotary_base": "rope_theta",
+    "add_qkv_bias": "qkv_bias",
+    "qk_layernorm": "qk_norm",
+    "init_method_std": "init_std",
+    "share_embeddings_and_output_weights": "tie_embeddings",
+}
+REALS = ("norm_eps", "rope_theta", "init_std")
+TRAINING = {  # argument -> section.key, for a run that continues
+    "seq_length": "data.seq_len",
+    "lr": "optim.lr",
+    "min_lr": "optim.min_lr",
+    "adam_eps": "optim.eps",
+    "weight_decay": "optim.weight_decay",
+    "clip_grad": "optim.clip_grad",
+    "lr_warmup_iters": "optim.warmup_steps",
+    "train_iters": "train.steps",
+    "global_batch_size": "train.global_batch",
+    "micro_batch_size": "train.micro_batch",
+}
+FLOATS = ("optim.lr", "optim.min_lr", "optim.eps", "optim.weight_decay", "optim.clip_grad")
+FIXED: Mapping[str, tuple[Any, ...]] = {  # argument -> supported values
+    "normalization": (None, "RMSNorm"),
+    "swiglu": (None, True),
+    "gated_linear_unit": (None, True),
+    "position_embedding_type": (None, "rope"),
+    "add_bias_linear": (None, False),
+    "rotary_percent": (None, 1),
+    "rotary_interleaved": (None, False),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "seq_len_interpolation_factor": (None, 1),
+    "num_experts": (None,),
+    "num_moe_experts": (None,),
+    "multi_latent_attention": (None, False),
+    "apply_layernorm_1p": (None, False),
+    "layernorm_zero_centered_gamma": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "window_size": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": (None, "vanilla"),
+    "squared_relu": (None, False),
+    "quick_geglu": (None, False),
+    "glu_linear_offset": (None, 0),
+    "activation_func_clamp_value": (None,),
+    "qk_l2_norm": (None, False),
+    "no_rope_freq": (None,),
+    "attention_output_gate": (None, False),
+    "experimental_attention_variant": (None,),
+    "mtp_num_layers": (None, 0),
+    "fp16": (None, False),
+}
+ABSENT = (  # keys of model that megatron-core lacks
+    *("norm_after", "qk_norm_width", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "logits_scaling"),
+)
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> Sections:
+    """The sections model, data, optim and train that Megatron's arguments give.
+
+    Raises ValueError with the name of an argument whose value coatlm does not support.
+    """
+    for name, allowed in FIXED.items():
+        value = arguments.get(name)
+        if type(value) not in (type(None), bool, int, float, str) or value not in allowed:
+            choices = " or ".join(repr(v) for v in allowed if v is not None) or "none"
+            raise ValueError(f"{name}={shown(value)} of Megatron: only {choices}")
+    _check_activation(arguments.get("activation_func"))
+    model = {ours: arguments[n] for n, ours in MODEL.items() if arguments.get(n) is not None}
+    model |= {name: _real(f"model.{name}", model[name]) for name in REALS if name in model}
+    groups = arguments.get("num_query_groups")
+    if groups is not None and arguments.get("group_query_attention", True):
+        model["kv_heads"] = groups
+    if arguments.get("untie_embeddings_and_output_weights") is not None:
+        model["tie_embeddings"] = not arguments["untie_embeddings_and_output_weights"]
+    if arguments.get("use_rope_scaling") or arguments.get("rope_scaling"):
+        factor = arguments.get("rope_scaling_factor") or 8.0
+        model["rope_scaling"] = {"factor": _real("rope_scaling_factor", factor)}
+    sections: Sections = {"model": model, "data": {}, "optim": {}, "train": {}}
+    for name, key in TRAINING.items():
+        value = arguments.get(name)
+        if value is not None:
+            section, _, field = key.partition(".")
+            sections[section][field] = _real(name, value) if key in FLOATS else value
+    if "lr" in sections["optim"]:
+        sections["optim"].setdefault("min_lr", 0.0)  # Megatron's default
+    betas = [arguments.get(name) for name in ("adam_beta1", "adam_beta2")]
+    if None not in betas:
+        sections["optim"]["betas"] = [_real("adam_beta", beta) for beta in betas]
+    style = arguments.get("lr_decay_style")
+    if isinstance(style, str) and style in SCHEDULES:
+        sections["optim"]["schedule"] = SCHEDULES[style]
+    return sections
+
+
+def left_out(arguments: Mapping[str, Any]) -> str:
+    """The arguments of Megatron's learning rate that a run would not follow; empty if none."""
+    style, steps = arguments.get("lr_decay_style"), arguments.get("train_iters")
+    names = ["lr_decay_style"] if style is not None and style not in SCHEDULES else []
+    names += ["lr_decay_iters"] if arguments.get("lr_decay_iters") not in (None, steps) else []
+    others = ("lr_warmup_fraction", "lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_iters")
+    names += [name for name in others if arguments.get(name)]
+    return ", ".join(f"{name}={shown(arguments[name])}" for name in names)
+
+
+def _check_activation(function: Any) -> None:
+    """Raise ValueError unless Megatron-Bridge's activation_func is SiLU, as of SwiGLU."""
+    name = function.get("_target_") if isinstance(function, Mapping) else function
+    if name is not None and str(name).rpartition(".")[2] not in ("silu", "swiglu"):
+        raise ValueError(f"activation_func={shown(name)} of Megatron: only torch's silu")
+
+
+def _real(name: str, value: Any) -> float:
+    """A number of Megatron's arguments. Raises ValueError with its name."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+        raise ValueError(f"{name}={shown(value)} of Megatron: must be a number")
+    return float(value)
+
+
+def bridge_arguments(directory: Path) -> dict[str, Any]:
+    """The section `model` of Megatron-Bridge's run_config.yaml; empty if there is none."""
+    path = directory / "run_config.yaml"
+    if not path.is_file():
+        return {}
+    model = read_mapping(path).get("model")
+    if not isinstance(model, Mapping):
+        raise ValueError(f"{path}: has no section model")
+    return dict(model)
+
+
+def write_arguments(config: Config, *, vocab: int, iteration: int, samples: int) -> Any:
+    """The arguments of Megatron-LM for a model of coatlm, as its checkpoints hold them.
+
+    Raises ValueError for what megatron-core's GPTModel lacks.
+    """
+    m, o, t = config.model, config.optim, config.train
+    for name in ABSENT:
+        if (value := getattr(m, name)) != (usual := Model.model_fields[name].default):
+            raise ValueError(f"model.{name}={value}: megatron-core's GPTModel has only {usual}")
+    if m.rope_scaling is not None:
+        fixed = RopeScaling(factor=m.rope_scaling.factor)
+        if m.rope_scaling != fixed:
+            raise ValueError(
+                f"model.rope_scaling={m.rope_scaling.parameters()}: megatron-core has only "
+                f"{fixed.parameters()}, with any factor"
+            )
+    arguments: dict[str, Any] = {
+        name: getattr(m, ours)
+        for name, ours in MODEL.items()
+        if name not in ("layernorm_epsilon", "share_embeddings_and_output_weights")
+    }
+    arguments |= {
+        "group_query_attention": m.queries_groups < m.heads,
+        "num_query_groups": m.queries_groups,
+        "untie_embeddings_and_output_weights": not m.tie_embeddings,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "add_position_embedding": True,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_rope_scaling": m.rope_scaling is not None,
+        "rope_scaling_factor": 8.0 if m.rope_scaling is None else m.rope_scaling.factor,
+        "max_position_embeddings": config.data.seq_len,
+        "padded_vocab_size": vocab,
+        "bf16": config.precision.recipe != "fp32",
+        "fp16": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "iteration": iteration,
+        "consumed_train_samples": samples,
+        "consumed_valid_samples": 0,
+        "adam_beta1": o.betas[0],
+        "adam_beta2": o.betas[1],
+        "lr_decay_style": {v: k for k, v in SCHEDULES.items()}[o.schedule],
+    }
+    sections = {"data": config.data, "optim": o, "train": t}
+    for name, key in TRAINING.items():
+        section, _, field = key.partition(".")
+        arguments[name] = getattr(sections[section], field)
+    return argparse.Namespace(**arguments)

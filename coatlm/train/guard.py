@@ -1,0 +1,264 @@
+"""precision.guard: find the layers that FP8 hurts, and let them compute in BF16.
+
+Every precision.guard_every steps the FP8 tensors of each layer are measured (`model.numerics`).
+With u = eps / 2, the largest relative error of a normal number in the tensor's format (2^-4 in
+E4M3, 2^-3 in E5M2; twice that with stochastic rounding), and d the dequantized codes of a tensor x,
+FP8 hurts x if a measure exceeds its limit:
+
+    relative_error > u     |d - x| / |x|. Rounding of normal numbers gives 0.42 u (0.026 in E4M3;
+                           0.3 u with stochastic rounding) and never more than u, so values were
+                           lost or clipped.
+    underflow > u / 0.72   The share of x that becomes zero. Let x be Gaussian around zero with
+                           standard deviation s, and let codes near zero be t apart. Values below
+                           t / 2 become zero, a share of z = 0.4 t / s, and the rms error of the
+                           others is t / sqrt(12) = 0.72 z s, which is u s at the limit. An outlier
+                           channel that makes up most of |x| hides this error from relative_error,
+                           although the next weights may scale that channel down. Gradients have no
+                           such limit: those of well-predicted tokens are small, and no weight
+                           amplifies single tokens, so nothing is lost with them.
+    saturated > 1e-5       The share at the largest code, with FP8-LM's limit. Only with delayed
+                           scaling, whose scale is fixed before the values are known. With current
+                           scaling nothing is clipped: the codes at the largest value are the
+                           amaxes themselves.
+
+The guard acts if two measurements in a row find the same tensor of a layer above a limit; a single
+spike changes nothing. A measure that is NaN or Inf is ignored, since the update of such a step is
+skipped anyway.
+
+Rank 0 has the numbers reduced over its model replica. It decides and broadcasts the decision, so
+that all ranks act alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coatlm.config import Config
+from coatlm.config.model import Precision
+from coatlm.fp8.formats import E4M3
+from coatlm.fp8.operand import format_of
+from coatlm.model.memory import fallback_bytes, stage_bytes
+from coatlm.model.numerics import TENSORS
+from coatlm.parallel.fp8lm_scaling import SATURATED
+from coatlm.platform import device_memory
+from coatlm.train.reports import number_list
+
+logger = logging.getLogger("coatlm")
+
+BULK = math.sqrt(2 * math.pi / 12)  # 0.72: rms error in units of s, per share of zeros z
+Limits = dict[str, dict[str, float]]  # tensor -> measure -> limit
+ACTIONS = {
+    "warned": "it stays in FP8",
+    "bf16": "the layer computes in BF16 from the next step on",
+    "no memory": "the layer stays in FP8, because in BF16 a step would not fit the device's memory",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that FP8 hurts, and the measure that exceeds its limit most.
+
+    `action` is a key of ACTIONS.
+    """
+
+    layer: int
+    tensor: str
+    measure: str
+    value: float
+    limit: float
+    action: str = "warned"
+
+    @property
+    def key(self) -> str:
+        return f"{self.layer}/{self.tensor}"
+
+    def record(self) -> dict[str, Any]:
+        """The values of a line in metrics.jsonl."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"FP8 hurts layer {self.layer}, {self.tensor}: {self.measure} {self.value:.3g} is "
+            f"above {self.limit:.3g}; {ACTIONS[self.action]}"
+        )
+
+
+def limits_of(precision: Precision) -> Limits:
+    """The limits of each tensor's measures, from its format and scaling."""
+    recipe = precision.flow_recipe()
+    limits: Limits = {}
+    for tensor in TENSORS:
+        operand = recipe.forward.activation
+        if tensor.endswith("_weight"):
+            operand = recipe.forward.weight
+        elif tensor.endswith("_grad"):
+            operand = recipe.dgrad.gradient
+        fmt = E4M3 if tensor.endswith("_saved") else format_of(operand)
+        most = fmt.eps / 2
+        if tensor.endswith("_grad") and operand.rounding == "stochastic":
+            most = fmt.eps
+        limits[tensor] = {"relative_error": most}
+        if not tensor.endswith("_grad"):
+            limits[tensor]["underflow"] = most / BULK
+        if operand.scaling == "delayed":
+            limits[tensor]["saturated"] = SATURATED
+    return limits
+
+
+def find(records: Iterable[Mapping[str, Any]], limits: Limits) -> Iterator[Finding]:
+    """The tensors in `numerics.report` that exceed a limit."""
+    for record in records:
+        over = {
+            measure: record[measure] / limit
+            for measure, limit in limits.get(record["tensor"], {}).items()
+            if math.isfinite(record[measure]) and record[measure] > limit
+        }
+        if over:
+            worst = max(over, key=over.__getitem__)
+            limit = limits[record["tensor"]][worst]
+            yield Finding(record["layer"], record["tensor"], worst, record[worst], limit)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 found in a measurement, and what all ranks do about it."""
+
+    found: list[str]  # keys of everything above a limit
+    acted: list[Finding]  # found twice in a row, and not reported before
+
+
+class PrecisionGuard:
+    """What the measurements of a run have found, and the layers that fell back.
+
+    `fits`: whether a step with these layers in BF16 fits the memory. `change`: lets these layers,
+    and no others, compute in BF16.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        limits: Limits,
+        *,
+        fits: Callable[[Collection[int]], bool],
+        change: Callable[[Collection[int]], None],
+    ) -> None:
+        self.mode, self.limits, self.fits, self.change = mode, limits, fits, change
+        self.in_bf16: set[int] = set()  # layers that fell back, by number, from 1
+        self.suspected: set[str] = set()  # what the last measurement found
+        self.reported: set[str] = set()
+
+    def observe(
+        self, records: Iterable[Mapping[str, Any]], group: dist.ProcessGroup
+    ) -> list[Finding]:
+        """Act on a measurement: returns what is new. All ranks of the gloo `group` call it.
+
+        Only the records of its rank 0 count. Layers that fall back do so in the next step.
+        """
+        message: list[Any] = [self._decide(records) if group.rank() == 0 else None]
+        dist.broadcast_object_list(message, src=0, group=group)
+        decision: Decision = message[0]
+        self.suspected = set(decision.found)
+        self.reported |= {finding.key for finding in decision.acted}
+        fallen = {finding.layer for finding in decision.acted if finding.action == "bf16"}
+        if fallen:
+            self.in_bf16 |= fallen
+            self.change(self.in_bf16)
+        for finding in decision.acted if group.rank() == 0 else ():
+            logger.warning("%s", finding)
+        return decision.acted
+
+    def _decide(self, records: Iterable[Mapping[str, Any]]) -> Decision:
+        found = list(find(records, self.limits))
+        layers, acted = set(self.in_bf16), []
+        for finding in found:
+            if finding.key not in self.suspected or finding.key in self.reported:
+                continue
+            action = "warned"
+            if self.mode == "fallback":
+                more = layers | {finding.layer}
+                action = "bf16" if self.fits(more) else "no memory"
+                layers = more if action == "bf16" else layers
+            acted.append(Finding(**asdict(finding) | {"action": action}))
+        return Decision([finding.key for finding in found], acted)
+
+    def counts(self) -> dict[str, int]:
+        """For metrics: layers that fell back, tensors above a limit in the last measurement."""
+        return {"guard_bf16_layers": len(self.in_bf16), "guard_findings": len(self.suspected)}
+
+    def state(self) -> dict[str, Any]:
+        """The content of a checkpoint's state for `restore`."""
+        return {
+            "mode": self.mode,
+            "in_bf16": sorted(self.in_bf16),
+            "suspected": sorted(self.suspected),
+            "reported": sorted(self.reported),
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state` returned; None clears it.
+
+        Only guard=fallback restores the layers, and another mode reports everything again.
+        """
+        state = state or {}
+        self.in_bf16 = set(state.get("in_bf16", ())) if self.mode == "fallback" else set()
+        self.suspected = set(state.get("suspected", ()))
+        self.reported = set(state.get("reported", ())) if state.get("mode") == self.mode else set()
+        self.change(self.in_bf16)
+
+
+def make_guard(
+    config: Config, vocab: int, data_parallel: int, *, change: Callable[[Collection[int]], None]
+) -> PrecisionGuard | None:
+    """The guard of `precision.guard`; None if it is off. See PrecisionGuard for `change`."""
+    if config.precision.guard == "off":
+        return None
+    fits = partial(fits_memory, config, vocab, data_parallel)
+    return PrecisionGuard(
+        config.precision.guard, limits_of(config.precision), fits=fits, change=change
+    )
+
+
+def restore_guard(
+    guard: PrecisionGuard | None, saved: Mapping[str, Any] | None, config: Config
+) -> None:
+    """Restore the guard of a checkpoint. Warns of layers that compute in FP8 again."""
+    precision = config.precision
+    head, tail = precision.bf16_layers
+    fallen = set(saved["in_bf16"]) if saved else set()
+    fallen &= set(range(head + 1, config.model.layers - tail + 1))
+    if guard is not None:
+        guard.restore(saved)
+        fallen -= guard.in_bf16
+    if fallen and precision.flow:
+        logger.warning(
+            "layers that had fallen back to BF16 compute in FP8 again with precision.guard=%s: %s",
+            precision.guard,
+            number_list(fallen),
+        )
+
+
+def fits_memory(config: Config, vocab: int, data_parallel: int, fallen: Collection[int]) -> bool:
+    """Whether the estimated peak with the layers `fallen` in BF16 is within this GPU's memory.
+
+    True on a CPU, for which the peak is no estimate.
+    """
+    if not torch.cuda.is_available():
+        return True
+    memory, _ = device_memory(torch.device("cuda", torch.cuda.current_device()), 1)
+    return peak_with(config, vocab, data_parallel, fallen) <= memory
+
+
+def peak_with(config: Config, vocab: int, data_parallel: int, fallen: Collection[int]) -> int:
+    """The estimated peak of the rank with the highest one, with the layers `fallen` in BF16."""
+    return max(
+        rank.total + fallback_bytes(config, fallen, stage=stage, data_parallel=data_parallel)
+        for stage, rank in enumerate(stage_bytes(config, vocab, data_parallel))
+    )
