@@ -6,6 +6,8 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -38,6 +40,14 @@ def has_slurm() -> bool:
     except subprocess.TimeoutExpired:
         return False
     return "up" in done.stdout.split()
+
+
+@pytest.fixture(autouse=True)
+def no_log_of_another_test() -> Iterator[None]:
+    """A run in this process leaves its log's handlers, which the next test would write to."""
+    yield
+    if run_directory := sys.modules.get("coatlm.train.run_directory"):
+        run_directory.stop_logging()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

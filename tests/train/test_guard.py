@@ -146,7 +146,6 @@ def test_warn_names_a_tensor_once_and_leaves_its_layer(
 ) -> None:
     layers = Layers()
     guarded = make("warn", layers)
-    guard.logger.propagate = True
     found = [guarded.observe([HURT], alone) for _ in range(4)]
     assert [len(each) for each in found] == [0, 1, 0, 0]
     assert found[1][0].action == "warned" and not layers.in_bf16
@@ -217,7 +216,6 @@ def test_only_layers_that_compute_in_fp8_again_are_named(
     precision: dict[str, Any], named: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = {"mode": "fallback", "in_bf16": [1, 2, 4], "suspected": [], "reported": []}
-    guard.logger.propagate = True
     restore_guard(None, saved, make_config({"precision": precision, "model": {"layers": 4}}))
     assert [line.rpartition(": ")[2] for line in caplog.messages] == ([named] if named else [])
 

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ def config(**log: Any) -> Config:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    yield
-    run_directory.stop_logging()
 
 
 def open_logger(run_dir: Path, resume_step: int = 0, **options: Any) -> MetricsLogger:
