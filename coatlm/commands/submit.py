@@ -34,12 +34,9 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # check with the code of this checkout, which pretrain.py uses
-
-from coatlm.config import Config, ConfigError  # noqa: E402
-from coatlm.hf.run_config import load_run_config  # noqa: E402
-from tools.slurm_script import log_name, script, slurm_directory  # noqa: E402
+from coatlm.commands.slurm_script import ROOT, log_name, script, slurm_directory
+from coatlm.config import Config, ConfigError
+from coatlm.hf.run_config import load_run_config
 
 TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
 ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII)

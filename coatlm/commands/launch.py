@@ -26,8 +26,8 @@ import torch
 from coatlm.config import ConfigError
 from coatlm.hf.run_config import load_run_config
 
-ELASTIC = Path(__file__).resolve().parent / "elastic.py"  # torchrun without open ports
-PRETRAIN = ELASTIC.parent.parent / "pretrain.py"
+PRETRAIN = Path(__file__).resolve().parents[2] / "pretrain.py"
+ELASTIC = PRETRAIN.parent / "tools" / "elastic.py"  # torchrun without open ports
 
 
 def command(arguments: Sequence[str], gpus: int) -> list[str]:

@@ -44,10 +44,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from coatlm.console import Parser, fail
-from coatlm.files import whole_file
-from coatlm.train.run_directory import earlier_attempts
-from tools.curves import (
+from coatlm.commands.curves import (
     Curve,
     LoggedRun,
     Panel,
@@ -56,6 +53,9 @@ from tools.curves import (
     read_runs,
     smoothing,
 )
+from coatlm.console import Parser, fail
+from coatlm.files import whole_file
+from coatlm.train.run_directory import earlier_attempts
 
 COLORS = 10  # of matplotlib's cycle; further runs have dots
 STYLES = ("-", "--", ":", "-.")  # of the curves of one run in one panel
