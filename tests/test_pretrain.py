@@ -310,7 +310,6 @@ def test_a_signal_during_imports_is_one_line_and_its_code(
         cwd=ROOT,
         stderr=subprocess.PIPE,
         env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     status, caught = Path(f"/proc/{process.pid}/status"), 0
     while not caught >> (signal.SIGUSR1 - 1) & 1:  # pretrain.py has listened, and imports
