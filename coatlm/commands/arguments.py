@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from argcomplete.completers import FilesCompleter
@@ -31,6 +32,8 @@ def complete_config(prefix: str, **_: Any) -> list[str]:
     return [*shipped(), *FilesCompleter(("yaml", "yml"))(prefix)]
 
 
-def complete_key(**_: Any) -> list[str]:
-    """The keys that take a value: `optim.lr=`."""
+def complete_key(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """The keys that take a value, `optim.lr=`, once CONFIG is given."""
+    if parsed_args.config is None:
+        return []
     return [f"{key.name}=" for key in keys() if key.section is None and "[]" not in key.name]

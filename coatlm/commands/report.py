@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from coatlm.commands.report_figures import draw, plotly_js
     except ModuleNotFoundError as error:
-        if error.name != "plotly":
+        if not str(error.name).startswith("plotly"):
             raise
         return fail(ValueError("a report needs plotly: pip install 'coatlm[report]'"))
     try:

@@ -45,6 +45,7 @@ MEASURES = {  # of numerics.jsonl -> title
     "saturated": "share at the largest code",
 }
 Figure = dict[str, Any]
+HIDDEN: Figure = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
 
 
 def plotly_js() -> str:
@@ -72,9 +73,7 @@ def figures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, Figure]]:
         smooth = smoothing(named, runs[0].name, SMOOTH)
         title = f"loss, difference to {runs[0].name} (%), mean of {smooth} logged steps"
         compared = [difference(run.logged, runs[0].logged, smooth=smooth) for run in runs]
-        lines = [
-            line(i, run.name, c) for i, (run, c) in enumerate(zip(runs, compared, strict=True))
-        ]
+        lines = [line(i, run.name, compared[i]) for i, run in enumerate(runs)]
         yield top, curves(title, lines)
     for panel in [*PANELS, *MORE]:
         yield SECTIONS[panel.group], curves(panel.label, list(lines_of(runs, panel)), log=panel.log)
@@ -98,9 +97,14 @@ def lines_of(runs: Sequence[ReportedRun], panel: Panel) -> Iterator[Figure]:
     merged = len(runs) > 1
     for number, run in enumerate(runs):
         found = curves_of(run.logged, panel, merged=merged)
-        for style, (label, (_, curve)) in enumerate(found.items()):
+        for style, (label, (key, curve)) in enumerate(found.items()):
             name = ": ".join(filter(None, (run.name if merged else "", label))) or run.name
-            yield line(number if merged else style, name, curve, style=style if merged else 0)
+            color = number if merged else style
+            yield line(color, name, curve, style=style if merged else 0)
+            for fill, end in zip(("none", "tonexty"), panel.band or (), strict=False):
+                bound = run.logged.curves.get(f"{key.rpartition('_')[0]}_{end}", {})
+                shade = {"fill": fill, "fillcolor": f"{COLORS[color % len(COLORS)]}26"}
+                yield line(color, name, bound) | HIDDEN | shade
 
 
 def line(color: int, name: str, curve: Curve, *, mode: str = "", style: int = 0) -> Figure:
@@ -156,8 +160,9 @@ def measured(records: Sequence[Record], measure: str) -> Iterator[tuple[int, int
 
 
 def heat(cells: Mapping[tuple[Any, Any], float], title: str, *, x: str, y: str) -> Figure:
-    """A heat map of cells (x, y) -> value, with gaps where there is none."""
-    across, down = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
+    """A heat map of cells (x, y) -> value, with gaps where there is none; the first y is on top."""
+    across = sorted({i for i, _ in cells})
+    down = list(dict.fromkeys(j for _, j in cells))
     trace = {
         "type": "heatmap",
         "x": across,
@@ -167,6 +172,6 @@ def heat(cells: Mapping[tuple[Any, Any], float], title: str, *, x: str, y: str) 
     }
     axes = {
         "xaxis": {"title": {"text": x}},
-        "yaxis": {"title": {"text": y}, "automargin": True},
+        "yaxis": {"title": {"text": y}, "automargin": True, "autorange": "reversed"},
     }
     return {"data": [trace] if cells else [], "layout": layout(title) | axes}
