@@ -7,10 +7,13 @@ cuDNN backend is preferred.
 Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), which balances the
 causal work. Keys and values are all-gathered. Each of the two query chunks attends to the prefix of
 the sequence that ends with this chunk: causal attention aligned at the lower right corner.
+
+Documents, windows and soft caps restrict or change this attention as document_attention.py says.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -24,6 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
+from coatlm.model.document_attention import document_attention
 from coatlm.model.layers import Branch, RMSNorm
 
 BACKENDS = [
@@ -35,9 +39,10 @@ BACKENDS = [
 
 
 class CoreAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D)) V, causal or with an explicit mask, on one or more cp ranks.
+    """Causal softmax(Q K^T / sqrt(D)) V on one or more cp ranks.
 
-    `multiplier` replaces 1 / sqrt(D).
+    `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
+    to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap).
     """
 
     def __init__(
@@ -47,10 +52,17 @@ class CoreAttention(nn.Module):
         *_: Any,
         pg_collection: Any,
         multiplier: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         **__: Any,
     ):
         super().__init__()
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} keys: must be at least 1, the query's own position")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"softcap={softcap}: must be above 0 and finite")
         self.cp_group, self.multiplier = pg_collection.cp, multiplier
+        self.window, self.softcap = window, softcap
 
     def forward(
         self,
@@ -60,48 +72,46 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [S, B, N*D]. `attention_mask` [B, 1, S, T] is True where attention is masked."""
-        q_BNSD = q_SBND.permute(1, 2, 0, 3)
-        if self.cp_group.size() > 1:
-            k_SBGD, v_SBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
-        k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (k_SBGD, v_SBGD))
-        gqa = q_BNSD.shape[1] != k_BGTD.shape[1]
-        with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
-            if attention_mask is not None:
-                o_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD,
-                    k_BGTD,
-                    v_BGTD,
-                    attn_mask=~attention_mask,
-                    scale=self.multiplier,
-                    enable_gqa=gqa,
-                )
-            elif self.cp_group.size() > 1:
-                o_BNSD = self._two_prefixes(q_BNSD, k_BGTD, v_BGTD, gqa)
-            else:
-                o_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD, k_BGTD, v_BGTD, is_causal=True, scale=self.multiplier, enable_gqa=gqa
-                )
-        return o_BNSD.permute(2, 0, 1, 3).flatten(2)
-
-    def _two_prefixes(self, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, gqa: bool) -> Tensor:
-        """Causal attention of this rank's two query chunks over the gathered keys and values."""
+        """Returns [S, B, N*D]. In place of a mask there are document bounds [B, E], or None."""
+        bounds_BE = attention_mask
         rank, size = self.cp_group.rank(), self.cp_group.size()
-        length = q_BNSD.shape[2] // 2
+        if size == 1:
+            return self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE).flatten(2)
+        k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
+        length = q_SBND.shape[0] // 2
         outputs = []
-        for chunk, q in zip((rank, 2 * size - 1 - rank), q_BNSD.chunk(2, dim=2), strict=True):
+        for chunk, q in zip((rank, 2 * size - 1 - rank), q_SBND.chunk(2), strict=True):
             end = (chunk + 1) * length
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q,
-                    k_BGTD[:, :, :end],
-                    v_BGTD[:, :, :end],
-                    attn_mask=causal_lower_right(length, end),
-                    scale=self.multiplier,
-                    enable_gqa=gqa,
-                )
+            outputs.append(self._attend(q, k_TBGD[:end], v_TBGD[:end], bounds_BE))
+        return torch.cat(outputs).flatten(2)
+
+    def _attend(
+        self, q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, bounds_BE: Tensor | None
+    ) -> Tensor:
+        """Attention [S, B, N, D] of the last S of T positions."""
+        if bounds_BE is not None or self.window is not None or self.softcap is not None:
+            return document_attention(
+                q_SBND,
+                k_TBGD,
+                v_TBGD,
+                bounds_BE,
+                scale=self.multiplier,
+                window=self.window,
+                softcap=self.softcap,
             )
-        return torch.cat(outputs, dim=2)
+        queries, keys = q_SBND.shape[0], k_TBGD.shape[0]
+        q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD))
+        with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
+            o_BNSD = F.scaled_dot_product_attention(
+                q_BNSD,
+                k_BGTD,
+                v_BGTD,
+                attn_mask=None if queries == keys else causal_lower_right(queries, keys),
+                is_causal=queries == keys,
+                scale=self.multiplier,
+                enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],
+            )
+        return o_BNSD.permute(2, 0, 1, 3)
 
 
 class SelfAttention(MegatronSelfAttention):

@@ -224,14 +224,11 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
     """
     if not config.train.cuda_graphs:
         return 0
-    cp, each_token = config.parallel.cp, GRAPH_INPUTS
-    if config.data.reset_attention_mask:  # a bool per query and key, int32 document ids
-        each_token += config.data.seq_len + 4 * cp
-    reduces = data_parallel * cp > 1
+    reduces = data_parallel * config.parallel.cp > 1
     eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
     measured = config.precision.guard != "off" or config.log.numerics_every
     beside = microbatch if measured or (reduces and eager) else 0
-    return microbatch_tokens(config) * each_token + beside
+    return microbatch_tokens(config) * GRAPH_INPUTS + beside
 
 
 # --- a rank -------------------------------------------------------------------------------------

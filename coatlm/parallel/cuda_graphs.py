@@ -25,7 +25,7 @@ from torch import Tensor
 
 from coatlm.parallel.flat_model import FlatModel
 
-Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; document_bounds [B, n + 1] or None
 
 
 class MicrobatchKind(NamedTuple):
@@ -144,7 +144,7 @@ class MicrobatchGraphs:
         return loss
 
     def _forward_backward(self, inputs: Batch) -> Tensor:
-        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])
+        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["document_bounds"])
         loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
         loss.backward()
         return loss.detach()

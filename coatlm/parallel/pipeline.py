@@ -87,7 +87,7 @@ def _run_schedule(
 
     def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
         batch = next(data)
-        output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
+        output = model(batch["tokens"], batch["labels"], batch["document_bounds"])
 
         def loss_function(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss = (loss_BS * batch["loss_mask"]).sum() * share()
