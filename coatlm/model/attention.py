@@ -8,7 +8,7 @@ Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), w
 causal work. Keys and values are all-gathered. Each of the two query chunks attends to the prefix of
 the sequence that ends with this chunk: causal attention aligned at the lower right corner.
 
-Documents, windows and soft caps restrict or change this attention as document_attention.py says.
+Documents, windows and soft caps are as coatlm/fp8/document_attention.py defines them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from coatlm.fp8.document_attention import document_attention
 from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
-from coatlm.model.document_attention import document_attention
 from coatlm.model.layers import Branch, RMSNorm
 
 BACKENDS = [
@@ -72,33 +72,43 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [S, B, N*D]. In place of a mask there are document bounds [B, E], or None."""
-        bounds_BE = attention_mask
-        rank, size = self.cp_group.rank(), self.cp_group.size()
+        """Returns [S, B, N*D]. In place of a mask there may be document bounds [B, E].
+
+        With documents the samples lie one behind the other: all tensors are [B S, 1, ...].
+        """
+        bounds_BE, rank, size = attention_mask, self.cp_group.rank(), self.cp_group.size()
+        if bounds_BE is not None:
+            samples = bounds_BE.shape[0]
+            q_SBND, k_SBGD, v_SBGD = (
+                x.view(samples, -1, *x.shape[2:]).transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD)
+            )
         if size == 1:
-            return self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE).flatten(2)
-        k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
-        length = q_SBND.shape[0] // 2
-        outputs = []
-        for chunk, q in zip((rank, 2 * size - 1 - rank), q_SBND.chunk(2), strict=True):
-            end = (chunk + 1) * length
-            outputs.append(self._attend(q, k_TBGD[:end], v_TBGD[:end], bounds_BE))
-        return torch.cat(outputs).flatten(2)
+            o_SBND = self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE)
+        else:
+            k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
+            length = q_SBND.shape[0] // 2
+            outputs = []
+            for chunk, q in zip((rank, 2 * size - 1 - rank), q_SBND.chunk(2), strict=True):
+                end = (chunk + 1) * length
+                outputs.append(self._attend(q, k_TBGD[:end], v_TBGD[:end], bounds_BE))
+            o_SBND = torch.cat(outputs)
+        if bounds_BE is not None:
+            o_SBND = o_SBND.transpose(0, 1).flatten(0, 1)[:, None]
+        return o_SBND.flatten(2)
 
     def _attend(
         self, q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, bounds_BE: Tensor | None
     ) -> Tensor:
         """Attention [S, B, N, D] of the last S of T positions."""
         if bounds_BE is not None or self.window is not None or self.softcap is not None:
-            return document_attention(
-                q_SBND,
-                k_TBGD,
-                v_TBGD,
+            o_BSND = document_attention(
+                *(x.transpose(0, 1) for x in (q_SBND, k_TBGD, v_TBGD)),
                 bounds_BE,
                 scale=self.multiplier,
                 window=self.window,
                 softcap=self.softcap,
             )
+            return o_BSND.transpose(0, 1)
         queries, keys = q_SBND.shape[0], k_TBGD.shape[0]
         q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD))
         with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():

@@ -207,12 +207,15 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
+    With documents a microbatch has the tables of RoPE once more for each of its samples.
     The hidden states are those that pipeline stages receive and send, and those that are
     all-gathered under sequence parallelism.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
     tables = config.data.seq_len // p.cp * m.size_per_head * 4
+    if config.data.reset_attention_mask:
+        tables *= 1 + config.train.micro_batch
     between = 2 * round(hidden / (p.tp if p.sequence_parallel else 1)) if p.pp > 1 else 0
     return 2 * WORKSPACE + tables + between + (hidden if p.sequence_parallel else 0)
 

@@ -14,8 +14,8 @@ from coatlm import megatron_hook
 from coatlm.config import Config, ConfigError, OptimRecipe, make_config
 from coatlm.config.recipes import PRECISION_RECIPES, ROW, TENSOR
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
+from coatlm.fp8 import document_attention
 from coatlm.fp8.attention import SavedInFp8
-from coatlm.model import document_attention
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.optim.adamw import AdamW, FlatShard
@@ -54,8 +54,10 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
     hidden = torch.randn(seq, batch, c.model.hidden, dtype=transformer.params_dtype)
     # kernels of GPUs have the mask of documents built in; a CPU would make it and save it
     monkeypatch.setattr(document_attention, "visible_keys", lambda *_: None)
-    bounds = torch.tensor([[0, c.data.seq_len]] * batch, dtype=torch.int32)
-    bounds = bounds if c.data.reset_attention_mask else None
+    bounds = None
+    if c.data.reset_attention_mask:
+        bounds = torch.tensor([[0, c.data.seq_len]] * batch, dtype=torch.int32)
+        hidden, cos_sin = hidden.view(seq * batch, 1, -1), cos_sin.repeat(1, batch, 1)
     not_activations = {t.untyped_storage().data_ptr() for t in (*block.parameters(), cos_sin)}
     everything: list[Any] = []
 

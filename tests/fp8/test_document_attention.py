@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.model.document_attention import document_attention
+from coatlm.fp8.document_attention import document_attention
 
 S, B, N, G, D = 24, 2, 4, 2, 16
 BOUNDS = torch.tensor([[0, 1, 9, 20, 24], [0, 13, 24, 24, 24]], dtype=torch.int32)
@@ -17,9 +17,9 @@ windows = pytest.mark.parametrize("window", [None, 1, 5, S])
 
 
 def drawn(*, kv_heads: int = G) -> list[Tensor]:
-    """q, k and v, [S, B, heads, D] in fp32, with logits that a cap of 2 bends."""
+    """q, k and v, [B, S, heads, D] in fp32, with logits that a cap of 2 bends."""
     torch.manual_seed(0)
-    return [2 * torch.randn(S, B, heads, D) for heads in (N, kv_heads, kv_heads)]
+    return [2 * torch.randn(B, S, heads, D) for heads in (N, kv_heads, kv_heads)]
 
 
 def formula(
@@ -35,10 +35,10 @@ def formula(
             first = first if window is None else max(first, i - window + 1)
             for n in range(N):
                 g = n * k.shape[2] // N
-                logits = k[first : i + 1, b, g] @ q[i, b, n] / math.sqrt(D)
+                logits = k[b, first : i + 1, g] @ q[b, i, n] / math.sqrt(D)
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
-                out[i, b, n] = logits.softmax(0) @ v[first : i + 1, b, g]
+                out[b, i, n] = logits.softmax(0) @ v[b, first : i + 1, g]
     return out
 
 
