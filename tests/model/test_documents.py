@@ -22,10 +22,10 @@ SEQ, VOCAB = 64, 128
 # a document alone differs from a packed one by RoPE: it turns by the position in the sample, of
 # which attention reads differences only, up to rounding
 BOUND = {  # of losses and of gradients, relative to their norm
-    "fp32": (1e-6, 1e-5),
-    "bf16": (2e-3, 2e-2),  # 2^-9 per rounding; a gradient is the sum of a few tokens' errors
-    "coat": (4e-3, 6e-2),  # a rotation moves elements across codes 2^-3 apart
-    "coat-lean": (4e-3, 6e-2),
+    "fp32": (1e-7, 1e-6),
+    "bf16": (3e-4, 1e-2),  # 2^-9 per rounding; errors of 128 tokens average out in the losses
+    "coat": (5e-4, 3e-2),  # a rotation moves elements across codes 2^-3 apart
+    "coat-lean": (5e-4, 3e-2),
 }
 
 
@@ -80,11 +80,6 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_alone(
             begin = end
     release_groups()
     of_losses, of_gradients = BOUND[recipe]
-    print(
-        recipe,
-        (packed - alone).norm() / alone.norm(),
-        (gradient - expected).norm() / expected.norm(),
-    )
     assert (packed - alone).norm() <= of_losses * alone.norm()
     assert (gradient - expected).norm() <= of_gradients * expected.norm()
 
