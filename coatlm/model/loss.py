@@ -4,6 +4,9 @@
     dlogits = (exp(logits - lse) - onehot(label)) * dloss
     dhidden = dlogits @ weight      dweight = dlogits^T @ hidden
 
+With a soft cap c, logits are replaced by c tanh(logits / c), and dlogits are multiplied by
+1 - tanh(logits / c)^2.
+
 Both passes loop over chunks of the vocabulary; backward recomputes each chunk's logits and
 overwrites them with dlogits. Each chunk, and then each tensor-parallel rank, yields (max, sum of
 exp, label's logit) per token, and those combine as
@@ -36,21 +39,30 @@ BLOCK = 4096  # logits per iteration of a Triton program
 WARPS = 8
 
 
-def cross_entropy_ref(hidden_SBH: Tensor, weight_VH: Tensor, labels_SB: Tensor) -> Tensor:
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """c tanh(logits / c) in the dtype of the logits; the logits themselves without a cap."""
+    return logits if cap is None else (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
+
+
+def cross_entropy_ref(
+    hidden_SBH: Tensor, weight_VH: Tensor, labels_SB: Tensor, cap: float | None = None
+) -> Tensor:
     """The definition, on one rank: fp32 logits, loss[S, B] in fp32, 0 for the label -100."""
-    logits_SBV = hidden_SBH.float() @ weight_VH.float().t()
+    logits_SBV = soft_capped(hidden_SBH.float() @ weight_VH.float().t(), cap)
     loss = F.cross_entropy(
         logits_SBV.flatten(0, 1), labels_SB.flatten(), reduction="none", ignore_index=IGNORE
     )
     return loss.view_as(labels_SB)
 
 
-def row_stats_ref(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+def row_stats_ref(
+    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
+) -> Tensor:
     """[3, T]: max, sum of exp(logit - max), and the label's logit or 0 if it is not in this chunk.
 
     Column c of the chunk is entry `first` + c of the vocabulary.
     """
-    logits, column = logits_TC.float(), labels_T - first
+    logits, column = soft_capped(logits_TC.float(), cap), labels_T - first
     here = (column >= 0) & (column < logits.shape[1])
     top = logits.amax(1)
     total = (logits - top[:, None]).exp().sum(1)
@@ -59,17 +71,33 @@ def row_stats_ref(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
 
 
 def logits_grad_ref(
-    logits_TC: Tensor, labels_T: Tensor, lse_T: Tensor, dloss_T: Tensor, first: int
+    logits_TC: Tensor,
+    labels_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    first: int,
+    cap: float | None = None,
 ) -> Tensor:
     """dlogits of a chunk, in the dtype of the logits."""
     columns = torch.arange(first, first + logits_TC.shape[1], device=logits_TC.device)
-    softmax = (logits_TC.float() - lse_T[:, None]).exp()
+    logits = soft_capped(logits_TC.float(), cap)
+    softmax = (logits - lse_T[:, None]).exp()
     onehot = labels_T[:, None] == columns
-    return ((softmax - onehot.float()) * dloss_T[:, None]).to(logits_TC.dtype)
+    d_TC = (softmax - onehot.float()) * dloss_T[:, None]
+    if cap is not None:
+        d_TC *= 1 - (logits / cap).square()
+    return d_TC.to(logits_TC.dtype)
 
 
 @triton.jit
-def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr):
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _row_stats_kernel(
+    logits_ptr, label_ptr, stats_ptr, T, C, first, cap, BLOCK: tl.constexpr, CAPPED: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * C
     col = tl.arange(0, BLOCK)
@@ -80,46 +108,80 @@ def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.c
     for start in tl.range(0, C, BLOCK, num_stages=3):
         at = start + col
         x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
+        if CAPPED:
+            x = tl.where(at < C, cap * _tanh(x / cap), float("-inf"))
         scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
         total = tl.where(x > top, total * scale + 1, total + scale)
         top = tl.maximum(top, x)
     peak = tl.max(top, 0)
     column = tl.load(label_ptr + row) - first
     target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
+    target = target.to(tl.float32)
+    if CAPPED:
+        target = cap * _tanh(target / cap)
     tl.store(stats_ptr + row, peak)
     tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
-    tl.store(stats_ptr + 2 * T + row, target.to(tl.float32))
+    tl.store(stats_ptr + 2 * T + row, target)
 
 
 @triton.jit
-def _logits_grad_kernel(logits_ptr, label_ptr, lse_ptr, dloss_ptr, C, first, BLOCK: tl.constexpr):
+def _logits_grad_kernel(
+    logits_ptr,
+    label_ptr,
+    lse_ptr,
+    dloss_ptr,
+    C,
+    first,
+    cap,
+    BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * C + col
     x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
     column = (tl.load(label_ptr + row) - first).to(tl.int32)
+    t = x
+    if CAPPED:
+        t = _tanh(x / cap)
+        x = cap * t
     softmax = tl.exp(x - tl.load(lse_ptr + row))
     d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
+    if CAPPED:
+        d *= 1 - t * t
     tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
 
 
-def _launch_stats(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+def _options(cap: float | None) -> dict[str, Any]:
+    """The options of a kernel; without a soft cap the number is not read."""
+    return {
+        "cap": 1.0 if cap is None else cap,
+        "CAPPED": cap is not None,
+        "BLOCK": BLOCK,
+        "num_warps": WARPS,
+    }
+
+
+def _launch_stats(
+    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
+) -> Tensor:
     T, C = logits_TC.shape
     stats_3T = torch.empty((3, T), dtype=torch.float32, device=logits_TC.device)
-    _row_stats_kernel[(T,)](
-        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, num_warps=WARPS
-    )
+    _row_stats_kernel[(T,)](logits_TC, labels_T, stats_3T, T, C, first, **_options(cap))
     return stats_3T
 
 
 def _launch_grad_(
-    logits_TC: Tensor, labels_T: Tensor, lse_T: Tensor, dloss_T: Tensor, first: int
+    logits_TC: Tensor,
+    labels_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    first: int,
+    cap: float | None = None,
 ) -> Tensor:
     T, C = logits_TC.shape
     grid = (T, triton.cdiv(C, BLOCK))
-    _logits_grad_kernel[grid](
-        logits_TC, labels_T, lse_T, dloss_T, C, first, BLOCK=BLOCK, num_warps=WARPS
-    )
+    _logits_grad_kernel[grid](logits_TC, labels_T, lse_T, dloss_T, C, first, **_options(cap))
     return logits_TC
 
 
@@ -169,13 +231,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         chunk: int,
         group: dist.ProcessGroup | None,
+        cap: float | None,
     ) -> Tensor:
         V = weight_VH.shape[0]
         ranks = 1 if group is None else group.size()
         first = 0 if group is None else group.rank() * V
         row_stats = _launch_stats if hidden_TH.is_cuda else row_stats_ref
         chunks = _chunks(hidden_TH, weight_VH, chunk)
-        stats = [row_stats(logits, labels_T, first + rows.start) for rows, logits in chunks]
+        stats = [row_stats(x_TC, labels_T, first + rows.start, cap) for rows, x_TC in chunks]
         stats_3T = _combine(torch.stack(stats))
         if group is not None and ranks > 1:
             _combine_over_group_(stats_3T, group)
@@ -184,7 +247,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
-        ctx.chunk, ctx.first = chunk, first
+        ctx.chunk, ctx.first, ctx.cap = chunk, first, cap
         return (lse_T - target_T).masked_fill_(ignored, 0.0)
 
     @staticmethod
@@ -198,7 +261,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
         dweight_VH = torch.empty_like(weight_VH) if wants_weight and main_grad is None else None
         for rows, logits_TC in _chunks(hidden_TH, weight_VH, ctx.chunk):
-            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, ctx.first + rows.start)
+            first = ctx.first + rows.start
+            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, first, ctx.cap)
             if dhidden_TH is not None:
                 _add_gemm_(dhidden_TH, d_TC, weight_VH[rows])
             if main_grad is not None:
@@ -207,7 +271,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(d_TC.t(), hidden_TH, out=dweight_VH[rows])
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
-        return dhidden_TH, dweight_VH, None, None, None
+        return dhidden_TH, dweight_VH, None, None, None, None
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
@@ -223,6 +287,7 @@ def linear_cross_entropy(
     *,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """The loss per token in nats, fp32 [S, B]; differentiable in hidden and weight.
 
@@ -233,7 +298,8 @@ def linear_cross_entropy(
 
     `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
-    GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
+    GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides. `cap`
+    is the soft cap of the logits; None means none.
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
@@ -254,5 +320,6 @@ def linear_cross_entropy(
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, must be at least 1")
     hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
-    loss_T = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group)
+    labels_T = labels_SB.reshape(-1)
+    loss_T = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, chunk, group, cap)
     return loss_T.view_as(labels_SB)
