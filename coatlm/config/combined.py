@@ -15,6 +15,7 @@ from coatlm.config.yaml_text import dump_yaml
 
 LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
     *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
+    *("attention_softcap",),
 )
 
 

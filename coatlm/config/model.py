@@ -73,7 +73,7 @@ class Model(Section):
 
     attention_softcap: Real | None = number(None, gt=0.0)
     """The cap c of c tanh(score / c), which replaces the scores of attention, as in Gemma 2; null
-    means none."""
+    means none, as FP8 layers need."""
 
     norm_eps: Real = number(1e-5, gt=0.0)
     """The epsilon that RMSNorm adds to the mean square before the square root."""

@@ -57,14 +57,22 @@ class Llama(GPTModel):
         self.logits_softcap = model.logits_softcap
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self, tokens: Tensor, labels: Tensor | None = None, document_bounds: Tensor | None = None
     ) -> Tensor:
-        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None."""
+        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None.
+
+        With `document_bounds` [B, n + 1] tokens attend within their document. The samples then lie
+        one behind the other in all hidden states, [B S, 1, H], as attention reads them.
+        """
+        shape, cos_sin = tokens.shape, self.cos_sin
+        if document_bounds is not None:
+            tokens, cos_sin = tokens.reshape(1, -1), cos_sin.repeat(1, shape[0], 1)
+            labels = None if labels is None else labels.reshape(1, -1)
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         if hidden is not None and self.embedding_multiplier != 1.0:
             hidden = hidden * self.embedding_multiplier
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
+            hidden_states=hidden, attention_mask=document_bounds, rotary_pos_emb=cos_sin
         )
         if not self.post_process:
             return hidden
@@ -77,12 +85,13 @@ class Llama(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if labels is None:
-            return soft_capped(F.linear(hidden, weight), self.logits_softcap).transpose(0, 1)
+            logits = soft_capped(F.linear(hidden, weight), self.logits_softcap)
+            return logits.transpose(0, 1).view(*shape, -1)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        loss_SB = linear_cross_entropy(
+        losses = linear_cross_entropy(
             hidden, weight, labels.t().contiguous(), group=group, cap=self.logits_softcap
         )
-        return loss_SB.t()
+        return losses.t().view(shape)
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.

@@ -110,7 +110,13 @@ def _layer(
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=ModuleSpec(
-            module=CoreAttention, params={"multiplier": m.attention_multiplier}
+            module=CoreAttention,
+            params={
+                "multiplier": m.attention_multiplier,
+                # a window of the whole sequence would only choose a slower kernel
+                "window": window.size if window and window.size < config.data.seq_len else None,
+                "softcap": m.attention_softcap,
+            },
         ),
         linear_proj=row,
         q_layernorm=head_norm,

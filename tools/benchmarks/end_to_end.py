@@ -219,7 +219,7 @@ def coatlm_step(
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": mask,
-            "attention_mask": None,
+            "document_bounds": None,
         }
         return trainer.train_step([batch], 1e-4)[0]
 
