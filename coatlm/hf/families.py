@@ -56,6 +56,10 @@ GEMMA_OWN = (
     *("hidden_activation", SCALAR, *SOFTCAPS, "use_bidirectional_attention"),
     *("cache_implementation", "sliding_window_size"),  # without effect on the logits
 )
+PHI3_CODE = {  # the code that Phi-3's directories hold, which transformers has a class for
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, biased=True),
     "mistral": Family(
@@ -85,9 +89,10 @@ FAMILIES: Mapping[str, Family] = {
         },
         own=(
             *("resid_pdrop", "embd_pdrop", "lm_head_bias", "full_attn_mod", "interpolate_factor"),
-            *("original_max_position_embeddings",),
+            *("original_max_position_embeddings", "auto_map"),
         ),
         fixed={
+            "auto_map": PHI3_CODE,
             **{"resid_pdrop": 0, "embd_pdrop": 0, "lm_head_bias": False},
             **{"full_attn_mod": 1, "interpolate_factor": 1},
         },

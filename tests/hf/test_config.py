@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from coatlm.config import make_config
 from coatlm.hf.config import make_hf_config, read_model, run_config
-from coatlm.hf.families import FAMILIES, GEMMA, OLMO
+from coatlm.hf.families import FAMILIES, GEMMA, OLMO, PHI3_CODE
 from tests.hf.models import CASES, SMALL
 
 BASE = {name: value for name, value in SMALL.items() if not name.endswith("token_id")}
@@ -85,6 +85,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map="),
+    (
+        {"model_type": "phi3", "auto_map": {"AutoConfig": "x.Y"}},
+        "auto_map={'AutoConfig': 'x.Y'} of",
+    ),
     ({"logit_scale": 2.0, "embedding_multiplier": 3}, "embedding_multiplier=3 is not known"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
     ({"model_type": "qwen2", "attention_bias": True}, "attention_bias=True of qwen2"),
@@ -147,6 +151,13 @@ def test_windows_and_their_frequencies_are_those_of_the_family(
     fields: dict[str, Any], window: dict[str, Any] | None
 ) -> None:
     assert read_model({**BASE, **fields}).get("window") == window
+
+
+def test_fields_of_phi4_mini_that_transformers_does_not_read_are_accepted() -> None:
+    code = {**PHI3_CODE, "AutoTokenizer": "x/y"}
+    fields = {"auto_map": code, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}
+    raw = {"model_type": "phi3", **BASE}
+    assert read_model({**raw, **fields}) == read_model(raw)
 
 
 def test_deepseeks_pair_of_scales_becomes_the_attention_factor() -> None:
