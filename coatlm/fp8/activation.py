@@ -133,7 +133,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return swiglu_backward(dy, *ctx.saved_tensors, ctx.activation), None
+        (x,) = ctx.saved_tensors
+        return swiglu_backward(dy, x, ctx.activation), None
 
 
 def swiglu(x: Tensor, activation: Activation = "silu") -> Tensor:

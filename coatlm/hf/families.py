@@ -172,7 +172,8 @@ def read_own(family: str, raw: Mapping[str, Any]) -> Json:
 
 def write_own(family: str, model: Model) -> Json:
     """The fields of config.json that a family has and others do not."""
-    kind, result = FAMILIES[family], {}
+    kind = FAMILIES[family]
+    result: Json = {}
     scale = model.attention_multiplier or model.size_per_head**-0.5
     if kind.biased:
         result["attention_bias"] = model.qkv_bias

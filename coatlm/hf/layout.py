@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
     name: str
     row: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _joined(key: str, parts: Mapping[str, Shape], order: list[Run], whole: str |
     for run in order[1:]:
         name, row, count = merged[-1]
         if (run.name, run.row) == (name, row + count):
-            merged[-1] = Run(name, row, count + run.count)
+            merged[-1] = Run(name, row, count + run.length)
         else:
             merged.append(run)
     return Entry(key, shape, parts, tuple(merged))
