@@ -21,9 +21,10 @@ from coatlm.config import Config
 from coatlm.data.dataset import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
+from coatlm.fp8.softcap import soft_capped
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
-from coatlm.model.loss import linear_cross_entropy, soft_capped
+from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.regions import sharded_tensors
@@ -55,6 +56,8 @@ class Llama(GPTModel):
             self.embedding_multiplier = root.item()
         self.logits_scaling = model.logits_scaling
         self.logits_softcap = model.logits_softcap
+        self.save_logits = run.train.logits == "save"
+        self.z_loss = run.train.z_loss
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, document_bounds: Tensor | None = None
@@ -89,7 +92,13 @@ class Llama(GPTModel):
             return logits.transpose(0, 1).view(*shape, -1)
         group = self.tp_group if self.tp_group.size() > 1 else None
         losses = linear_cross_entropy(
-            hidden, weight, labels.t().contiguous(), group=group, cap=self.logits_softcap
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group=group,
+            save_logits=self.save_logits,
+            z_loss=self.z_loss if self.training else 0.0,
+            cap=self.logits_softcap,
         )
         return losses.t().view(shape)
 
