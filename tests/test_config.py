@@ -200,6 +200,10 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "model.kv_heads=2 is not a multiple of parallel.tp=4",
         ),
         (
+            {"model": {"head_dim": 12}, "data": {"text": "x", "reset_attention_mask": True}},
+            "data.reset_attention_mask=true with model.head_dim=12: must be a multiple of 8",
+        ),
+        (
             {"model": {"ffn": 706}, "parallel": {"tp": 4}},
             "model.ffn=706 is not a multiple of parallel.tp=4",
         ),

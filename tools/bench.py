@@ -44,7 +44,19 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "reduce": "tools.benchmarks.reduce",
 }
 COUNTS = (  # integer options of any benchmark
-    *("batch", "ffn", "gpus", "hidden", "layers", "mbs", "ranks", "reps", "seq", "steps"),
+    *(
+        "batch",
+        "document",
+        "ffn",
+        "gpus",
+        "hidden",
+        "layers",
+        "mbs",
+        "ranks",
+        "reps",
+        "seq",
+        "steps",
+    ),
     *("values", "vocab"),
 )
 LARGEST = 1 << 34

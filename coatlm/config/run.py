@@ -78,7 +78,7 @@ class Data(Section):
     is >= 0 and the first is > 0."""
 
     reset_attention_mask: StrictBool = False
-    """Mask attention between different documents of the same sample."""
+    """Let tokens attend only to tokens of their own document, not to others in the same sample."""
 
     eod_mask_loss: StrictBool = False
     """Exclude from the loss the first token of each document, which is predicted from the

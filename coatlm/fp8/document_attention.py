@@ -84,11 +84,12 @@ def cumulative_lengths(bounds_BE: Tensor, queries: int, keys: int) -> tuple[Tens
     documents of length 0 fill up.
     """
     samples = torch.arange(bounds_BE.shape[0], dtype=torch.int32, device=bounds_BE.device)[:, None]
-    bounds = bounds_BE[:, 1:]
-    query_ends = (bounds - (keys - queries)).clamp(0, queries) + samples * queries
-    key_ends = bounds.clamp(max=keys) + samples * keys
-    query_at, key_at = (F.pad(ends.flatten(), (1, 0)) for ends in (query_ends, key_ends))
-    return query_at, key_at
+    bounds = bounds_BE[:, 1:].clamp(max=keys)
+    key_at = F.pad((bounds + samples * keys).flatten(), (1, 0))
+    if queries == keys:
+        return key_at, key_at
+    ends = (bounds - (keys - queries)).clamp(min=0)
+    return F.pad((ends + samples * queries).flatten(), (1, 0)), key_at
 
 
 def _flash(

@@ -17,7 +17,8 @@ host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks i
 
 Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
 rows optim=adamw-fp32,coat-lean (each row runs with each of these as optim.recipe; the default is
-adamw-fp32, as the peer's) and dotted options of a run, such as parallel.main_grads=bf16.
+adamw-fp32, as the peer's) and dotted options of a run, such as parallel.main_grads=bf16. With
+data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ OPTIONS = (
     "trace",
     "also",
     "optim",
+    "document",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -116,7 +118,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         gpus = int(options.get("gpus", 1))
         overrides = [f"train.global_batch={gpus * size[0]}", *overrides]
         config = coatlm_config(row, shape, *size, overrides)
-        step, optimizer, sent = coatlm_step(config, *size)
+        step, optimizer, sent = coatlm_step(config, *size, int(options.get("document", 500)))
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -200,9 +202,10 @@ def coatlm_config(
 
 
 def coatlm_step(
-    config: Any, mbs: int, seq: int
+    config: Any, mbs: int, seq: int, document: int
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
+    from coatlm.data.dataset import document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -212,6 +215,9 @@ def coatlm_step(
     trainer = Trainer(config, make_groups(config.parallel), VOCAB)
     draw = random_tokens(mbs, seq)
     mask = torch.ones(mbs, seq, device="cuda")
+    bounds = None
+    if config.data.reset_attention_mask:
+        bounds = document_bounds((torch.arange(seq) // document).expand(mbs, -1)).cuda()
 
     def step() -> Any:
         tokens = draw()
@@ -219,7 +225,7 @@ def coatlm_step(
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": mask,
-            "document_bounds": None,
+            "document_bounds": bounds,
         }
         return trainer.train_step([batch], 1e-4)[0]
 

@@ -86,9 +86,8 @@ class RecipeModel:
         flat.zero_grad_buffer()
         flat.set_is_first_microbatch()
         with flat.no_sync():
-            losses = flat(batch["tokens"], batch["labels"], batch["document_bounds"])[
-                batch["loss_mask"] > 0
-            ]
+            losses = flat(batch["tokens"], batch["labels"], batch["document_bounds"])
+            losses = losses[batch["loss_mask"] > 0]
             losses.mean().backward()
         gradients = {key: p.main_grad.clone() for key, p in self.parameters.items()}
         return Result(losses.detach().float(), gradients)
