@@ -99,7 +99,7 @@ def logits_grad_ref(
 
 @triton.jit
 def _row_stats_kernel(
-    logits_ptr, label_ptr, stats_ptr, T, C, first, cap, BLOCK: tl.constexpr, CAPPED: tl.constexpr
+    logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr, CAP: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * C
@@ -111,8 +111,8 @@ def _row_stats_kernel(
     for start in tl.range(0, C, BLOCK, num_stages=3):
         at = start + col
         x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
-        if CAPPED:
-            x = tl.where(at < C, cap * tanh(x / cap), float("-inf"))
+        if CAP:
+            x = tl.where(at < C, CAP * tanh(x / CAP), float("-inf"))
         scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
         total = tl.where(x > top, total * scale + 1, total + scale)
         top = tl.maximum(top, x)
@@ -120,8 +120,8 @@ def _row_stats_kernel(
     column = tl.load(label_ptr + row) - first
     target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
     target = target.to(tl.float32)
-    if CAPPED:
-        target = cap * tanh(target / cap)
+    if CAP:
+        target = CAP * tanh(target / CAP)
     tl.store(stats_ptr + row, peak)
     tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
     tl.store(stats_ptr + 2 * T + row, target)
@@ -136,32 +136,28 @@ def _logits_grad_kernel(
     slope_ptr,
     C,
     first,
-    cap,
     BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * C + col
     x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
     column = (tl.load(label_ptr + row) - first).to(tl.int32)
-    t = x
-    if CAPPED:
-        t = tanh(x / cap)
-        x = cap * t
+    if CAP:
+        t = tanh(x / CAP)
+        x = CAP * t
     softmax = tl.exp(x - tl.load(lse_ptr + row))
     if slope_ptr is not None:
         softmax *= tl.load(slope_ptr + row)
     d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
-    if CAPPED:
+    if CAP:
         d *= 1 - t * t
     tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
 
 
 def _options(cap: float | None) -> dict[str, Any]:
-    """The options of a kernel; without a soft cap the number is not read."""
-    given = {"cap": 1.0 if cap is None else cap, "CAPPED": cap is not None}
-    return {**given, "BLOCK": BLOCK, "num_warps": WARPS}
+    return {"CAP": cap or 0.0, "BLOCK": BLOCK, "num_warps": WARPS}
 
 
 def _launch_stats(
@@ -183,10 +179,8 @@ def _launch_grad_(
     cap: float | None = None,
 ) -> Tensor:
     T, C = logits_TC.shape
-    grid = (T, triton.cdiv(C, BLOCK))
-    _logits_grad_kernel[grid](
-        logits_TC, labels_T, lse_T, dloss_T, slope_T, C, first, **_options(cap)
-    )
+    rows = logits_TC, labels_T, lse_T, dloss_T, slope_T
+    _logits_grad_kernel[T, triton.cdiv(C, BLOCK)](*rows, C, first, **_options(cap))
     return logits_TC
 
 
@@ -266,8 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
-        ctx.chunk, ctx.first, ctx.saved = chunk, first, saved
-        ctx.z_loss, ctx.cap = z_loss, cap
+        ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
         loss_T = lse_T - target_T
         if z_loss:
             loss_T += z_loss * lse_T.square()
@@ -328,8 +321,7 @@ def linear_cross_entropy(
     `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
     GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
-    With `save_logits` and autograd on, forward saves T * V logits for backward. `z_loss` is z, `cap`
-    the soft cap of the logits, if there is one.
+    With `save_logits` and autograd, forward saves T * V logits for backward. z_loss is z, cap is c.
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag

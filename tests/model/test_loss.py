@@ -337,8 +337,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_compile_for_sm90_with_16_byte_accesses(dtype: torch.dtype, capped: bool) -> None:
     common = {"logits_ptr": POINTER[dtype], "label_ptr": "*i64", "C": "i32", "first": "i32"}
-    common |= {"cap": "fp32"}
-    constexprs = {"BLOCK": loss_module.BLOCK, "CAPPED": capped}
+    constexprs = {"BLOCK": loss_module.BLOCK, "CAP": 30.0 if capped else 0.0}
     options = {"aligned": ("C", "first"), "num_warps": loss_module.WARPS}
     stats = compile_sm90(
         loss_module._row_stats_kernel,
