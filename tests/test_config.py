@@ -521,6 +521,7 @@ UNSUITED = [
     ({"scale_embeddings": True, "embedding_multiplier": 2.0}, {}, {}, "must be 1"),
     ({"partial_rotary_factor": 0.6}, {}, {}, "are 19 elements: must be an even number"),
     ({"window": {"period": 2, "full_layers": 1}}, {}, {}, "period=2 needs full_layers=0, not 1"),
+    ({"window": {}, "head_dim": 20}, {}, {}, "model.window with model.head_dim=20: must be a mult"),
     ({"window": {"period": 5}}, {}, {}, "window.period=5 has no effect with layers=4"),
     ({"window": {"full_layers": 4}}, {}, {}, "window.full_layers=4 has no effect with layers=4"),
     ({"rope_scaling": {"type": "longrope"}}, {}, {}, "needs short_factor and long_factor"),

@@ -49,11 +49,14 @@ class Config(Section):
         )
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
-        if d.reset_attention_mask and m.size_per_head % 8:
-            raise ValueError(
-                f"data.reset_attention_mask=true with model.head_dim={m.size_per_head}: must be a "
-                "multiple of 8"
-            )
+        for what, given in (
+            ("data.reset_attention_mask=true", d.reset_attention_mask),
+            ("model.window", m.window is not None),
+        ):
+            if given and m.size_per_head % 8:
+                raise ValueError(
+                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8"
+                )
         if p.sequence_parallel and p.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
