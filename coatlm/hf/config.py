@@ -144,21 +144,19 @@ def make_hf_config(
     like = like or {}
     carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
     carried = {"max_position_embeddings": config.data.seq_len} | carried
-    closest: tuple[str, list[str]] | None = None
+    lost: dict[str, list[str]] = {}
     for family in families_in_order(model, like.get("model_type")):
         written = _write(family, model, vocab, dtype) | carried
         if (longest := longest_context(model)) is not None:
             written["max_position_embeddings"] = longest
-        if (lost := _lost(family, model, written)) == []:
+        lost[family] = _lost(family, model, written)
+        if not lost[family]:
             return written
-        if closest is None or len(lost) < len(closest[1]):
-            closest = family, lost
-    assert closest is not None
-    family, lost = closest
-    name = lost[0]
+    closest = min(lost, key=lambda family: len(lost[family]))
+    name = lost[closest][0]
     raise ValueError(
         f"model.{name}={getattr(model, name)}: no family of Hugging Face has such a layer; "
-        f"{family} lacks {', '.join(f'model.{key}' for key in lost)} of this model"
+        f"{closest} lacks {', '.join(f'model.{key}' for key in lost[closest])} of this model"
     )
 
 

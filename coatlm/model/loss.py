@@ -111,7 +111,7 @@ def _row_stats_kernel(
     for start in tl.range(0, C, BLOCK, num_stages=3):
         at = start + col
         x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
-        if CAP:
+        if CAP is not None:
             x = tl.where(at < C, CAP * tanh(x / CAP), float("-inf"))
         scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
         total = tl.where(x > top, total * scale + 1, total + scale)
@@ -120,7 +120,7 @@ def _row_stats_kernel(
     column = tl.load(label_ptr + row) - first
     target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
     target = target.to(tl.float32)
-    if CAP:
+    if CAP is not None:
         target = CAP * tanh(target / CAP)
     tl.store(stats_ptr + row, peak)
     tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
@@ -144,20 +144,16 @@ def _logits_grad_kernel(
     at = logits_ptr + row * C + col
     x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
     column = (tl.load(label_ptr + row) - first).to(tl.int32)
-    if CAP:
+    if CAP is not None:
         t = tanh(x / CAP)
         x = CAP * t
     softmax = tl.exp(x - tl.load(lse_ptr + row))
     if slope_ptr is not None:
         softmax *= tl.load(slope_ptr + row)
     d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
-    if CAP:
+    if CAP is not None:
         d *= 1 - t * t
     tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
-
-
-def _options(cap: float | None) -> dict[str, Any]:
-    return {"CAP": cap or 0.0, "BLOCK": BLOCK, "num_warps": WARPS}
 
 
 def _launch_stats(
@@ -165,7 +161,9 @@ def _launch_stats(
 ) -> Tensor:
     T, C = logits_TC.shape
     stats_3T = torch.empty((3, T), dtype=torch.float32, device=logits_TC.device)
-    _row_stats_kernel[(T,)](logits_TC, labels_T, stats_3T, T, C, first, **_options(cap))
+    _row_stats_kernel[(T,)](
+        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS
+    )
     return stats_3T
 
 
@@ -180,7 +178,8 @@ def _launch_grad_(
 ) -> Tensor:
     T, C = logits_TC.shape
     rows = logits_TC, labels_T, lse_T, dloss_T, slope_T
-    _logits_grad_kernel[T, triton.cdiv(C, BLOCK)](*rows, C, first, **_options(cap))
+    grid = (T, triton.cdiv(C, BLOCK))
+    _logits_grad_kernel[grid](*rows, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS)
     return logits_TC
 
 
