@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from coatlm.config.keys import keys
+from coatlm.config.program import as_typed
 
 NEAR, NEAR_ELSEWHERE = 0.66, 0.8  # least similarity by difflib, 0 to 1: same section, all sections
 LEAST_PREFIX = 4  # characters; a shorter prefix of a key is not taken for the key
@@ -162,7 +163,7 @@ def hint(location: Sequence[str | int]) -> str:
     found = found or _similar(name, outer, known)
     if not found:
         section = f" {outer[0]}" if outer else ""
-        return f"pretrain.py --keys{section} lists the known ones"
+        return as_typed(f"coatlm train --keys{section} lists the known ones")
     return f"do you mean {' or '.join(found)}?"
 
 

@@ -157,7 +157,7 @@ def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
         if source.mask is None:
             raise ValueError(
                 f"{source.name}{MASK}: no such file; data.loss_mask=completion needs the loss mask "
-                "that tools/preprocess_data.py --chat writes"
+                "that coatlm prepare --chat writes"
             )
     return [source.read_mask for source in sources]
 
