@@ -129,7 +129,8 @@ class SelfAttention(MegatronSelfAttention):
 
     Parameter names and checkpoints are those of megatron-core, but for the norm of the `Branch`,
     whose options are `branch`. With `norm_all_heads` the norms of queries and keys are over the
-    elements of all heads.
+    elements of all heads. With `window_rotary` the layer has the rotary tables of layers with a
+    sliding window.
     """
 
     def __init__(
@@ -138,9 +139,11 @@ class SelfAttention(MegatronSelfAttention):
         *args: Any,
         branch: Mapping[str, Any] | None = None,
         norm_all_heads: bool = False,
+        window_rotary: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
+        self.window_rotary = window_rotary
         self.branch = Branch(config, **(branch or {}))
         self.norm_all_heads = norm_all_heads
         if norm_all_heads:
@@ -156,20 +159,28 @@ class SelfAttention(MegatronSelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2] -> [S(/tp), B, H]."""
+        """hidden [S(/tp), B, H], rotary_pos_emb as `own_tables` takes it -> [S(/tp), B, H]."""
         qkv_SBW, _ = self.linear_qkv(hidden_states)
         assert rotary_pos_emb is not None
+        cos_sin = self.own_tables(rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(
-                self._attend, False, qkv_SBW, rotary_pos_emb, attention_mask
+                self._attend, False, qkv_SBW, cos_sin, attention_mask
             )
         else:
-            context = self._attend(qkv_SBW, rotary_pos_emb, attention_mask)
+            context = self._attend(qkv_SBW, cos_sin, attention_mask)
         out, bias = self.linear_proj(context)
         return self.branch(out), bias
 
     def _attend(self, qkv_SBW: Tensor, cos_sin: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.core_attention(*self.split_rotated(qkv_SBW, cos_sin), attention_mask)
+
+    def own_tables(self, rotary_pos_emb: Tensor) -> Tensor:
+        """cos and sin of this layer, [2, S, D/2].
+
+        `rotary_pos_emb` is [2, S, D/2], or [4, S, D/2] with those of layers with a window last.
+        """
+        return rotary_pos_emb[2:] if self.window_rotary else rotary_pos_emb[:2]
 
     def split_rotated(self, qkv_SBW: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the QKV output into q [S, B, N, D], k and v [S, B, G, D]; apply norm and RoPE."""

@@ -62,8 +62,9 @@ def fp8_linear_layer(config: Config) -> LayerBytes:
 
 def _plain_layer(config: Config, x: int) -> LayerBytes:
     m, e = config.model, element_bytes(config)
+    outputs = 2 * (m.hidden * e + STATISTIC) if m.sandwich_norm else 0  # inputs of norms after
     return LayerBytes(
-        stream=2 * m.hidden * (e + x) + 2 * STATISTIC,
+        stream=2 * m.hidden * (e + x) + 2 * STATISTIC + outputs,
         attention=attention(config, e, x),
         mlp=2 * m.ffn * e + m.ffn * x,
         swiglu=m.ffn * x,

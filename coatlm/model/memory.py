@@ -216,7 +216,8 @@ def buffer_bytes(config: Config) -> int:
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
-    tables = config.data.seq_len // p.cp * m.size_per_head * 4
+    kinds = 2 if m.window is not None and m.window.rope_theta is not None else 1
+    tables = kinds * config.data.seq_len // p.cp * m.size_per_head * 4
     if config.data.reset_attention_mask:
         tables *= 1 + config.train.micro_batch
     between = 2 * round(hidden / (p.tp if p.sequence_parallel else 1)) if p.pp > 1 else 0

@@ -83,6 +83,8 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
         ({"qk_norm": True}, {}),
         ({"qk_norm": True}, {"train": {"recompute": "selective"}}),
         (OLMO2, {}),
+        ({"sandwich_norm": True, "activation": "gelu_tanh"}, {}),
+        ({"window": {"size": 8, "period": 2}}, {}),
         ({"residual_multiplier": 0.5, "attention_multiplier": 0.1}, {}),
         ({}, {"precision": {"recipe": "fp32"}}),
         ({}, {"data": {"text": "x", "seq_len": 64, "reset_attention_mask": True}}),
