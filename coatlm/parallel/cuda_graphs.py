@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from coatlm.parallel.flat_model import FlatModel
+from coatlm.parallel.weight_gather import WeightGather
 
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
 
@@ -54,7 +55,9 @@ class MicrobatchGraphs:
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
-        model.weights.in_forward = model.weights.enabled and model.weights.overlap
+        assert isinstance(model.weights, WeightGather), "parallel.zero=3 changes addresses"
+        self.weights = model.weights
+        self.weights.in_forward = self.weights.enabled and self.weights.overlap
         self.paused = self.observed = False
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
@@ -68,9 +71,9 @@ class MicrobatchGraphs:
         """
         inputs, model = {**batch, "share": share}, self.model
         kind = MicrobatchKind(first, last and model.group.size() > 1)
-        if first and model.weights.in_forward:
+        if first and self.weights.in_forward:
             # also after an evaluation has gathered: the graph gathers again
-            model.weights.due = True
+            self.weights.due = True
         with nullcontext() if kind.reduces else model.no_sync():
             eager = self.paused or (first and self.observed)
             if eager or kind not in self.warm:
@@ -103,7 +106,7 @@ class MicrobatchGraphs:
                 value.copy_(inputs[name])
         captured.graph.replay()
         if kind.first:
-            self.model.weights.mark_replayed()
+            self.weights.mark_replayed()
         self.model.grads.mark_replayed(stale=kind.first, reduced=kind.reduces)
         self.model.traffic.sent.update(captured.sent)
         return captured.loss.clone()
