@@ -91,9 +91,7 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 # --- a pipeline stage ----------------------------------------------------------------------------
 
 
-def weight_bytes(
-    config: Config, count: int, vocab: int, *, stage: int, data_parallel: int
-) -> int:
+def weight_bytes(config: Config, count: int, vocab: int, *, stage: int, data_parallel: int) -> int:
     """Bytes of `count` weights of a stage.
 
     With zero=3 they are a shard of them and what is gathered at the peak: two layers or, where the

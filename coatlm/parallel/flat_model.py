@@ -1,8 +1,8 @@
 """A model chunk whose weights and gradients live in flat buckets, as ZeRO needs them.
 
 `grad_reduction` sums the gradients while backward runs, `weight_gather` all-gathers the updated
-weights while the next forward runs; at ZeRO stage 3 `layer_gather` gathers them for every use. The methods are those that megatron-core's schedules expect of
-a DistributedDataParallel model.
+weights while the next forward runs; at ZeRO stage 3 `layer_gather` gathers them for every use. The
+methods are those that megatron-core's schedules expect of a DistributedDataParallel model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All-gather of one model chunk's weights around every use, so that ranks hold shards (ZeRO stage 3).
+"""All-gather of one model chunk's weights around every use: ranks hold shards (ZeRO stage 3).
 
 Elements that a rank holds of N parameters over R ranks, beside one or a few buckets in flight:
 
@@ -18,9 +18,9 @@ within backward gathers a layer, and the layer's backward pass finds it gathered
 
     bytes sent per microbatch = (R - 1) / R (all weights + all weights of layers)
 
-Gathered weights are those of stage 1, bit by bit: this rank's shard is exact, and the others arrive
-in BF16 or as FP8 codes (`fp8_gather`). Codes are computed for every gather, and the amax of each row
-or tensor is all-reduced once per step.
+Gathered weights are those of stage 1, bit by bit: this rank's shard is exact, and the others come
+in BF16 or as FP8 codes (`fp8_gather`). Codes are computed for every gather, and the amax of each
+row or tensor is all-reduced once per update.
 
 Only the storage of `bucket.weights` is resized: what autograd has saved of a parameter aliases that
 storage, and finds the weights of the same step again. On a GPU, weights are allocated and freed on
@@ -108,9 +108,9 @@ class LayerGather:
         """Gather a unit and start to gather the one that is used next: `ahead` is 1 or -1."""
         self._start(index)
         after = index + ahead
-        if self.overlap and 0 <= after < len(self.units):
-            if ahead > 0 or self.units[after].backward:
-                self._start(after)
+        needed = 0 <= after < len(self.units) and (ahead > 0 or self.units[after].backward)
+        if self.overlap and needed:
+            self._start(after)
         for bucket in self.units[index].buckets:
             bucket.finish_gather()
 

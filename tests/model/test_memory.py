@@ -289,11 +289,15 @@ def test_stage_3_has_a_shard_of_the_weights_and_two_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "gib", "micro_batch", "whole"),
-    [("13B", 8, 74, 4, 2), ("13B", 2, 131, 4, 4), ("30B", 8, 74, 2, 0)],
+    ("name", "ranks", "gib", "main_grads", "micro_batch", "whole"),
+    [
+        ("13B", 8, 74, "bf16", 4, 1),
+        ("13B", 2, 131, "fp32", 4, 2),
+        ("30B", 8, 74, "bf16", 1, 0),
+    ],
 )
-def test_stage_3_fits_models_that_whole_weights_do_not(
-    name: str, ranks: int, gib: int, micro_batch: int, whole: int
+def test_stage_3_fits_larger_microbatches_and_models(
+    name: str, ranks: int, gib: int, main_grads: str, micro_batch: int, whole: int
 ) -> None:
     """GPUs of 80 and 141 GB less 6 GiB or so; `whole` is the microbatch that fits with zero=1."""
     found = [
@@ -301,7 +305,7 @@ def test_stage_3_fits_models_that_whole_weights_do_not(
             config(
                 {**LARGE[name], "head_dim": 128},
                 seq_len=4096,
-                parallel={"zero": zero, "main_grads": "bf16"},
+                parallel={"zero": zero, "main_grads": main_grads},
                 precision={"recipe": "coat-lean"},
                 optim={"recipe": "coat-lean"},
                 train={"micro_batch": 1, "global_batch": 64},
