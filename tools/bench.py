@@ -44,7 +44,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
 }
 COUNTS = (  # integer options of any benchmark
     *("batch", "ffn", "gpus", "hidden", "layers", "mbs", "ranks", "reps", "seq", "steps"),
-    *("values", "vocab"),
+    *("microbatches", "values", "vocab"),
 )
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1
