@@ -95,7 +95,7 @@ def regions_of(module: Any) -> list[tuple[nn.Parameter, Region]]:
         if param is None:  # the output layer's name for a tied embedding
             param = module.shared_embedding_or_output_weight()
         assert value.data is not None
-        inside = value.data.storage_offset() - param.storage_offset()
+        inside = (value.data.data_ptr() - param.data_ptr()) // param.element_size()
         assert value.data.is_contiguous() and 0 <= inside < param.numel()
         if param in seen and name not in named:
             continue
