@@ -3,9 +3,7 @@
     peak = weights + FP8 weights + gradients + states + activations + max(loss, backward) + buffers
            + graphs
 
-With zero=3 the weights are a shard, and the weights of two layers, or of a layer and the output
-layer, that are gathered. A run then begins with a higher peak where all weights of a rank, as which
-the model is built before it is sharded, take more than that.
+With zero=3 all weights of a rank, as which the model is built before it is sharded, may be more.
 
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
 peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
@@ -117,8 +115,7 @@ def fp8_weight_bytes(config: Config) -> int:
 def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
     """Bytes of the buffers in which `count` gradients are accumulated and reduced.
 
-    Every rank has all gradients; with zero=2 and 3 a shard, the bucket that fills and those in
-    flight.
+    Every rank has all gradients; from zero=2 on a shard, the bucket that fills, those in flight.
     """
     p = config.parallel
     each = 4 if p.main_grads == "fp32" else 2
