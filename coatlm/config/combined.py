@@ -76,6 +76,7 @@ class Config(Section):
             )
         self._check_flow()
         self._check_graphs()
+        self._check_sharded_weights()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
         for name in ("norm_after", "sandwich_norm", "zero_centered_norm"):
@@ -211,8 +212,18 @@ class Config(Section):
         ):
             if value != allowed:
                 raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
-        if self.parallel.zero == 2:  # gradient buffers are freed and allocated in every step
-            raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
+        if self.parallel.zero >= 2:  # buffers are freed and allocated in every step
+            zero = self.parallel.zero
+            raise ValueError(f"train.cuda_graphs=true with parallel.zero={zero}: must be 0 or 1")
+
+    def _check_sharded_weights(self) -> None:
+        """Raise ValueError for options that hold whole weights, which zero=3 shards."""
+        for name, value, allowed in (
+            ("model.spec", self.model.spec, "local"),
+            ("precision.keep_weights", self.precision.keep_weights, False),
+        ):
+            if self.parallel.zero == 3 and value != allowed:
+                raise ValueError(f"parallel.zero=3 with {name}={value}: must be {allowed}")
 
     def data_parallel_size(self, world_size: int) -> int:
         """The data-parallel size. Raises ConfigError if `world_size` does not fit the layout."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from coatlm.config import Config
 from coatlm.model.accounting import (
     flops_per_token,
@@ -68,9 +66,13 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
     states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
     smaller = "(not in the sum: not live at the peak)"
+    weights = "fp32" if config.precision.recipe == "fp32" else "bf16"
+    if p.zero == 3 and dp * p.cp > 1:
+        whole = f"{rank.initial / GIB:.3f} while the model is built"
+        weights += f", sharded over {dp * p.cp}, and two gathered layers; {whole}"
     logits = "all of them" if t.logits == "save" else "a chunk of them"
     rows = [
-        ("weights", rank.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
+        ("weights", rank.weights, weights),
         ("fp8 weights", rank.fp8_weights, "W and its transpose"),
         ("main grads", rank.main_grads, p.main_grads),
         ("optim states", rank.optim_states, states),
@@ -119,10 +121,10 @@ def fallback_line(config: Config, stage: int, dp: int) -> str:
 
 def stage_table(config: Config, vocab: int, dp: int) -> list[str]:
     """Lines with the memory by kind in GiB, one per pipeline stage."""
-    names = [field.name.replace("_", " ") for field in fields(RankBytes)]
+    names = [kind.replace("_", " ") for kind in RankBytes.kinds()]
     lines = [f"{'stage':<6}" + "".join(f"{name:>13}" for name in [*names, "sum"])]
     for stage, rank in enumerate(stage_bytes(config, vocab, dp)):
-        sizes = [*(getattr(rank, field.name) for field in fields(RankBytes)), rank.total]
+        sizes = [*(getattr(rank, kind) for kind in RankBytes.kinds()), rank.total]
         lines.append(f"{stage:<6}" + "".join(f"{size / GIB:13.3f}" for size in sizes))
     return lines
 

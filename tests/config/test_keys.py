@@ -72,7 +72,7 @@ def test_a_row_has_type_default_range_unit_and_meaning() -> None:
         ("model.kv_heads", ["integer or null", "null", ">= 1, <= 2^16 heads"]),
         ("optim.schedule", ["choice", "cosine", "cosine | wsd | linear | constant"]),
         ("optim.betas", ["[number, number]", "[0.9, 0.95]"]),
-        ("parallel.zero", ["choice", "1", "0 | 1 | 2"]),
+        ("parallel.zero", ["choice", "1", "0 | 1 | 2 | 3"]),
         ("train.cuda_graphs", ["boolean", "false", "true | false"]),
         ("data.text", ["list of text", "[]"]),
         ("data.paths[].path", ["path"]),
