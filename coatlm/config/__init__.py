@@ -28,7 +28,7 @@ from coatlm.config.model import (
 )
 from coatlm.config.parallel import GradComm, Parallel
 from coatlm.config.rope import RopeScaling
-from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, DataSource, Eval, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "ConfigError",
     "Data",
     "DataSource",
+    "Eval",
     "GradComm",
     "Log",
     "Model",

@@ -9,7 +9,7 @@ from coatlm.config.fields import Section
 from coatlm.config.model import FP32_RECIPES, Model, Optim, Precision
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
-from coatlm.config.run import Checkpoint, Data, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, Eval, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 
@@ -23,6 +23,7 @@ class Config(Section):
     precision: Precision = Precision()
     optim: Optim = Optim()
     train: Train = Train()
+    eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
 
@@ -59,6 +60,11 @@ class Config(Section):
             raise ValueError(
                 f"parallel.weight_gather=fp8 would change the weights of precision.recipe="
                 f"{self.precision.recipe}; it needs one of {', '.join(fp8_weight_recipes())}"
+            )
+        if self.eval.tasks and self.precision.recipe == "te-delayed":
+            raise ValueError(
+                f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: the amaxes of "
+                "an evaluation would change the scales of training; use te-current or te-blockwise"
             )
         self._check_flow()
         self._check_graphs()

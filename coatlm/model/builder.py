@@ -23,7 +23,7 @@ from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
-from coatlm.model.loss import linear_cross_entropy
+from coatlm.model.loss import largest_logits, linear_cross_entropy
 from coatlm.model.spec import block_spec
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.regions import sharded_tensors
@@ -48,23 +48,34 @@ class Llama(GPTModel):
         super().__init__(config=config, position_embedding_type="none", **kwargs)
         model = run.model
         scaling = model.rope_scaling.parameters() if model.rope_scaling else None
-        inv_freq = rope_frequencies(model.size_per_head, model.rope_theta, scaling)
-        positions = token_positions(run.data.seq_len, groups)
-        tables = rope_tables(positions, inv_freq, factor=attention_factor(scaling))
-        self.cos_sin = torch.stack(tables).to(device())
-        self.tp_group = groups.tp
+        self.inv_freq = rope_frequencies(model.size_per_head, model.rope_theta, scaling)
+        self.rope_factor = attention_factor(scaling)
+        self.groups, self.tp_group = groups, groups.tp
+        self.shorter: dict[int, Tensor] = {}
+        self.cos_sin = self._rotary_tables(run.data.seq_len)
         self.embedding_multiplier = model.embedding_multiplier
         self.logits_scaling = model.logits_scaling
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        predictions: bool = False,
     ) -> Tensor:
-        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None."""
+        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None.
+
+        With `predictions` it returns fp64 [2, B, S]: the losses, and the vocabulary entry with the
+        largest logit. A sample may be shorter than data.seq_len.
+        """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         if hidden is not None and self.embedding_multiplier != 1.0:
             hidden = hidden * self.embedding_multiplier
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
+            hidden_states=hidden,
+            attention_mask=attention_mask,
+            rotary_pos_emb=self.rotary(tokens.shape[1] * self.groups.cp.size()),
         )
         if not self.post_process:
             return hidden
@@ -79,7 +90,26 @@ class Llama(GPTModel):
         if labels is None:
             return F.linear(hidden, weight).transpose(0, 1)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
+        loss = linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
+        if not predictions:
+            return loss
+        return torch.stack(
+            (loss.double(), largest_logits(hidden, weight, group=group).t().double())
+        )
+
+    def rotary(self, seq_len: int) -> Tensor:
+        """cos and sin [2, S, D/2] of this rank's S tokens of a sample of `seq_len` tokens."""
+        if seq_len == self.cos_sin.shape[1] * self.groups.cp.size():
+            return self.cos_sin
+        if seq_len not in self.shorter:
+            self.shorter[seq_len] = self._rotary_tables(seq_len)
+        return self.shorter[seq_len]
+
+    def _rotary_tables(self, seq_len: int) -> Tensor:
+        positions = token_positions(seq_len, self.groups)
+        return torch.stack(rope_tables(positions, self.inv_freq, factor=self.rope_factor)).to(
+            device()
+        )
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.

@@ -36,6 +36,8 @@ METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
 NUMERICS = "numerics.jsonl"
 ATTEMPTS = "attempts"
+TASK = "task/"  # begins the keys of metrics of eval.tasks
+SHOWN = 8  # of these metrics in a line on the console
 FILES = ("config.yaml", "env.json", "train.log", METRICS, STATES, NUMERICS)
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
@@ -273,6 +275,10 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     parts = [f"step {record['step']}/{steps}"]
     if "val_loss" in record:
         return f"{parts[0]} | val_loss {record['val_loss']:.4f} | val_ppl {record['val_ppl']:.2f}"
+    if scores := task_scores(record):
+        shown = [f"{name} {value:.4f}" for name, value in scores.items()]
+        more = [f"{len(shown) - SHOWN} more in {METRICS}"] if len(shown) > SHOWN else []
+        return " | ".join([*parts, *shown[:SHOWN], *more])
     parts += [
         f"loss {record['loss_mean']:.4f}",
         f"grad_norm {record['grad_norm']:.2f}",
@@ -282,6 +288,11 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     if record["peak_mem_gib"] is not None:
         parts.append(f"mem {record['peak_mem_gib']:.1f} GiB")
     return " | ".join(parts)
+
+
+def task_scores(record: Mapping[str, Any]) -> Record:
+    """The metrics of eval.tasks in a record, by `NAME/METRIC`."""
+    return {k.removeprefix(TASK): v for k, v in record.items() if k.startswith(TASK)}
 
 
 def speed(record: Mapping[str, Any]) -> Iterator[str]:
