@@ -18,6 +18,7 @@ from coatlm.train.run_directory import (
     is_value,
     read_metrics,
     read_records,
+    task_scores,
 )
 
 FINAL = 0.05  # share of the last steps over which the final loss is the mean
@@ -68,6 +69,7 @@ def read_run(directory: Path) -> LoggedRun:
     evaluations = [r["val_loss"] for r in records if is_value(r.get("val_loss", ""))]
     curves = by_key("metrics", steps) | by_key("states", read_records(directory / STATES))
     curves |= worst_layers(read_records(directory / NUMERICS))
+    curves |= by_key("tasks", [{"step": r["step"], **task_scores(r)} for r in records])
     last_loss = curves.pop("metrics.loss")
     loss = last_loss | curves.pop("metrics.loss_mean", {})  # which earlier versions did not log
     last = evaluations[-1] if evaluations else None

@@ -16,6 +16,7 @@ Everything that the runs have logged is plotted, in groups of panels that --only
     activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, and amax
                  and kurtosis of the residual stream, for each tensor of the worst layer; with
                  several runs of the worst tensor
+    tasks        the metrics of eval.tasks
 
 Runs are named after their directories. --attempts adds earlier attempts of the runs (`attempts/`).
 --out is an image, or with *.html a page with vector graphics and the table. The table, which is
@@ -96,7 +97,8 @@ PANELS = [
     Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
     Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
 ]
-GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
+TASKS = "tasks"  # a group with a panel per metric that a run has logged
+GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS), TASKS)
 
 
 def draw(
@@ -106,9 +108,12 @@ def draw(
     smooth = smoothing(runs, baseline, smooth)
     compared = {name: difference(run, runs[baseline], smooth=smooth) for name, run in runs.items()}
     merged = len(runs) > 1
+    names = dict.fromkeys(name for run in runs.values() for name in run.curves)
+    metrics = [name for name in names if name.startswith(f"{TASKS}.")]
+    tasks = [Panel(TASKS, literal(name.removeprefix("tasks.")), {name: ""}) for name in metrics]
     panels = [
         panel
-        for panel in PANELS
+        for panel in (*PANELS, *tasks)
         if panel.group in only and any(curves_of(r, panel, merged=merged) for r in runs.values())
     ]
     losses = (2 if merged else 1) if "loss" in only else 0

@@ -63,8 +63,8 @@ class Config(Section):
             )
         if self.eval.tasks and self.precision.recipe == "te-delayed":
             raise ValueError(
-                f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: the amaxes of "
-                "an evaluation would change the scales of training; use te-current or te-blockwise"
+                f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: evaluations "
+                "would enter the amaxes of training; use te-current or te-blockwise"
             )
         self._check_flow()
         self._check_graphs()

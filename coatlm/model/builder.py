@@ -93,9 +93,8 @@ class Llama(GPTModel):
         loss = linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
         if not predictions:
             return loss
-        return torch.stack(
-            (loss.double(), largest_logits(hidden, weight, group=group).t().double())
-        )
+        largest = largest_logits(hidden, weight, group=group).t()
+        return torch.stack((loss.double(), largest.double()))
 
     def rotary(self, seq_len: int) -> Tensor:
         """cos and sin [2, S, D/2] of this rank's S tokens of a sample of `seq_len` tokens."""
@@ -107,9 +106,8 @@ class Llama(GPTModel):
 
     def _rotary_tables(self, seq_len: int) -> Tensor:
         positions = token_positions(seq_len, self.groups)
-        return torch.stack(rope_tables(positions, self.inv_freq, factor=self.rope_factor)).to(
-            device()
-        )
+        tables = rope_tables(positions, self.inv_freq, factor=self.rope_factor)
+        return torch.stack(tables).to(device())
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.

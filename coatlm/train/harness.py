@@ -176,7 +176,7 @@ def _load(names: Sequence[str]) -> Any:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ValueError(
-                f"eval.tasks: {name!r} is neither a task of lm-evaluation-harness nor a YAML file{hint}"
+                f"eval.tasks: {name!r} is no task of lm-evaluation-harness and no YAML file{hint}"
             )
     try:
         return manager.load(list(names))

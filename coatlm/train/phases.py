@@ -69,7 +69,8 @@ def open_tasks(options: Eval, tokenizer: Tokenizer, seq_len: int) -> Tasks | Non
         return None
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
-            f"eval.tasks={list(options.tasks)} needs the package lm_eval: pip install 'coatlm[eval]'"
+            f"eval.tasks={list(options.tasks)} needs the package lm_eval: "
+            "pip install 'coatlm[eval]'"
         )
     from coatlm.train.harness import Tasks  # imports lm_eval, which takes seconds
 

@@ -4,13 +4,12 @@
     exact(row)     = whether every label is the token with the highest probability
     following(row) = the token with the highest probability behind the row's last one
 
-A forward pass takes `micro_batch * seq_len` tokens per microbatch, the number of training. Short
-rows share it: with rows of seq_len / 2^k tokens or fewer it has micro_batch * 2^k samples, padded on
-the right, so shapes are few and the work is in proportion to the tokens of the widest row.
+Rows are sorted by length and padded on the right to one of few widths, seq_len / 2^k. A microbatch
+has micro_batch * 2^k of them: as many tokens as in training, whatever the width.
 
 All ranks are given the same rows and return the same predictions. Data-parallel ranks compute
-different rows, in equally many passes. Pipeline stages, tensor- and context-parallel ranks take part
-in all passes of their model. Logits are never gathered (`model.loss`); three numbers per row are.
+different rows, in equally many passes. Pipeline stages, tensor- and context-parallel ranks take
+part in all passes of their model. Logits are never gathered, three numbers per row are.
 
 Shapes: B samples, W tokens per sample, S = W / context-parallel size tokens of this rank.
 """
@@ -23,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from coatlm.data.dataset import zigzag_positions
+from coatlm.model.builder import token_positions
 from coatlm.model.loss import IGNORE
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import predict_microbatches
@@ -104,7 +102,7 @@ class Predictor:
 
     def _pass(self, own: Sequence[Row], samples: int, width: int) -> list[Prediction]:
         """Run this rank's rows; returns the predictions of all data-parallel ranks' rows."""
-        count, cp = samples * self.groups.pp.size(), self.groups.cp
+        count = samples * self.groups.pp.size()
         tokens_RW = torch.zeros(count, width, dtype=torch.int64)
         labels_RW = torch.full((count, width), IGNORE)
         last_R = torch.zeros(count, dtype=torch.int64)
@@ -112,17 +110,11 @@ class Predictor:
             tokens_RW[i, : len(row.tokens)] = torch.tensor(row.tokens)
             labels_RW[i, : len(row.labels)] = torch.tensor(row.labels)
             last_R[i] = len(row.tokens) - 1
-        at_S = (
-            zigzag_positions(width, cp.rank(), cp.size()) if cp.size() > 1 else torch.arange(width)
-        )
+        at_S = token_positions(width, self.groups)
         tokens_RS, labels_RS = (x[:, at_S].to(device()) for x in (tokens_RW, labels_RW))
         last_RS = (at_S == last_R[:, None]).to(device())
-        batches = [
-            {"tokens": tokens, "labels": labels}
-            for tokens, labels in zip(
-                tokens_RS.split(samples), labels_RS.split(samples), strict=True
-            )
-        ]
+        parts = zip(tokens_RS.split(samples), labels_RS.split(samples), strict=True)
+        batches = [{"tokens": tokens, "labels": labels} for tokens, labels in parts]
         outputs = predict_microbatches(self.chunks, batches, seq_len=width)
         result_R3 = torch.zeros(count, 3, dtype=torch.float64, device=device())
         if self.groups.last_stage:

@@ -187,7 +187,8 @@ def is_value(value: Any) -> bool:
 def loss_plot(run_dir: Path) -> Path | None:
     """Draw loss.png with losses and learning rate from metrics.jsonl; None if there is no loss.
 
-    Training losses of earlier attempts are drawn in grey.
+    Training losses of earlier attempts are drawn in grey. Metrics of eval.tasks have an axis of
+    their own.
     """
     from matplotlib.figure import Figure  # takes half a second, needed only at the end of a run
 
@@ -196,8 +197,11 @@ def loss_plot(run_dir: Path) -> Path | None:
     val = [r for r in records if is_value(r.get("val_loss", ""))]
     if not train and not val:
         return None
-    figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: no display, no globals
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    tasks = list(dict.fromkeys(key for r in records for key in task_scores(r)))
+    ratios = [4, 3, 1] if tasks else [4, 1]
+    # without pyplot: no display, no globals
+    figure = Figure(figsize=(8, sum(ratios)), layout="constrained")
+    upper, *middle, lower = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
     for attempt in earlier_attempts(run_dir):
         upper.plot(*_curve(read_metrics(attempt), "loss"), linewidth=0.8, color="0.8")
     upper.plot(*_curve(train, "loss_mean"), linewidth=1.2, label="train")
@@ -209,7 +213,13 @@ def loss_plot(run_dir: Path) -> Path | None:
     lower.plot(*_curve(train, "lr"), color="0.4", linewidth=1.0)
     lower.set_ylabel("lr")
     lower.set_xlabel("step")
-    for axis in (upper, lower):
+    for axis in middle:
+        for key in tasks:
+            curve = _curve(records, TASK + key)
+            axis.plot(*curve, marker="o", markersize=4, linewidth=1.0, label=key)
+        axis.set_ylabel("tasks")
+        axis.legend(frameon=False, fontsize="small")
+    for axis in (upper, *middle, lower):
         axis.grid(alpha=0.3)
     path = run_dir / "loss.png"
     with whole_file(path) as temporary:
