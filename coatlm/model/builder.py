@@ -55,6 +55,8 @@ class Llama(GPTModel):
         self.cos_sin = self._rotary_tables(run.data.seq_len)
         self.embedding_multiplier = model.embedding_multiplier
         self.logits_scaling = model.logits_scaling
+        self.save_logits = run.train.logits == "save"
+        self.z_loss = run.train.z_loss
 
     def forward(
         self,
@@ -90,7 +92,14 @@ class Llama(GPTModel):
         if labels is None:
             return F.linear(hidden, weight).transpose(0, 1)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        loss = linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group=group,
+            save_logits=self.save_logits,
+            z_loss=self.z_loss if self.training else 0.0,
+        ).t()
         if not predictions:
             return loss
         largest = largest_logits(hidden, weight, group=group).t()
