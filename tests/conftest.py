@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # tests run several processes a core
     "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_CACHE": (DATASETS := tempfile.TemporaryDirectory(prefix="coatlm-datasets-")).name,
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
