@@ -175,18 +175,31 @@ def test_a_task_that_cannot_be_used_is_refused_by_name(
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_an_unknown_name_is_refused_and_a_similar_one_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_task(tmp_path, "answers", **ANSWERS)
-    index = partial(harness.TaskManager, include_path=str(tmp_path))
-    # the index of the harness itself has 15,000 files
-    monkeypatch.setattr(
-        harness, "TaskManager", lambda include_defaults: index(include_defaults=False)
-    )
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the index of named tasks; that of the harness itself has 15,000 files."""
+    own = partial(harness.TaskManager, include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr(harness, "TaskManager", lambda include_defaults: own())
+    return tmp_path
+
+
+def test_an_unknown_name_is_refused_and_a_similar_one_suggested(index: Path) -> None:
+    write_task(index, "answers", **ANSWERS)
     with pytest.raises(ValueError, match=r"'answer' is no task .* did you mean answers\?"):
         harness.Tasks(Eval(tasks=("answer",)), ByteTokenizer(), seq_len=64)
     assert harness.Tasks(Eval(tasks=("answers",)), ByteTokenizer(), seq_len=64).evaluate(alphabet)
+
+
+def test_a_group_has_a_score_of_its_own(index: Path) -> None:
+    names = ["ends", "more"]
+    for name in names:
+        write_task(index, name, **CHOICES)
+    mean = {"metric": "acc", "aggregation": "mean", "weight_by_size": True}
+    group = {"group": "both", "task": names, "aggregate_metric_list": [mean]}
+    (index / "both.yaml").write_text(json.dumps(group))
+    found = harness.Tasks(Eval(tasks=("both",)), ByteTokenizer(), seq_len=64).evaluate(alphabet)
+    keys = [f"task/{name}/acc" for name in (*names, "both")]
+    assert found == dict.fromkeys(keys, pytest.approx(2 / 3))
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
