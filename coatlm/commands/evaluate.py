@@ -125,10 +125,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     precision = args.precision or ("bf16" if torch.cuda.is_available() else "fp32")
     if args.prefix is not None and not 0 <= args.prefix < tokenizer.vocab_size:
         raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
+    if not args.data and (args.cast or not args.tasks):
+        raise ValueError("--data is missing: --cast needs it, and so does a call without --tasks")
     chosen = {"tasks": args.tasks, "tasks_limit": args.limit, "tasks_shots": args.shots}
     tasks = open_tasks(make_config({"eval": chosen}).eval, tokenizer, window)
-    if not args.data and (args.cast or tasks is None):
-        raise ValueError("--data is missing: --cast needs it, and so does a call without --tasks")
     documents = []
     if args.data:
         documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
@@ -136,7 +136,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     print(
         f"{path}, step {state.get('step')}: " + ", ".join(f"{k} {v}" for k, v in settings.items())
     )
-    model = saved.model_dump(mode="json")
+    config = saved.model_dump(mode="json")
     result = {
         "checkpoint": str(path),
         "step": state.get("step"),
@@ -144,13 +144,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "prefix": args.prefix,
         **settings,
         "documents": len(documents),
-        **(measure(path, model, documents, casts, settings) if documents else {}),
+        **(measure(path, config, documents, casts, settings) if documents else {}),
     }
     if tasks is not None:
         from coatlm.evaluation.tasks import score_tasks
 
         sizes = {"batch": args.batch, "precision": precision}
-        result["tasks"] = score_tasks(tasks, path, model, **sizes)
+        result["tasks"] = score_tasks(tasks, path, config, **sizes)
         for name, value in result["tasks"].items():
             print(f"{name:<40}{value:>10.4f}")
     return result

@@ -199,7 +199,7 @@ class Eval(Section):
 
     tasks_shots: StrictInt | None = number(None, "examples", ge=0, le=2**20)
     """Solved examples in each prompt; null means as many as the task defines. A task that defines 0
-    keeps 0."""
+    stays at 0."""
 
     tasks_new_tokens: StrictInt = number(256, "tokens", ge=1, le=2**27)
     """The most tokens that an answer may have where a task generates text; a task may define fewer.
@@ -212,10 +212,9 @@ class Eval(Section):
 
     @model_validator(mode="after")
     def _no_options_without_tasks(self) -> Eval:
-        given = [name for name in sorted(self.model_fields_set) if name != "tasks"]
-        changed = [n for n in given if getattr(self, n) != type(self).model_fields[n].default]
-        if changed and not self.tasks:
-            raise ValueError(f"{changed[0]}={getattr(self, changed[0])} needs tasks")
+        for name, field in type(self).model_fields.items():
+            if not self.tasks and getattr(self, name) != field.default:
+                raise ValueError(f"{name}={getattr(self, name)} needs tasks")
         if len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks={list(self.tasks)}: each at most once")
         return self

@@ -94,7 +94,8 @@ class Predictor:
             samples = self.micro_batch * (self.seq_len // width)
             # a microbatch for each pipeline stage, so that all of them are busy
             share = samples * self.groups.pp.size()
-            part, waiting = _split(waiting, share * self.groups.dp.size())
+            everywhere = share * self.groups.dp.size()
+            part, waiting = waiting[:everywhere], waiting[everywhere:]
             own = part[self.groups.dp.rank() * share :][:share]
             found |= zip(part, self._pass([rows[i] for i in own], samples, width), strict=False)
             self.after_pass()
@@ -140,7 +141,3 @@ def widths(seq_len: int, divisor: int) -> list[int]:
     while found[0] % (2 * divisor) == 0 and found[0] >= 2 * SHORTEST:
         found.insert(0, found[0] // 2)
     return found
-
-
-def _split(items: list[int], count: int) -> tuple[list[int], list[int]]:
-    return items[:count], items[count:]

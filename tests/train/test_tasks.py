@@ -240,7 +240,6 @@ def delayed(root: Path, name: str, layout: str = "single", **options: Any) -> Co
         precision={"recipe": "coat", "scaling": "delayed"},
         optim={"recipe": "coat-lean", "warmup_steps": 0},
         train={"steps": 4, "eval_every": 0},
-        checkpoint={"every": 0},
         eval=options,
     )
 
