@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coatlm.config import Eval, make_config
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 
@@ -73,6 +74,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tasks", nargs="+", default=[], help="names and YAML files")
     add("--limit", type=int, help="examples per task (default: all)")
     add("--shots", type=int, help="solved examples per prompt (default: the task's)")
+    add(
+        "--new-tokens",
+        type=int,
+        default=Eval().tasks_new_tokens,
+        help="of a generated answer, at most (default: %(default)s)",
+    )
     add("--out", type=Path, help="write the results as JSON")
     return parser.parse_args(arguments)
 
@@ -99,7 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Print the table row by row, then the metrics; returns the content of the JSON file."""
-    from coatlm.config import make_config
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
@@ -127,7 +133,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
     if not args.data and (args.cast or not args.tasks):
         raise ValueError("--data is missing: --cast needs it, and so does a call without --tasks")
-    chosen = {"tasks": args.tasks, "tasks_limit": args.limit, "tasks_shots": args.shots}
+    chosen = {
+        "tasks": args.tasks,
+        "tasks_limit": args.limit,
+        "tasks_shots": args.shots,
+        "tasks_new_tokens": args.new_tokens,
+    }
     tasks = open_tasks(make_config({"eval": chosen}).eval, tokenizer, window)
     documents = []
     if args.data:
