@@ -102,7 +102,8 @@ class HarnessModel(TemplateLM):
 
     def _begin(self, context: str, options: dict[str, Any]) -> _Answer:
         chosen = normalize_gen_kwargs(options, self.new_tokens)
-        left = min(chosen["max_gen_toks"], self.new_tokens, self.seq_len)
+        # half of the length stays for the prompt, also where a task sets no limit of its own
+        left = min(chosen["max_gen_toks"], self.new_tokens, self.seq_len // 2)
         prompt = self.text.encode(context)[-(self.seq_len - left + 1) :] or [self.text.eod]
         return _Answer(prompt, left, [stop for stop in chosen["until"] if stop])
 

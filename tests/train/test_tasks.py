@@ -106,9 +106,9 @@ def test_an_answer_ends_at_a_stop_at_the_limit_or_at_the_end_of_the_document() -
     assert answer("a", until="d") == "bc"
     assert answer("a", until=[], max_gen_toks=3) == "bcd"
     assert answer("a", limit=2, until=[], max_gen_toks=3) == "bc"
-    assert answer("a", seq_len=4, until=[]) == "bcde"
+    assert answer("a", seq_len=6, until=[]) == "bcd"  # half of it
     assert answer("xyz" * 9 + "a", seq_len=4, until=[], max_gen_toks=2) == "bc"
-    assert answer("~", seq_len=256, until=[]) == "\x7f" + 128 * "\ufffd"  # byte 255, then eod
+    assert answer("~", seq_len=512, until=[]) == "\x7f" + 128 * "\ufffd"  # byte 255, then eod
     padding = harness.HarnessModel(
         lambda rows: [Prediction(0.0, True, 300)], ByteTokenizer(), seq_len=64, new_tokens=256
     )
