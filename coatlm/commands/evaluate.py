@@ -37,7 +37,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coatlm.config import Eval
+from coatlm.config import Eval, make_config
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 

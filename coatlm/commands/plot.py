@@ -65,7 +65,6 @@ COLORS = 10  # of matplotlib's cycle; further runs have dots
 STYLES = ("-", "--", ":", "-.")  # of the curves of one run in one panel
 
 
-
 def draw(
     runs: Mapping[str, LoggedRun], baseline: str, *, smooth: int, only: Sequence[str] = GROUPS
 ) -> Figure:

@@ -202,8 +202,8 @@ class Eval(Section):
     stays at 0."""
 
     tasks_new_tokens: StrictInt = number(256, "tokens", ge=1, le=2**27)
-    """The most tokens of an answer where a task generates text, at most half of data.seq_len; a task
-    may define fewer. Each token takes a forward pass over prompt and answer."""
+    """The most tokens of an answer where a task generates text, at most half of data.seq_len; a
+    task may define fewer. Each token takes a forward pass over prompt and answer."""
 
     @field_validator("tasks", mode="before")
     @classmethod

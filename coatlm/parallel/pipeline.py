@@ -89,7 +89,10 @@ def predict_microbatches(
         batch = next(data)
         return model(batch["tokens"], batch["labels"], predictions=True), None
 
-    return _run_schedule(chunks, batches, forward_step, seq_len=seq_len, forward_only=True)
+    samples = batches[0]["tokens"].shape[0]
+    return _run_schedule(
+        chunks, batches, forward_step, samples=samples, seq_len=seq_len, forward_only=True
+    )
 
 
 def _run_training(
@@ -121,7 +124,12 @@ def _run_training(
         samples, seq_len = 1, samples * seq_len
     _synchronise_on_last_microbatch(chunks)
     results = _run_schedule(
-        chunks, batches, forward_step, seq_len=seq_len, forward_only=forward_only
+        chunks,
+        batches,
+        forward_step,
+        samples=samples,
+        seq_len=seq_len,
+        forward_only=forward_only,
     )
     return [result["loss"] for result in results]
 
@@ -131,10 +139,14 @@ def _run_schedule(
     batches: Sequence[Batch],
     forward_step: Callable[..., tuple[Tensor, Any]],
     *,
+    samples: int,
     seq_len: int,
     forward_only: bool,
 ) -> list[Any]:
-    """Run megatron-core's schedule. Returns the results of the microbatches on the last stage."""
+    """Run megatron-core's schedule. Returns the results of the microbatches on the last stage.
+
+    Hidden states are [seq_len, samples, H] before sequence and context parallelism divide them.
+    """
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
