@@ -1,6 +1,7 @@
-"""Train a Llama: `python pretrain.py CONFIG.yaml [key=value ...] [--dry-run]`.
+"""Train a Llama: `python pretrain.py CONFIG.yaml [key=value ...] [--preset NAME] [--dry-run]`.
 
-`--keys [SECTION]` prints every key with its type, default, range and meaning.
+`--keys [SECTION]` prints every key with its type, default, range and meaning. `--preset bf16` or
+`preset=bf16` trains in BF16 whatever number formats the file has.
 
 One process needs no launcher; several are started by torchrun or srun:
 
@@ -28,7 +29,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table
+from coatlm.config import MOST_RANKS, PRESETS, Config, ConfigError, keys_table
 from coatlm.console import fail
 from coatlm.hf.run_config import load_run_config
 
@@ -71,12 +72,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4"
     )
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="number formats in place of the file's; --keys preset"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, exit")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many processes")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="SECTION", help="print all keys, or a section's"
     )
     args = parser.parse_intermixed_args(arguments)
+    if args.preset is not None:
+        args.overrides.append(f"preset={args.preset}")
     if args.keys is None and args.config is None:
         parser.error("CONFIG.yaml is missing")
     if args.ranks is not None and not args.dry_run:

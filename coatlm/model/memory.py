@@ -222,7 +222,7 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
 
     `microbatch`: bytes of activations and temporaries at the peak of a microbatch.
     """
-    if not config.train.cuda_graphs:
+    if not config.cuda_graphs:
         return 0
     cp, each_token = config.parallel.cp, GRAPH_INPUTS
     if config.data.reset_attention_mask:  # a bool per query and key, int32 document ids

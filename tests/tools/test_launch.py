@@ -68,6 +68,12 @@ def test_one_gpu_or_none_needs_no_torchrun(config: str) -> None:
         assert command([config], gpus) == [sys.executable, str(PRETRAIN), config]
 
 
+@pytest.mark.parametrize("preset", [["--preset", "fp8"], ["--preset=fp8"], ["preset=fp8"]])
+def test_a_preset_is_no_reason_to_start_one_process(config: str, preset: list[str]) -> None:
+    line = command([config, *preset], 8)
+    assert line[3:] == [*line[3:5], config, *preset, "train.micro_batch=2"]
+
+
 def test_several_gpus_are_started_by_torchrun(config: str) -> None:
     line = command([config, "optim.lr=1e-3"], 8)
     assert line[1:4] == [str(ELASTIC), "--standalone", "--nproc-per-node=8"]
