@@ -35,10 +35,12 @@ def test_the_largest_number_that_divides_the_batch_is_started(
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_file_in_configs_uses_all_of_eight_gpus(path: Path) -> None:
-    processes, overrides = fit([str(path)], 8)
-    assert processes == 8
-    load_config(path, overrides).data_parallel_size(8)
+def test_every_file_in_configs_uses_all_of_eight_gpus_or_of_more_nodes(path: Path) -> None:
+    p = load_config(path).parallel
+    gpus = max(8, p.tp * p.pp * p.cp)
+    processes, overrides = fit([str(path)], gpus)
+    assert processes == gpus
+    load_config(path, overrides).data_parallel_size(gpus)
 
 
 def test_overrides_count(config: str) -> None:
