@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_intermixed_args(arguments)
     if args.preset is not None:
-        args.overrides.append(f"preset={args.preset}")
+        args.overrides = [f"preset={args.preset}", *args.overrides]
     if args.keys is None and args.config is None:
         parser.error("CONFIG.yaml is missing")
     if args.ranks is not None and not args.dry_run:
