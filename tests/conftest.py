@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ os.environ |= {
 }
 
 import torch
+
+# Tests hang up what they start. It would inherit that nohup ignores SIGHUP, but not a handler.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 if importlib.util.find_spec("hypothesis"):  # GPU machines run tests/gpu without it
     from hypothesis import settings

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import pretrain
+from coatlm.commands import train as pretrain
 from coatlm.config import ConfigError
 from coatlm.train.lock import BEAT_S, Holder
 from coatlm.train.run_directory import prepare_directory
@@ -321,7 +321,6 @@ def test_a_signal_during_imports_is_one_line_and_its_code(
         cwd=ROOT,
         stderr=subprocess.PIPE,
         env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     status, caught = Path(f"/proc/{process.pid}/status"), 0
     while not caught >> (signal.SIGUSR1 - 1) & 1:  # pretrain.py has listened, and imports
@@ -476,7 +475,7 @@ def test_a_full_disk_of_the_cache_is_told_from_that_of_the_run(
 def test_damage_to_the_data_ends_a_run_in_one_line(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import pretrain
+    from coatlm.commands import train as pretrain
     from coatlm.data.checksums import DatasetError
     from coatlm.train import start
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import pretrain
+from coatlm.commands import train
 from coatlm.config import PRESETS, Config, load_config
 from coatlm.model.accounting import parameters
 from coatlm.model.memory import GIB, peak_bytes
@@ -99,5 +99,5 @@ def test_the_planner_confirms_the_gpus_that_a_file_names(path: Path) -> None:
 
 @each(PRETRAINED)
 def test_a_file_dry_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain.main([str(path), "--dry-run"]) == 0
+    assert train.main([str(path), "--dry-run"]) == 0
     assert "parameters" in capsys.readouterr().out

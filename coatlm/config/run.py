@@ -156,6 +156,15 @@ class Train(Section):
     """Activations that backward recomputes instead of saving them: none, those of attention, or
     those of whole layers."""
 
+    logits: Literal["auto", "save", "recompute"] = "auto"
+    """The logits of a microbatch: forward saves them for backward, or backward recomputes them in
+    chunks of the vocabulary. Results have the same bits. Saving spares one of the output layer's
+    four GEMMs. auto saves them if the estimated peak leaves room on the GPU."""
+
+    z_loss: Real = number(0.0, ge=0.0, le=1.0)
+    """The coefficient of the squared logarithm of the softmax's denominator, which is added to the
+    loss of each token in training, not in evaluation; 1e-4 is common, 0 means off."""
+
     cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
     by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key

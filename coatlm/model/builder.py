@@ -56,6 +56,8 @@ class Llama(GPTModel):
         self.tp_group = groups.tp
         self.embedding_multiplier = model.embedding_multiplier
         self.logits_scaling = model.logits_scaling
+        self.save_logits = run.train.logits == "save"
+        self.z_loss = run.train.z_loss
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
@@ -80,7 +82,15 @@ class Llama(GPTModel):
         if labels is None:
             return F.linear(hidden, weight).transpose(0, 1)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
+        loss_SB = linear_cross_entropy(
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group=group,
+            save_logits=self.save_logits,
+            z_loss=self.z_loss if self.training else 0.0,
+        )
+        return loss_SB.t()
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.

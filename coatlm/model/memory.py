@@ -44,6 +44,7 @@ from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
+SPARE = 0.15  # of a GPU: what train.logits=auto leaves for what the estimate does not count
 GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
 BF16_GEMM = 2 + 4 + 4  # bytes per element of a matrix in a GEMM with an operand in BF16
 EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
@@ -155,12 +156,14 @@ def activation_bytes(
 def loss_bytes(config: Config, vocab: int) -> int:
     """Bytes that `loss.py` holds on the last stage as backward begins.
 
-    They are the logits of one chunk of the vocabulary, and the gradient of the last hidden state,
-    in fp32 and in the dtype in which it is returned.
+    They are the logits, of one chunk of the vocabulary or with logits=save all, and the gradient of
+    the last hidden state, in fp32 and in the dtype in which it is returned.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
-    rows = default_chunk(tokens, weight_dtype(config))
-    return tokens * (min(rows, vocab // config.parallel.tp) * e + m.hidden * (4 + e))
+    rows = vocab // config.parallel.tp
+    if config.train.logits != "save":
+        rows = min(rows, default_chunk(tokens, weight_dtype(config)))
+    return tokens * (rows * e + m.hidden * (4 + e))
 
 
 def fallback_bytes(
@@ -312,3 +315,13 @@ def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: 
         ):
             return size
     return 0
+
+
+def with_logits(config: Config, vocab: int, data_parallel: int, memory: float) -> Config:
+    """`config` with `train.logits` decided: auto becomes save if that leaves SPARE of `memory`."""
+    if config.train.logits != "auto":
+        return config
+    saving = replaced(config, train={"logits": "save"})
+    if peak_bytes(saving, vocab, data_parallel) <= memory * (1 - SPARE):
+        return saving
+    return replaced(config, train={"logits": "recompute"})

@@ -181,6 +181,7 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
     states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
     smaller = "(not in the sum: not live at the peak)"
+    logits = "all of them" if t.logits == "save" else "a chunk of them"
     rows = [
         ("weights", rank.weights, "fp32" if config.precision.recipe == "fp32" else "bf16"),
         ("fp8 weights", rank.fp8_weights, "W and its transpose"),
@@ -190,7 +191,7 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
         (
             "logits",
             rank.loss,
-            "a chunk of them, the gradient of the hidden state "
+            f"{logits}, the gradient of the hidden state "
             + (smaller if rank.loss < rank.backward else ""),
         ),
         (
@@ -205,9 +206,19 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     which = ", the highest peak" if p.pp > 1 else ""
     head = f"{'memory':<14}GiB on a rank of stage {stage}{which}"
     table = [f"  {name:<12}{size / GIB:10.3f}  {note}" for name, size, note in rows if size]
+    if t.logits == "auto":
+        table.append(saved_logits_line(config, vocab, dp))
     if config.precision.guard == "fallback":
         table.append(fallback_line(config, stage, dp))
     return [head, *(line.rstrip() for line in table)]
+
+
+def saved_logits_line(config: Config, vocab: int, dp: int) -> str:
+    """What saving the logits adds to the highest peak."""
+    saving = replaced(config, train={"logits": "save"})
+    more = peak_bytes(saving, vocab, dp) - peak_bytes(config, vocab, dp)
+    note = "not in the sum: all logits, which are saved where the GPU has room for them"
+    return f"  {'all logits':<12}{more / GIB:10.3f}  {note}"
 
 
 def fallback_line(config: Config, stage: int, dp: int) -> str:

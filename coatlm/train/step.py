@@ -24,6 +24,7 @@ from coatlm.model.coat_layer import (
     flows_of,
     tune_layers,
 )
+from coatlm.model.memory import with_logits
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
@@ -41,7 +42,7 @@ from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
-from coatlm.platform import device
+from coatlm.platform import device, device_memory
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -54,6 +55,8 @@ class Trainer:
     """All state that a training step changes. `vocab` is the padded vocabulary size."""
 
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+        memory = device_memory(device(), 1)[0] if device().type == "cuda" else 0
+        config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
         cuda_graphs = captures(config)

@@ -34,7 +34,7 @@ CONFIG = {  # the shape of configs/llama-1b.yaml
 }
 MEASURE = """
 import resource, sys
-from tools.convert_checkpoint import main
+from coatlm.commands.convert import main
 code = main(sys.argv[1:])
 print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

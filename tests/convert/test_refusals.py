@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coatlm.commands.convert import main
 from coatlm.config.errors import LONGEST
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
@@ -31,7 +32,6 @@ from coatlm.train.shards import StoredTensors
 from tests.hf.models import make_model
 from tests.test_files import small_disk
 from tests.train.test_shards import seal
-from tools.convert_checkpoint import main
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
 NORM = "model.layers.1.self_attn.q_norm.weight"

@@ -95,6 +95,29 @@ def test_weight_gradient_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
     assert relative(weight.main_grad, 2 * definition(*arguments)[2]) < 2 * BF16_EPS
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_saved_logits_give_the_bits_of_recomputed_ones(z_loss: float) -> None:
+    results = []
+    for save in (False, True):
+        hidden, weight, labels, dloss = tensors(512, 1024, 50257, torch.bfloat16)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk=4096, save_logits=save, z_loss=z_loss
+        )
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight), dloss)))
+    for recomputed, saved in zip(*results, strict=True):
+        assert torch.equal(recomputed, saved)
+
+
+def test_the_z_loss_equals_the_definition() -> None:
+    hidden, weight, labels, dloss = tensors(256, 512, 32000, torch.float32)
+    expected = cross_entropy_ref(hidden, weight, labels, 0.01)
+    expected = (expected, *torch.autograd.grad(expected, (hidden, weight), dloss))
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=4096, z_loss=0.01)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    for got, wanted in zip(actual, expected, strict=True):
+        assert relative(got, wanted) < 1e-5
+
+
 def test_vocabulary_of_128k_takes_under_half_a_gib() -> None:
     """8192 tokens, hidden 4096: 256 MiB of logits, 128 MiB of dhidden in fp32, and GEMM workspace.
 

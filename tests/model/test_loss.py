@@ -31,10 +31,10 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden, weight, labels, torch.randn(S, B, generator=generator)
 
 
-def reference(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def reference(dtype: torch.dtype = torch.float32, z_loss: float = 0.0) -> tuple[torch.Tensor, ...]:
     """loss, dhidden, dweight of the definition."""
     hidden, weight, labels, dloss = tensors(dtype)
-    loss = cross_entropy_ref(hidden, weight, labels)
+    loss = cross_entropy_ref(hidden, weight, labels, z_loss)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), dloss)
 
 
@@ -52,6 +52,73 @@ def test_fp32_loss_and_gradients_equal_the_definition(chunk: int | None) -> None
     actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
     assert max(map(relative, actual, reference())) < FP32
     assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_the_z_loss_and_its_gradients_equal_the_definition(chunk: int | None) -> None:
+    hidden, weight, labels, dloss = tensors()
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, z_loss=0.3)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    assert max(map(relative, actual, reference(z_loss=0.3))) < FP32
+    lse = (hidden @ weight.t()).logsumexp(-1)
+    extra = (loss - reference()[0]).masked_fill(labels == -100, 0.0)
+    torch.testing.assert_close(extra, (0.3 * lse**2).masked_fill(labels == -100, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_saved_logits_give_the_bits_of_recomputed_ones(dtype: torch.dtype, z_loss: float) -> None:
+    results = []
+    for save in (False, True):
+        hidden, weight, labels, dloss = tensors(dtype)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk=24, save_logits=save, z_loss=z_loss
+        )
+        gradients = torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
+        again = torch.autograd.grad(loss, (hidden, weight), dloss)  # dlogits overwrote the logits
+        results.append((loss, *gradients, *again))
+    for recomputed, saved in zip(*results, strict=True):
+        assert torch.equal(recomputed, saved)
+
+
+class Gemms(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("save", "gemms"), [(False, 4), (True, 3)])
+def test_saved_logits_spare_a_gemm(save: bool, gemms: int) -> None:
+    hidden, weight, labels, dloss = tensors()
+    with Gemms() as counted:
+        linear_cross_entropy(hidden, weight, labels, save_logits=save).backward(dloss)
+    assert counted.count == gemms
+
+
+class Allocations(TorchDispatchMode):
+    """Lists the elements of every new empty tensor."""
+
+    def __init__(self, elements: list[int]) -> None:
+        super().__init__()
+        self.elements = elements
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.new_empty:
+            self.elements.append(result.numel())
+        return result
+
+
+def test_without_autograd_no_logits_are_saved() -> None:
+    hidden, weight, labels, _ = tensors()
+    kept = []
+    with torch.no_grad(), Allocations(kept):
+        linear_cross_entropy(hidden, weight, labels, chunk=16, save_logits=True)
+    assert kept.count(S * B * 16) == 1
 
 
 def test_bf16_gradients_do_not_depend_on_the_chunks() -> None:
@@ -189,16 +256,16 @@ def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str
         linear_cross_entropy(**arguments)
 
 
-def vocabulary_parallel(rank: int, size: int, chunks: list[int | None]) -> list[list[float]]:
-    """For each chunk size: relative errors of loss, dhidden (summed over ranks), dweight."""
+def vocabulary_parallel(rank: int, size: int, cases: list[dict[str, Any]]) -> list[list[float]]:
+    """For each case of options: relative errors of loss, dhidden (summed over ranks), dweight."""
     dist.init_process_group("gloo")
     errors = []
-    for chunk in chunks:
+    for options in cases:
         hidden, weight, labels, dloss = tensors()
-        expected = reference()
+        expected = reference(z_loss=options.get("z_loss", 0.0))
         rows = slice(rank * V // size, (rank + 1) * V // size)
         shard = weight.detach()[rows].clone().requires_grad_()
-        loss = linear_cross_entropy(hidden, shard, labels, chunk=chunk, group=dist.group.WORLD)
+        loss = linear_cross_entropy(hidden, shard, labels, group=dist.group.WORLD, **options)
         dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
         dist.all_reduce(dhidden)
         actual = (loss.detach(), dhidden, dweight)
@@ -208,7 +275,8 @@ def vocabulary_parallel(rank: int, size: int, chunks: list[int | None]) -> list[
 
 
 def test_two_ranks_equal_one() -> None:
-    for errors in run_ranks(2, f"{__name__}:vocabulary_parallel", [None, 7, V // 2]):
+    cases = [{}, {"chunk": 7}, {"chunk": V // 2}, {"chunk": 7, "save_logits": True, "z_loss": 0.3}]
+    for errors in run_ranks(2, f"{__name__}:vocabulary_parallel", cases):
         assert max(map(max, errors)) < FP32
 
 
@@ -229,13 +297,14 @@ def interpreted_row_stats_equal_the_reference() -> None:
 
 
 def interpreted_logits_gradient_is_written_in_place_and_equals_the_reference() -> None:
-    logits, labels = logits_and_labels()
-    top, total, _ = loss_module.row_stats_ref(logits, labels, 100)
-    arguments = (labels, top + total.log(), torch.randn(6), 100)
-    expected = loss_module.logits_grad_ref(logits, *arguments)
-    actual = loss_module._launch_grad_(logits, *arguments)
-    assert actual.data_ptr() == logits.data_ptr()
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    for slope in (None, torch.rand(6)):
+        logits, labels = logits_and_labels()
+        top, total, _ = loss_module.row_stats_ref(logits, labels, 100)
+        arguments = (labels, top + total.log(), torch.randn(6), 100, slope)
+        expected = loss_module.logits_grad_ref(logits, *arguments)
+        actual = loss_module._launch_grad_(logits, *arguments)
+        assert actual.data_ptr() == logits.data_ptr()
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -254,10 +323,10 @@ def test_kernels_compile_for_sm90_with_16_byte_accesses(dtype: torch.dtype) -> N
     )
     grad = compile_sm90(
         loss_module._logits_grad_kernel,
-        common | {"lse_ptr": "*fp32", "dloss_ptr": "*fp32"},
+        common | {"lse_ptr": "*fp32", "dloss_ptr": "*fp32", "slope_ptr": "*fp32"},
         {"BLOCK": loss_module.BLOCK},
         **options,
     )
     for compiled in (stats, grad):  # narrow are only the label and the other values of a row
         assert access_bytes(compiled).count(16) >= 2
-        assert len([size for size in access_bytes(compiled) if size < 16]) <= 5
+        assert len([size for size in access_bytes(compiled) if size < 16]) <= 6

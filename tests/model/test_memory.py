@@ -296,6 +296,20 @@ def test_loss_holds_the_chunk_that_loss_py_takes_and_two_gradients(
     tokens = 2 * 4096
     logits = tokens * min(default_chunk(tokens, dtype), vocab // 2) * dtype.itemsize
     assert mem.loss_bytes(c, vocab) == logits + tokens * 32 * (4 + dtype.itemsize)
+    saving = mem.replaced(c, train={"logits": "save"})
+    every = tokens * vocab // 2 * dtype.itemsize
+    assert mem.loss_bytes(saving, vocab) == every + tokens * 32 * (4 + dtype.itemsize)
+
+
+def test_logits_are_saved_where_15_percent_of_the_memory_stays_free() -> None:
+    vocab = 128256
+    c = config({"vocab": vocab}, seq_len=4096, train={"micro_batch": 4})
+    saving = mem.replaced(c, train={"logits": "save"})
+    peak = mem.peak_bytes(saving, vocab, 1)
+    assert peak > mem.peak_bytes(c, vocab, 1)
+    assert mem.with_logits(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
+    assert mem.with_logits(c, vocab, 1, peak / 0.85 - 1e6).train.logits == "recompute"
+    assert mem.with_logits(saving, vocab, 1, 0).train.logits == "save"
 
 
 def with_recipe(recipe: str, **sections: Any) -> Config:

@@ -6,7 +6,7 @@ import pytest
 
 from coatlm.config import Config, ConfigError
 from coatlm.model import memory as mem
-from coatlm.model.memory import GIB, fallback_bytes
+from coatlm.model.memory import GIB, fallback_bytes, peak_bytes, replaced
 from coatlm.model.plan import plan
 from tests.model.shapes import LLAMA2_7B, config
 
@@ -113,8 +113,18 @@ def test_plan_of_a_pipeline_has_a_line_per_stage_that_sums_up() -> None:
 
 def test_plan_says_which_of_logits_and_backward_counts() -> None:
     lines = plan(config({"vocab": 128256}), 1).splitlines()
-    said = [line for line in lines if "not in the sum" in line]
+    said = [line for line in lines if "not in the sum: not live" in line]
     assert len(said) == 1 and said[0].split()[0] == "backward"
+
+
+def test_plan_says_what_saved_logits_add_or_that_they_are_in_the_sum() -> None:
+    c = config({"vocab": 128256}, seq_len=4096, train={"micro_batch": 4})
+    (line,) = [line for line in plan(c, 1).splitlines() if line.startswith("  all logits")]
+    saving = replaced(c, train={"logits": "save"})
+    more = (peak_bytes(saving, 128256, 1) - peak_bytes(c, 128256, 1)) / GIB
+    assert more > 0 and f"{more:.3f}" in line
+    text = plan(saving, 1)
+    assert "all of them" in text and "all logits" not in text
 
 
 def test_plan_names_the_memory_of_cuda_graphs() -> None:

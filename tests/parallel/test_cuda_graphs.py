@@ -28,5 +28,5 @@ def test_auto_captures_on_a_gpu_alone(
 
 def test_graphs_that_are_asked_for_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "device", lambda: torch.device("cpu"))
-    with pytest.raises(ValueError, match="train.cuda_graphs=true needs a GPU"):
+    with pytest.raises(ValueError, match=r"train.cuda_graphs=true needs a GPU"):
         cuda_graphs.captures(make_config({"train": {"cuda_graphs": True}}))

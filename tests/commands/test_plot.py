@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from coatlm.commands.curves import LoggedRun, difference, read_run, read_runs, smoothing
+from coatlm.commands.plot import GROUPS, draw, main
 from tests.test_files import small_disk
-from tools.curves import LoggedRun, difference, read_run, read_runs, smoothing
-from tools.plot_run import GROUPS, draw, main
 
 
 def run_in(directory: Path, losses: Sequence[float | None], *, val: float | None = None) -> Path:

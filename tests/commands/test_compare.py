@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.compare_runs import main
+from coatlm.commands.compare import main
 
 CONFIG = "run: {name: a, dir: DIR}\noptim: {lr: 0.001, betas: [0.9, 0.95]}\n"
 

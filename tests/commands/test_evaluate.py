@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from coatlm import console
+from coatlm.commands.evaluate import main
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
 from tests.hf.models import make_model, save_model
 from tests.test_console import Terminal
 from tests.train.test_shards import seal
-from tools.evaluate import main
 
 TEXT = "Each token but the first is predicted once, with the tokens before it.\n"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from coatlm.commands.launch import ELASTIC, PRETRAIN, command, fit
 from coatlm.config import load_config
-from tools.launch import ELASTIC, PRETRAIN, command, fit
 
 CONFIG = "train: {micro_batch: 8, global_batch: 16}\n"
 SHIPPED = sorted((PRETRAIN.parent / "configs").glob("*.yaml"))

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from coatlm.commands import slurm_script
+from coatlm.commands import submit as submit_slurm
 from coatlm.train.faults import ExitCode
 from tests.distributed import free_port, python_path
 from tests.forks import Forks
-from tools import slurm_script, submit_slurm
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from coatlm.config import Config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]  # the checkout
 SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # words that need no quotes for sbatch
 STRAGGLERS_S = 120  # seconds for the other ranks to exit after the first one has
 # exit codes (coatlm.train.faults.ExitCode) after which another attempt would end the same way

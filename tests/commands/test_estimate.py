@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from coatlm.commands.estimate import CASES, TABLE7, best_layout, main
 from coatlm.config import load_config
 from coatlm.model.memory import GIB, peak_bytes, replaced
-from tools.estimate_memory import CASES, TABLE7, best_layout, main
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = str(ROOT / "configs/llama2-7b.yaml")
