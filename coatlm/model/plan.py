@@ -102,7 +102,7 @@ def description(config: Config, vocab: int, dp: int, device: str | None) -> Iter
 def format_sentences(config: Config, *, several: bool) -> Iterator[str]:
     """The number formats of layers, states and gradients; `several` ranks sum gradients."""
     p, precision = config.parallel, config.precision
-    presets = [name for name, keys in PRESETS.items() if _has(config, keys)]
+    presets = [name for name, sections in PRESETS.items() if _has(config, sections)]
     named = f" (preset {presets[0]})" if presets else ""
     recipe = precision.recipe
     if precision.flow:
@@ -116,8 +116,8 @@ def format_sentences(config: Config, *, several: bool) -> Iterator[str]:
     else:
         layers = f"TransformerEngine's FP8 GEMMs ({recipe})"
     each = element_bytes(config) + bytes_per_parameter(config.optim.recipe, weight_dtype(config))
-    comm = p.grad_comm if p.grad_comm in ("fp32", "bf16") else f"FP8 ({p.grad_comm})"
-    sums = f" and summed over ranks in {FORMATS.get(comm, comm)}" if several else ""
+    comm = FORMATS.get(p.grad_comm, f"FP8 ({p.grad_comm})")
+    sums = f" and summed over ranks in {comm}" if several else ""
     yield (
         f"Formats{named}: layers have {layers}; weights and optimizer states take {each:.3g} bytes "
         f"per parameter ({config.optim.recipe}); gradients are accumulated in "
@@ -125,11 +125,13 @@ def format_sentences(config: Config, *, several: bool) -> Iterator[str]:
     )
 
 
-def _has(config: Config, keys: dict[str, dict[str, Any]]) -> bool:
+def _has(config: Config, sections: dict[str, dict[str, Any]]) -> bool:
+    """Whether a configuration has the number formats of a preset."""
     return all(
         getattr(getattr(config, section), key) == value
-        for section, values in keys.items()
+        for section, values in sections.items()
         for key, value in values.items()
+        if key != "cuda_graphs"  # is no number format
     )
 
 
