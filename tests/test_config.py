@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatlm.config import Config, ConfigError, load_config, make_config
-from coatlm.model.accounting import parameters
-
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 
 def message(data: Any) -> str:
@@ -491,30 +488,6 @@ def test_to_yaml_loads_as_the_same_config(
     )
     path = write(tmp_path_factory.mktemp("round_trip"), config.to_yaml())
     assert load_config(path) == config
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_file_in_configs_loads_and_is_named_after_its_run(path: Path) -> None:
-    config = load_config(path)
-    assert config.run.name == path.stem
-    assert config.run.dir == Path("runs") / path.stem
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("llama2-7b", 6_738_415_616),
-        ("llama3-8b", 8_030_261_248),
-        ("qwen2.5-0.5b", 494_032_768),
-    ],
-)
-def test_a_config_named_after_a_model_has_its_number_of_parameters(
-    name: str, published: int
-) -> None:
-    path = next(path for path in CONFIGS if path.stem == name)
-    config = load_config(path)
-    assert config.model.vocab is not None
-    assert parameters(config.model, config.model.vocab) == published
 
 
 UNSUITED = [

@@ -165,9 +165,10 @@ class Train(Section):
     """The coefficient of the squared logarithm of the softmax's denominator, which is added to the
     loss of each token in training, not in evaluation; 1e-4 is common, 0 means off."""
 
-    cuda_graphs: StrictBool = False
+    cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches."""
+    by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key
+    excludes it."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""

@@ -26,6 +26,7 @@ from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_p
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.loss import largest_logits, linear_cross_entropy
 from coatlm.model.spec import block_spec
+from coatlm.parallel.cuda_graphs import captures
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.regions import sharded_tensors
 from coatlm.platform import device, has_apex
@@ -144,7 +145,7 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     """
     transformer = transformer_config(config)
     tensor_parallel.model_parallel_cuda_manual_seed(
-        config.run.seed, use_cudagraphable_rng=config.train.cuda_graphs, force_reset_rng=True
+        config.run.seed, use_cudagraphable_rng=captures(config), force_reset_rng=True
     )
     stages, p = groups.pp.size(), config.parallel
     layers = config.model.layers // (stages * p.vpp)

@@ -252,7 +252,7 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
 
     `microbatch`: bytes of activations and temporaries at the peak of a microbatch.
     """
-    if not config.train.cuda_graphs:
+    if not config.cuda_graphs:
         return 0
     reduces = data_parallel * config.parallel.cp > 1
     eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from coatlm.config import Config
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.weight_gather import WeightGather
+from coatlm.platform import device
 
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; document_bounds [B, n + 1] or None
 
@@ -44,6 +46,17 @@ class CapturedMicrobatch:
     graph: Any
     loss: Tensor
     sent: Counter[tuple[str, str]]
+
+
+def captures(config: Config) -> bool:
+    """Whether microbatches run as CUDA graphs on this device.
+
+    Raises ValueError for train.cuda_graphs=true without a GPU; auto then means false.
+    """
+    on_gpu = device().type == "cuda"
+    if config.train.cuda_graphs is True and not on_gpu:
+        raise ValueError("train.cuda_graphs=true needs a GPU: use auto or false")
+    return config.cuda_graphs and on_gpu
 
 
 class MicrobatchGraphs:

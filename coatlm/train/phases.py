@@ -12,6 +12,7 @@ from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
+from coatlm.model.memory import GIB
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
@@ -95,6 +96,15 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
     memory, owner = device_memory(choose_gpu(launch), launch.local_size)
     dp = config.data_parallel_size(launch.world_size)
     check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
+
+
+def named_memory(launch: Launch) -> str | None:
+    """The memory and the name of this process's GPU; None on a CPU, for which no plan is made."""
+    gpu = choose_gpu(launch)
+    if gpu is None:
+        return None
+    memory, owner = device_memory(gpu, launch.local_size)
+    return f"the {memory / GIB:.1f} GiB of {owner}"
 
 
 def begun_by(config: Config, launch: Launch) -> bool:

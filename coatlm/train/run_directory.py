@@ -306,6 +306,19 @@ def task_scores(record: Mapping[str, Any]) -> Record:
     return {k.removeprefix(TASK): v for k, v in record.items() if k.startswith(TASK)}
 
 
+def time_left(record: Mapping[str, Any], steps: int) -> str:
+    """How long the remaining steps take at the speed of the last ones, such as `2 h 5 min left`.
+
+    Evaluations and checkpoints come on top.
+    """
+    seconds = (steps - record["step"]) * record["step_ms"] / 1000
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= size:
+            parts = round(seconds / part)
+            return f"{parts * part // size} {unit} {parts % (size // part)} {smaller} left"
+    return f"{round(seconds / 60)} min left" if seconds >= 90 else f"{round(seconds)} s left"
+
+
 def speed(record: Mapping[str, Any]) -> Iterator[str]:
     """The throughput in a console line: tokens and FLOPs per second, and mfu if it is known."""
     rate, tflops = record["tokens_per_s_per_gpu"], record["tflops_per_gpu"]

@@ -20,6 +20,7 @@ from coatlm.train.run_directory import (
     repair_metrics,
     speed,
     step_line,
+    time_left,
     write_atomically,
 )
 
@@ -101,10 +102,13 @@ class Wandb:
 
 
 class Console:
-    """One line per record; on a terminal a progress bar replaces the lines of steps."""
+    """One line per record; on a terminal a progress bar replaces the lines of steps.
+
+    Lines of steps end with the time to the end of the run, but for the first, which compiles.
+    """
 
     def __init__(self, config: Config, resume_step: int, stream: TextIO) -> None:
-        self.steps = config.train.steps
+        self.steps, self.warm = config.train.steps, False
         width, height = shutil.get_terminal_size()  # never 0 x 0, as a container may report
         self.bar = tqdm(
             total=self.steps,
@@ -119,8 +123,12 @@ class Console:
 
     def write(self, record: Record) -> None:
         evaluated = "loss_mean" not in record
-        (logger if evaluated else lines).info(step_line(record, self.steps))
+        line = step_line(record, self.steps)
+        if not evaluated and self.warm and record["step"] < self.steps:
+            line += f" | {time_left(record, self.steps)}"
+        (logger if evaluated else lines).info(line)
         if not evaluated:
+            self.warm = True
             loss = f"loss {record['loss_mean']:.4f}"
             self.bar.set_postfix_str(", ".join([loss, *speed(record)]))
 

@@ -28,6 +28,7 @@ from coatlm.train.phases import (
     device_name,
     join,
     make_process_groups,
+    named_memory,
     open_tasks,
     write_description,
 )
@@ -87,7 +88,12 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     )
     peers.agree(lambda: check_parts(config, data))
     about = peers.agree(
-        lambda: plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size)
+        lambda: plan(
+            config,
+            launch.world_size,
+            tokenizer_vocab=tokenizer.vocab_size,
+            device=named_memory(launch),
+        )
     )
     logger.info("%s", about)
     trainer = peers.agree(lambda: Trainer(config, groups, vocab))

@@ -32,7 +32,7 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
-from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, captures
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
 from coatlm.parallel.flat_model import FlatModel
@@ -59,9 +59,7 @@ class Trainer:
         config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
-        cuda_graphs = config.train.cuda_graphs
-        if cuda_graphs and device().type != "cuda":
-            raise ValueError("train.cuda_graphs=true needs a GPU")
+        cuda_graphs = captures(config)
         self.traffic = Traffic()
         # the last step's bytes over tp and cp: computed when they are logged, not in every step
         self.model_traffic: Callable[[], Traffic] = Traffic

@@ -219,6 +219,35 @@ def test_the_console_line_has_the_documented_shape() -> None:
     assert line.endswith("| mmlu_7/acc 0.5000 | 3 more in metrics.jsonl") and "mmlu_8" not in line
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "told"),
+    [
+        (0.1, "0 s left"),
+        (890, "89 s left"),
+        (900, "2 min left"),
+        (29_800, "50 min left"),
+        (36_000, "1 h 0 min left"),
+        (75_000, "2 h 5 min left"),
+        (863_900, "24 h 0 min left"),
+        (2_000_000, "2 d 8 h left"),
+    ],
+)
+def test_the_time_to_the_end_has_two_units_at_most(step_ms: float, told: str) -> None:
+    assert run_directory.time_left({"step": 50, "step_ms": step_ms}, 150) == told
+
+
+def test_lines_tell_the_time_to_the_end_but_for_the_first_and_the_last(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    run_directory.start_logging(tmp_path, 0, stream=stream)
+    logger = open_logger(tmp_path, stream=stream)
+    for step in (1, 2, 150):
+        log(logger, step)
+    logger.log_eval(150, 2.0)
+    logger.close()
+    ends = ["left" in line for line in stream.getvalue().splitlines()]
+    assert ends == [False, True, False, False]
+
+
 def test_without_a_terminal_each_record_is_one_line_also_in_train_log(tmp_path: Path) -> None:
     stream = io.StringIO()
     run_directory.start_logging(tmp_path, 0, stream=stream)
