@@ -207,6 +207,10 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "model.kv_heads=2 is not a multiple of parallel.tp=4",
         ),
         (
+            {"model": {"head_dim": 12}, "data": {"text": "x", "reset_attention_mask": True}},
+            "data.reset_attention_mask=true with model.head_dim=12: must be a multiple of 8",
+        ),
+        (
             {"model": {"ffn": 706}, "parallel": {"tp": 4}},
             "model.ffn=706 is not a multiple of parallel.tp=4",
         ),
@@ -519,6 +523,30 @@ UNSUITED = [
     ({"qk_norm": True, "qk_norm_width": "all"}, {"tp": 2}, {}, "model.qk_norm_width=all with"),
     ({"qk_norm_width": "all"}, {}, {"recipe": "bf16"}, "qk_norm_width=all needs qk_norm=true"),
     ({"norm_after": True, "spec": "te"}, {}, {"recipe": "bf16"}, "needs model.spec=local"),
+    *(
+        ({name: value}, {}, {}, f"precision.recipe=coat with model.{name}=")
+        for name, value in (
+            ("sandwich_norm", True),
+            ("zero_centered_norm", True),
+            ("activation", "gelu_tanh"),
+            ("attention_softcap", 50.0),
+        )
+    ),
+    ({"sandwich_norm": True, "norm_after": True}, {}, {}, "sandwich_norm=true: at most one"),
+    ({"zero_centered_norm": True, "spec": "te"}, {}, {"recipe": "bf16"}, "needs model.spec=local"),
+    ({"scale_embeddings": True, "embedding_multiplier": 2.0}, {}, {}, "must be 1"),
+    ({"partial_rotary_factor": 0.6}, {}, {}, "are 19 elements: must be an even number"),
+    ({"window": {"period": 2, "full_layers": 1}}, {}, {}, "period=2 needs full_layers=0, not 1"),
+    ({"window": {}, "head_dim": 20}, {}, {}, "model.window with model.head_dim=20: must be a mult"),
+    ({"window": {"period": 5}}, {}, {}, "window.period=5 has no effect with layers=4"),
+    ({"window": {"full_layers": 4}}, {}, {}, "window.full_layers=4 has no effect with layers=4"),
+    ({"rope_scaling": {"type": "longrope"}}, {}, {}, "needs short_factor and long_factor"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        {},
+        {},
+        "rope_scaling.short_factor has 1 numbers: must have one for each of the 16 frequencies",
+    ),
     ({"rope_scaling": {"type": "yarn", "low_freq_factor": 1.0}}, {}, {}, "does not apply to type"),
     ({"rope_scaling": {"type": "linear", "beta_fast": 3.0}}, {}, {}, "beta_fast=3.0 does not"),
     ({"rope_scaling": {"type": "yarn", "beta_slow": 40.0}}, {}, {}, "beta_slow=40.0 must be below"),

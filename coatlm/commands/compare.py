@@ -1,7 +1,7 @@
 """Compare the logged values and the configurations of two runs.
 
-    python tools/compare_runs.py runs/undisturbed runs/resumed
-    python tools/compare_runs.py runs/one-gpu runs/two-gpus --ignore-config --rtol 1e-3
+    coatlm compare runs/undisturbed runs/resumed
+    coatlm compare runs/one-gpu runs/two-gpus --ignore-config --rtol 1e-3
 
 Every record of metrics.jsonl, and of the other *.jsonl files that both runs have, is compared with
 the record of the same step and kind. All values must be equal; with --rtol, numbers may differ by
@@ -144,14 +144,14 @@ def _show(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, "compare")
     parser.add_argument("a", type=Path, metavar="A", help="a run directory")
     parser.add_argument("b", type=Path, metavar="B", help="another one")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default: 0)")
     parser.add_argument(
         "--ignore-config", action="store_true", help="print keys that differ, but do not count them"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     try:
         if not 0 <= options.rtol < 1:
             raise ValueError(f"--rtol {options.rtol}: in [0, 1)")

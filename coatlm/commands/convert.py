@@ -1,9 +1,9 @@
 """Convert checkpoints between Hugging Face, Megatron and coatlm, one tensor in memory at a time.
 
-    python tools/convert_checkpoint.py --from hf --to coatlm models/llama checkpoints/llama
-    python tools/convert_checkpoint.py --from coatlm --to hf runs/mine exported --dtype bf16
-    python tools/convert_checkpoint.py --from megatron --to coatlm megatron/run checkpoints/run
-    python tools/convert_checkpoint.py --from coatlm --to megatron runs/mine megatron/mine
+    coatlm convert --from hf --to coatlm models/llama checkpoints/llama
+    coatlm convert --from coatlm --to hf runs/mine exported --dtype bf16
+    coatlm convert --from megatron --to coatlm megatron/run checkpoints/run
+    coatlm convert --from coatlm --to megatron runs/mine megatron/mine
 
     hf          a directory with config.json and safetensors of Llama 1 to 3, Mistral, Qwen2, 2.5 or
                 3, Phi-3 or 4, OLMo-2 or Granite 3
@@ -49,7 +49,7 @@ OPTIONS = {  # (from, to) -> the options that apply, besides --dtype
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, "convert")
     add = parser.add_argument
     add("--from", dest="source_kind", choices=KINDS, required=True)
     add("--to", dest="target_kind", choices=KINDS, required=True)
@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="of fp8 weights; block is 128 x 128, as DeepSeek's; default: channel",
     )
     add("--fp8-activations", choices=["dynamic", "none"], help="default: dynamic")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse(arguments)
     kinds = parsed.source_kind, parsed.target_kind
     if kinds not in OPTIONS:
         known = ", ".join(f"{a} to {b}" for a, b in OPTIONS)

@@ -1,4 +1,4 @@
-"""Read the curves that runs have logged, for tools/plot_run.py."""
+"""Read the curves that runs have logged, for the commands that draw them."""
 
 from __future__ import annotations
 
@@ -57,6 +57,45 @@ class Panel:
     curves: Mapping[str, str]  # name of a curve, or prefix of several -> label
     log: bool = False
     band: tuple[str, str] | None = None  # name endings of the curves that bound a filled area
+
+
+PANELS = [
+    Panel("norm", "gradient norm", {"metrics.grad_norm": ""}, log=True),
+    Panel("throughput", "tokens/s per GPU", {"metrics.tokens_per_s_per_gpu": ""}),
+    Panel(
+        "states",
+        "EDQ / |update|",
+        {"states.edq_ratio": "", "states.edq_weight_ratio": "weight alone"},
+    ),
+    Panel(
+        "states",
+        "relative error of storing",
+        {"states.exp_avg_error": "m", "states.exp_avg_sq_error": "v"},
+        log=True,
+    ),
+    Panel(
+        "states",
+        "k: median, 5 to 95 % of blocks",
+        {"states.exp_avg_k_p50": "m", "states.exp_avg_sq_k_p50": "v"},
+        band=("p05", "p95"),
+    ),
+    Panel(
+        "states",
+        "share of codes at the largest",
+        {"states.exp_avg_saturated": "m", "states.exp_avg_sq_saturated": "v"},
+    ),
+    Panel(
+        "states",
+        "share of values stored as zero",
+        {"states.exp_avg_underflow": "m", "states.exp_avg_sq_underflow": "v"},
+    ),
+    Panel("activations", "relative error, worst layer", {"numerics.relative_error": ""}, log=True),
+    Panel("activations", "share at the largest code", {"numerics.saturated": ""}),
+    Panel("activations", "share stored as zero", {"numerics.underflow": ""}),
+    Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
+    Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
+]
+GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
 
 
 def read_run(directory: Path) -> LoggedRun:

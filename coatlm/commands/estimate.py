@@ -1,11 +1,11 @@
 """Estimate the device memory of a run, and what would make it fit; needs no GPU and no data.
 
-    python tools/estimate_memory.py configs/llama2-7b.yaml optim.recipe=coat --ranks 8
-    python tools/estimate_memory.py configs/llama2-7b.yaml --ranks 8 --memory-gib 80
-    python tools/estimate_memory.py --table7
+    coatlm estimate llama2-7b optim.recipe=coat --ranks 8
+    coatlm estimate llama2-7b --ranks 8 --memory-gib 80
+    coatlm estimate --table7
 
 Prints weights, gradients, states, activations, logits, buffers and CUDA graphs of a rank of every
-pipeline stage (coatlm/model/memory.py has the formulas; `pretrain.py --dry-run` prints the same),
+pipeline stage (coatlm/model/memory.py has the formulas; `coatlm train --dry-run` prints the same),
 the peak with every optimizer recipe and gradient dtype, and with every precision recipe and
 recompute mode, all else as configured. With --memory-gib it names the largest
 train.micro_batch that fits, a divisor of the global batch, so that the run stays the same.
@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
+from coatlm.commands.arguments import add_config
 from coatlm.config import (
     Config,
     ConfigError,
@@ -228,17 +229,16 @@ def case_config(case: Case, recipes: Recipes, tp: int) -> Config:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(__doc__)
-    parser.add_argument("config", nargs="?", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = Parser(__doc__, "estimate")
+    add_config(parser, required=False)
     parser.add_argument("--ranks", type=int, help="processes (default: the fewest that hold it)")
     parser.add_argument("--memory-gib", type=float, help="of a GPU (--table7: 80)")
     parser.add_argument("--reserve-gib", type=float, default=2.0, help="left free (default: 2)")
     parser.add_argument("--table7", action="store_true", help="COAT's Table 7, without CONFIG")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse(arguments)
     try:
         if options.table7 == bool(options.config):
-            raise ConfigError("give either CONFIG.yaml or --table7")
+            raise ConfigError("give either CONFIG or --table7")
         if options.ranks is not None and options.ranks < 1:
             raise ConfigError(f"--ranks {options.ranks}: at least 1")
         given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib

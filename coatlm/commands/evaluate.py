@@ -1,11 +1,11 @@
 """Compute the perplexity of a checkpoint on text, also with weights and activations cast to FP8.
 
-    python tools/evaluate.py runs/mine --data valid.txt --out perplexity.json
-    python tools/evaluate.py runs/mine --data 'valid/*.jsonl' --window 1024 --stride 512 \\
+    coatlm evaluate runs/mine --data valid.txt --out perplexity.json
+    coatlm evaluate runs/mine --data 'valid/*.jsonl' --window 1024 --stride 512 \\
         --cast e4m3 e5m2 --scales tensor channel --what gemm residual
 
 The checkpoint is one of any layout, a run (its newest one is used), or a Hugging Face model
-converted by convert_checkpoint.py. One process computes, on a GPU if there is one. A text file is
+converted by `coatlm convert`. One process computes, on a GPU if there is one. A text file is
 one document; JSON lines (.gz, .zst) and parquet have documents in --field. Every token of a
 document but the first is scored once, with at least window - stride + 1 tokens of context where the
 document has so many.
@@ -33,8 +33,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 
@@ -47,7 +45,7 @@ WINDOW = 2048  # tokens, unless the model was trained with shorter samples
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, "evaluate")
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("--data", nargs="+", required=True, help="files and globs")
@@ -67,7 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--scales", nargs="+", default=["tensor"], help="tensor, channel, biasN (default: tensor)")
     add("--what", nargs="+", default=["gemm"], help="gemm, residual (default: gemm)")
     add("--out", type=Path, help="write the results as JSON")
-    return parser.parse_args(arguments)
+    return parser.parse(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Print the table row by row; returns the content of the JSON file."""
+    import torch
+
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents

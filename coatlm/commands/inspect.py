@@ -1,8 +1,8 @@
 """Show the content of a checkpoint, verify it, or compare two of them.
 
-    python tools/inspect_checkpoint.py runs/quickstart                       # its newest checkpoint
-    python tools/inspect_checkpoint.py runs/quickstart --tensors --verify
-    python tools/inspect_checkpoint.py --diff runs/a/checkpoints/step_00000100 runs/b
+    coatlm inspect runs/quickstart                       # its newest checkpoint
+    coatlm inspect runs/quickstart --tensors --verify
+    coatlm inspect --diff runs/a/checkpoints/step_00000100 runs/b
 
 A PATH is a checkpoint, or a run directory, whose newest checkpoint is used. Without options, the
 step, the tokens seen, the model, the layout that wrote it, and the bytes per kind of tensor are
@@ -239,12 +239,12 @@ def _ordinal(number: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, "inspect")
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH")
     parser.add_argument("--verify", action="store_true", help="compare sizes and checksums")
     parser.add_argument("--diff", action="store_true", help="compare two, tensor by tensor")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     try:
         if len(options.paths) != (2 if options.diff else 1):
             raise ValueError(f"{len(options.paths)} paths: one, or two with --diff")

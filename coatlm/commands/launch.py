@@ -1,6 +1,6 @@
-"""Start pretrain.py on all GPUs of this machine, or as one process if there is none.
+"""Start training on all GPUs of this machine, or as one process if there is none.
 
-    python tools/launch.py CONFIG.yaml [key=value ...]
+    coatlm train CONFIG [key=value ...]
 
 n processes have data-parallel size dp = n / (tp * pp * cp), and global_batch is divided by dp. The
 number of processes is the largest n, at most the number of GPUs, for which both divisions have no
@@ -19,29 +19,27 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from coatlm.commands.entry import entry, torchrun
 from coatlm.config import ConfigError
 from coatlm.hf.run_config import load_run_config
 
-PRETRAIN = Path(__file__).resolve().parents[2] / "pretrain.py"
-ELASTIC = PRETRAIN.parent / "tools" / "elastic.py"  # torchrun without open ports
-
 
 def command(arguments: Sequence[str], gpus: int) -> list[str]:
-    """The command that runs pretrain.py with these arguments on `gpus` GPUs.
+    """The command that trains with these arguments on `gpus` GPUs.
 
-    It has one process if the arguments are invalid or do not train; pretrain.py then prints the
-    reason. If no number of processes fits, it has one process per GPU, and pretrain.py names the
-    field that does not fit.
+    It has one process if the arguments are invalid or do not train; that process prints the
+    reason. If no number of processes fits, it has one process per GPU, and they name the field
+    that does not fit.
     """
     options = [word for word in arguments if word.startswith("-")]
     words = [word for word in arguments if word not in options]
     count, overrides = (1, []) if gpus < 2 or options or not words else fit(words, gpus)
-    torchrun = [str(ELASTIC), "--standalone", f"--nproc-per-node={count}"]
-    start = [sys.executable, *(torchrun if count > 1 else []), str(PRETRAIN)]
+    if count == 1:
+        return [sys.executable, *entry("train"), *arguments]
+    start = torchrun(sys.executable, "--standalone", f"--nproc-per-node={count}")
     return [*start, *arguments, *overrides]
 
 

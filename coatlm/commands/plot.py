@@ -1,7 +1,7 @@
 """Plot the curves of one or several runs, and print their final losses as a table.
 
-    python tools/plot_run.py runs/bf16 runs/coat --out loss.png --baseline bf16
-    python tools/plot_run.py runs/coat --out coat.html --only loss states
+    coatlm plot runs/bf16 runs/coat --out loss.png --baseline bf16
+    coatlm plot runs/coat --out coat.html --only loss states
 
 Everything that the runs have logged is plotted, in groups of panels that --only selects:
 
@@ -45,9 +45,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coatlm.commands.curves import (
+    GROUPS,
+    PANELS,
     Curve,
     LoggedRun,
-    Panel,
     curves_of,
     difference,
     read_runs,
@@ -59,44 +60,6 @@ from coatlm.train.run_directory import earlier_attempts
 
 COLORS = 10  # of matplotlib's cycle; further runs have dots
 STYLES = ("-", "--", ":", "-.")  # of the curves of one run in one panel
-
-PANELS = [
-    Panel("norm", "gradient norm", {"metrics.grad_norm": ""}, log=True),
-    Panel("throughput", "tokens/s per GPU", {"metrics.tokens_per_s_per_gpu": ""}),
-    Panel(
-        "states",
-        "EDQ / |update|",
-        {"states.edq_ratio": "", "states.edq_weight_ratio": "weight alone"},
-    ),
-    Panel(
-        "states",
-        "relative error of storing",
-        {"states.exp_avg_error": "m", "states.exp_avg_sq_error": "v"},
-        log=True,
-    ),
-    Panel(
-        "states",
-        "k: median, 5 to 95 % of blocks",
-        {"states.exp_avg_k_p50": "m", "states.exp_avg_sq_k_p50": "v"},
-        band=("p05", "p95"),
-    ),
-    Panel(
-        "states",
-        "share of codes at the largest",
-        {"states.exp_avg_saturated": "m", "states.exp_avg_sq_saturated": "v"},
-    ),
-    Panel(
-        "states",
-        "share of values stored as zero",
-        {"states.exp_avg_underflow": "m", "states.exp_avg_sq_underflow": "v"},
-    ),
-    Panel("activations", "relative error, worst layer", {"numerics.relative_error": ""}, log=True),
-    Panel("activations", "share at the largest code", {"numerics.saturated": ""}),
-    Panel("activations", "share stored as zero", {"numerics.underflow": ""}),
-    Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
-    Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
-]
-GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
 
 
 def draw(
@@ -227,7 +190,7 @@ def cell(name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, "plot")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="*.png, *.svg, *.pdf or *.html")
     parser.add_argument(
@@ -236,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smooth", type=int, default=20, help="logged steps (default: 20)")
     parser.add_argument("--baseline", help="name of a run's directory (default: the first)")
     parser.add_argument("--only", nargs="+", default=GROUPS, choices=GROUPS, metavar="GROUP")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if options.attempts:
         options.runs += [attempt for run in options.runs for attempt in earlier_attempts(run)]
     try:

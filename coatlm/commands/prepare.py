@@ -1,13 +1,13 @@
 """Tokenize text files, JSON lines and parquet into the datasets that training reads.
 
-    python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
+    coatlm prepare --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
         --tokenizer hf:tokenizer.json --workers 32
 
 writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset), data/corpus.json (its
 manifest) and data/corpus.crc32 (checksums of the tokens, which training verifies when it reads).
 Train on them with `data.paths=[data/corpus] data.tokenizer=hf:tokenizer.json`.
 
-    python tools/preprocess_data.py --chat --input talks.jsonl --output-prefix data/talks \\
+    coatlm prepare --chat --input talks.jsonl --output-prefix data/talks \\
         --tokenizer hf:model/tokenizer.json
 
 prepares fine-tuning. A JSON line has `messages`, a list of {role, content}, or `prompt` and
@@ -18,7 +18,7 @@ data/talks.mask has one byte per token, 1 for what the assistant writes, its end
 included, and 0 for the rest; data/talks.mask.crc32 its checksums. Train with
 `data.loss_mask=completion data.packing=best-fit`.
 
-    python tools/preprocess_data.py --verify data/corpus data/other
+    coatlm prepare --verify data/corpus data/other
 
 reads whole datasets and verifies their checksums, for example after a copy.
 
@@ -33,8 +33,6 @@ counted; documents without text are skipped and counted. Memory is bounded; a fi
 An interrupted run leaves OUTPUT_PREFIX.shards; the same command resumes from it. The result is the
 same, byte for byte, for any number of workers and interruptions. Exit code: 0; 2 for an error,
 which one line explains; 4 if the disk is full.
-
-coatlm must be installed (`pip install -e .` in the checkout, or `make`).
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ from coatlm.data.tokenizer import SPECS, make_tokenizer
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, "prepare")
     add = parser.add_argument
     add("--input", nargs="+", help="files, globs (** for any depth), python-stdlib")
     add("--output-prefix", type=Path, help="PREFIX of the four files to write")
@@ -105,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="replace a dataset with other inputs or options, or one without checksums",
     )
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse(arguments)
     if bool(parsed.verify) == bool(parsed.input or parsed.output_prefix) or bool(
         parsed.input
     ) != bool(parsed.output_prefix):

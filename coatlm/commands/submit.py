@@ -1,8 +1,8 @@
-"""Write a batch script for SLURM and submit it: `python tools/submit_slurm.py CONFIG.yaml ...`.
+"""Write a batch script for SLURM and submit it: `coatlm submit CONFIG ...`.
 
-    python tools/submit_slurm.py configs/llama3-8b.yaml --nodes 4 --gpus-per-node 8 \\
+    coatlm submit llama3-8b --nodes 4 --gpus-per-node 8 \\
         --partition gpu --time 24:00:00 parallel.tp=4
-    python tools/submit_slurm.py ... --dry-run        # print the script, write nothing
+    coatlm submit ... --dry-run        # print the script, write nothing
 
 The configuration is checked for nodes * gpus-per-node processes first. The job uses the resolved
 configuration, which is written to RUN/slurm/config.yaml beside the script and the logs, so later
@@ -34,8 +34,10 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from coatlm.commands.slurm_script import ROOT, log_name, script, slurm_directory
+from coatlm.commands.arguments import add_config
+from coatlm.commands.slurm_script import log_name, mounted, script, slurm_directory
 from coatlm.config import Config, ConfigError
+from coatlm.console import Parser
 from coatlm.hf.run_config import load_run_config
 
 TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
@@ -108,12 +110,9 @@ def submit(directory: Path, log: str) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, "submit")
     add = parser.add_argument
-    add("config", help="a YAML file; pretrain.py --keys lists every key")
-    add("overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4")
+    add_config(parser)
     add("--nodes", type=positive, required=True)
     add(
         "--gpus-per-node",
@@ -145,7 +144,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     mount = "a mount in the container, repeatable"
     add("--mount", action="append", default=[], metavar="PATH[:PATH[:FLAGS]]", help=mount)
     add("--dry-run", action="store_true", help="check and print the script, submit nothing")
-    return parser.parse_intermixed_args(arguments)
+    return parser.parse(arguments)
 
 
 def positive(text: str) -> int:
@@ -189,8 +188,8 @@ def check(args: argparse.Namespace, config: Config) -> None:
     if args.mount and not args.container:
         raise ConfigError(f"--mount={shown(args.mount[0])} needs --container")
     if args.container:
-        for name, path in (("the working directory", Path.cwd()), ("the checkout", ROOT)):
-            check_mount(name, str(path), args.container_runtime, parts=1)
+        for name, path in mounted():
+            check_mount(name, path, args.container_runtime, parts=1)
         for item in args.mount:
             check_mount("--mount", item, args.container_runtime, parts=3)
 
@@ -206,8 +205,7 @@ def texts(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, str]]
     for name in ("sbatch", "env", "mount"):
         for value in getattr(args, name):
             yield f"--{name}", value
-    yield "the working directory", str(Path.cwd())
-    yield "the checkout", str(ROOT)
+    yield from mounted()
 
 
 def check_text(name: str, value: str) -> None:

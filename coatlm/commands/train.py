@@ -1,10 +1,15 @@
-"""Train a Llama: `python pretrain.py CONFIG.yaml [key=value ...] [--dry-run]`.
+"""Train a Llama: `coatlm train CONFIG [key=value ...]`.
 
-`--keys [SECTION]` prints every key with its type, default, range and meaning.
+    coatlm train quickstart optim.lr=3e-4            # a shipped configuration, or any YAML file
+    coatlm train llama3-8b --dry-run --ranks 64      # check, print configuration and plan, exit
+    coatlm train --keys optim                        # every key of a section, with its meaning
 
-One process needs no launcher; several are started by torchrun or srun:
+Started by torchrun or srun, this is one rank. Otherwise the installed command and `make train` use
+all GPUs of this machine, and a script is one process:
 
-    torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2 optim.lr=3e-4
+    srun --nodes=4 --ntasks-per-node=8 coatlm train llama3-8b parallel.tp=4
+    torchrun --nproc-per-node=8 --no-python coatlm train llama3-8b parallel.tp=2
+    torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2
 
 Exit codes: 0 done (with torchrun --max-restarts also: saved after a signal), 1 unexpected error or
 missing rank, 2 invalid input, 3 too many consecutive skipped steps, 4 checkpoint or disk error or
@@ -28,8 +33,9 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
+from coatlm.commands.arguments import add_config
 from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table
-from coatlm.console import fail
+from coatlm.console import Parser, fail
 from coatlm.hf.run_config import load_run_config
 
 if TYPE_CHECKING:
@@ -57,28 +63,25 @@ def main(arguments: list[str] | None = None) -> int:
     return run(config)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigError, so that its errors are printed in one line."""
+class RankParser(Parser):
+    """A parser that raises ConfigError, which `main` prints or announces to the other ranks."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see pretrain.py --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ConfigError for invalid arguments."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", help="a YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-4"
-    )
+    parser = RankParser(__doc__, "train")
+    add_config(parser, required=False)
     parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, exit")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many processes")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="SECTION", help="print all keys, or a section's"
     )
-    args = parser.parse_intermixed_args(arguments)
+    args = parser.parse(arguments)
     if args.keys is None and args.config is None:
-        parser.error("CONFIG.yaml is missing")
+        parser.error("CONFIG is missing: a YAML file, or the name of a shipped configuration")
     if args.ranks is not None and not args.dry_run:
         parser.error(f"--ranks {args.ranks} needs --dry-run; torchrun or srun start processes")
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:

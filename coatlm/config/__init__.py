@@ -18,17 +18,12 @@ from coatlm.config.errors import ConfigError, shortened
 from coatlm.config.fields import MOST_RANKS
 from coatlm.config.keys import keys_table
 from coatlm.config.load import dotted, load_config, make_config, override, read_mapping
-from coatlm.config.model import (
-    FP32_RECIPES,
-    Model,
-    Optim,
-    OptimRecipe,
-    Precision,
-    PrecisionRecipe,
-)
+from coatlm.config.model import Model, Precision, PrecisionRecipe
+from coatlm.config.optim import FP32_RECIPES, Optim, OptimRecipe
 from coatlm.config.parallel import GradComm, Parallel
 from coatlm.config.rope import RopeScaling
 from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
+from coatlm.config.window import Window
 from coatlm.config.yaml_text import dump_yaml
 
 __all__ = [
@@ -50,6 +45,7 @@ __all__ = [
     "RopeScaling",
     "Run",
     "Train",
+    "Window",
     "dotted",
     "dump_yaml",
     "keys_table",

@@ -6,11 +6,17 @@ from pydantic import Field, model_validator
 
 from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
-from coatlm.config.model import FP32_RECIPES, Model, Optim, Precision
+from coatlm.config.model import Model, Precision
+from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
 from coatlm.config.run import Checkpoint, Data, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
+
+LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
+    *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
+    *("attention_softcap",),
+)
 
 
 class Config(Section):
@@ -43,6 +49,14 @@ class Config(Section):
         )
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
+        for what, given in (
+            ("data.reset_attention_mask=true", d.reset_attention_mask),
+            ("model.window", m.window is not None),
+        ):
+            if given and m.size_per_head % 8:
+                raise ValueError(
+                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8"
+                )
         if p.sequence_parallel and p.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
@@ -65,8 +79,9 @@ class Config(Section):
         self._check_sharded_weights()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
-        if m.norm_after and m.spec == "te":
-            raise ValueError("model.norm_after=true needs model.spec=local")
+        for name in ("norm_after", "sandwich_norm", "zero_centered_norm"):
+            if getattr(m, name) and m.spec == "te":
+                raise ValueError(f"model.{name}=true needs model.spec=local")
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} needs BF16 weights; precision.recipe=fp32 "
@@ -90,7 +105,7 @@ class Config(Section):
             return
         if m.spec != "local":
             raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
-        for name in ("norm_after", "residual_multiplier"):
+        for name in LOCAL_LAYER_ONLY:
             if (value := getattr(m, name)) != (usual := Model.model_fields[name].default):
                 raise ValueError(
                     f"precision.recipe={recipe} with model.{name}={value}: must be {usual}"

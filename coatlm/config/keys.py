@@ -1,4 +1,4 @@
-"""The keys of the configuration as data, and the table that `pretrain.py --keys` prints."""
+"""The keys of the configuration as data, and the table that `coatlm train --keys` prints."""
 
 from __future__ import annotations
 

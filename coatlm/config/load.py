@@ -18,6 +18,7 @@ from coatlm.config.combined import Config
 from coatlm.config.errors import ConfigError, one_line, printable, shown
 from coatlm.config.hints import hint
 from coatlm.config.keys import keys
+from coatlm.config.shipped import config_file, shipped
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
@@ -46,14 +47,18 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping. Raises ConfigError with one line."""
-    name = printable(str(path))
+    """Read a YAML file that holds a mapping, or the shipped configuration of that name.
+
+    Raises ConfigError with one line.
+    """
+    path, name = config_file(path), printable(str(path))
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") as file:
             content = file.read(4 * MOST_CHARACTERS + 1)  # UTF-8 takes up to 4 bytes
         data = parse_yaml(content.decode("utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such configuration file") from None
+        named = "" if path.suffix or path.name != name else f"; coatlm has {', '.join(shipped())}"
+        raise ConfigError(f"{name}: no such configuration file{named}") from None
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -78,7 +78,7 @@ class Data(Section):
     is >= 0 and the first is > 0."""
 
     reset_attention_mask: StrictBool = False
-    """Mask attention between different documents of the same sample."""
+    """Let tokens attend only to tokens of their own document, not to others in the same sample."""
 
     eod_mask_loss: StrictBool = False
     """Exclude from the loss the first token of each document, which is predicted from the
@@ -86,7 +86,7 @@ class Data(Section):
 
     loss_mask: Literal["all", "completion"] = "all"
     """The tokens that count in the loss: all, or with completion those that are marked in the loss
-    mask of each dataset in paths, which tools/preprocess_data.py --chat writes."""
+    mask of each dataset in paths, which coatlm prepare --chat writes."""
 
     packing: Literal["concat", "best-fit"] = "concat"
     """How documents become samples. concat: they are put end to end and cut every seq_len tokens.
@@ -124,7 +124,7 @@ class Data(Section):
             raise ValueError("give either text (raw files) or paths (prepared datasets)")
         if self.loss_mask == "completion" and self.text:
             raise ValueError(
-                "loss_mask=completion needs paths of datasets that tools/preprocess_data.py --chat "
+                "loss_mask=completion needs paths of datasets that coatlm prepare --chat "
                 "has prepared: text has no loss mask"
             )
         if min(self.split) < 0 or self.split[0] <= 0:

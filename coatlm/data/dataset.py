@@ -157,7 +157,7 @@ def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
         if source.mask is None:
             raise ValueError(
                 f"{source.name}{MASK}: no such file; data.loss_mask=completion needs the loss mask "
-                "that tools/preprocess_data.py --chat writes"
+                "that coatlm prepare --chat writes"
             )
     return [source.read_mask for source in sources]
 
@@ -182,12 +182,12 @@ def _stream(
 
 
 class Microbatch(TypedDict):
-    """A microbatch of one rank. Context parallelism shards s, except of `document_ids`."""
+    """A microbatch of one rank. Context parallelism shards s; `document_bounds` stay whole."""
 
     tokens: Tensor  # [b, s] int64
     labels: Tensor  # [b, s] int64, the tokens one position later
     loss_mask: Tensor  # [b, s] float32, 0 for predictions excluded from the loss
-    document_ids: Tensor | None  # [b, s] int32, with data.reset_attention_mask
+    document_bounds: Tensor | None  # [b, n + 1] int32, with data.reset_attention_mask
 
 
 def microbatches(
@@ -225,24 +225,41 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
         counted = dataset.counted(sample)
         if counted is not None:
             mask[row] *= torch.from_numpy(counted[1:])
-    documents = None
+    bounds = None
     if dataset.reset_attention_mask:
-        documents = (ends.cumsum(1) - ends.long()).to(torch.int32)
+        documents = ends.cumsum(1) - ends.long()
         for row, sample in enumerate(samples):
             packed = dataset.documents(sample)
             if packed is not None:
                 documents[row] = torch.from_numpy(packed[:-1])
-    return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_ids=documents)
+        bounds = document_bounds(documents)
+    return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_bounds=bounds)
+
+
+def document_bounds(documents: Tensor) -> Tensor:
+    """The first positions of the documents of each sample, then its length s: int32 [b, n + 1].
+
+    `documents` [b, s], in host memory, numbers the document of each token. n is the smallest power
+    of two that is enough for every sample, so that few different shapes occur.
+    """
+    samples, length = documents.shape
+    first = torch.ones(documents.shape, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    most = int(first.sum(1).max())
+    bounds = torch.full((samples, (1 << (most - 1).bit_length()) + 1), length, dtype=torch.int32)
+    row, position = first.nonzero(as_tuple=True)
+    bounds[row, first.cumsum(1)[row, position] - 1] = position.int()
+    return bounds
 
 
 def _map(batch: Microbatch, function: Callable[[Tensor], Tensor]) -> Microbatch:
     """Apply `function` to every tensor of a microbatch."""
-    documents = batch["document_ids"]
+    bounds = batch["document_bounds"]
     return Microbatch(
         tokens=function(batch["tokens"]),
         labels=function(batch["labels"]),
         loss_mask=function(batch["loss_mask"]),
-        document_ids=None if documents is None else function(documents),
+        document_bounds=None if bounds is None else function(bounds),
     )
 
 
@@ -323,7 +340,7 @@ def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
-    """Shard tokens, labels and loss_mask over context-parallel ranks; document_ids stay whole."""
+    """Shard a microbatch over context-parallel ranks, all but its document_bounds."""
     if cp_size == 1:
         return batch
     tokens = batch["tokens"]
@@ -332,17 +349,5 @@ def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
         tokens=tokens.index_select(1, at),
         labels=batch["labels"].index_select(1, at),
         loss_mask=batch["loss_mask"].index_select(1, at),
-        document_ids=batch["document_ids"],
+        document_bounds=batch["document_bounds"],
     )
-
-
-def attention_mask(document_ids: Tensor, query_positions: Tensor) -> Tensor:
-    """bool [b, 1, len(query_positions), s], True where a query may not attend (megatron's sense).
-
-    A query attends to keys at its own and earlier positions of its own document.
-    """
-    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
-    queries = query_positions.to(document_ids.device)
-    later = positions[None, :] > queries[:, None]
-    foreign = document_ids[:, queries][:, :, None] != document_ids[:, None, :]
-    return (later | foreign)[:, None]

@@ -5,13 +5,15 @@
     dlogits = (exp(logits - lse) * (1 + 2 z lse) - onehot(label)) * dloss
     dhidden = dlogits @ weight      dweight = dlogits^T @ hidden
 
+With a soft cap c, logits are c tanh(h / c) of h = hidden @ weight^T (fp8/softcap.py), and dlogits
+are multiplied by 1 - tanh(h / c)^2.
+
 z is the coefficient of the z-loss, which keeps lse near 0 (Chowdhery et al. 2022, "PaLM", section
 5). Both passes loop over chunks of the vocabulary, and backward overwrites the logits of a chunk
 with dlogits. Either it recomputes them, so that one chunk is held at a time, or forward saves them
 all, which takes 2 V bytes per token in BF16 and spares one of four GEMMs. Both give the same bits.
 
-Each chunk, and then each tensor-parallel rank, yields (max, sum of
-exp, label's logit) per token, and those combine as
+Each chunk, and then each tensor-parallel rank, yields (max, sum of exp, label's logit) per token:
 
     max = max_i max_i       sum = sum_i sum_i * exp(max_i - max)       target = sum_i target_i
 
@@ -34,6 +36,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coatlm.fp8.softcap import soft_capped, tanh
+
 IGNORE = -100  # this label has no loss and no gradient
 CHUNK_BYTES = 256 * 2**20  # logits of one chunk
 CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
@@ -42,22 +46,28 @@ WARPS = 8
 
 
 def cross_entropy_ref(
-    hidden_SBH: Tensor, weight_VH: Tensor, labels_SB: Tensor, z_loss: float = 0.0
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    labels_SB: Tensor,
+    z_loss: float = 0.0,
+    cap: float | None = None,
 ) -> Tensor:
     """The definition, on one rank: fp32 logits, loss[S, B] in fp32, 0 for the label -100."""
-    logits_TV = (hidden_SBH.float() @ weight_VH.float().t()).flatten(0, 1)
+    logits_TV = soft_capped(hidden_SBH.float() @ weight_VH.float().t(), cap).flatten(0, 1)
     labels_T = labels_SB.flatten()
     loss_T = F.cross_entropy(logits_TV, labels_T, reduction="none", ignore_index=IGNORE)
     z_T = z_loss * logits_TV.logsumexp(1) ** 2
     return (loss_T + z_T.masked_fill(labels_T == IGNORE, 0.0)).view_as(labels_SB)
 
 
-def row_stats_ref(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+def row_stats_ref(
+    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
+) -> Tensor:
     """[3, T]: max, sum of exp(logit - max), and the label's logit or 0 if it is not in this chunk.
 
     Column c of the chunk is entry `first` + c of the vocabulary.
     """
-    logits, column = logits_TC.float(), labels_T - first
+    logits, column = soft_capped(logits_TC.float(), cap), labels_T - first
     here = (column >= 0) & (column < logits.shape[1])
     top = logits.amax(1)
     total = (logits - top[:, None]).exp().sum(1)
@@ -72,18 +82,25 @@ def logits_grad_ref(
     dloss_T: Tensor,
     first: int,
     slope_T: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """dlogits of a chunk, in the dtype of the logits. `slope` is 1 + 2 z lse; None without z."""
     columns = torch.arange(first, first + logits_TC.shape[1], device=logits_TC.device)
-    softmax = (logits_TC.float() - lse_T[:, None]).exp()
+    logits = soft_capped(logits_TC.float(), cap)
+    softmax = (logits - lse_T[:, None]).exp()
     if slope_T is not None:
         softmax *= slope_T[:, None]
     onehot = labels_T[:, None] == columns
-    return ((softmax - onehot.float()) * dloss_T[:, None]).to(logits_TC.dtype)
+    d_TC = (softmax - onehot.float()) * dloss_T[:, None]
+    if cap is not None:
+        d_TC *= 1 - (logits / cap).square()
+    return d_TC.to(logits_TC.dtype)
 
 
 @triton.jit
-def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr):
+def _row_stats_kernel(
+    logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr, CAP: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * C
     col = tl.arange(0, BLOCK)
@@ -94,38 +111,58 @@ def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.c
     for start in tl.range(0, C, BLOCK, num_stages=3):
         at = start + col
         x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
+        if CAP is not None:
+            x = tl.where(at < C, CAP * tanh(x / CAP), float("-inf"))
         scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
         total = tl.where(x > top, total * scale + 1, total + scale)
         top = tl.maximum(top, x)
     peak = tl.max(top, 0)
     column = tl.load(label_ptr + row) - first
     target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
+    target = target.to(tl.float32)
+    if CAP is not None:
+        target = CAP * tanh(target / CAP)
     tl.store(stats_ptr + row, peak)
     tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
-    tl.store(stats_ptr + 2 * T + row, target.to(tl.float32))
+    tl.store(stats_ptr + 2 * T + row, target)
 
 
 @triton.jit
 def _logits_grad_kernel(
-    logits_ptr, label_ptr, lse_ptr, dloss_ptr, slope_ptr, C, first, BLOCK: tl.constexpr
+    logits_ptr,
+    label_ptr,
+    lse_ptr,
+    dloss_ptr,
+    slope_ptr,
+    C,
+    first,
+    BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * C + col
     x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
     column = (tl.load(label_ptr + row) - first).to(tl.int32)
+    if CAP is not None:
+        t = tanh(x / CAP)
+        x = CAP * t
     softmax = tl.exp(x - tl.load(lse_ptr + row))
     if slope_ptr is not None:
         softmax *= tl.load(slope_ptr + row)
     d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
+    if CAP is not None:
+        d *= 1 - t * t
     tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
 
 
-def _launch_stats(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+def _launch_stats(
+    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
+) -> Tensor:
     T, C = logits_TC.shape
     stats_3T = torch.empty((3, T), dtype=torch.float32, device=logits_TC.device)
     _row_stats_kernel[(T,)](
-        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, num_warps=WARPS
+        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS
     )
     return stats_3T
 
@@ -137,12 +174,12 @@ def _launch_grad_(
     dloss_T: Tensor,
     first: int,
     slope_T: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     T, C = logits_TC.shape
+    rows = logits_TC, labels_T, lse_T, dloss_T, slope_T
     grid = (T, triton.cdiv(C, BLOCK))
-    _logits_grad_kernel[grid](
-        logits_TC, labels_T, lse_T, dloss_T, slope_T, C, first, BLOCK=BLOCK, num_warps=WARPS
-    )
+    _logits_grad_kernel[grid](*rows, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS)
     return logits_TC
 
 
@@ -203,6 +240,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         save_logits: bool,
         z_loss: float,
+        cap: float | None,
     ) -> Tensor:
         V = weight_VH.shape[0]
         ranks = 1 if group is None else group.size()
@@ -210,7 +248,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         row_stats = _launch_stats if hidden_TH.is_cuda else row_stats_ref
         stats, saved = [], []
         for rows, logits_TC in _chunks(hidden_TH, weight_VH, chunk, shared=not save_logits):
-            stats.append(row_stats(logits_TC, labels_T, first + rows.start))
+            stats.append(row_stats(logits_TC, labels_T, first + rows.start, cap))
             if save_logits:
                 saved.append((rows, logits_TC))
         stats_3T = _combine(torch.stack(stats))
@@ -221,7 +259,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
-        ctx.chunk, ctx.first, ctx.saved, ctx.z_loss = chunk, first, saved, z_loss
+        ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
         loss_T = lse_T - target_T
         if z_loss:
             loss_T += z_loss * lse_T.square()
@@ -243,7 +281,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunks = _chunks(hidden_TH, weight_VH, ctx.chunk, shared=True)
         for rows, logits_TC in chunks:
             first = ctx.first + rows.start
-            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, first, slope_T)
+            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, first, slope_T, ctx.cap)
             if dhidden_TH is not None:
                 _add_gemm_(dhidden_TH, d_TC, weight_VH[rows])
             if main_grad is not None:
@@ -252,7 +290,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(d_TC.t(), hidden_TH, out=dweight_VH[rows])
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
-        return dhidden_TH, dweight_VH, None, None, None, None, None
+        return dhidden_TH, dweight_VH, *[None] * 6
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
@@ -270,6 +308,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     save_logits: bool = False,
     z_loss: float = 0.0,
+    cap: float | None = None,
 ) -> Tensor:
     """The loss per token in nats, fp32 [S, B]; differentiable in hidden and weight.
 
@@ -281,7 +320,7 @@ def linear_cross_entropy(
     `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
     GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
-    With `save_logits` and autograd on, forward saves T * V logits for backward. `z_loss` is z.
+    With `save_logits` and autograd, forward saves T * V logits for backward. z_loss is z, cap is c.
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
@@ -304,6 +343,6 @@ def linear_cross_entropy(
     hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
     save_logits = save_logits and torch.is_grad_enabled()
     loss_T = _LinearCrossEntropy.apply(
-        hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss
+        hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss, cap
     )
     return loss_T.view_as(labels_SB)

@@ -233,12 +233,16 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
+    With documents a microbatch has the tables of RoPE once more for each of its samples.
     The hidden states are those that pipeline stages receive and send, and those that are
     all-gathered under sequence parallelism.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
-    tables = config.data.seq_len // p.cp * m.size_per_head * 4
+    kinds = 2 if m.window is not None and m.window.rope_theta is not None else 1
+    tables = kinds * config.data.seq_len // p.cp * m.size_per_head * 4
+    if config.data.reset_attention_mask:
+        tables *= 1 + config.train.micro_batch
     between = 2 * round(hidden / (p.tp if p.sequence_parallel else 1)) if p.pp > 1 else 0
     return 2 * WORKSPACE + tables + between + (hidden if p.sequence_parallel else 0)
 
@@ -250,14 +254,11 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
     """
     if not config.train.cuda_graphs:
         return 0
-    cp, each_token = config.parallel.cp, GRAPH_INPUTS
-    if config.data.reset_attention_mask:  # a bool per query and key, int32 document ids
-        each_token += config.data.seq_len + 4 * cp
-    reduces = data_parallel * cp > 1
+    reduces = data_parallel * config.parallel.cp > 1
     eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
     measured = config.precision.guard != "off" or config.log.numerics_every
     beside = microbatch if measured or (reduces and eager) else 0
-    return microbatch_tokens(config) * each_token + beside
+    return microbatch_tokens(config) * GRAPH_INPUTS + beside
 
 
 # --- a rank -------------------------------------------------------------------------------------

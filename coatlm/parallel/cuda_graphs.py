@@ -7,7 +7,8 @@ Microbatches of a step differ: the first all-gathers weights during forward and 
 gradients, the last reduces gradients during backward. So there are up to three kinds of
 microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
 its kernels; the second is captured and replayed; for all later ones, the inputs are copied into the
-static inputs of the graphs and the graph is replayed.
+static inputs of the graphs and the graph is replayed. Document bounds that are wider than the
+static ones, because a sample has more documents than any before it, let all be captured again.
 
 Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.
@@ -26,7 +27,7 @@ from torch import Tensor
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.weight_gather import WeightGather
 
-Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; document_bounds [B, n + 1] or None
 
 
 class MicrobatchKind(NamedTuple):
@@ -69,6 +70,8 @@ class MicrobatchGraphs:
         whether it is the first or the last microbatch of the step.
         """
         inputs, model = {**batch, "share": share}, self.model
+        if self._outgrown(inputs):
+            self.reset()
         kind = MicrobatchKind(first, last and model.group.size() > 1)
         if first and self.weights.in_forward:
             # also after an evaluation has gathered: the graph gathers again
@@ -98,10 +101,20 @@ class MicrobatchGraphs:
         for captured in self.graphs.values():
             captured.graph.reset()
         self.graphs.clear()
+        self.inputs = {}
+
+    def _outgrown(self, inputs: Batch) -> bool:
+        """Whether the document bounds do not fit the static ones."""
+        bounds, static = inputs.get("document_bounds"), self.inputs.get("document_bounds")
+        return static is not None and bounds.shape[1] > static.shape[1]
 
     def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
         for name, value in self.inputs.items():
-            if isinstance(value, Tensor):
+            if name == "document_bounds" and value is not None:
+                bounds = inputs[name]
+                value[:, : bounds.shape[1]] = bounds
+                value[:, bounds.shape[1] :] = bounds[:, -1:]
+            elif isinstance(value, Tensor):
                 value.copy_(inputs[name])
         captured.graph.replay()
         if kind.first:
@@ -146,7 +159,7 @@ class MicrobatchGraphs:
         return loss
 
     def _forward_backward(self, inputs: Batch) -> Tensor:
-        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])
+        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["document_bounds"])
         loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
         loss.backward()
         return loss.detach()

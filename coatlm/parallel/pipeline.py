@@ -87,7 +87,7 @@ def _run_schedule(
 
     def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
         batch = next(data)
-        output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
+        output = model(batch["tokens"], batch["labels"], batch["document_bounds"])
 
         def loss_function(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss = (loss_BS * batch["loss_mask"]).sum() * share()
@@ -99,6 +99,9 @@ def _run_schedule(
 
         return output, loss_function
 
+    samples = batches[0]["tokens"].shape[0]
+    if batches[0]["document_bounds"] is not None:  # they lie one behind the other
+        samples, seq_len = 1, samples * seq_len
     _synchronise_on_last_microbatch(chunks)
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -106,7 +109,7 @@ def _run_schedule(
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=seq_len,
-        micro_batch_size=batches[0]["tokens"].shape[0],
+        micro_batch_size=samples,
         decoder_seq_length=seq_len,
         forward_only=forward_only,
     )

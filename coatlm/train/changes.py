@@ -33,6 +33,9 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, Change]:
     defaults = dict(dotted(Config().model_dump(mode="json")))
     old = defaults | dict(dotted(_with_scaling(saved)))
     new = dict(dotted(config.model_dump(mode="json")))
+    # keys of an optional section, such as model.window, that only the checkpoint has
+    dropped = sorted(key for key in old.keys() - new.keys() if key.rpartition(".")[0] in new)
+    new |= dict.fromkeys(dropped)
     return {
         key: (old.get(key), value)
         for key, value in new.items()

@@ -26,7 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from tqdm import tqdm
 
 from coatlm.config import Config, ConfigError
@@ -87,6 +86,8 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 def write_environment(run_dir: Path, *, device_name: str | None, job: str | None = None) -> None:
     """Write env.json: command, software and hardware. `job` is the launcher's name of the job."""
+    import torch  # takes seconds, which commands that only read a run need not wait
+
     environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),

@@ -17,7 +17,7 @@ from coatlm.data import dataset
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
-from coatlm.model.builder import Llama, build_model, token_positions
+from coatlm.model.builder import Llama, build_model
 from coatlm.model.coat_layer import (
     CoatTransformerLayer,
     change_layers,
@@ -242,20 +242,9 @@ class Trainer:
         return self._run(batches, forward_only=True)
 
     def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
-        """This rank's context-parallel slice of each microbatch, with attention masks if needed."""
+        """This rank's context-parallel slice of each microbatch."""
         cp = self.groups.cp
-        placed: list[Batch] = []
-        for batch in batches:
-            part: Batch = {
-                **dataset.cp_slice(batch, cp.rank(), cp.size()),
-                "attention_mask": None,
-            }
-            ids = batch["document_ids"]
-            if ids is not None:
-                positions = token_positions(self.config.data.seq_len, self.groups)
-                part["attention_mask"] = dataset.attention_mask(ids, positions)
-            placed.append(part)
-        return placed
+        return [{**dataset.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 
     def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from coatlm.commands.launch import ELASTIC, PRETRAIN, command, fit
+from coatlm.commands import entry
+from coatlm.commands.launch import command, fit
 from coatlm.config import load_config
+from coatlm.config.shipped import shipped
 
 CONFIG = "train: {micro_batch: 8, global_batch: 16}\n"
-SHIPPED = sorted((PRETRAIN.parent / "configs").glob("*.yaml"))
+PRETRAIN, ELASTIC = (entry.ROOT / name for name in ("pretrain.py", "tools/elastic.py"))
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def test_the_largest_number_that_divides_the_batch_is_started(
     assert loaded.data_parallel_size(processes) == count
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_file_in_configs_uses_all_of_eight_gpus(path: Path) -> None:
+@pytest.mark.parametrize("path", shipped().values(), ids=lambda path: path.stem)
+def test_every_shipped_configuration_uses_all_of_eight_gpus(path: Path) -> None:
     processes, overrides = fit([str(path)], 8)
     assert processes == 8
     load_config(path, overrides).data_parallel_size(8)
@@ -72,3 +74,14 @@ def test_several_gpus_are_started_by_torchrun(config: str) -> None:
     line = command([config, "optim.lr=1e-3"], 8)
     assert line[1:4] == [str(ELASTIC), "--standalone", "--nproc-per-node=8"]
     assert line[4:] == [str(PRETRAIN), config, "optim.lr=1e-3", "train.micro_batch=2"]
+
+
+def test_an_installed_package_starts_modules_that_ignore_the_working_directory(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "IS_CHECKOUT", False)
+    python = sys.executable
+    train = ["-P", "-m", "coatlm.commands.train"]
+    assert command([config], 1) == [python, *train, config]
+    several = ["-P", "-m", "coatlm.commands.elastic", "--standalone", "--nproc-per-node=2"]
+    assert command([config], 2) == [python, *several, "--no-python", python, "-u", *train, config]

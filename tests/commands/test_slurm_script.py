@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from coatlm.commands import submit as submit_slurm
-from coatlm.commands.slurm_script import ROOT
+from coatlm.commands.entry import ROOT
 from tests.commands.test_submit import NODE, SMALL, Cluster, until
 
 PAYLOADS = [

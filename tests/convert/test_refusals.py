@@ -21,13 +21,13 @@ from coatlm.hf.config import (
     FIXED,
     HARMLESS,
     MODEL_FIELDS,
-    ROTARY,
     WINDOW,
     check_token_ids,
     read_model,
     run_config,
 )
 from coatlm.hf.files import Weights, write_json
+from coatlm.hf.rotary import ROTARY
 from coatlm.train.shards import StoredTensors
 from tests.hf.models import make_model
 from tests.test_files import small_disk

@@ -190,8 +190,9 @@ def interrupted() -> int:
 
 
 def plots() -> int:
-    """The curves of a run, alone and beside another one."""
+    """The curves of a run, alone and beside another one, and a report of both."""
     from coatlm.commands.plot import main
+    from coatlm.commands.report import main as report
     from coatlm.train.run_directory import loss_plot
 
     Path("out").mkdir()
@@ -202,6 +203,7 @@ def plots() -> int:
     return max(
         main(["run", "--out=out/a.html"]),
         main(["run", "whole", "--out=out/b.png", "--only", "loss"]),
+        report(["run", "--with", "whole", "--out=out/c.html"]),
     )
 
 

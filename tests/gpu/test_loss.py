@@ -66,22 +66,25 @@ def test_fp32_equals_the_definition() -> None:
         assert relative(got, wanted) < 1e-5  # approximate exp and log: a few 2^-22
 
 
+@pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_row_kernels_equal_their_references(dtype: torch.dtype) -> None:
+def test_row_kernels_equal_their_references(dtype: torch.dtype, cap: float | None) -> None:
     torch.manual_seed(0)
     logits = (3 * torch.randn(300, 20000, device="cuda")).to(dtype)
     logits[1] = -1e4
     logits[2, 7] = float("-inf")
     labels = torch.randint(-500, 21000, (300,), device="cuda")
-    stats = loss_module._launch_stats(logits, labels, 100)
-    expected = loss_module.row_stats_ref(logits, labels, 100)
-    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=0)  # sums of 20000 terms
+    stats = loss_module._launch_stats(logits, labels, 100, cap)
+    expected = loss_module.row_stats_ref(logits, labels, 100, cap)
+    atol = 0 if cap is None else 1e-5  # tanh is 2 sigmoid - 1: a few 2^-24, times the cap
+    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=atol)  # sums of 20000 terms
     lse, dloss = expected[0] + expected[1].log(), torch.randn(300, device="cuda")
-    gradient = loss_module.logits_grad_ref(logits.float(), labels, lse, dloss, 100)
-    actual = loss_module._launch_grad_(logits, labels, lse, dloss, 100)
+    gradient = loss_module.logits_grad_ref(logits.float(), labels, lse, dloss, 100, None, cap)
+    actual = loss_module._launch_grad_(logits, labels, lse, dloss, 100, None, cap)
     assert actual.data_ptr() == logits.data_ptr()
     rtol = torch.finfo(dtype).eps / 2 + 1e-5
-    torch.testing.assert_close(actual.float(), gradient, rtol=rtol, atol=1e-30)
+    atol = 1e-30 if cap is None else 1e-5  # 1 - tanh^2 cancels
+    torch.testing.assert_close(actual.float(), gradient, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])

@@ -31,10 +31,12 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden, weight, labels, torch.randn(S, B, generator=generator)
 
 
-def reference(dtype: torch.dtype = torch.float32, z_loss: float = 0.0) -> tuple[torch.Tensor, ...]:
+def reference(
+    dtype: torch.dtype = torch.float32, z_loss: float = 0.0, cap: float | None = None
+) -> tuple[torch.Tensor, ...]:
     """loss, dhidden, dweight of the definition."""
     hidden, weight, labels, dloss = tensors(dtype)
-    loss = cross_entropy_ref(hidden, weight, labels, z_loss)
+    loss = cross_entropy_ref(hidden, weight, labels, z_loss, cap)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), dloss)
 
 
@@ -52,6 +54,22 @@ def test_fp32_loss_and_gradients_equal_the_definition(chunk: int | None) -> None
     actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
     assert max(map(relative, actual, reference())) < FP32
     assert loss.dtype == torch.float32
+
+
+def test_soft_cap_of_the_definition_is_the_formula_of_gemma() -> None:
+    hidden, weight, labels, _ = tensors()
+    logits = 2.0 * torch.tanh((hidden @ weight.t()).permute(0, 2, 1) / 2.0)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(cross_entropy_ref(hidden, weight, labels, cap=2.0), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.3}, {"save_logits": True}])
+def test_capped_loss_and_its_gradients_equal_the_definition(options: dict[str, Any]) -> None:
+    hidden, weight, labels, dloss = tensors()
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=7, cap=2.0, **options)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    expected = reference(z_loss=options.get("z_loss", 0.0), cap=2.0)
+    assert max(map(relative, actual, expected)) < FP32
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -289,18 +307,22 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.tensor([0, -100, 5099, 5100, 100, 3000])
 
 
-def interpreted_row_stats_equal_the_reference() -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def interpreted_row_stats_equal_the_reference(cap: float | None) -> None:
     logits, labels = logits_and_labels()
-    actual = loss_module._launch_stats(logits, labels, 100)
-    expected = loss_module.row_stats_ref(logits, labels, 100)
+    actual = loss_module._launch_stats(logits, labels, 100, cap)
+    expected = loss_module.row_stats_ref(logits, labels, 100, cap)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def interpreted_logits_gradient_is_written_in_place_and_equals_the_reference() -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def interpreted_logits_gradient_is_written_in_place_and_equals_the_reference(
+    cap: float | None,
+) -> None:
     for slope in (None, torch.rand(6)):
         logits, labels = logits_and_labels()
-        top, total, _ = loss_module.row_stats_ref(logits, labels, 100)
-        arguments = (labels, top + total.log(), torch.randn(6), 100, slope)
+        top, total, _ = loss_module.row_stats_ref(logits, labels, 100, cap)
+        arguments = (labels, top + total.log(), torch.randn(6), 100, slope, cap)
         expected = loss_module.logits_grad_ref(logits, *arguments)
         actual = loss_module._launch_grad_(logits, *arguments)
         assert actual.data_ptr() == logits.data_ptr()
@@ -311,20 +333,24 @@ def test_kernels_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compile_for_sm90_with_16_byte_accesses(dtype: torch.dtype) -> None:
+def test_kernels_compile_for_sm90_with_16_byte_accesses(
+    dtype: torch.dtype, cap: float | None
+) -> None:
     common = {"logits_ptr": POINTER[dtype], "label_ptr": "*i64", "C": "i32", "first": "i32"}
+    constexprs = {"BLOCK": loss_module.BLOCK, "CAP": cap}
     options = {"aligned": ("C", "first"), "num_warps": loss_module.WARPS}
     stats = compile_sm90(
         loss_module._row_stats_kernel,
         common | {"stats_ptr": "*fp32", "T": "i32"},
-        {"BLOCK": loss_module.BLOCK},
+        constexprs,
         **options,
     )
     grad = compile_sm90(
         loss_module._logits_grad_kernel,
         common | {"lse_ptr": "*fp32", "dloss_ptr": "*fp32", "slope_ptr": "*fp32"},
-        {"BLOCK": loss_module.BLOCK},
+        constexprs,
         **options,
     )
     for compiled in (stats, grad):  # narrow are only the label and the other values of a row

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
+from coatlm.data.dataset import document_bounds
 from coatlm.platform import device
 from tests.distributed import run_ranks
 
@@ -123,7 +124,9 @@ def batches(config: Config, groups: Any, step: int) -> list[dict[str, Any]]:
                 "tokens": tokens[rows, :-1],
                 "labels": tokens[rows, 1:],
                 "loss_mask": mask[rows],
-                "document_ids": None if ids is None else ids[rows],
+                "document_bounds": (
+                    None if ids is None else document_bounds(ids[rows].cpu()).to(device())
+                ),
             }
         )
     return result

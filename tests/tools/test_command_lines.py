@@ -73,7 +73,7 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "end-to-end: needs 1 GPU, this machine has 0"),
+        ([], "documents: needs 1 GPU, this machine has 0"),
         (["layer"], "layer: needs 1 GPU, this machine has 0; `layer --smoke` runs on a CPU"),
         (["memory", "model=tiny"], "memory: needs 1 GPU"),
         (["quantize"], "quantize: needs 1 GPU"),

@@ -18,7 +18,8 @@ host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks i
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
 PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean and zero=1,3 (each row runs
 with each of these as optim.recipe and as parallel.zero; the default is adamw-fp32, as the peer's,
-and 1) and dotted options of a run, such as parallel.main_grads=bf16.
+and 1) and dotted options of a run, such as parallel.main_grads=bf16. With
+data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ OPTIONS = (
     "also",
     "optim",
     "zero",
+    "document",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -125,7 +127,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         gpus = int(options.get("gpus", 1))
         overrides = [f"train.global_batch={gpus * size[0] * microbatches}", *overrides]
         config = coatlm_config(row, shape, *size, overrides)
-        step, optimizer, sent = coatlm_step(config, *size, microbatches)
+        document = int(options.get("document", 500))
+        step, optimizer, sent = coatlm_step(config, *size, microbatches, document)
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -211,9 +214,10 @@ def coatlm_config(
 
 
 def coatlm_step(
-    config: Any, mbs: int, seq: int, microbatches: int = 1
+    config: Any, mbs: int, seq: int, microbatches: int, document: int
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
+    from coatlm.data.dataset import document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -223,6 +227,9 @@ def coatlm_step(
     trainer = Trainer(config, make_groups(config.parallel), VOCAB)
     draw = random_tokens(mbs, seq)
     mask = torch.ones(mbs, seq, device="cuda")
+    bounds = None
+    if config.data.reset_attention_mask:
+        bounds = document_bounds((torch.arange(seq) // document).expand(mbs, -1)).cuda()
 
     def batch() -> dict[str, Any]:
         tokens = draw()
@@ -230,7 +237,7 @@ def coatlm_step(
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": mask,
-            "attention_mask": None,
+            "document_bounds": bounds,
         }
 
     def step() -> Any:
