@@ -44,8 +44,8 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "reduce": "tools.benchmarks.reduce",
 }
 COUNTS = (  # integer options of any benchmark
-    *("batch", "document", "ffn", "gpus", "hidden", "layers", "mbs", "microbatches", "ranks"),
-    *("reps", "seq", "steps", "values", "vocab"),
+    *("batch", "document", "ffn", "gpus", "hidden", "layers", "mbs", "microbatches"),
+    *("ranks", "reps", "seq", "steps", "values", "vocab"),
 )
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1

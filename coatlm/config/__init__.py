@@ -22,7 +22,7 @@ from coatlm.config.model import Model, Precision, PrecisionRecipe
 from coatlm.config.optim import FP32_RECIPES, Optim, OptimRecipe
 from coatlm.config.parallel import GradComm, Parallel
 from coatlm.config.rope import RopeScaling
-from coatlm.config.run import Checkpoint, Data, DataSource, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, DataSource, Eval, Log, Run, Train
 from coatlm.config.window import Window
 from coatlm.config.yaml_text import dump_yaml
 
@@ -34,6 +34,7 @@ __all__ = [
     "ConfigError",
     "Data",
     "DataSource",
+    "Eval",
     "GradComm",
     "Log",
     "Model",

@@ -10,7 +10,7 @@ from coatlm.config.model import Model, Precision
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
-from coatlm.config.run import Checkpoint, Data, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, Eval, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
@@ -29,6 +29,7 @@ class Config(Section):
     precision: Precision = Precision()
     optim: Optim = Optim()
     train: Train = Train()
+    eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
 
@@ -73,6 +74,11 @@ class Config(Section):
             raise ValueError(
                 f"parallel.weight_gather=fp8 would change the weights of precision.recipe="
                 f"{self.precision.recipe}; it needs one of {', '.join(fp8_weight_recipes())}"
+            )
+        if self.eval.tasks and self.precision.recipe == "te-delayed":
+            raise ValueError(
+                f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: evaluations "
+                "would enter the amaxes of training; use te-current or te-blockwise"
             )
         self._check_flow()
         self._check_graphs()

@@ -1,4 +1,4 @@
-"""The configuration sections run, data, train, checkpoint and log."""
+"""The configuration sections run, data, train, eval, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -182,6 +182,42 @@ class Train(Section):
 
     spike_window: StrictInt = number(128, "steps", ge=2, le=2**20)
     """Steps over which spike_sigma takes the mean and the standard deviation."""
+
+
+class Eval(Section):
+    """Evaluation on tasks of lm-evaluation-harness during training; needs coatlm[eval]."""
+
+    tasks: tuple[PathText, ...] = ()
+    """Names of tasks, groups or tags of lm-evaluation-harness, and YAML files that define a task.
+    Such a file can name Python functions, which are run; tasks may download their data sets."""
+
+    tasks_every: StrictInt = number(1000, "steps", ge=1, le=FOREVER)
+    """Steps between evaluations on the tasks; another one follows the last step."""
+
+    tasks_limit: StrictInt | None = number(None, "examples", ge=1, le=FOREVER)
+    """The first examples of each task to evaluate; null means all."""
+
+    tasks_shots: StrictInt | None = number(None, "examples", ge=0, le=2**20)
+    """Solved examples in each prompt; null means as many as the task defines. A task that defines 0
+    stays at 0."""
+
+    tasks_new_tokens: StrictInt = number(256, "tokens", ge=1, le=2**27)
+    """The most tokens of an answer where a task generates text, at most half of data.seq_len; a
+    task may define fewer. Each token takes a forward pass over prompt and answer."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _one_task(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _no_options_without_tasks(self) -> Eval:
+        for name, field in type(self).model_fields.items():
+            if not self.tasks and getattr(self, name) != field.default:
+                raise ValueError(f"{name}={getattr(self, name)} needs tasks")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks={list(self.tasks)}: each at most once")
+        return self
 
 
 class Checkpoint(Section):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 import torch
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config, ConfigError, Eval
 from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.hf.run_config import hf_directory
@@ -27,6 +30,9 @@ from coatlm.train.setup import (
     start_processes,
 )
 from coatlm.train.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from coatlm.train.harness import Tasks
 
 
 def join(config: Config, launch: Launch) -> Peers:
@@ -52,6 +58,23 @@ def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
         checkpoint.check_resume(config.checkpoint.resume, directory)
     elif not newest_first(directory):
         check_huggingface(source, config, tokenizer, vocab)
+
+
+def open_tasks(options: Eval, tokenizer: Tokenizer, seq_len: int) -> Tasks | None:
+    """Load eval.tasks; None without any. Raises ValueError as `harness.Tasks` does.
+
+    `seq_len` is the longest text in tokens that the model is given at once.
+    """
+    if not options.tasks:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"eval.tasks={list(options.tasks)} needs the package lm_eval: "
+            "pip install 'coatlm[eval]'"
+        )
+    from coatlm.train.harness import Tasks  # imports lm_eval, which takes seconds
+
+    return Tasks(options, tokenizer, seq_len=seq_len)
 
 
 def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from coatlm.config import Config
 from coatlm.train.run_directory import (
+    TASK,
     Record,
     lines,
     logger,
@@ -50,7 +51,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files under tb/: train/KEY and val/KEY over steps."""
+    """Event files under tb/: train/KEY, val/KEY and task/NAME/METRIC over steps."""
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         try:
@@ -117,7 +118,7 @@ class Console:
         )
 
     def write(self, record: Record) -> None:
-        evaluated = "val_loss" in record
+        evaluated = "loss_mean" not in record
         (logger if evaluated else lines).info(step_line(record, self.steps))
         if not evaluated:
             loss = f"loss {record['loss_mean']:.4f}"
@@ -133,10 +134,10 @@ def missing_package(option: str, package: str) -> ValueError:
 
 
 def _scalars(record: Record) -> Record:
-    """The numeric values of a record, named train/KEY or val/KEY."""
-    kind = "val" if "val_loss" in record else "train"
+    """The numeric values of a record, named train/KEY, val/KEY or task/NAME/METRIC."""
+    kind = "val/" if "val_loss" in record else "train/"
     return {
-        f"{kind}/{k.removeprefix('val_')}": v
+        (k if k.startswith(TASK) else kind + k.removeprefix("val_")): v
         for k, v in record.items()
         if isinstance(v, int | float) and k != "step"
     }

@@ -63,7 +63,7 @@ def run_config(directory: Path, layout: str, **changes: Any) -> Config:
         "log": {"every": 1},
     }
     for section, values in changes.items():
-        sections[section] = sections[section] | values
+        sections[section] = sections.get(section, {}) | values
     return make_config(sections)
 
 

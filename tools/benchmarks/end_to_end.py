@@ -58,8 +58,8 @@ OPTIONS = (
     "trace",
     "also",
     "optim",
-    "zero",
     "document",
+    "zero",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -214,7 +214,7 @@ def coatlm_config(
 
 
 def coatlm_step(
-    config: Any, mbs: int, seq: int, microbatches: int, document: int
+    config: Any, mbs: int, seq: int, microbatches: int = 1, document: int = 500
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
     from coatlm.data.dataset import document_bounds
