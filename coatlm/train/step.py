@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import dataset
+from coatlm.data import context_parallel, dataset
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
@@ -244,13 +244,13 @@ class Trainer:
         placed: list[Batch] = []
         for batch in batches:
             part: Batch = {
-                **dataset.cp_slice(batch, cp.rank(), cp.size()),
+                **context_parallel.cp_slice(batch, cp.rank(), cp.size()),
                 "attention_mask": None,
             }
             ids = batch["document_ids"]
             if ids is not None:
                 positions = token_positions(self.config.data.seq_len, self.groups)
-                part["attention_mask"] = dataset.attention_mask(ids, positions)
+                part["attention_mask"] = context_parallel.attention_mask(ids, positions)
             placed.append(part)
         return placed
 

@@ -75,7 +75,7 @@ def test_a_row_has_type_default_range_unit_and_meaning() -> None:
         ("parallel.zero", ["choice", "1", "0 | 1 | 2"]),
         ("train.cuda_graphs", ["boolean", "false", "true | false"]),
         ("data.text", ["list of text", "[]"]),
-        ("data.paths[].path", ["path"]),
+        ("data.paths[].path", ["path or text"]),
         ("log.profile", ["[integer, integer] or null", "null"]),
     ],
 )

@@ -452,13 +452,12 @@ def test_runs_without_cuda_graphs_hold_nothing_of_them() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_cuda_graphs_hold_a_copy_of_a_microbatch(masked: bool) -> None:
     """The static inputs are those of `Trainer.place`."""
-    from coatlm.data import dataset
 
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     ids = torch.zeros(2, 64, dtype=torch.int32)
     inputs = [tokens, tokens, torch.ones(2, 64)]
     if masked:
-        inputs += [ids, dataset.attention_mask(ids, torch.arange(64))]
+        inputs += [ids, context_parallel.attention_mask(ids, torch.arange(64))]
     data = {"text": "x", "seq_len": 64, "reset_attention_mask": masked}
     c = make_config({"model": TINY, "data": data, "train": {"cuda_graphs": True, "micro_batch": 2}})
     assert mem.graph_bytes(c, 1, 0) == sum(x.nbytes for x in inputs)

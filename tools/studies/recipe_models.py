@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, make_config
 from coatlm.config.recipes import TE_RECIPES
-from coatlm.data.dataset import Microbatch, attention_mask
+from coatlm.data.context_parallel import attention_mask
+from coatlm.data.dataset import Microbatch
 from coatlm.model.builder import build_model
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Traffic
