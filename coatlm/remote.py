@@ -97,12 +97,18 @@ class Location:
             raise ValueError(f"{url}: {protocol}:// needs {module}: pip install {package}")
         import fsspec
 
+        options = {"auto_mkdir": True} if protocol == "file" else {}
         # Listings are not cached: a checkpoint may appear while this process runs.
-        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         return cls(url, fs, path)
 
     def __truediv__(self, name: str) -> Location:
         return Location(f"{self.url}/{name}", self.fs, f"{self.path}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rsplit("/", 1)[-1]
 
     def suffixed(self, suffix: str) -> Location:
         """The object whose name has `suffix` appended."""

@@ -452,6 +452,7 @@ def test_runs_without_cuda_graphs_hold_nothing_of_them() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_cuda_graphs_hold_a_copy_of_a_microbatch(masked: bool) -> None:
     """The static inputs are those of `Trainer.place`."""
+    from coatlm.data import context_parallel
 
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     ids = torch.zeros(2, 64, dtype=torch.int32)
