@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from coatlm.config.errors import one_line
-from coatlm.config.urls import BACK_ENDS, checked_url, without_queries
+from coatlm.config.urls import BACK_ENDS, checked_url, without_secrets
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before the second and later attempts, +- 50 %
 PIECE_BYTES = 8 << 20  # of an object that is copied to a file
@@ -63,7 +63,7 @@ def retried(action: Callable[[], T], url: str) -> T:
         try:
             return action()
         except FileNotFoundError:
-            raise MissingError(f"{url}: no such object") from None
+            raise MissingError(f"{url}: no such object or bucket") from None
         except FINAL as error:
             raise RemoteError(f"{url}: {_reason(error)}") from None
         except Exception as error:  # back ends raise nearly anything
@@ -89,7 +89,7 @@ class Location:
         try:
             url = checked_url(url)
         except ValueError as error:
-            raise ValueError(f"{without_queries(url).split('?')[0]}: {error}") from None
+            raise ValueError(f"{without_secrets(url)}: {error}") from None
         protocol = url.split("://")[0]
         module = BACK_ENDS[protocol]
         if module and importlib.util.find_spec(module) is None:
@@ -247,4 +247,4 @@ def _reason(error: Exception) -> str:
     if isinstance(error, WrongBytesError):
         return str(error)
     text = (isinstance(error, OSError) and error.strerror) or str(error)
-    return one_line(without_queries(f"{type(error).__name__}: {text}"))[:200]
+    return one_line(without_secrets(f"{type(error).__name__}: {text}"))[:200]

@@ -56,6 +56,7 @@ class Faults:
                     left[1] -= 1
                     fault = left[0]
         if fault == "drop":
+            start_response("200 OK", [])
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             return []
         if fault == "503":

@@ -18,6 +18,7 @@ from coatlm.config.combined import Config
 from coatlm.config.errors import ConfigError, one_line, printable, shown
 from coatlm.config.hints import hint
 from coatlm.config.keys import keys
+from coatlm.config.urls import without_secrets
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
@@ -128,4 +129,4 @@ def _explain(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # of a section
         return f"{path}: {message}" if path else message
-    return f"{path}={shown(error['input'])}: {message}"
+    return f"{path}={without_secrets(shown(error['input']))}: {message}"

@@ -22,6 +22,7 @@ BACK_ENDS = {  # protocol -> the module that fsspec needs for it, "" for none
     "memory": "",
 }
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_USER = re.compile(r"(\w+://)[^\s/@'\"]*@")
 _QUERY = re.compile(r"(\w+://[^\s?'\"]*)\?[^\s'\"]*")
 
 
@@ -51,6 +52,6 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def without_queries(message: str) -> str:
-    """A back end's message with `?...` in place of the query of each URL in it."""
-    return _QUERY.sub(r"\1?...", message)
+def without_secrets(message: str) -> str:
+    """A message with `...` in place of user, password and query of each URL in it."""
+    return _QUERY.sub(r"\1?...", _USER.sub(r"\1...@", message))

@@ -69,7 +69,7 @@ def damage(content: bytes | memoryview, sums: NDArray[np.uint32]) -> tuple[int, 
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CheckedBytes(ABC):
     """A file, here or at a URL, whose reads are verified if it has checksums."""
 
@@ -106,7 +106,7 @@ class CheckedBytes(ABC):
         """Read bytes [begin, end), unverified."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CheckedFile(CheckedBytes):
     """An open file."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coatlm.config import ConfigError, make_config
-from coatlm.config.urls import BACK_ENDS, checked_url, is_url, without_queries
+from coatlm.config.urls import BACK_ENDS, checked_url, is_url, without_secrets
 from coatlm.remote import Location
 
 DATA = {"data": {"paths": ["data/a"]}}
@@ -44,7 +44,10 @@ def test_urls_with_secrets_or_unknown_protocols_are_refused(url: str, reason: st
     assert reason in str(error.value) and "SECRET" not in str(error.value)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         Location.of(url)
-    assert "X-Amz" not in str(error.value)
+    assert "SECRET" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        make_config({**DATA, "checkpoint": {"upload": url}})
+    assert reason in str(error.value) and "SECRET" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +74,4 @@ def test_a_missing_back_end_is_named_with_its_extra(monkeypatch: pytest.MonkeyPa
 
 def test_signatures_in_messages_of_back_ends_are_left_out() -> None:
     said = "403 for url: https://host/a/b?X-Amz-Signature=SECRET&x=1 and more"
-    assert without_queries(said) == "403 for url: https://host/a/b?... and more"
+    assert without_secrets(said) == "403 for url: https://host/a/b?... and more"
