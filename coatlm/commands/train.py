@@ -141,7 +141,7 @@ def run(config: Config | ConfigError) -> int:
 
 def start(config: Config, launch: Launch) -> int:
     """Train; the error of a full or read-only disk names run.dir."""
-    from coatlm.data.cache import CacheFullError
+    from coatlm.data.checksums import CacheFullError
     from coatlm.train.manifest import CheckpointError
     from coatlm.train.reports import UNWRITABLE
     from coatlm.train.start import train

@@ -20,6 +20,7 @@ from coatlm.config.hints import hint
 from coatlm.config.keys import keys
 from coatlm.config.presets import with_preset, without_formats
 from coatlm.config.shipped import config_file, shipped
+from coatlm.config.urls import without_secrets
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
@@ -140,4 +141,4 @@ def _explain(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # of a section
         return f"{path}: {message}" if path else message
-    return f"{path}={shown(error['input'])}: {message}"
+    return f"{path}={without_secrets(shown(error['input']))}: {message}"

@@ -14,8 +14,10 @@ from coatlm.config.fields import (
     Real,
     ResumeText,
     Section,
+    SourcePath,
     Text,
     TokenizerSpec,
+    UrlText,
     UserPath,
     number,
 )
@@ -49,8 +51,9 @@ class Run(Section):
 class DataSource(Section):
     """One indexed dataset of a blend."""
 
-    path: UserPath
-    """The path of an indexed dataset without suffix: PREFIX for PREFIX.bin and PREFIX.idx."""
+    path: SourcePath
+    """The path or URL of an indexed dataset without suffix: PREFIX for PREFIX.bin and PREFIX.idx.
+    """
 
     weight: Real = number(1.0, gt=0.0, le=1e12)
     """The share of samples from this dataset, relative to the weights of the others."""
@@ -60,11 +63,12 @@ class Data(Section):
     """The training data, given as either text or paths, and how it is cut into samples."""
 
     text: tuple[PathText, ...] = ()
-    """Text files and globs, tokenized once into cache_dir; python-stdlib means the source code of
-    Python's standard library."""
+    """Text files and globs, also at URLs, tokenized once into cache_dir; python-stdlib means the
+    source code of Python's standard library."""
 
     paths: tuple[DataSource, ...] = ()
-    """Prefixes of indexed datasets, each as PREFIX or as {path: PREFIX, weight: W}."""
+    """Prefixes of indexed datasets, paths or URLs, each as PREFIX or as {path: PREFIX, weight: W}.
+    """
 
     tokenizer: TokenizerSpec = "byte"
     """The tokenizer: byte, hf:tokenizer.json, sentencepiece:FILE.model, tiktoken:NAME, or
@@ -94,7 +98,15 @@ class Data(Section):
     does not count in the loss."""
 
     cache_dir: UserPath = Path(".cache/coatlm")
-    """The directory of the datasets tokenized from text, shared by all runs."""
+    """The directory of the datasets tokenized from text, and of the blocks that are read from URLs
+    in paths, shared by all runs."""
+
+    remote_cache: StrictInt = number(64 << 30, "bytes", ge=1 << 20, le=2**50)
+    """The most bytes of datasets at URLs that cache_dir holds; the blocks that were read the
+    longest time ago are removed first. At least 64 times remote_block."""
+
+    remote_block: StrictInt = number(8 << 20, "bytes", ge=1 << 14, le=2**30, multiple_of=1 << 14)
+    """Bytes of a dataset at a URL that one request reads, a multiple of 16384."""
 
     workers: StrictInt = number(0, "processes", ge=0, le=4096)
     """Processes that tokenize text; 0 means one per CPU core."""
@@ -126,6 +138,11 @@ class Data(Section):
             raise ValueError(
                 "loss_mask=completion needs paths of datasets that coatlm prepare --chat "
                 "has prepared: text has no loss mask"
+            )
+        if self.remote_cache < 64 * self.remote_block:
+            raise ValueError(
+                f"remote_cache={self.remote_cache} is less than 64 * "
+                f"remote_block={self.remote_block}"
             )
         if min(self.split) < 0 or self.split[0] <= 0:
             raise ValueError(f"split={list(self.split)}: parts are >= 0 and the first is > 0")
@@ -236,8 +253,9 @@ class Checkpoint(Section):
     if it has none. A path of a checkpoint or a run: that checkpoint, or the newest of that run, but
     only if this run has none of its own; the path of an earlier checkpoint of this run goes back to
     it, once. hf:DIR: the weights of a Hugging Face directory with safetensors, if this run has no
-    checkpoint; it also gives data.tokenizer and the keys of model that are not set. none: newly
-    initialized weights; earlier files of the run move to attempts/."""
+    checkpoint; it also gives data.tokenizer and the keys of model that are not set. A URL is as a
+    path of another run: its checkpoint is downloaded to downloads/. none: newly initialized
+    weights; earlier files of the run move to attempts/."""
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
@@ -251,6 +269,10 @@ class Checkpoint(Section):
 
     async_save: StrictBool = True
     """Write checkpoints in the background while training continues."""
+
+    upload: UrlText | None = None
+    """A URL to which each finished checkpoint is copied, in the background with async_save; null
+    means none. Checkpoints there are never removed."""
 
 
 class Log(Section):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.dataset import zigzag_positions
+from coatlm.data.context_parallel import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.fp8.softcap import soft_capped

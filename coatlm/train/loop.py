@@ -73,6 +73,7 @@ class Loop:
             config.run.dir / "checkpoints",
             keep=config.checkpoint.keep,
             async_save=config.checkpoint.async_save,
+            upload=config.checkpoint.upload,
             group=self.groups.checkpoint,
             before_commit=lambda: lock.require() if lock is not None else None,
         )

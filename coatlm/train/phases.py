@@ -20,6 +20,7 @@ from coatlm.train.agreement import Peers
 from coatlm.train.faults import FLIGHT
 from coatlm.train.hf_weights import check_huggingface
 from coatlm.train.manifest import newest_first
+from coatlm.train.remote_checkpoint import check_upload, discard_downloads
 from coatlm.train.resume import Origin, archive_attempt
 from coatlm.train.run_directory import read_environment, write_config, write_environment
 from coatlm.train.setup import (
@@ -51,8 +52,10 @@ def join(config: Config, launch: Launch) -> Peers:
 
 
 def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
-    """Check the trackers and checkpoint.resume, on rank 0. Raises ConfigError."""
+    """Check the trackers and the section checkpoint, on rank 0. Raises ConfigError."""
     check_trackers(config.log)
+    if config.checkpoint.upload is not None:
+        check_upload(config.checkpoint.upload)
     directory = config.run.dir / checkpoint.CHECKPOINTS
     source = hf_directory(config.checkpoint.resume)
     if source is None:
@@ -113,7 +116,11 @@ def begun_by(config: Config, launch: Launch) -> bool:
 
 
 def write_description(config: Config, launch: Launch, origin: Origin) -> None:
-    """Move away files of an earlier attempt, then write config.yaml and env.json."""
+    """Move away files of an earlier attempt, then write config.yaml and env.json.
+
+    Every rank has resumed, so a checkpoint that was downloaded for that is removed.
+    """
+    discard_downloads(config.run.dir)
     archive_attempt(config, origin)
     write_config(config.run.dir, config)
     write_environment(config.run.dir, device_name=device_name(), job=launch.job)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import dataset
+from coatlm.data import context_parallel, dataset
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
@@ -242,7 +242,7 @@ class Trainer:
     def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
         cp = self.groups.cp
-        return [{**dataset.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
+        return [{**context_parallel.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 
     def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(
