@@ -108,20 +108,20 @@ def _flash(
     """
     if softcap is not None:
         raise ValueError(f"softcap={softcap}: backend flash has no soft cap; it needs flex")
-    queries, keys, at = q_BSND.shape[1], k_BTGD.shape[1], (None, None)
+    queries, keys = q_BSND.shape[1], k_BTGD.shape[1]
     q, k, v = q_BSND, k_BTGD, v_BTGD
+    at: tuple[Tensor | None, Tensor | None] = None, None
     if bounds_BE is not None:
         at = cumulative_lengths(bounds_BE, queries, keys)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    left = None if window is None else window - 1
-    # no longer lengths than `queries` and `keys` are known without waiting for the GPU
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *at, queries, keys),
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, *at),
+        *(queries, keys),  # the longest lengths that are known without waiting for the GPU
         *(0.0, True, False),  # dropout, causal, debug mask
         scale=scale,
-        window_size_left=left,
+        window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
-    )
+    )[0]
     return out.view(q_BSND.shape)
 
 
@@ -159,6 +159,13 @@ def block_mask(first_BS: Tensor, keys: int) -> BlockMask:
     )
 
 
+def _capped(softcap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def capped(x: Tensor, _b: Tensor, _n: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+        return softcap * torch.tanh(x / softcap)
+
+    return capped
+
+
 def _flex_attention(
     q_BNSD: Tensor,
     k_BGTD: Tensor,
@@ -167,18 +174,17 @@ def _flex_attention(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    def capped(x: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(x / softcap)
-
-    return flex_attention(
+    out = flex_attention(
         q_BNSD,
         k_BGTD,
         v_BGTD,
-        score_mod=None if softcap is None else capped,
+        score_mod=None if softcap is None else _capped(softcap),
         block_mask=block_mask(first_BS, k_BGTD.shape[2]),
         scale=scale,
         enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],
     )
+    assert isinstance(out, Tensor)  # no statistics were asked for
+    return out
 
 
 @functools.cache
@@ -233,13 +239,14 @@ def document_attention(
     if backend is None:
         fast = q_BSND.is_cuda and q_BSND.dtype.itemsize == 2
         backend = (ON_GPU if softcap is None else WITH_SOFTCAP) if fast else "reference"
-    qkv = q_BSND, k_BTGD, v_BTGD
+    qkv: tuple[Tensor, ...] = q_BSND, k_BTGD, v_BTGD
     if backend == "flash" and bounds_BE is not None:
         # all samples are one dimension: copied here if they are not, so that a mode sees the copy
         qkv = tuple(x.flatten(0, 1).unflatten(0, x.shape[:2]) for x in qkv)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if has_torch_function(qkv):  # a mode such as SavedInFp8, which watches this function
-        return handle_torch_function(
+        out: Tensor = handle_torch_function(
             document_attention, qkv, *qkv, bounds_BE, **options, backend=backend
         )
+        return out
     return BACKENDS[backend](*qkv, bounds_BE, **options)
