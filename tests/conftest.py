@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # tests run several processes a core
     "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_CACHE": (DATASETS := tempfile.TemporaryDirectory(prefix="coatlm-datasets-")).name,
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",

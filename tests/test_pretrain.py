@@ -160,6 +160,7 @@ def test_a_model_beyond_the_memory_is_refused_before_anything_is_built(
         (["--dry-run", f"run.seed={2**64}"], f"run.seed={2**64}: "),
         (["--dry-run", "log.hang_timeout=1e300"], "log.hang_timeout=1e+300: "),
         (["--keys", "trian"], "--keys trian: no such section or key; the sections are run, model"),
+        (["--preset", "fp4"], "argument --preset: invalid choice: 'fp4'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(
@@ -177,6 +178,16 @@ def test_a_missing_configuration_is_one_line(capsys: pytest.CaptureFixture[str])
     assert error.startswith("error: CONFIG is missing: ") and error.endswith(
         "coatlm train --help\n"
     )
+
+
+def test_a_preset_is_an_option_or_an_override(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ("--dry-run", "precision.recipe=bf16")
+    assert pretrain.main([config, *plain, "--preset", "fp8-states"]) == 0
+    option = capsys.readouterr().out
+    assert pretrain.main([config, *plain, "preset=fp8-states"]) == 0
+    assert option == capsys.readouterr().out and "  recipe: coat-lean\n" in option
 
 
 def test_keys_need_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:

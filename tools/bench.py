@@ -34,6 +34,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     # its rows), `gpus(options)` (GPUs that it needs) and `measure(row, options)`, which returns one
     # record or several. Optional: `prepare(row)` imports what a row needs, `summary(records)`
     # adds a table, and TOGETHER joins the names of all rows, which one process then measures
+    "data": "tools.benchmarks.data",
     "documents": "tools.benchmarks.documents",
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
@@ -44,20 +45,8 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "reduce": "tools.benchmarks.reduce",
 }
 COUNTS = (  # integer options of any benchmark
-    *(
-        "batch",
-        "document",
-        "ffn",
-        "gpus",
-        "hidden",
-        "layers",
-        "mbs",
-        "ranks",
-        "reps",
-        "seq",
-        "steps",
-    ),
-    *("values", "vocab"),
+    *("batch", "document", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
+    *("ranks", "reps", "seq", "steps", "values", "vocab"),
 )
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1

@@ -30,7 +30,7 @@ from typing import Any
 from coatlm.config import dotted, read_mapping
 from coatlm.config.errors import printable
 from coatlm.console import Parser, fail
-from coatlm.train.run_directory import METRICS, Record, is_value, read_records
+from coatlm.train.run_directory import METRICS, Record, is_value, read_records, task_scores
 
 # keys whose values differ between any two runs
 TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
@@ -86,9 +86,10 @@ def compare_records(
 
 
 def identity(record: Record) -> tuple[Any, ...]:
-    """The identity of a record: its step, whether it is a validation, its layer and its names."""
+    """The identity of a record: its step, its kind of evaluation, its layer and its names."""
     names = [f"{k} {v}" for k, v in record.items() if k == "layer" or isinstance(v, str)]
-    return record["step"], "validation" if "val_loss" in record else "", *sorted(names)
+    kind = "validation" if "val_loss" in record else "tasks" if task_scores(record) else ""
+    return record["step"], kind, *sorted(names)
 
 
 def compare_configs(a: Path, b: Path) -> list[Difference]:

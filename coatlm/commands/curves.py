@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from coatlm.train.run_directory import (
     is_value,
     read_metrics,
     read_records,
+    task_scores,
 )
 
 FINAL = 0.05  # share of the last steps over which the final loss is the mean
@@ -95,7 +96,15 @@ PANELS = [
     Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
     Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
 ]
-GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS))
+TASKS = "tasks"  # a group with a panel per metric that a run has logged
+GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS), TASKS)
+
+
+def task_panels(runs: Iterable[LoggedRun]) -> list[Panel]:
+    """A panel per metric of eval.tasks that a run has logged."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    metrics = [name for name in names if name.startswith(f"{TASKS}.")]
+    return [Panel(TASKS, name.removeprefix(f"{TASKS}."), {name: ""}) for name in metrics]
 
 
 def read_run(directory: Path) -> LoggedRun:
@@ -107,6 +116,7 @@ def read_run(directory: Path) -> LoggedRun:
     evaluations = [r["val_loss"] for r in records if is_value(r.get("val_loss", ""))]
     curves = by_key("metrics", steps) | by_key("states", read_records(directory / STATES))
     curves |= worst_layers(read_records(directory / NUMERICS))
+    curves |= by_key("tasks", [{"step": r["step"], **task_scores(r)} for r in records])
     last_loss = curves.pop("metrics.loss")
     loss = last_loss | curves.pop("metrics.loss_mean", {})  # which earlier versions did not log
     last = evaluations[-1] if evaluations else None

@@ -1,8 +1,9 @@
-"""Compute the perplexity of a checkpoint on text, also with weights and activations cast to FP8.
+"""Evaluate a checkpoint: perplexity on text, also with casts to FP8, and metrics of tasks.
 
     coatlm evaluate runs/mine --data valid.txt --out perplexity.json
     coatlm evaluate runs/mine --data 'valid/*.jsonl' --window 1024 --stride 512 \\
         --cast e4m3 e5m2 --scales tensor channel --what gemm residual
+    coatlm evaluate runs/mine --tasks lambada_openai my-task.yaml --limit 500
 
 The checkpoint is one of any layout, a run (its newest one is used), or a Hugging Face model
 converted by `coatlm convert`. One process computes, on a GPU if there is one. A text file is
@@ -14,6 +15,9 @@ document has so many.
 --scales tensor has one scale per weight matrix and per batch of activations, channel one per output
 channel and per token, biasN (bias7 ...) only a fixed exponent bias N. --what gemm casts weights and
 inputs of every linear layer and q, k, v; residual also casts both inputs of residual additions.
+
+--tasks takes what eval.tasks takes: names of tasks of lm-evaluation-harness, which may download
+their data sets, and YAML files, whose Python functions are run. It needs coatlm[eval].
 
 Exit code: 0; 2 with one line for invalid input; 4 for a damaged checkpoint.
 """
@@ -33,6 +37,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coatlm.config import Eval, make_config
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
 
@@ -48,7 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "evaluate")
     add = parser.add_argument
     add("checkpoint", type=Path)
-    add("--data", nargs="+", required=True, help="files and globs")
+    add("--data", nargs="+", default=[], help="files and globs, for perplexity")
     add("--field", default="text", help="of JSON lines, and column of parquet (default: text)")
     add("--tokenizer", help="a spec as in data.tokenizer, if the tokenizer's file has moved")
     add(
@@ -64,6 +69,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cast", nargs="+", default=[], metavar="FORMAT", help="e4m3, e5m2")
     add("--scales", nargs="+", default=["tensor"], help="tensor, channel, biasN (default: tensor)")
     add("--what", nargs="+", default=["gemm"], help="gemm, residual (default: gemm)")
+    add("--tasks", nargs="+", default=[], help="names and YAML files")
+    add("--limit", type=int, help="examples per task (default: all)")
+    add("--shots", type=int, help="solved examples per prompt (default: the task's)")
+    add(
+        "--new-tokens",
+        type=int,
+        default=Eval().tasks_new_tokens,
+        help="of a generated answer, at most (default: %(default)s)",
+    )
     add("--out", type=Path, help="write the results as JSON")
     return parser.parse(arguments)
 
@@ -89,13 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the table row by row; returns the content of the JSON file."""
+    """Print the table row by row, then the metrics; returns the content of the JSON file."""
     import torch
 
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import check_windows, read_documents
     from coatlm.train.checkpoint import named_checkpoint, saved_config
+    from coatlm.train.phases import open_tasks
     from coatlm.train.setup import quiet_megatron
     from coatlm.train.state import read_run_state
 
@@ -116,20 +131,40 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     precision = args.precision or ("bf16" if torch.cuda.is_available() else "fp32")
     if args.prefix is not None and not 0 <= args.prefix < tokenizer.vocab_size:
         raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
-    documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
+    if not args.data and (args.cast or not args.tasks):
+        raise ValueError("--data is missing: --cast needs it, and so does a call without --tasks")
+    chosen = {
+        "tasks": args.tasks,
+        "tasks_limit": args.limit,
+        "tasks_shots": args.shots,
+        "tasks_new_tokens": args.new_tokens,
+    }
+    tasks = open_tasks(make_config({"eval": chosen}).eval, tokenizer, window)
+    documents = []
+    if args.data:
+        documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
     settings = {"window": window, "stride": stride, "batch": args.batch, "precision": precision}
     print(
         f"{path}, step {state.get('step')}: " + ", ".join(f"{k} {v}" for k, v in settings.items())
     )
-    return {
+    config = saved.model_dump(mode="json")
+    result = {
         "checkpoint": str(path),
         "step": state.get("step"),
         "data": args.data,
         "prefix": args.prefix,
         **settings,
         "documents": len(documents),
-        **measure(path, saved.model_dump(mode="json"), documents, casts, settings),
+        **(measure(path, config, documents, casts, settings) if documents else {}),
     }
+    if tasks is not None:
+        from coatlm.evaluation.tasks import score_tasks
+
+        sizes = {"batch": args.batch, "precision": precision}
+        result["tasks"] = score_tasks(tasks, path, config, **sizes)
+        for name, value in result["tasks"].items():
+            print(f"{name:<40}{value:>10.4f}")
+    return result
 
 
 def measure(

@@ -1,6 +1,6 @@
 """Start training on all GPUs of this machine, or as one process if there is none.
 
-    coatlm train CONFIG [key=value ...]
+    coatlm train CONFIG [key=value ...] [--preset NAME]
 
 n processes have data-parallel size dp = n / (tp * pp * cp), and global_batch is divided by dp. The
 number of processes is the largest n, at most the number of GPUs, for which both divisions have no
@@ -15,6 +15,7 @@ from coatlm import process
 if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
+import argparse
 import math
 import os
 import sys
@@ -26,6 +27,9 @@ from coatlm.commands.entry import entry, torchrun
 from coatlm.config import ConfigError
 from coatlm.hf.run_config import load_run_config
 
+PRESET = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+PRESET.add_argument("--preset")
+
 
 def command(arguments: Sequence[str], gpus: int) -> list[str]:
     """The command that trains with these arguments on `gpus` GPUs.
@@ -34,8 +38,10 @@ def command(arguments: Sequence[str], gpus: int) -> list[str]:
     reason. If no number of processes fits, it has one process per GPU, and they name the field
     that does not fit.
     """
-    options = [word for word in arguments if word.startswith("-")]
-    words = [word for word in arguments if word not in options]
+    given, rest = PRESET.parse_known_args(arguments)
+    options = [word for word in rest if word.startswith("-")]
+    words = [word for word in rest if word not in options]
+    words += [] if given.preset is None else [f"preset={given.preset}"]
     count, overrides = (1, []) if gpus < 2 or options or not words else fit(words, gpus)
     if count == 1:
         return [sys.executable, *entry("train"), *arguments]

@@ -16,6 +16,7 @@ Everything that the runs have logged is plotted, in groups of panels that --only
     activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, and amax
                  and kurtosis of the residual stream, for each tensor of the worst layer; with
                  several runs of the worst tensor
+    tasks        the metrics of eval.tasks
 
 Runs are named after their directories. --attempts adds earlier attempts of the runs (`attempts/`).
 --out is an image, or with *.html a page with vector graphics and the table. The table, which is
@@ -38,6 +39,7 @@ import io
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,7 @@ from coatlm.commands.curves import (
     difference,
     read_runs,
     smoothing,
+    task_panels,
 )
 from coatlm.console import Parser, fail
 from coatlm.files import whole_file
@@ -69,9 +72,10 @@ def draw(
     smooth = smoothing(runs, baseline, smooth)
     compared = {name: difference(run, runs[baseline], smooth=smooth) for name, run in runs.items()}
     merged = len(runs) > 1
+    tasks = [replace(panel, label=literal(panel.label)) for panel in task_panels(runs.values())]
     panels = [
         panel
-        for panel in PANELS
+        for panel in (*PANELS, *tasks)
         if panel.group in only and any(curves_of(r, panel, merged=merged) for r in runs.values())
     ]
     losses = (2 if merged else 1) if "loss" in only else 0

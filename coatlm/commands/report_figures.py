@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from coatlm.commands.curves import PANELS, Curve, Panel, by_key, curves_of, difference, smoothing
+from coatlm.commands.curves import (
+    PANELS,
+    Curve,
+    Panel,
+    by_key,
+    curves_of,
+    difference,
+    smoothing,
+    task_panels,
+)
 from coatlm.train.run_directory import Record, is_value
 
 if TYPE_CHECKING:
@@ -28,6 +37,7 @@ SECTIONS = {  # group of panels -> section
     "throughput": "Throughput and memory",
     "states": "Optimizer states",
     "activations": "FP8 tensors, worst layer",
+    "tasks": "Tasks",
 }
 MORE = [
     Panel("norm", "learning rate", {"metrics.lr": ""}),
@@ -75,7 +85,7 @@ def figures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, Figure]]:
         compared = [difference(run.logged, runs[0].logged, smooth=smooth) for run in runs]
         lines = [line(i, run.name, compared[i]) for i, run in enumerate(runs)]
         yield top, curves(title, lines)
-    for panel in [*PANELS, *MORE]:
+    for panel in [*PANELS, *MORE, *task_panels(run.logged for run in runs)]:
         yield SECTIONS[panel.group], curves(panel.label, list(lines_of(runs, panel)), log=panel.log)
     for run in runs:
         for measure, title in MEASURES.items():

@@ -1,7 +1,8 @@
-"""Train a Llama: `coatlm train CONFIG [key=value ...]`.
+"""Train a Llama: `coatlm train CONFIG [key=value ...] [--preset NAME]`.
 
     coatlm train quickstart optim.lr=3e-4            # a shipped configuration, or any YAML file
     coatlm train llama3-8b --dry-run --ranks 64      # check, print configuration and plan, exit
+    coatlm train llama3-8b preset=bf16               # in BF16, whatever formats the file has
     coatlm train --keys optim                        # every key of a section, with its meaning
 
 Started by torchrun or srun, this is one rank. Otherwise the installed command and `make train` use
@@ -34,7 +35,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from coatlm.commands.arguments import add_config
-from coatlm.config import MOST_RANKS, Config, ConfigError, keys_table
+from coatlm.config import MOST_RANKS, PRESETS, Config, ConfigError, keys_table
 from coatlm.console import Parser, fail
 from coatlm.hf.run_config import load_run_config
 
@@ -74,12 +75,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ConfigError for invalid arguments."""
     parser = RankParser(__doc__, "train")
     add_config(parser, required=False)
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="number formats in place of the file's; --keys preset"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, exit")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many processes")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="SECTION", help="print all keys, or a section's"
     )
     args = parser.parse(arguments)
+    if args.preset is not None:
+        args.overrides = [f"preset={args.preset}", *args.overrides]
     if args.keys is None and args.config is None:
         parser.error("CONFIG is missing: a YAML file, or the name of a shipped configuration")
     if args.ranks is not None and not args.dry_run:
@@ -135,7 +141,7 @@ def run(config: Config | ConfigError) -> int:
 
 def start(config: Config, launch: Launch) -> int:
     """Train; the error of a full or read-only disk names run.dir."""
-    from coatlm.data.cache import CacheFullError
+    from coatlm.data.checksums import CacheFullError
     from coatlm.train.manifest import CheckpointError
     from coatlm.train.reports import UNWRITABLE
     from coatlm.train.start import train

@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
+from coatlm.config.urls import checked_url, is_url
+
 FOREVER = 2**40  # steps
 MOST_RANKS = 2**20  # processes
 YEAR = 366 * 24 * 3600  # seconds: the upper bound of times; a thread's wait overflows at 292 years
@@ -46,6 +48,8 @@ def expand_user(path: str) -> str:
     """Replace `~` or `~name` by the home directory. Raises ValueError for unknown users."""
     if not _text(path):
         raise ValueError("a path has at least 1 character")
+    if is_url(path):
+        raise ValueError("a path on this machine; a URL is not read here")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.split("/")[0]
@@ -57,19 +61,40 @@ def _path(value: Any) -> Any:
     return Path(expand_user(str(value))) if isinstance(value, str | Path) else value
 
 
+def _path_or_url(text: str) -> str:
+    return checked_url(_text(text)) if is_url(text) else expand_user(text)
+
+
+def _source(value: Any) -> Any:
+    """A URL as text, any other text as a path."""
+    if isinstance(value, str) and is_url(value):
+        return checked_url(_text(value))
+    return _path(value)
+
+
+def _url(text: str) -> str:
+    if not is_url(text):
+        raise ValueError("must be a URL, such as s3://bucket/run")
+    return checked_url(_text(text))
+
+
 def _tokenizer(spec: str) -> str:
     kind, colon, rest = spec.partition(":")
     return f"{kind}:{expand_user(rest)}" if colon and rest else _text(spec)
 
 
 def _resume(text: str) -> str:
-    """Expand the path in `hf:DIR`, `PATH`, `auto` or `none`."""
-    return f"hf:{expand_user(text[3:])}" if text.startswith("hf:") else expand_user(text)
+    """Expand the path in `hf:DIR`, `PATH`, `auto` or `none`; or check a URL."""
+    if text.startswith("hf:") and not is_url(text):
+        return f"hf:{expand_user(text[3:])}"
+    return _path_or_url(text)
 
 
 Real = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Text = Annotated[str, Strict(), AfterValidator(_text)]
-PathText = Annotated[str, Strict(), AfterValidator(expand_user)]  # a path, a glob or a keyword
+PathText = Annotated[str, Strict(), AfterValidator(_path_or_url)]  # path, URL, glob or keyword
+UrlText = Annotated[str, Strict(), AfterValidator(_url)]
+SourcePath = Annotated[Path | str, BeforeValidator(_source)]  # str: a URL
 ResumeText = Annotated[str, Strict(), AfterValidator(_resume)]
 UserPath = Annotated[Path, BeforeValidator(_path)]
 TokenizerSpec = Annotated[str, Strict(), AfterValidator(_tokenizer)]

@@ -153,8 +153,8 @@ def hint(location: Sequence[str | int]) -> str:
     """The suggestion for an unknown key at `location`, a path of names and list indices."""
     *outer, last = location
     name = str(last).strip("-").replace("-", "_").lower()
-    known = [key.name for key in keys()]
-    if not outer and name in known:
+    known = ["preset", *(key.name for key in keys())]
+    if not outer and "." in name and name in known:
         head, _, tail = name.partition(".")
         return f"in a file, write {tail} inside the section {head}"
     found = [key for key in known if _leaf(key) == name]

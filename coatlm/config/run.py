@@ -1,4 +1,4 @@
-"""The configuration sections run, data, train, checkpoint and log."""
+"""The configuration sections run, data, train, eval, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from coatlm.config.fields import (
     Real,
     ResumeText,
     Section,
+    SourcePath,
     Text,
     TokenizerSpec,
+    UrlText,
     UserPath,
     number,
 )
@@ -49,8 +51,9 @@ class Run(Section):
 class DataSource(Section):
     """One indexed dataset of a blend."""
 
-    path: UserPath
-    """The path of an indexed dataset without suffix: PREFIX for PREFIX.bin and PREFIX.idx."""
+    path: SourcePath
+    """The path or URL of an indexed dataset without suffix: PREFIX for PREFIX.bin and PREFIX.idx.
+    """
 
     weight: Real = number(1.0, gt=0.0, le=1e12)
     """The share of samples from this dataset, relative to the weights of the others."""
@@ -60,11 +63,12 @@ class Data(Section):
     """The training data, given as either text or paths, and how it is cut into samples."""
 
     text: tuple[PathText, ...] = ()
-    """Text files and globs, tokenized once into cache_dir; python-stdlib means the source code of
-    Python's standard library."""
+    """Text files and globs, also at URLs, tokenized once into cache_dir; python-stdlib means the
+    source code of Python's standard library."""
 
     paths: tuple[DataSource, ...] = ()
-    """Prefixes of indexed datasets, each as PREFIX or as {path: PREFIX, weight: W}."""
+    """Prefixes of indexed datasets, paths or URLs, each as PREFIX or as {path: PREFIX, weight: W}.
+    """
 
     tokenizer: TokenizerSpec = "byte"
     """The tokenizer: byte, hf:tokenizer.json, sentencepiece:FILE.model, tiktoken:NAME, or
@@ -94,7 +98,15 @@ class Data(Section):
     does not count in the loss."""
 
     cache_dir: UserPath = Path(".cache/coatlm")
-    """The directory of the datasets tokenized from text, shared by all runs."""
+    """The directory of the datasets tokenized from text, and of the blocks that are read from URLs
+    in paths, shared by all runs."""
+
+    remote_cache: StrictInt = number(64 << 30, "bytes", ge=1 << 20, le=2**50)
+    """The most bytes of datasets at URLs that cache_dir holds; the blocks that were read the
+    longest time ago are removed first. At least 64 times remote_block."""
+
+    remote_block: StrictInt = number(8 << 20, "bytes", ge=1 << 14, le=2**30, multiple_of=1 << 14)
+    """Bytes of a dataset at a URL that one request reads, a multiple of 16384."""
 
     workers: StrictInt = number(0, "processes", ge=0, le=4096)
     """Processes that tokenize text; 0 means one per CPU core."""
@@ -126,6 +138,11 @@ class Data(Section):
             raise ValueError(
                 "loss_mask=completion needs paths of datasets that coatlm prepare --chat "
                 "has prepared: text has no loss mask"
+            )
+        if self.remote_cache < 64 * self.remote_block:
+            raise ValueError(
+                f"remote_cache={self.remote_cache} is less than 64 * "
+                f"remote_block={self.remote_block}"
             )
         if min(self.split) < 0 or self.split[0] <= 0:
             raise ValueError(f"split={list(self.split)}: parts are >= 0 and the first is > 0")
@@ -165,9 +182,10 @@ class Train(Section):
     """The coefficient of the squared logarithm of the softmax's denominator, which is added to the
     loss of each token in training, not in evaluation; 1e-4 is common, 0 means off."""
 
-    cuda_graphs: StrictBool = False
+    cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches."""
+    by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key
+    excludes it."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""
@@ -182,6 +200,42 @@ class Train(Section):
 
     spike_window: StrictInt = number(128, "steps", ge=2, le=2**20)
     """Steps over which spike_sigma takes the mean and the standard deviation."""
+
+
+class Eval(Section):
+    """Evaluation on tasks of lm-evaluation-harness during training; needs coatlm[eval]."""
+
+    tasks: tuple[PathText, ...] = ()
+    """Names of tasks, groups or tags of lm-evaluation-harness, and YAML files that define a task.
+    Such a file can name Python functions, which are run; tasks may download their data sets."""
+
+    tasks_every: StrictInt = number(1000, "steps", ge=1, le=FOREVER)
+    """Steps between evaluations on the tasks; another one follows the last step."""
+
+    tasks_limit: StrictInt | None = number(None, "examples", ge=1, le=FOREVER)
+    """The first examples of each task to evaluate; null means all."""
+
+    tasks_shots: StrictInt | None = number(None, "examples", ge=0, le=2**20)
+    """Solved examples in each prompt; null means as many as the task defines. A task that defines 0
+    stays at 0."""
+
+    tasks_new_tokens: StrictInt = number(256, "tokens", ge=1, le=2**27)
+    """The most tokens of an answer where a task generates text, at most half of data.seq_len; a
+    task may define fewer. Each token takes a forward pass over prompt and answer."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _one_task(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _no_options_without_tasks(self) -> Eval:
+        for name, field in type(self).model_fields.items():
+            if not self.tasks and getattr(self, name) != field.default:
+                raise ValueError(f"{name}={getattr(self, name)} needs tasks")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks={list(self.tasks)}: each at most once")
+        return self
 
 
 class Checkpoint(Section):
@@ -199,8 +253,9 @@ class Checkpoint(Section):
     if it has none. A path of a checkpoint or a run: that checkpoint, or the newest of that run, but
     only if this run has none of its own; the path of an earlier checkpoint of this run goes back to
     it, once. hf:DIR: the weights of a Hugging Face directory with safetensors, if this run has no
-    checkpoint; it also gives data.tokenizer and the keys of model that are not set. none: newly
-    initialized weights; earlier files of the run move to attempts/."""
+    checkpoint; it also gives data.tokenizer and the keys of model that are not set. A URL is as a
+    path of another run: its checkpoint is downloaded to downloads/. none: newly initialized
+    weights; earlier files of the run move to attempts/."""
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
@@ -214,6 +269,10 @@ class Checkpoint(Section):
 
     async_save: StrictBool = True
     """Write checkpoints in the background while training continues."""
+
+    upload: UrlText | None = None
+    """A URL to which each finished checkpoint is copied, in the background with async_save; null
+    means none. Checkpoints there are never removed."""
 
 
 class Log(Section):

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from coatlm.data.checksums import DatasetError
+from coatlm.data.checksums import CacheFullError, DatasetError
 from coatlm.data.documents import expand_inputs, plan_segments
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.preprocess import preprocess
@@ -59,10 +59,6 @@ OWNER = "owner"
 FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]{8}")  # name while a dataset is being built
 
 logger = logging.getLogger("coatlm")
-
-
-class CacheFullError(OSError):
-    """The disk of data.cache_dir is full."""
 
 
 def open_text_dataset(data: Data, tokenizer: Tokenizer) -> Indexed:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ VERIFIED_BLOCKS = 1 << 10  # blocks per read (16 MiB) when a whole file is verif
 
 class DatasetError(ValueError):
     """A prepared dataset is damaged or does not fit the run."""
+
+
+class CacheFullError(OSError):
+    """The disk of data.cache_dir is full."""
 
 
 class BlockSums:
@@ -54,12 +59,21 @@ class BlockSums:
         return np.asarray(self.sums + rest, dtype="<u4")
 
 
-@dataclass(frozen=True)
-class CheckedFile:
-    """An open file whose reads are verified if it has checksums."""
+def damage(content: bytes | memoryview, sums: NDArray[np.uint32]) -> tuple[int, int] | None:
+    """The first range of bytes whose checksum differs; `content` begins with a block of `sums`."""
+    content = memoryview(content)
+    for begin, expected in zip(range(0, len(content), SUM_BYTES), sums.tolist(), strict=False):
+        block = content[begin : begin + SUM_BYTES]
+        if zlib.crc32(block) != expected:
+            return begin, begin + len(block)
+    return None
 
-    path: Path
-    file: io.FileIO
+
+@dataclass(frozen=True, eq=False)
+class CheckedBytes(ABC):
+    """A file, here or at a URL, whose reads are verified if it has checksums."""
+
+    path: Path | str  # or its URL
     nbytes: int
     sums: NDArray[np.uint32] | None  # CRC-32 per block of SUM_BYTES; the last may be short
 
@@ -70,14 +84,11 @@ class CheckedFile:
         first, stop = begin // SUM_BYTES, -(-end // SUM_BYTES)
         start = first * SUM_BYTES
         raw = memoryview(self._pread(start, min(stop * SUM_BYTES, self.nbytes)))
-        for at, expected in enumerate(self.sums[first:stop].tolist()):
-            block = raw[at * SUM_BYTES : (at + 1) * SUM_BYTES]
-            if zlib.crc32(block) != expected:
-                at_byte = start + at * SUM_BYTES
-                raise DatasetError(
-                    f"{self.path}: damaged between bytes {at_byte} and {at_byte + len(block)}: "
-                    "its checksum differs"
-                )
+        if wrong := damage(raw, self.sums[first:stop]):
+            raise DatasetError(
+                f"{self.path}: damaged between bytes {start + wrong[0]} and {start + wrong[1]}: "
+                "its checksum differs"
+            )
         return raw[begin - start : end - start]
 
     def verify(self, workers: int = 1) -> Iterator[int]:
@@ -89,6 +100,17 @@ class CheckedFile:
 
         with ThreadPoolExecutor(workers) as pool:  # zlib.crc32 releases the GIL
             yield from pool.map(check, range(0, self.nbytes, size))
+
+    @abstractmethod
+    def _pread(self, begin: int, end: int) -> bytes:
+        """Read bytes [begin, end), unverified."""
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedFile(CheckedBytes):
+    """An open file."""
+
+    file: io.FileIO
 
     def _pread(self, begin: int, end: int) -> bytes:
         """Read with pread: a failing disk raises an error here, but SIGBUS for a mapped file."""

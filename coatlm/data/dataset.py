@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coatlm.config import Data
+from coatlm.data.block_cache import RemoteFile
 from coatlm.data.cache import open_text_dataset
 from coatlm.data.identity import SourceIdentity, identify
-from coatlm.data.indexed import Indexed, open_indexed
+from coatlm.data.indexed import Indexed
 from coatlm.data.manifest import MASK
 from coatlm.data.order import Blend, Stream, split_bounds
 from coatlm.data.packing import PackedStream
+from coatlm.data.read_ahead import ReadAhead, rank_samples
+from coatlm.data.remote_dataset import open_source
 from coatlm.data.tokenizer import Tokenizer
 
 PARTS = ("train", "validation", "test")
@@ -51,6 +54,18 @@ class Dataset:
     eod_mask_loss: bool = False
     reset_attention_mask: bool = False
     masks: Sequence[ReadMask] = ()  # of each stream's source, with data.loss_mask=completion
+    sources: Sequence[Indexed] = ()  # of each stream
+
+    @property
+    def remote(self) -> bool:
+        """Whether a source is at a URL."""
+        return any(isinstance(source.file, RemoteFile) for source in self.sources)
+
+    def missing(self, sample: int) -> Iterator[tuple[RemoteFile, int]]:
+        """The blocks of remote sources that reading a sample would download."""
+        source, number = self.blend.locate(sample)
+        for begin, end in self.streams[source].ranges(number):
+            yield from self.sources[source].missing(begin, end, masks=bool(self.masks))
 
     @property
     def packed(self) -> bool:
@@ -117,7 +132,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
     if data.text:
         sources = [open_text_dataset(data, tokenizer)]
     else:
-        sources = [open_indexed(source.path, tokenizer) for source in data.paths]
+        sources = [open_source(source.path, data, tokenizer) for source in data.paths]
     weights = [source.weight for source in data.paths] or [1.0]
     blend = Blend(weights)
     splits = [split_bounds(source.bounds_D1, data.split) for source in sources]
@@ -144,6 +159,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
             eod_mask_loss=data.eod_mask_loss,
             reset_attention_mask=data.reset_attention_mask,
             masks=masks,
+            sources=sources,
         )
 
     train = part(0)
@@ -200,19 +216,15 @@ def microbatches(
     dp_size: int,
     device: torch.device | str = "cpu",
 ) -> Iterator[Microbatch]:
-    """Yield this rank's microbatches of the global batch that begins at `first_sample`.
-
-    Row j of microbatch k is sample first_sample + k * (micro_batch * dp_size)
-    + dp_rank * micro_batch + j.
-    """
-    at_once = micro_batch * dp_size
-    if global_batch % at_once:
-        raise ValueError(
-            f"global_batch={global_batch} is not a multiple of micro_batch*dp_size={at_once}"
-        )
-    for k in range(global_batch // at_once):
-        first = first_sample + k * at_once + dp_rank * micro_batch
-        yield _to(_read_batch(dataset, range(first, first + micro_batch)), torch.device(device))
+    """Yield this rank's microbatches of the global batch that begins at `first_sample`."""
+    for samples in rank_samples(
+        first_sample,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    ):
+        yield _to(_read_batch(dataset, samples), torch.device(device))
 
 
 def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
@@ -271,7 +283,8 @@ class BatchIterator:
     """Iterates over global batches from `first_sample` on, each as this rank's list of
     microbatches.
 
-    A thread prefetches the next global batch. Close the iterator, or use it in `with`.
+    A thread prefetches the next global batch, and others the blocks of remote datasets further
+    ahead. Close the iterator, or use it in `with`.
     """
 
     def __init__(
@@ -285,14 +298,12 @@ class BatchIterator:
         dp_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._read = functools.partial(
-            microbatches,
-            dataset,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-        )
+        share: dict[str, Any] = {
+            **{"global_batch": global_batch, "micro_batch": micro_batch},
+            **{"dp_rank": dp_rank, "dp_size": dp_size},
+        }
+        self._read = functools.partial(microbatches, dataset, **share)
+        self._ahead = ReadAhead(dataset.missing, **share) if dataset.remote else None
         self._first, self._global_batch = first_sample, global_batch
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
@@ -302,6 +313,8 @@ class BatchIterator:
 
     def _prepare(self, first_sample: int) -> list[Microbatch]:
         """Read a global batch into host memory, pinned for a GPU. Runs in the thread."""
+        if self._ahead is not None:
+            self._ahead.wait_for(first_sample)
         batches = list(self._read(first_sample))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a new thread would use GPU 0
@@ -325,29 +338,6 @@ class BatchIterator:
 
     def close(self) -> None:
         """Stop prefetching."""
+        if self._ahead is not None:
+            self._ahead.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
-    """The positions [seq_len / cp_size] of a context-parallel rank: chunks r and 2n-1-r of 2n.
-
-    A causal query attends to all earlier positions; an early and a late chunk balance the work.
-    """
-    if seq_len % (2 * cp_size):
-        raise ValueError(f"seq_len={seq_len} is not a multiple of 2*cp_size={2 * cp_size}")
-    chunks = torch.arange(seq_len).view(2 * cp_size, -1)
-    return torch.cat((chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]))
-
-
-def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
-    """Shard a microbatch over context-parallel ranks, all but its document_bounds."""
-    if cp_size == 1:
-        return batch
-    tokens = batch["tokens"]
-    at = zigzag_positions(tokens.shape[1], cp_rank, cp_size).to(tokens.device, non_blocking=True)
-    return Microbatch(
-        tokens=tokens.index_select(1, at),
-        labels=batch["labels"].index_select(1, at),
-        loss_mask=batch["loss_mask"].index_select(1, at),
-        document_bounds=batch["document_bounds"],
-    )

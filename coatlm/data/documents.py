@@ -11,7 +11,8 @@ document per segment. Bytes that are not UTF-8 are decoded as U+FFFD and counted
 (no text, or null) are skipped and counted.
 
 Memory is bounded: see `coatlm.data.streams` and `coatlm.data.parquet`. Only regular files are read,
-because a pipe may never end and cannot be read twice.
+because a pipe may never end and cannot be read twice, and objects at URLs (`coatlm.remote`), whose
+version stands for the time of the last change.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from coatlm.config.urls import is_url
 from coatlm.data.parquet import read_column, row_groups
 from coatlm.data.streams import (
     BLOCK_BYTES,
@@ -41,6 +43,7 @@ from coatlm.data.streams import (
     open_text_stream,
     some,
 )
+from coatlm.remote import Location
 
 STDLIB = "python-stdlib"  # input name of the source of the running Python's standard library
 STDLIB_BYTES = 16_000_000  # of these sources, whole files in sorted order up to this size
@@ -62,9 +65,9 @@ Extract = Callable[[dict[str, Any], str], tuple[T | None, int]]
 class Segment:
     """Bytes [start, stop) of a plain file, row group `start` of parquet, or a compressed file."""
 
-    path: str  # absolute
+    path: str  # absolute, or a URL
     size: int  # of the file, bytes; with mtime_ns, detects a changed file
-    mtime_ns: int
+    mtime_ns: int  # at a URL: `coatlm.remote.Info.version`
     start: int
     stop: int
     nbytes: int  # the segment's share of the file on disk
@@ -81,14 +84,20 @@ class Block(Generic[T]):
     ends: bool = False  # for plain text: the document ends with this block
 
 
-def expand_inputs(inputs: Iterable[str]) -> list[Path]:
+def expand_inputs(inputs: Iterable[str]) -> list[Path | str]:
     """The absolute paths of files, globs (`**` for any depth) and `python-stdlib`, without repeats.
 
-    They are in the order of `inputs`, sorted within a glob. Raises ValueError if an input matches
-    no file.
+    What matches a URL, which may be a glob too, is a list of URLs. They are in the order of
+    `inputs`, sorted within a glob. Raises ValueError if an input matches no file.
     """
-    paths: dict[Path, None] = {}
+    paths: dict[Path | str, None] = {}
     for item in inputs:
+        if is_url(item):
+            matches = Location.of(item).matches() if glob.has_magic(item) else [item]
+            if not matches:
+                raise ValueError(f"{item}: no object matches it")
+            paths |= dict.fromkeys(matches)
+            continue
         if item == STDLIB:
             found = stdlib_sources()
         elif Path(item).exists():  # includes file names that look like globs
@@ -149,19 +158,18 @@ def file_kind(path: str) -> tuple[Kind, str]:
     return "text", compression
 
 
-def plan_segments(paths: Sequence[Path], segment_bytes: int) -> list[Segment]:
+def plan_segments(paths: Sequence[Path | str], segment_bytes: int) -> list[Segment]:
     """Divide all files into segments, in order. Plain files are cut every `segment_bytes`."""
     segments: list[Segment] = []
     for path in paths:
         kind, compression = file_kind(str(path))
         try:
-            stat = path.stat()
+            identity = (str(path), *_size_and_version(str(path)))
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
-        size = stat.st_size
-        identity = (str(path), size, stat.st_mtime_ns)
+        size = identity[1]
         if kind == "parquet":
-            groups = row_groups(str(path))
+            groups = row_groups(str(path), size)
             share = size // max(groups, 1)
             segments += [Segment(*identity, g, g + 1, share) for g in range(groups)]
         elif compression:
@@ -173,6 +181,14 @@ def plan_segments(paths: Sequence[Path], segment_bytes: int) -> list[Segment]:
                 stop = min(start + segment_bytes, size)
                 segments.append(Segment(*identity, start, stop, stop - start))
     return segments
+
+
+def _size_and_version(path: str) -> tuple[int, int]:
+    """The size of a file, and what changes when the file does: its mtime, in ns, if it is local."""
+    if is_url(path):
+        return Location.of(path).info()
+    found = Path(path).stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def read_segment(
@@ -227,8 +243,7 @@ def _errors_of(segment: Segment, compression: str) -> Iterator[None]:
     """Turn errors of reading into a ValueError with the file's name, also if the file changed."""
     path = segment.path
     try:
-        found = Path(path).stat()
-        if (found.st_size, found.st_mtime_ns) != (segment.size, segment.mtime_ns):
+        if _size_and_version(path) != (segment.size, segment.mtime_ns):
             raise ValueError(f"{path}: was changed while it was being read")
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

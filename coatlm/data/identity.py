@@ -49,7 +49,7 @@ def identify(sources: Sequence[Indexed], weights: Sequence[float]) -> list[Sourc
 
 def content_hash(source: Indexed) -> str:
     """The hexadecimal SHA-256 of dtype, document bounds, and checksums or tokens."""
-    digest = hashlib.sha256(f"{source.tokens.dtype} {len(source.tokens)}\n".encode())
+    digest = hashlib.sha256(f"{source.tokens.dtype} {source.bounds_D1[-1]}\n".encode())
     digest.update(np.ascontiguousarray(source.bounds_D1).data)
     sums = source.file.sums
     for block in _blocks(source.tokens) if sums is None else [sums]:

@@ -13,6 +13,8 @@ No damaged byte is trained on. .idx and .crc32, 2 % of the data, are compared wi
 PREFIX.json when a dataset is opened, and blocks of tokens with those in .crc32 on every read: see
 `coatlm.data.checksums`.
 
+A dataset at a URL is the same, but has to have checksums: see `coatlm.data.remote_dataset`.
+
 Datasets of other tools have no PREFIX.json, so their tokenizer is unknown and they have no
 checksums. Datasets of coatlm's format version 1 have no checksums either. Every id that is read is
 compared with the vocabulary; a dataset without PREFIX.json is also sampled when it is opened.
@@ -24,7 +26,7 @@ import io
 import logging
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coatlm.data.checksums import CheckedFile, DatasetError
+from coatlm.data.block_cache import RemoteFile
+from coatlm.data.checksums import CheckedBytes, CheckedFile, DatasetError
 from coatlm.data.manifest import (
     MASK,
     MASK_SUFFIXES,
@@ -64,12 +67,12 @@ class Indexed:
     """An open dataset; document d is tokens[bounds[d]:bounds[d + 1]]."""
 
     name: str  # for messages
-    tokens: NDArray[Any]  # the whole .bin, memory-mapped and not verified
+    tokens: NDArray[Any]  # the whole .bin, memory-mapped and not verified; empty if at a URL
     bounds_D1: NDArray[np.int64]  # token offsets of the D documents, and the end
-    file: CheckedFile  # .bin
+    file: CheckedBytes  # .bin
     tokenizer: Tokenizer
     on_damage: Callable[[], object]  # called before a read raises DatasetError
-    mask: CheckedFile | None = None  # .mask of conversations
+    mask: CheckedBytes | None = None  # .mask of conversations
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Read tokens [begin, end). Raises DatasetError for damaged bytes and unknown ids."""
@@ -89,6 +92,17 @@ class Indexed:
         if (mask > 1).any():
             raise DatasetError(f"{self.mask.path}: holds bytes other than 0 and 1")
         return mask
+
+    def missing(self, begin: int, end: int, *, masks: bool) -> Iterator[tuple[RemoteFile, int]]:
+        """The blocks of a remote dataset that reading tokens [begin, end) would download.
+
+        With `masks`, also those of their loss mask.
+        """
+        if isinstance(self.file, RemoteFile):
+            size = self.tokens.itemsize
+            yield from ((self.file, n) for n in self.file.missing(begin * size, end * size))
+        if masks and isinstance(self.mask, RemoteFile):
+            yield from ((self.mask, n) for n in self.mask.missing(begin, end))
 
     def _check_ids(self, ids: NDArray[Any], begin: int) -> None:
         """Raise DatasetError for an id outside the vocabulary."""
@@ -112,11 +126,9 @@ def open_indexed(
 ) -> Indexed:
     """Open PREFIX for reading. Raises DatasetError with the file's name and the problem."""
     manifest = read_dataset_manifest(prefix)
-    dtype, bounds_D1 = _read_index(prefix, manifest)
-    if bounds_D1[-1] == 0:
-        raise DatasetError(f"{suffixed(prefix, '.bin')}: holds no tokens")
+    dtype, bounds_D1 = read_index(prefix, manifest)
     if manifest is not None:
-        _check_manifest(prefix, manifest, tokenizer, dtype, bounds_D1)
+        check_manifest(prefix, manifest, tokenizer, dtype, bounds_D1)
         if manifest.version == 1:
             logger.info("%s: has no checksums, so damage cannot be detected", prefix)
     file = _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
@@ -136,7 +148,7 @@ def open_checked(prefix: Path) -> list[CheckedFile]:
     manifest = read_dataset_manifest(prefix)
     if manifest is None or manifest.version == 1:
         raise DatasetError(f"{prefix}: has no checksums; preprocess it again with --overwrite")
-    dtype, bounds_D1 = _read_index(prefix, manifest)
+    dtype, bounds_D1 = read_index(prefix, manifest)
     file = _open_bin(prefix, manifest, int(bounds_D1[-1]) * np.dtype(dtype).itemsize)
     mask = _open_mask(prefix, manifest)
     return [file] if mask is None else [file, mask]
@@ -148,7 +160,7 @@ def _open_bin(prefix: Path, manifest: DatasetManifest | None, nbytes: int) -> Ch
     sums = None
     if manifest is not None and has_sums:
         sums = read_sums(prefix, ".crc32", manifest.sums_crc32, nbytes)
-    return CheckedFile(path, io.FileIO(path), nbytes, sums)
+    return CheckedFile(path, nbytes, sums, io.FileIO(path))
 
 
 def _open_mask(prefix: Path, manifest: DatasetManifest | None) -> CheckedFile | None:
@@ -164,17 +176,20 @@ def _open_mask(prefix: Path, manifest: DatasetManifest | None) -> CheckedFile | 
         )
     sums = read_sums(prefix, MASK_SUFFIXES[1], manifest.mask_sums_crc32, manifest.tokens)
     try:
-        return CheckedFile(path, io.FileIO(path), manifest.tokens, sums)
+        return CheckedFile(path, manifest.tokens, sums, io.FileIO(path))
     except OSError as error:
         raise DatasetError(f"{path}: {error.strerror}") from None
 
 
-def _read_index(
-    prefix: Path, manifest: DatasetManifest | None
+def read_index(
+    prefix: Path, manifest: DatasetManifest | None, bin_bytes: int | None = None
 ) -> tuple[type[np.number[Any]], NDArray[np.int64]]:
-    """Read dtype and document bounds (in tokens) from .idx. Raises DatasetError if inconsistent."""
+    """Read dtype and document bounds (in tokens) from .idx. Raises DatasetError if inconsistent.
+
+    `bin_bytes` is the size of .bin if it is not here.
+    """
     idx, bin_ = suffixed(prefix, ".idx"), suffixed(prefix, ".bin")
-    for path in (idx, bin_):
+    for path in (idx, bin_) if bin_bytes is None else (idx,):
         if not path.is_file():
             raise DatasetError(f"{path}: no such file; a dataset is PREFIX.bin and PREFIX.idx")
         if path.stat().st_size == 0:
@@ -220,15 +235,18 @@ def _read_index(
         or (np.diff(sequence_D1) < 0).any()
     ):
         raise DatasetError(f"{idx}: its lengths, offsets and document bounds contradict each other")
-    if bin_.stat().st_size != ends_S1[-1] * itemsize:
+    found = bin_.stat().st_size if bin_bytes is None else bin_bytes
+    if found != ends_S1[-1] * itemsize:
         raise DatasetError(
-            f"{bin_}: {bin_.stat().st_size} bytes, but {idx.name} implies "
+            f"{bin_}: {found} bytes, but {idx.name} implies "
             f"{ends_S1[-1]} tokens of {itemsize} bytes: cut off, or from another dataset"
         )
+    if not found:
+        raise DatasetError(f"{bin_}: holds no tokens")
     return DTYPES[code], ends_S1[sequence_D1]
 
 
-def _check_manifest(
+def check_manifest(
     prefix: Path,
     manifest: DatasetManifest,
     tokenizer: Tokenizer,

@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from coatlm.data.streams import Limits, quoted, some
+from coatlm.config.urls import is_url
+from coatlm.data.streams import Limits, open_input, quoted, some
 
 ROWS = 64  # rows decoded at once
 BATCH_BYTES = 64 << 20  # bytes decoded at once if rows repeat long values
 READ_BYTES = 1 << 20  # bytes per read; by default pyarrow reads the whole column of a row group
 
 
-def row_groups(path: str) -> int:
-    """The number of row groups in a file. Raises ValueError if it is not parquet."""
-    with _open(path) as file:
+def row_groups(path: str, nbytes: int) -> int:
+    """The number of row groups in a file of `nbytes`. Raises ValueError if it is not parquet."""
+    with _open(path, nbytes) as file:
         return int(file.metadata.num_row_groups)
 
 
@@ -35,13 +36,13 @@ def read_column(
     import pyarrow
 
     most, total = limits.text_bytes(nbytes), 0
-    with _open(path) as file:
+    with _open(path, nbytes) as file:
         kind = _string_type(path, file, column)
         rows = file.metadata.row_group(group).num_rows
         if _declared_bytes(file, group, column) > most:
             raise limits.expansion_error(path, nbytes)
         try:
-            at_once = _rows_at_once(path, group, column)
+            at_once = _rows_at_once(path, nbytes, group, column)
             for batch in file.iter_batches(at_once, row_groups=[group], columns=[column]):
                 # as bytes, because pyarrow returns strings only if they are valid UTF-8
                 values: list[bytes | None] = (
@@ -57,14 +58,15 @@ def read_column(
             raise ValueError(f"{path}: broken parquet: {quoted(error)}") from None
 
 
-def _open(path: str, **options: Any) -> Any:
+def _open(path: str, nbytes: int, **options: Any) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
+    source: Any = open_input(path, nbytes) if is_url(path) else path
     try:
-        return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, **options)
+        return pyarrow.parquet.ParquetFile(source, buffer_size=READ_BYTES, **options)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a parquet file: {quoted(error)}") from None
 
@@ -91,7 +93,7 @@ def _declared_bytes(file: Any, group: int, column: str) -> int:
     return sum(part.total_uncompressed_size for part in parts if part.path_in_schema == column)
 
 
-def _rows_at_once(path: str, group: int, column: str) -> int:
+def _rows_at_once(path: str, nbytes: int, group: int, column: str) -> int:
     """The number of rows of a row group to decode together.
 
     With `read_dictionary`, the first row comes with the whole dictionary page, without repeating
@@ -100,7 +102,7 @@ def _rows_at_once(path: str, group: int, column: str) -> int:
     import pyarrow
     import pyarrow.compute
 
-    with _open(path, read_dictionary=[column]) as file:
+    with _open(path, nbytes, read_dictionary=[column]) as file:
         for batch in file.iter_batches(1, row_groups=[group], columns=[column]):
             values = batch.column(0)
             if pyarrow.types.is_dictionary(values.type):

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
+from coatlm.config.urls import is_url
+from coatlm.remote import Location, RangeReader
+
 BLOCK_BYTES = 1 << 20  # read at once and, for plain text, encoded at once; extended to a line end
 EXPANSION_FLOOR = 64 << 20  # decompressed bytes that are allowed for any compressed file
 MIN_WINDOW = 8 << 20  # zstandard asks every decoder to support this window (RFC 8878, 3.1.1.1.2)
@@ -154,8 +157,15 @@ def open_text_stream(
     path: str, compression: str, nbytes: int, limits: Limits
 ) -> Iterator[TextStream]:
     """Open the text of a file of `nbytes`; `compression` is "", ".gz" or ".zst"."""
-    with open(path, "rb") as raw:
+    with open_input(path, nbytes) as raw:
         yield TextStream(raw, path, compression, nbytes, limits)
+
+
+def open_input(path: str, nbytes: int) -> IO[bytes]:
+    """Open a file, or an object at a URL, of `nbytes`."""
+    if is_url(path):
+        return io.BufferedReader(RangeReader(Location.of(path), nbytes), BLOCK_BYTES)
+    return open(path, "rb")
 
 
 def quoted(message: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from coatlm.config import Config, ConfigError, Model, make_config, override, read_mapping
 from coatlm.config.fields import expand_user
+from coatlm.config.urls import is_url
 from coatlm.files import read_json
 from coatlm.hf.config import read_model
 
@@ -20,8 +21,9 @@ PREFIX = "hf:"  # of checkpoint.resume, before the directory
 
 
 def hf_directory(resume: str) -> Path | None:
-    """The directory that `checkpoint.resume` names as hf:DIR, else None."""
-    return Path(resume.removeprefix(PREFIX)) if resume.startswith(PREFIX) else None
+    """The directory that `checkpoint.resume` names as hf:DIR, else None; hf:// begins a URL."""
+    named = resume.startswith(PREFIX) and not is_url(resume)
+    return Path(resume.removeprefix(PREFIX)) if named else None
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -33,7 +35,7 @@ def completed(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Add the model and the tokenizer of hf:DIR to a mapping that names it; else return a copy."""
     checkpoint = mapping.get("checkpoint")
     resume = checkpoint.get("resume") if isinstance(checkpoint, Mapping) else None
-    if not isinstance(resume, str) or not resume.startswith(PREFIX):
+    if not isinstance(resume, str) or hf_directory(resume) is None:
         return dict(mapping)
     model = mapping.get("model")
     if isinstance(model, Mapping) and model.keys() >= Model.model_fields.keys():

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.dataset import zigzag_positions
+from coatlm.data.context_parallel import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.fp8.softcap import soft_capped
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
-from coatlm.model.loss import linear_cross_entropy
+from coatlm.model.loss import largest_logits, linear_cross_entropy
 from coatlm.model.spec import block_spec
+from coatlm.parallel.cuda_graphs import captures
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.regions import sharded_tensors
 from coatlm.platform import device, has_apex
@@ -48,8 +49,9 @@ class Llama(GPTModel):
     ) -> None:
         super().__init__(config=config, position_embedding_type="none", **kwargs)
         model = run.model
-        self.cos_sin = rotary_tables(run, token_positions(run.data.seq_len, groups)).to(device())
-        self.tp_group = groups.tp
+        self.run, self.groups, self.tp_group = run, groups, groups.tp
+        self.shorter: dict[int, Tensor] = {}
+        self.cos_sin = self._rotary_tables(run.data.seq_len)
         self.embedding_multiplier = model.embedding_multiplier
         if model.scale_embeddings:
             root = torch.tensor(math.sqrt(model.hidden), dtype=config.params_dtype)
@@ -60,14 +62,21 @@ class Llama(GPTModel):
         self.z_loss = run.train.z_loss
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, document_bounds: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        *,
+        predictions: bool = False,
     ) -> Tensor:
         """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None.
 
-        With `document_bounds` [B, n + 1] tokens attend within their document. The samples then lie
-        one behind the other in all hidden states, [B S, 1, H], as attention reads them.
+        With `predictions` it returns fp64 [2, B, S]: the losses, and the vocabulary entry with the
+        largest logit. A sample may be shorter than data.seq_len. With `document_bounds` [B, n + 1]
+        tokens attend within their document. The samples then lie one behind the other in all hidden
+        states, [B S, 1, H], as attention reads them.
         """
-        shape, cos_sin = tokens.shape, self.cos_sin
+        shape, cos_sin = tokens.shape, self.rotary(tokens.shape[1] * self.groups.cp.size())
         if document_bounds is not None:
             tokens, cos_sin = tokens.reshape(1, -1), cos_sin.repeat(1, shape[0], 1)
             labels = None if labels is None else labels.reshape(1, -1)
@@ -100,7 +109,22 @@ class Llama(GPTModel):
             z_loss=self.z_loss if self.training else 0.0,
             cap=self.logits_softcap,
         )
-        return losses.t().view(shape)
+        losses = losses.t().view(shape)
+        if not predictions:
+            return losses
+        largest = largest_logits(hidden, weight, group=group).t().view(shape)
+        return torch.stack((losses.double(), largest.double()))
+
+    def rotary(self, seq_len: int) -> Tensor:
+        """`rotary_tables` of this rank's S tokens of a sample of `seq_len` tokens."""
+        if seq_len == self.cos_sin.shape[1] * self.groups.cp.size():
+            return self.cos_sin
+        if seq_len not in self.shorter:
+            self.shorter[seq_len] = self._rotary_tables(seq_len)
+        return self.shorter[seq_len]
+
+    def _rotary_tables(self, seq_len: int) -> Tensor:
+        return rotary_tables(self.run, token_positions(seq_len, self.groups)).to(device())
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.
@@ -121,7 +145,7 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     """
     transformer = transformer_config(config)
     tensor_parallel.model_parallel_cuda_manual_seed(
-        config.run.seed, use_cudagraphable_rng=config.train.cuda_graphs, force_reset_rng=True
+        config.run.seed, use_cudagraphable_rng=captures(config), force_reset_rng=True
     )
     stages, p = groups.pp.size(), config.parallel
     layers = config.model.layers // (stages * p.vpp)

@@ -346,3 +346,33 @@ def linear_cross_entropy(
         hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss, cap
     )
     return loss_T.view_as(labels_SB)
+
+
+@torch.no_grad()
+def largest_logits(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    *,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The vocabulary entry with the largest logit per token, int64 [S, B].
+
+    Of equal logits, that of the lowest entry counts. The arguments are those of
+    `linear_cross_entropy`, as are the logits.
+    """
+    hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+    chunk = chunk or default_chunk(hidden_TH.shape[0], hidden_TH.dtype)
+    first = 0 if group is None else group.rank() * weight_VH.shape[0]
+    chunks = _chunks(hidden_TH, weight_VH, chunk, shared=True)
+    best = [logits.max(1) for _, logits in chunks]
+    top_NT = torch.stack([values for values, _ in best]).float()
+    entry_NT = torch.stack([first + i * chunk + columns for i, (_, columns) in enumerate(best)])
+    top_T, at_T = top_NT.max(0)
+    entry_T = entry_NT.gather(0, at_T[None])[0]
+    if group is not None:
+        highest_T = top_T.clone()
+        dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=group)
+        entry_T = entry_T.where(top_T == highest_T, torch.iinfo(torch.int64).max)
+        dist.all_reduce(entry_T, dist.ReduceOp.MIN, group=group)
+    return entry_T.view(hidden_SBH.shape[:-1])

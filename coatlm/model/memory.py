@@ -3,6 +3,8 @@
     peak = weights + FP8 weights + gradients + states + activations + max(loss, backward) + buffers
            + graphs
 
+With zero=3 all weights of a rank, as which the model is built before it is sharded, may be more.
+
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
 peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
 activations. With recompute=full the last layer recomputes its activations there; they are part of
@@ -63,12 +65,18 @@ class RankBytes:
     backward: int
     buffers: int
     graphs: int = 0
+    initial: int = 0  # the model as it is built, before anything else of the above exists
 
     @property
     def total(self) -> int:
         """The peak; `loss` is freed before `backward` is allocated, so only the larger counts."""
-        everything = sum(getattr(self, field.name) for field in fields(self))
-        return everything - min(self.loss, self.backward)
+        everything = sum(getattr(self, kind) for kind in self.kinds())
+        return max(everything - min(self.loss, self.backward), self.initial)
+
+    @classmethod
+    def kinds(cls) -> list[str]:
+        """The names of what is allocated at the same time."""
+        return [field.name for field in fields(cls) if field.name != "initial"]
 
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
@@ -82,6 +90,21 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 # --- a pipeline stage ----------------------------------------------------------------------------
 
 
+def weight_bytes(config: Config, count: int, vocab: int, *, stage: int, data_parallel: int) -> int:
+    """Bytes of `count` weights of a stage.
+
+    With zero=3 they are a shard of them and what is gathered at the peak: two layers or, where the
+    stage has the output layer, this and a layer. An FP8 gather also has a layer's codes in flight.
+    """
+    p, ranks = config.parallel, data_parallel * config.parallel.cp
+    if p.zero < 3 or ranks == 1:
+        return count * element_bytes(config)
+    layer = layer_matrices(config.model) // p.tp
+    last = vocab * config.model.hidden // p.tp if stage == p.pp - 1 else 0
+    elements = math.ceil(count / ranks) + layer + max(layer, last)
+    return elements * element_bytes(config) + (layer if p.weight_gather == "fp8" else 0)
+
+
 def fp8_weight_bytes(config: Config) -> int:
     """Bytes of the FP8 copies of a rank's matrices."""
     p, copies = config.parallel, precision_memory(config).weight_copies
@@ -92,7 +115,7 @@ def fp8_weight_bytes(config: Config) -> int:
 def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
     """Bytes of the buffers in which `count` gradients are accumulated and reduced.
 
-    Every rank has all gradients; with zero=2 a shard, the bucket that fills and those in flight.
+    Every rank has all gradients; from zero=2 on a shard, the bucket that fills, those in flight.
     """
     p = config.parallel
     each = 4 if p.main_grads == "fp32" else 2
@@ -229,7 +252,7 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
 
     `microbatch`: bytes of activations and temporaries at the peak of a microbatch.
     """
-    if not config.train.cuda_graphs:
+    if not config.cuda_graphs:
         return 0
     reduces = data_parallel * config.parallel.cp > 1
     eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
@@ -259,7 +282,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     loss = loss_bytes(config, vocab) if stage == p.pp - 1 else 0
     backward = backward_bytes(config)
     return RankBytes(
-        weights=count * element_bytes(config),
+        weights=weight_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
         fp8_weights=fp8_weight_bytes(config),
         main_grads=main_grad_bytes(config, count, data_parallel),
         optim_states=optim_state_bytes(config, count, data_parallel),
@@ -268,6 +291,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
         backward=backward,
         buffers=buffer_bytes(config),
         graphs=graph_bytes(config, data_parallel, activations + max(loss, backward)),
+        initial=count * element_bytes(config),
     )
 
 

@@ -19,12 +19,15 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from coatlm.config import Config
 from coatlm.parallel.flat_model import FlatModel
+from coatlm.parallel.weight_gather import WeightGather
+from coatlm.platform import device
 
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; document_bounds [B, n + 1] or None
 
@@ -45,6 +48,17 @@ class CapturedMicrobatch:
     sent: Counter[tuple[str, str]]
 
 
+def captures(config: Config) -> bool:
+    """Whether microbatches run as CUDA graphs on this device.
+
+    Raises ValueError for train.cuda_graphs=true without a GPU; auto then means false.
+    """
+    on_gpu = device().type == "cuda"
+    if config.train.cuda_graphs is True and not on_gpu:
+        raise ValueError("train.cuda_graphs=true needs a GPU: use auto or false")
+    return config.cuda_graphs and on_gpu
+
+
 class MicrobatchGraphs:
     """Runs microbatches as CUDA graphs; see the module's docstring.
 
@@ -55,7 +69,8 @@ class MicrobatchGraphs:
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
-        model.weights.in_forward = model.weights.enabled and model.weights.overlap
+        self.weights = cast(WeightGather, model.weights)  # zero=3 has no fixed addresses
+        self.weights.in_forward = self.weights.enabled and self.weights.overlap
         self.paused = self.observed = False
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
@@ -71,9 +86,9 @@ class MicrobatchGraphs:
         if self._outgrown(inputs):
             self.reset()
         kind = MicrobatchKind(first, last and model.group.size() > 1)
-        if first and model.weights.in_forward:
+        if first and self.weights.in_forward:
             # also after an evaluation has gathered: the graph gathers again
-            model.weights.due = True
+            self.weights.due = True
         with nullcontext() if kind.reduces else model.no_sync():
             eager = self.paused or (first and self.observed)
             if eager or kind not in self.warm:
@@ -116,7 +131,7 @@ class MicrobatchGraphs:
                 value.copy_(inputs[name])
         captured.graph.replay()
         if kind.first:
-            self.model.weights.mark_replayed()
+            self.weights.mark_replayed()
         self.model.grads.mark_replayed(stale=kind.first, reduced=kind.reduces)
         self.model.traffic.sent.update(captured.sent)
         return captured.loss.clone()

@@ -17,8 +17,8 @@ from coatlm.config import Config, ConfigError, RopeScaling, dotted
 from coatlm.data.identity import SourceIdentity, describe_identity
 from coatlm.train.checkpoint import CheckpointError
 
-# keys whose change is not reported: names, paths, logging and checkpointing
-SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "checkpoint.", "log.")
+# keys whose change is not reported: names, paths, tasks, logging and checkpointing
+SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "eval.", "checkpoint.", "log.")
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
 # a change of these is refused, as of the data and the tokenizer
 FIXED = ("data.split", "data.packing", "run.seed", "optim.recipe")

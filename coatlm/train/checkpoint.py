@@ -8,9 +8,12 @@ of their own:
     rank 0            | create a directory       |                        | manifest, rename, prune
                       save() returns
 
+With `upload`, the thread then copies the files to a URL: see `remote_checkpoint`.
+
 If any rank fails, the next `poll` or `wait` raises the error on every rank, the temporary directory
 is removed, and earlier checkpoints stay. A process that is killed leaves a temporary directory,
-which the next start removes. The writer is a thread, so no process outlives the run.
+which the next start removes. An upload that fails is a warning, and the next checkpoint is uploaded
+again. The writer is a thread, so no process outlives the run.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from coatlm.console import in_bytes
 from coatlm.megatron import ShardedTensor, is_main_replica
+from coatlm.remote import Location
 from coatlm.train.agreement import Group, together
 from coatlm.train.find_checkpoint import (
     CHECKPOINTS,
@@ -56,6 +60,7 @@ from coatlm.train.manifest import (
     write_file,
     write_manifest,
 )
+from coatlm.train.remote_checkpoint import upload_checkpoint
 from coatlm.train.reports import error_line
 from coatlm.train.shards import (
     load,
@@ -100,6 +105,7 @@ class Checkpointer:
     `group` is a gloo group over all ranks for this use only; None means a single process. All
     ranks construct it and call `save` at the same steps. The constructor removes what a killed run
     left behind, so only one run may write to a directory; it raises CheckpointError if it cannot.
+    Finished checkpoints are copied to the URL `upload`.
     `before_commit` is called on rank 0 before a checkpoint is renamed to its final name; it may
     raise.
     """
@@ -110,6 +116,7 @@ class Checkpointer:
         *,
         keep: int,
         async_save: bool,
+        upload: str | None = None,
         group: Group | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -118,6 +125,7 @@ class Checkpointer:
         self._directory, self._keep, self._async, self._group = directory, keep, async_save, group
         self._rank = 0 if group is None else group.rank()
         self._before_commit = before_commit
+        self._upload = None if upload is None else Location.of(upload)
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._saved: Saved | None = None
@@ -194,6 +202,8 @@ class Checkpointer:
             together(lambda: self._commit(temporary, step, files), self._group)
             written = sum(file.bytes for file in files.values())
             self._saved = Saved(step_name(step), written, time.monotonic() - begin)
+            if self._upload is not None:
+                self._copy_to(self._upload / step_name(step), parts[self._rank])
         except Exception as error:  # of any type, as an exception in a thread would be lost
             if self._rank == 0:  # another rank could delete what rank 0 is about to rename
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -201,6 +211,18 @@ class Checkpointer:
             lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
             self._error = LostPeerError(message) if lost else CheckpointError(message)
             self._error.__cause__ = error
+
+    def _copy_to(self, target: Location, files: Iterable[str]) -> None:
+        """Upload the checkpoint of a step; a failure, which leaves it whole here, is logged."""
+        begin = time.monotonic()
+        try:
+            upload_checkpoint(self._directory / target.name, files, target, self._group)
+        except CheckpointError as error:  # on all ranks
+            if self._rank == 0:
+                logger.warning("%s was not uploaded: %s", target.url, error)
+        else:
+            if self._rank == 0:
+                logger.info("uploaded %s in %.1f s", target.url, time.monotonic() - begin)
 
     def _begin(self, temporary: Path, copied: torch.cuda.Event | None, state: str) -> None:
         if copied is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.config import Config, ConfigError, make_config
+from coatlm.config.urls import is_url
 from coatlm.files import check_regular
 from coatlm.train.agreement import Group, together
 from coatlm.train.manifest import (
@@ -25,6 +26,7 @@ from coatlm.train.manifest import (
     step_name,
     verify,
 )
+from coatlm.train.remote_checkpoint import remote_candidates
 from coatlm.train.reports import error_line
 
 REMOVED = ("tp_comm",)  # keys of `parallel` in older checkpoints, ignored: they changed no result
@@ -84,15 +86,18 @@ def named_checkpoint(path: Path, log: logging.Logger) -> Path:
 
 
 def check_resume(resume: str, directory: Path) -> None:
-    """Raise ConfigError if `resume` is a path without a checkpoint.
+    """Raise ConfigError if `resume` is a path or a URL without a checkpoint.
 
-    The path is not needed, and not checked, if the run already has checkpoints in `directory`.
+    It is not needed, and not checked, if the run already has checkpoints in `directory`.
     """
     if resume in ("auto", "none") or newest_first(directory):
         return
     try:
-        _candidates(resume, directory, None)
-    except (CheckpointError, OSError) as error:
+        if is_url(resume):
+            remote_candidates(resume)
+        else:
+            _candidates(resume, directory, None)
+    except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(f"checkpoint.resume={resume}: {error_line(error)}") from error
 
 

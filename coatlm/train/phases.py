@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 import torch
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config, ConfigError, Eval
 from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
+from coatlm.model.memory import GIB
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
@@ -16,6 +20,7 @@ from coatlm.train.agreement import Peers
 from coatlm.train.faults import FLIGHT
 from coatlm.train.hf_weights import check_huggingface
 from coatlm.train.manifest import newest_first
+from coatlm.train.remote_checkpoint import check_upload, discard_downloads
 from coatlm.train.resume import Origin, archive_attempt
 from coatlm.train.run_directory import read_environment, write_config, write_environment
 from coatlm.train.setup import (
@@ -27,6 +32,9 @@ from coatlm.train.setup import (
     start_processes,
 )
 from coatlm.train.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from coatlm.train.harness import Tasks
 
 
 def join(config: Config, launch: Launch) -> Peers:
@@ -44,14 +52,33 @@ def join(config: Config, launch: Launch) -> Peers:
 
 
 def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
-    """Check the trackers and checkpoint.resume, on rank 0. Raises ConfigError."""
+    """Check the trackers and the section checkpoint, on rank 0. Raises ConfigError."""
     check_trackers(config.log)
+    if config.checkpoint.upload is not None:
+        check_upload(config.checkpoint.upload)
     directory = config.run.dir / checkpoint.CHECKPOINTS
     source = hf_directory(config.checkpoint.resume)
     if source is None:
         checkpoint.check_resume(config.checkpoint.resume, directory)
     elif not newest_first(directory):
         check_huggingface(source, config, tokenizer, vocab)
+
+
+def open_tasks(options: Eval, tokenizer: Tokenizer, seq_len: int) -> Tasks | None:
+    """Load eval.tasks; None without any. Raises ValueError as `harness.Tasks` does.
+
+    `seq_len` is the longest text in tokens that the model is given at once.
+    """
+    if not options.tasks:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"eval.tasks={list(options.tasks)} needs the package lm_eval: "
+            "pip install 'coatlm[eval]'"
+        )
+    from coatlm.train.harness import Tasks  # imports lm_eval, which takes seconds
+
+    return Tasks(options, tokenizer, seq_len=seq_len)
 
 
 def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
@@ -74,13 +101,26 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
     check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
 
 
+def named_memory(launch: Launch) -> str | None:
+    """The memory and the name of this process's GPU; None on a CPU, for which no plan is made."""
+    gpu = choose_gpu(launch)
+    if gpu is None:
+        return None
+    memory, owner = device_memory(gpu, launch.local_size)
+    return f"the {memory / GIB:.1f} GiB of {owner}"
+
+
 def begun_by(config: Config, launch: Launch) -> bool:
     """Whether an earlier start of the same job has written env.json, in `write_description`."""
     return launch.restarted and read_environment(config.run.dir).get("job") == launch.job
 
 
 def write_description(config: Config, launch: Launch, origin: Origin) -> None:
-    """Move away files of an earlier attempt, then write config.yaml and env.json."""
+    """Move away files of an earlier attempt, then write config.yaml and env.json.
+
+    Every rank has resumed, so a checkpoint that was downloaded for that is removed.
+    """
+    discard_downloads(config.run.dir)
     archive_attempt(config, origin)
     write_config(config.run.dir, config)
     write_environment(config.run.dir, device_name=device_name(), job=launch.job)

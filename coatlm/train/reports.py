@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from coatlm.config import ConfigError
 from coatlm.config.errors import shortened
-from coatlm.data.cache import CacheFullError
-from coatlm.data.checksums import DatasetError
+from coatlm.data.checksums import CacheFullError, DatasetError
+from coatlm.remote import RemoteError
 from coatlm.train.faults import ExitCode, NonFiniteError
 from coatlm.train.manifest import CheckpointError, LostPeerError
 
@@ -46,7 +46,10 @@ class AgreedError(Exception):
 
 
 # errors whose messages need no type name in front
-OURS = (ConfigError, DatasetError, CacheFullError, CheckpointError, NonFiniteError, AgreedError)
+OURS = (
+    *(ConfigError, DatasetError, CacheFullError, RemoteError, CheckpointError, NonFiniteError),
+    AgreedError,
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def exit_code(error: BaseException) -> int:
         return ExitCode.NONFINITE
     if isinstance(error, LostPeerError):
         return UNEXPECTED
-    if isinstance(error, CheckpointError | CacheFullError):
+    if isinstance(error, CheckpointError | CacheFullError | RemoteError):
         return ExitCode.CHECKPOINT
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return ExitCode.CHECKPOINT

@@ -4,7 +4,7 @@ A start resumes from
 
     1. the newest intact checkpoint of the run   unless checkpoint.resume is `none`, or the PATH of
                                                  an earlier checkpoint of the run to go back to
-    2. checkpoint.resume=PATH or hf:DIR          if the run has no checkpoint
+    2. checkpoint.resume=PATH, URL or hf:DIR     if the run has no checkpoint
     3. newly initialized weights
 
 So the command that started a run also continues it, in a requeued job or when a launcher repeats it
@@ -24,6 +24,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from coatlm.config import Config, ConfigError, Optim
+from coatlm.config.urls import is_url
 from coatlm.data.identity import SourceIdentity
 from coatlm.hf.run_config import hf_directory
 from coatlm.optim.convert import convert_states_, optimizer_on_host
@@ -33,6 +34,7 @@ from coatlm.train.changes import changed_keys, check_changes, check_same_model
 from coatlm.train.faults import NonFiniteGuard
 from coatlm.train.guard import restore_guard
 from coatlm.train.hf_weights import load_huggingface
+from coatlm.train.remote_checkpoint import DOWNLOADS, download_checkpoint
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 
@@ -123,6 +125,9 @@ def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Orig
             return Origin(None)
         if (source := hf_directory(request)) is not None:
             return Origin(None, huggingface=source)
+        if is_url(request):
+            downloads = config.run.dir / DOWNLOADS
+            return Origin(download_checkpoint(request, downloads, logger, group))
         return Origin(checkpoint.find_checkpoint(request, directory, logger, group))
     if request in ("auto", "none"):
         return Origin(own, own=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import dataset
+from coatlm.data import context_parallel, dataset
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
@@ -32,7 +32,7 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
-from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, captures
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
 from coatlm.parallel.flat_model import FlatModel
@@ -59,9 +59,7 @@ class Trainer:
         config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
-        cuda_graphs = config.train.cuda_graphs
-        if cuda_graphs and device().type != "cuda":
-            raise ValueError("train.cuda_graphs=true needs a GPU")
+        cuda_graphs = captures(config)
         self.traffic = Traffic()
         # the last step's bytes over tp and cp: computed when they are logged, not in every step
         self.model_traffic: Callable[[], Traffic] = Traffic
@@ -244,7 +242,7 @@ class Trainer:
     def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
         cp = self.groups.cp
-        return [{**dataset.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
+        return [{**context_parallel.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 
     def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(

@@ -37,10 +37,12 @@ def test_the_largest_number_that_divides_the_batch_is_started(
 
 
 @pytest.mark.parametrize("path", shipped().values(), ids=lambda path: path.stem)
-def test_every_shipped_configuration_uses_all_of_eight_gpus(path: Path) -> None:
-    processes, overrides = fit([str(path)], 8)
-    assert processes == 8
-    load_config(path, overrides).data_parallel_size(8)
+def test_every_shipped_configuration_uses_all_of_eight_gpus_or_of_more_nodes(path: Path) -> None:
+    p = load_config(path).parallel
+    gpus = max(8, p.tp * p.pp * p.cp)
+    processes, overrides = fit([str(path)], gpus)
+    assert processes == gpus
+    load_config(path, overrides).data_parallel_size(gpus)
 
 
 def test_overrides_count(config: str) -> None:
@@ -68,6 +70,12 @@ def test_one_gpu_or_none_needs_no_torchrun(config: str) -> None:
     assert PRETRAIN.is_file()
     for gpus in (0, 1):
         assert command([config], gpus) == [sys.executable, str(PRETRAIN), config]
+
+
+@pytest.mark.parametrize("preset", [["--preset", "fp8"], ["--preset=fp8"], ["preset=fp8"]])
+def test_a_preset_is_no_reason_to_start_one_process(config: str, preset: list[str]) -> None:
+    line = command([config, *preset], 8)
+    assert line[3:] == [*line[3:5], config, *preset, "train.micro_batch=2"]
 
 
 def test_several_gpus_are_started_by_torchrun(config: str) -> None:

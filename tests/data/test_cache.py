@@ -19,8 +19,8 @@ import pytest
 from coatlm.config import Data
 from coatlm.data import cache
 from coatlm.data import shards as shards_module
-from coatlm.data.cache import CacheFullError, open_text_dataset, prepare_text
-from coatlm.data.checksums import DatasetError
+from coatlm.data.cache import open_text_dataset, prepare_text
+from coatlm.data.checksums import CacheFullError, DatasetError
 from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import ByteTokenizer
 

@@ -23,15 +23,14 @@ from coatlm import megatron_hook
 from coatlm.config import Data, DataSource
 from coatlm.data import checksums, indexed
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
+from coatlm.data.context_parallel import cp_slice, zigzag_positions
 from coatlm.data.dataset import (
     BatchIterator,
     Dataset,
     Microbatch,
-    cp_slice,
     document_bounds,
     microbatches,
     open_datasets,
-    zigzag_positions,
 )
 from coatlm.data.indexed import open_indexed
 from coatlm.data.order import PERIOD, Blend, Stream, shuffled, split_bounds
@@ -286,7 +285,7 @@ def test_reads_that_cross_blocks_are_what_was_written(
         zlib.crc32(raw[at : at + size]) for at in range(0, len(raw), size)
     ]
     path = copy.with_suffix(".bin")
-    file = CheckedFile(path, io.FileIO(path), len(raw), sums.array())
+    file = CheckedFile(path, len(raw), sums.array(), io.FileIO(path))
     for begin, end in [(0, 0), (0, 1), (5, 200), (63, 65), (len(raw) - 3, len(raw)), (0, len(raw))]:
         assert file.read(begin, end) == raw[begin:end]
     assert sum(file.verify(workers=2)) == len(raw)

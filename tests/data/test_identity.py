@@ -30,7 +30,7 @@ def indexed(
     ids = np.array(tokens, np.uint16)
     checksums = None if sums is None else np.array(sums, np.uint32)
     null = Path(os.devnull)
-    file = CheckedFile(null, io.FileIO(null), ids.nbytes, checksums)
+    file = CheckedFile(null, ids.nbytes, checksums, io.FileIO(null))
     return Indexed(name, ids, np.array(bounds, np.int64), file, BYTE, lambda: None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config import make_config
-from coatlm.data.dataset import zigzag_positions
+from coatlm.data.context_parallel import zigzag_positions
 from coatlm.fp8.document_attention import document_attention
 from coatlm.model import attention
 from coatlm.parallel.groups import make_groups, release_groups

@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coatlm.model import loss as loss_module
-from coatlm.model.loss import cross_entropy_ref, default_chunk, linear_cross_entropy
+from coatlm.model.loss import (
+    cross_entropy_ref,
+    default_chunk,
+    largest_logits,
+    linear_cross_entropy,
+)
 from tests.distributed import run_ranks
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
@@ -150,6 +155,19 @@ def test_bf16_gradients_do_not_depend_on_the_chunks() -> None:
     for whole, chunked in zip(*results, strict=True):
         assert whole.dtype == torch.bfloat16
         assert relative(chunked, whole) < 2**-10
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, V])
+def test_the_largest_logit_is_that_of_all_chunks_and_of_equal_ones_the_first(
+    chunk: int | None,
+) -> None:
+    hidden, weight, *_ = tensors()
+    expected = (hidden @ weight.t()).argmax(-1)
+    assert torch.equal(largest_logits(hidden, weight, chunk=chunk), expected)
+    at = [3, 9, 50]
+    equal = torch.zeros_like(weight).index_fill_(0, torch.tensor(at), 1.0)
+    found = largest_logits(hidden.detach().abs(), equal, chunk=chunk)
+    assert found.shape == (S, B) and (found == 3).all()
 
 
 def test_label_minus_100_has_zero_loss_and_no_gradient() -> None:

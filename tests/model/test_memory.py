@@ -18,11 +18,18 @@ from coatlm.fp8 import document_attention
 from coatlm.fp8.attention import SavedInFp8
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
+from coatlm.model.accounting import parameters
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.optim.recipes import RECIPES
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import MicrobatchGraphs
 from tests.model.shapes import DATA, LLAMA2_7B, OLMO2, TINY, config
+
+COAT: dict[str, Any] = {"precision": {"recipe": "coat"}}
+LARGE: dict[str, dict[str, Any]] = {  # Llama's 13B and 30B
+    "13B": {"layers": 40, "hidden": 5120, "heads": 40, "kv_heads": 40, "ffn": 13824},
+    "30B": {"layers": 60, "hidden": 6656, "heads": 52, "kv_heads": 52, "ffn": 17920},
+}
 
 
 def tensors_in(saved: Any) -> list[Tensor]:
@@ -266,6 +273,63 @@ def test_stage_2_has_a_shard_of_the_gradients_and_three_buckets() -> None:
     assert mem.main_grad_bytes(halved, 9600, 4) == (2400 + 300) * 2
     one = config(parallel={"zero": 1})
     assert mem.main_grad_bytes(one, 9600, 4) == 9600 * 4
+
+
+def test_stage_3_has_a_shard_of_the_weights_and_two_units() -> None:
+    def held(vocab: int, stage: int, data_parallel: int, **parallel: Any) -> int:
+        sizes = {"vocab": vocab, "ffn": 64}
+        c = config(sizes, parallel={"zero": 3, "pp": 2} | parallel, **COAT)
+        where = {"stage": stage, "data_parallel": data_parallel}
+        return mem.weight_bytes(c, 96000, vocab, **where)
+
+    layer = 32 * (64 + 2 * 32) + 64 * 32 + 3 * 32 * 64
+    assert held(256, 0, 4) == 2 * (24000 + 2 * layer)
+    assert held(256, 1, 4) == 2 * (24000 + layer + max(layer, 256 * 32))
+    assert held(2560, 0, 4) == 2 * (24000 + 2 * layer)
+    assert held(2560, 1, 4) == 2 * (24000 + layer + 2560 * 32)
+    assert held(2560, 1, 4, tp=2) == 2 * 24000 + layer + 2560 * 32
+    assert held(256, 0, 2, cp=2, weight_gather="fp8") == 2 * (24000 + 2 * layer) + layer
+    assert held(256, 0, 1) == held(256, 0, 4, zero=2) == 2 * 96000
+    two, three = (config(parallel={"zero": n, "bucket_size": 100}) for n in (2, 3))
+    assert mem.main_grad_bytes(two, 9600, 4) == mem.main_grad_bytes(three, 9600, 4)
+    assert mem.optim_state_bytes(two, 9600, 4) == mem.optim_state_bytes(three, 9600, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "gib", "main_grads", "micro_batch", "whole"),
+    [
+        ("13B", 8, 74, "bf16", 4, 1),
+        ("13B", 2, 131, "fp32", 4, 2),
+        ("30B", 8, 74, "bf16", 1, 0),
+    ],
+)
+def test_stage_3_fits_larger_microbatches_and_models(
+    name: str, ranks: int, gib: int, main_grads: str, micro_batch: int, whole: int
+) -> None:
+    """GPUs of 80 and 141 GB less 6 GiB or so; `whole` is the microbatch that fits with zero=1."""
+    found = [
+        mem.largest_micro_batch(
+            config(
+                {**LARGE[name], "head_dim": 128},
+                seq_len=4096,
+                parallel={"zero": zero, "main_grads": main_grads},
+                precision={"recipe": "coat-lean"},
+                optim={"recipe": "coat-lean"},
+                train={"micro_batch": 1, "global_batch": 64},
+            ),
+            32000,
+            ranks,
+            gib * mem.GIB,
+        )
+        for zero in (3, 1)
+    ]
+    assert found == [micro_batch, whole]
+
+
+def test_a_run_needs_the_whole_model_before_it_is_sharded() -> None:
+    c = config({**LARGE["30B"], "vocab": 32000}, parallel={"zero": 3})
+    rank = mem.rank_bytes(c, 32000, stage=0, data_parallel=64)
+    assert rank.total == rank.initial == 2 * parameters(c.model, 32000)
 
 
 @pytest.mark.parametrize("vpp", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""Static inputs of CUDA graphs whose document bounds have different widths, without a GPU."""
+"""CUDA graphs without a GPU: whether they are captured, and inputs of different widths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.config import make_config
+from coatlm.parallel import cuda_graphs
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, MicrobatchKind
 
@@ -70,3 +72,26 @@ def test_narrow_bounds_fill_the_static_ones_and_wide_ones_capture_again(graphs: 
     assert run(graphs, *wide) == [("reset", None), ("eager", [[*wide]])]
     assert [what for what, _ in run(graphs, *wide)] == ["capture", "replay"]
     assert run(graphs, 0, 4, LENGTH) == [("replay", [[0, 4, LENGTH, LENGTH, LENGTH]])]
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "found"),
+    [
+        ("cuda", True, True),
+        ("cuda", "auto", True),
+        ("cuda", False, False),
+        ("cpu", "auto", False),
+        ("cpu", False, False),
+    ],
+)
+def test_auto_captures_on_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: bool | str, found: bool
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "device", lambda: torch.device(device))
+    assert cuda_graphs.captures(make_config({"train": {"cuda_graphs": asked}})) is found
+
+
+def test_graphs_that_are_asked_for_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "device", lambda: torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"train.cuda_graphs=true needs a GPU"):
+        cuda_graphs.captures(make_config({"train": {"cuda_graphs": True}}))

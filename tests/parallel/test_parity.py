@@ -25,6 +25,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2": {"zero": 0},
         "dp2 zero1": {"zero": 1},
         "dp2 zero1, no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "dp2 zero3": {"zero": 3},
         "cp2": {"cp": 2},
     },
     4: {
@@ -33,6 +34,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 cp2": {"tp": 2, "cp": 2, "sequence_parallel": True},
         "pp2 dp2": {"pp": 2, "zero": 0},
         "pp2 vpp2 dp2 zero1": {"pp": 2, "vpp": 2},
+        "tp2 cp2 zero3": {"tp": 2, "cp": 2, "zero": 3},
     },
 }
 VARIANTS: dict[str, dict[str, Any]] = {

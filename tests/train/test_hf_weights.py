@@ -46,6 +46,7 @@ RUNS = {  # name -> (processes, model, parallel and model.vocab)
     "pp2": (2, "tied", {}),
     "pp2 vpp2": (2, "biased", {}),
     "dp2 zero1": (2, "tied", {"parallel": {"zero": 2}}),
+    "dp2 zero3": (2, "biased", {}),
     "tp2 pp2": (4, "tied", {}),
     "tp2 dp2 zero1": (4, "biased", {}),
     **{f"granite {n}": (ranks, "granite", {}) for n, ranks in (("single", 1), ("tp2 pp2", 4))},

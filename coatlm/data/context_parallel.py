@@ -1,0 +1,33 @@
+"""Microbatches under context parallelism: the positions of each rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coatlm.data.dataset import Microbatch
+
+
+def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
+    """The positions [seq_len / cp_size] of a context-parallel rank: chunks r and 2n-1-r of 2n.
+
+    A causal query attends to all earlier positions; an early and a late chunk balance the work.
+    """
+    if seq_len % (2 * cp_size):
+        raise ValueError(f"seq_len={seq_len} is not a multiple of 2*cp_size={2 * cp_size}")
+    chunks = torch.arange(seq_len).view(2 * cp_size, -1)
+    return torch.cat((chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]))
+
+
+def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
+    """Shard a microbatch over context-parallel ranks, all but its document_bounds."""
+    if cp_size == 1:
+        return batch
+    tokens = batch["tokens"]
+    at = zigzag_positions(tokens.shape[1], cp_rank, cp_size).to(tokens.device, non_blocking=True)
+    return Microbatch(
+        tokens=tokens.index_select(1, at),
+        labels=batch["labels"].index_select(1, at),
+        loss_mask=batch["loss_mask"].index_select(1, at),
+        document_bounds=batch["document_bounds"],
+    )

@@ -1,0 +1,177 @@
+"""Checkpoints at URLs: downloaded before a run resumes from one, uploaded once they are finished.
+
+    URL/step_00000050/__0_0.distcp  .metadata  ...  state.json     as in checkpoints/
+    URL/step_00000050/manifest.json                                the last to be uploaded
+    RUN/downloads/step_00000050/                                   until the run has resumed
+
+A directory without manifest.json is no checkpoint, so an upload that was cut off is never taken for
+one. The ranks divide the files among them, in both directions: together they transfer each byte
+once, since run.dir is shared by all of them. Every downloaded file is compared with its SHA-256 in
+the manifest. A download that was interrupted goes on with the files that are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from coatlm.config import ConfigError
+from coatlm.console import progress
+from coatlm.remote import Location, RemoteError
+from coatlm.train.agreement import Group, together
+from coatlm.train.manifest import (
+    MANIFEST,
+    STEP,
+    CheckpointError,
+    File,
+    read_checkpoint_manifest,
+    sha256,
+    write_file,
+)
+
+DOWNLOADS = "downloads"  # in a run directory
+TRIES = 2  # downloads of a file whose checksum differs
+LARGEST_MANIFEST = 1 << 28  # bytes; a file of a checkpoint takes about 100
+
+
+def remote_candidates(url: str) -> list[str]:
+    """The URL of a checkpoint, or those of a directory's or run's checkpoints, newest first.
+
+    Raises CheckpointError if there are none, and RemoteError.
+    """
+    at = Location.of(url)
+    if (at / MANIFEST).exists():
+        return [url]
+    for directory in (at, at / "checkpoints"):
+        steps = [directory / name for name in directory.names() if STEP.fullmatch(name)]
+        whole = [(_serial(step), step.url) for step in steps if (step / MANIFEST).exists()]
+        if whole:
+            return [step for _, step in sorted(whole, reverse=True)]
+    raise CheckpointError(f"{url} holds no checkpoint (no step_*/{MANIFEST})")
+
+
+def download_checkpoint(
+    url: str, downloads: Path, log: logging.Logger, group: Group | None = None
+) -> Path:
+    """Download the newest intact checkpoint at `url` to `downloads`, and return its directory.
+
+    All ranks of a gloo `group` call it, and share `downloads`. Newer checkpoints that are damaged
+    are skipped with a warning on `log`. Raises CheckpointError if none is intact, or one cannot be
+    read.
+    """
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    candidates = together(lambda: remote_candidates(url) if rank == 0 else [], group)[0]
+    broken: list[str] = []
+    for candidate in candidates:
+        name = Location.of(candidate).name
+        directory = downloads / (name if STEP.fullmatch(name) else "checkpoint")
+        together(partial(_begin, candidate, directory) if rank == 0 else lambda: None, group)
+        shares = together(partial(_fetch, candidate, directory, rank, world), group)
+        problems = [problem for share in shares for problem in share]
+        if not problems:
+            for problem in broken if rank == 0 else ():
+                log.warning("damaged checkpoint skipped: %s", problem)
+            if rank == 0:
+                log.info("downloaded %s to %s", candidate, directory)
+            return directory
+        broken.append(problems[0])
+    raise CheckpointError(f"no intact checkpoint: {'; '.join(broken)}")
+
+
+def discard_downloads(run_dir: Path) -> None:
+    """Remove what `download_checkpoint` wrote, once the run has resumed."""
+    shutil.rmtree(run_dir / DOWNLOADS, ignore_errors=True)
+
+
+def check_upload(url: str) -> None:
+    """Raise ConfigError unless objects can be written at `url`."""
+    try:
+        probe = Location.of(url) / ".writable"
+        probe.write(b"")
+        with contextlib.suppress(RemoteError):  # whoever may write need not be allowed to remove
+            probe.remove()
+    except ValueError as error:
+        raise ConfigError(f"checkpoint.upload={url}: {error}") from error
+
+
+def upload_checkpoint(
+    checkpoint: Path, files: Iterable[str], target: Location, group: Group | None = None
+) -> None:
+    """Upload `files`, which this rank wrote, and on rank 0 at last the manifest of a checkpoint.
+
+    An older checkpoint at `target` loses its manifest first. All ranks of a gloo `group` call it.
+    Raises CheckpointError on all of them if any fails.
+    """
+    first = group is None or group.rank() == 0
+    manifest = target / MANIFEST
+    together(lambda: manifest.remove() if first else None, group)
+    together(lambda: [(target / name).upload(checkpoint / name) for name in files], group)
+    together(lambda: manifest.upload(checkpoint / MANIFEST) if first else None, group)
+
+
+def _serial(checkpoint: Location) -> float:
+    """The number of a checkpoint in the order of writing; a damaged manifest comes first."""
+    try:
+        return float(json.loads(_manifest(checkpoint))["serial"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        if isinstance(error, RemoteError):
+            raise
+        return float("inf")
+
+
+def _manifest(checkpoint: Location) -> bytes:
+    at = checkpoint / MANIFEST
+    if (nbytes := at.info().nbytes) > LARGEST_MANIFEST:
+        raise RemoteError(f"{at.url}: {nbytes} bytes, at most {LARGEST_MANIFEST}")
+    return b"".join(at.pieces(nbytes))
+
+
+def _begin(url: str, directory: Path) -> None:
+    """Write the manifest to `directory`, and remove downloads of other checkpoints beside it."""
+    for other in directory.parent.iterdir() if directory.parent.is_dir() else ():
+        if other != directory:
+            shutil.rmtree(other)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(directory / MANIFEST, _manifest(Location.of(url)))
+
+
+def _fetch(url: str, directory: Path, rank: int, world: int) -> list[str]:
+    """Download every `world`-th file from the `rank`-th on; returns one line per damaged file."""
+    try:
+        manifest = read_checkpoint_manifest(directory)
+    except CheckpointError as error:
+        return [f"{url}: {error}"]
+    share = sorted(manifest.files.items())[rank::world]
+    at, problems = Location.of(url), []
+    total = sum(file.bytes for _, file in share)
+    with progress(f"downloading {url}", total, show=rank == 0) as advance:
+        for name, file in share:
+            path = directory / name
+            here = path.is_file() and path.stat().st_size == file.bytes
+            if not (here and sha256(path) == file.sha256):
+                problems += _fetch_file(at / name, path, file)
+            advance(file.bytes)
+    return problems
+
+
+def _fetch_file(at: Location, path: Path, file: File) -> list[str]:
+    """Download a file; returns a line if it is damaged at its URL."""
+    found = at.info().nbytes if at.exists() else None
+    if found != file.bytes:
+        stored = "is missing" if found is None else f"has {found} bytes"
+        return [f"{at.url} {stored}, {file.bytes} were written"]
+    for _ in range(TRIES):
+        digest = hashlib.sha256()
+        with path.open("wb") as target:
+            for piece in at.pieces(file.bytes):
+                digest.update(piece)
+                target.write(piece)
+        if digest.hexdigest() == file.sha256:
+            return []
+    return [f"{at.url} is damaged: its checksum differs"]
