@@ -238,8 +238,8 @@ def _check_types(raw: Mapping[str, Any]) -> None:
     ] = []  # name, value, whether it is right, what it must be
     for name in COUNTS:
         value = raw.get(name)
-        right = value is None or (type(value) is int and value >= 0)
-        wanted.append((name, value, right, "a whole number"))
+        right = value is None or (type(value) is int and 0 <= value < 2**63)
+        wanted.append((name, value, right, "a whole number below 2^63"))
     for name in ("rope_scaling", "rope_parameters"):
         inner = raw["model_type"] in NESTED and name == "rope_parameters"
         wanted += _rotary_types(name, raw.get(name), (FULL, SLIDING) if inner else ())

@@ -23,6 +23,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"residual_multiplier": 0.5}, "residual_multiplier=0.5 is not known"),
     ({"model_type": "gemma2", "hidden_act": "silu"}, "hidden_act='silu' of gemma2: only 'gelu_"),
     ({"model_type": "gemma2", "use_bidirectional_attention": True}, "attention=True of gemma2"),
+    (
+        {"model_type": "gemma2", "query_pre_attn_scalar": 10**400},
+        "000: must be a whole number below 2^63",
+    ),
     ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: must be at"),
     (
         {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
