@@ -77,11 +77,12 @@ def typed(argv: Sequence[str], environment: Mapping[str, str]) -> list[str]:
 def launches(words: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether `coatlm train` starts the ranks, and is not one of them, started by torchrun or srun.
 
-    A command line with an option does not train.
+    A command line with another option than --preset does not train.
     """
     is_rank = {"RANK", "WORLD_SIZE"} & environment.keys()
     is_task = {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys()
-    asks = not words or any(word.startswith("-") for word in words)
+    options = [word for word in words if word.startswith("-")]
+    asks = not words or any(not option.startswith("--preset") for option in options)
     return not (is_rank or is_task or asks or "_ARGCOMPLETE" in environment)
 
 

@@ -132,7 +132,7 @@ def test_a_shell_completes(installed: Path, tmp_path: Path, line: str, expected:
 
 
 def test_a_rank_of_torchrun_or_srun_trains_and_launches_nothing() -> None:
-    assert launches(["quickstart"], {})
+    assert launches(["quickstart"], {}) and launches(["quickstart", "--preset", "bf16"], {})
     assert launches(["quickstart"], {"SLURM_PROCID": "0"})  # the shell of a batch job
     assert not launches(["quickstart"], {"RANK": "0"})
     assert not launches(["quickstart"], {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"})

@@ -1,8 +1,8 @@
 """Presets: the number formats of a whole run under one name.
 
     preset: fp8               in a file; keys that the file gives win over it
-    preset=bf16               as an override, or pretrain.py --preset bf16: it replaces the file's
-                              preset and whichever keys of KEYS the file gives
+    preset=bf16               as an override, or coatlm train --preset bf16: it replaces the
+                              file's preset and whichever keys of KEYS the file gives
 
 The precedence is defaults < preset < file < preset on the command line < keys on the command line.
 A preset is resolved when a configuration is loaded: `Config`, config.yaml of a run and checkpoints
