@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -239,14 +238,23 @@ def document_attention(
     if backend is None:
         fast = q_BSND.is_cuda and q_BSND.dtype.itemsize == 2
         backend = (ON_GPU if softcap is None else WITH_SOFTCAP) if fast else "reference"
-    qkv: tuple[Tensor, ...] = q_BSND, k_BTGD, v_BTGD
     if backend == "flash" and bounds_BE is not None:
         # all samples are one dimension: copied here if they are not, so that a mode sees the copy
-        qkv = tuple(x.flatten(0, 1).unflatten(0, x.shape[:2]) for x in qkv)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    if has_torch_function(qkv):  # a mode such as SavedInFp8, which watches this function
-        out: Tensor = handle_torch_function(
-            document_attention, qkv, *qkv, bounds_BE, **options, backend=backend
+        q_BSND, k_BTGD, v_BTGD = (
+            x.flatten(0, 1).unflatten(0, x.shape[:2]) for x in (q_BSND, k_BTGD, v_BTGD)
         )
-        return out
-    return BACKENDS[backend](*qkv, bounds_BE, **options)
+    if has_torch_function((q_BSND, k_BTGD, v_BTGD)):  # a mode such as SavedInFp8, which watches
+        return handle_torch_function(
+            document_attention,
+            (q_BSND, k_BTGD, v_BTGD),
+            q_BSND,
+            k_BTGD,
+            v_BTGD,
+            bounds_BE,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            backend=backend,
+        )
+    attend = BACKENDS[backend]
+    return attend(q_BSND, k_BTGD, v_BTGD, bounds_BE, scale=scale, window=window, softcap=softcap)

@@ -102,7 +102,9 @@ class CoreAttention(nn.Module):
         """Attention [S, B, N, D] of the last S of T positions."""
         if bounds_BE is not None or self.window is not None or self.softcap is not None:
             o_BSND = document_attention(
-                *(x.transpose(0, 1) for x in (q_SBND, k_TBGD, v_TBGD)),
+                q_SBND.transpose(0, 1),
+                k_TBGD.transpose(0, 1),
+                v_TBGD.transpose(0, 1),
                 bounds_BE,
                 scale=self.multiplier,
                 window=self.window,

@@ -118,8 +118,8 @@ class MicrobatchGraphs:
 
     def _outgrown(self, inputs: Batch) -> bool:
         """Whether the document bounds do not fit the static ones."""
-        bounds, static = inputs.get("document_bounds"), self.inputs.get("document_bounds")
-        return static is not None and bool(bounds.shape[1] > static.shape[1])
+        static = self.inputs.get("document_bounds")
+        return static is not None and bool(inputs["document_bounds"].shape[1] > static.shape[1])
 
     def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
         for name, value in self.inputs.items():
