@@ -40,7 +40,11 @@ from coatlm.remote import Location
 OPTIONS = ("mb", "reps", "seq", "vocab")
 TRAINED_BYTES = 2_000_000
 BATCH = 64  # samples
-KEYS = {"AWS_ACCESS_KEY_ID": "public", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "local"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "public",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 def rows(options: dict[str, str]) -> list[str]:
