@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
+import argcomplete
 from tqdm import tqdm
 
 from coatlm.config.errors import one_line, shortened
+from coatlm.config.program import as_typed
 
 DELAY = 2.0  # seconds before a progress bar appears, so that short work shows none
 REDRAW = 0.1  # seconds between redraws of a bar
@@ -21,16 +23,29 @@ Advance = Callable[[int], object]  # called with the units of work done since th
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints its description verbatim and each error in one line."""
+    """An argument parser that prints its description verbatim and each error in one line.
 
-    def __init__(self, description: str | None) -> None:
+    `command` is one of `coatlm`; its help and errors name what the user typed.
+    """
+
+    def __init__(self, description: str | None, command: str | None = None) -> None:
         super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            prog=as_typed(f"coatlm {command}") if command else None,
+            description=as_typed(description or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse the command line, or print what a shell asks for to complete it, and exit.
+
+        Options may stand between the other arguments.
+        """
+        argcomplete.autocomplete(self)
+        return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
         """Print `message` in one line, without argparse's usage text, and exit with code 2."""
-        self.exit(2, f"error: {one_line(message)} (--help lists the options)\n")
+        self.exit(2, f"error: {one_line(message)} ({self.prog} --help lists the options)\n")
 
 
 def fail(error: Exception, code: int = 2, *, label: str = "error") -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # tests run several processes a core
     "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_CACHE": (DATASETS := tempfile.TemporaryDirectory(prefix="coatlm-datasets-")).name,
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
@@ -22,6 +25,10 @@ os.environ |= {
 }
 
 import torch
+
+# Tests hang up what they start. It would inherit that nohup ignores SIGHUP, but not a handler.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 if importlib.util.find_spec("hypothesis"):  # GPU machines run tests/gpu without it
     from hypothesis import settings

@@ -60,8 +60,8 @@ class Forks:
 
 def pretrain(*arguments: str) -> None:
     """What a child does."""
-    import pretrain
     from coatlm import process
+    from coatlm.commands import train as pretrain
 
     warnings.simplefilter("ignore")
     process.run(lambda: pretrain.main(list(arguments)), signal.SIGUSR1)

@@ -24,8 +24,10 @@ from typing import Any
 
 import pytest
 
-import pretrain
+from coatlm.commands import train as pretrain
 from coatlm.config import load_config
+from coatlm.config.program import SCRIPTS
+from coatlm.config.shipped import config_file
 from tests.forks import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,7 +87,9 @@ def forks(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Forks:
 
 
 def script(words: Sequence[str]) -> tuple[str, list[str]]:
-    """What python is asked to run, and its arguments."""
+    """The script that is run, or a command of coatlm that has none, and the arguments."""
+    if Path(words[0]).name == "coatlm":
+        return SCRIPTS.get(words[1], words[1]), list(words[2:])
     assert words[0] == ".venv/bin/python", f"{shlex.join(words)}: commands name .venv/bin/python"
     return words[1], list(words[2:])
 
@@ -96,7 +100,7 @@ def small(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     given = [word for word in arguments if "=" in word]
     steps = STEPS * (2 if any(word.startswith("train.steps=") for word in given) else 1)
-    own = "data.text=" in " ".join(given) or "paths:" in Path(arguments[0]).read_text()
+    own = "data.text=" in " ".join(given) or "paths:" in config_file(arguments[0]).read_text()
     text = [] if own else ["data.text=[text.py]"]
     sizes = [f"{key}={value}" for key, value in SMALL.items()]
     return [*arguments, *text, *sizes, f"train.steps={steps}"]
@@ -105,8 +109,10 @@ def small(arguments: Sequence[str]) -> list[str]:
 def call(tool: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int | None:
     """The exit code of a tool's command line, run in this process."""
     monkeypatch.setattr(sys, "argv", [tool, *arguments])
-    module = importlib.import_module(tool.removesuffix(".py").replace("/", "."))
-    code = module.main()
+    source = Path(tool).read_text() if tool.endswith(".py") else f"coatlm.commands.{tool}"
+    door = re.search(r"coatlm\.commands\.\w+", source)
+    name = door[0] if door else tool.removesuffix(".py").replace("/", ".")
+    code = importlib.import_module(name).main()
     assert code is None or isinstance(code, int)
     return code
 
@@ -164,7 +170,7 @@ def option(words: Sequence[str], name: str) -> int:
 
 def check_launch(words: Sequence[str]) -> None:
     """torchrun and srun."""
-    at = list(words).index("pretrain.py")
+    at = next(i for i, word in enumerate(words) if word in ("pretrain.py", "train"))
     start, arguments = words[:at], words[at + 1 :]
     if start[0] == "srun":
         dry_run(arguments, option(start, "nodes") * option(start, "ntasks-per-node"))
@@ -182,7 +188,10 @@ def check_make(words: Sequence[str]) -> None:
 
 
 def check_pip(words: Sequence[str]) -> None:
-    """Extras and the file of constraints exist."""
+    """Extras and the file of constraints exist; a wheel is of this project."""
+    if words[1] == "wheel":
+        assert words[2:] == ["--no-deps", "--wheel-dir", "dist", "."]
+        return
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert words[1:3] == ["install", "-c"] and (ROOT / words[3]).is_file()
     for name in re.fullmatch(r"\.\[([a-z,]+)\]", words[4])[1].split(","):  # type: ignore[index]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import pretrain
+from coatlm.commands import train as pretrain
 from coatlm.config import ConfigError
 from coatlm.train.lock import BEAT_S, Holder
 from coatlm.train.run_directory import prepare_directory
@@ -160,6 +160,7 @@ def test_a_model_beyond_the_memory_is_refused_before_anything_is_built(
         (["--dry-run", f"run.seed={2**64}"], f"run.seed={2**64}: "),
         (["--dry-run", "log.hang_timeout=1e300"], "log.hang_timeout=1e+300: "),
         (["--keys", "trian"], "--keys trian: no such section or key; the sections are run, model"),
+        (["--preset", "fp4"], "argument --preset: invalid choice: 'fp4'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(
@@ -173,7 +174,20 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
 
 def test_a_missing_configuration_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain.main([]) == 2
-    assert capsys.readouterr().err == "error: CONFIG.yaml is missing; see pretrain.py --help\n"
+    error = capsys.readouterr().err
+    assert error.startswith("error: CONFIG is missing: ") and error.endswith(
+        "coatlm train --help\n"
+    )
+
+
+def test_a_preset_is_an_option_or_an_override(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ("--dry-run", "precision.recipe=bf16")
+    assert pretrain.main([config, *plain, "--preset", "fp8-states"]) == 0
+    option = capsys.readouterr().out
+    assert pretrain.main([config, *plain, "preset=fp8-states"]) == 0
+    assert option == capsys.readouterr().out and "  recipe: coat-lean\n" in option
 
 
 def test_keys_need_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,7 +324,6 @@ def test_a_signal_during_imports_is_one_line_and_its_code(
         cwd=ROOT,
         stderr=subprocess.PIPE,
         env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     status, caught = Path(f"/proc/{process.pid}/status"), 0
     while not caught >> (signal.SIGUSR1 - 1) & 1:  # pretrain.py has listened, and imports
@@ -465,7 +478,7 @@ def test_a_full_disk_of_the_cache_is_told_from_that_of_the_run(
 def test_damage_to_the_data_ends_a_run_in_one_line(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import pretrain
+    from coatlm.commands import train as pretrain
     from coatlm.data.checksums import DatasetError
     from coatlm.train import start
 

@@ -35,6 +35,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     # record or several. Optional: `prepare(row)` imports what a row needs, `summary(records)`
     # adds a table, and TOGETHER joins the names of all rows, which one process then measures
     "data": "tools.benchmarks.data",
+    "documents": "tools.benchmarks.documents",
     "end-to-end": "tools.benchmarks.end_to_end",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
@@ -44,8 +45,8 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "reduce": "tools.benchmarks.reduce",
 }
 COUNTS = (  # integer options of any benchmark
-    *("batch", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "ranks", "reps", "seq", "steps"),
-    *("values", "vocab"),
+    *("batch", "document", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
+    *("ranks", "reps", "seq", "steps", "values", "vocab"),
 )
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1

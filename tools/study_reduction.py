@@ -1,6 +1,6 @@
 """Errors of summing gradients in FP8, as in figure 7 of FP8-LM (arXiv 2310.18313, section 3.1).
 
-    python tools/study_reduction.py configs/llama-125m.yaml train.steps=500 --out study
+    python tools/study_reduction.py configs/llama-125m.yaml preset=null train.steps=500 --out study
 
 One process trains the run of CONFIG (with overrides as for pretrain.py, in its run directory), then
 computes the gradients of the next microbatches, as many as the largest of --ranks; each stands for

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field, model_validator
 
 from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
-from coatlm.config.model import FP32_RECIPES, Model, Optim, Precision
+from coatlm.config.model import Model, Precision
+from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
-from coatlm.config.run import Checkpoint, Data, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, Eval, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
+
+LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
+    *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
+    *("attention_softcap",),
+)
+# Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md); at 4096 it
+# was not, and the graphs' memory pool may exist beside the memory of an eager microbatch.
+GRAPHS_UP_TO = 2048
 
 
 class Config(Section):
@@ -23,6 +34,7 @@ class Config(Section):
     precision: Precision = Precision()
     optim: Optim = Optim()
     train: Train = Train()
+    eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
 
@@ -43,6 +55,14 @@ class Config(Section):
         )
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
+        for what, given in (
+            ("data.reset_attention_mask=true", d.reset_attention_mask),
+            ("model.window", m.window is not None),
+        ):
+            if given and m.size_per_head % 8:
+                raise ValueError(
+                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8"
+                )
         if p.sequence_parallel and p.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
@@ -60,12 +80,21 @@ class Config(Section):
                 f"parallel.weight_gather=fp8 would change the weights of precision.recipe="
                 f"{self.precision.recipe}; it needs one of {', '.join(fp8_weight_recipes())}"
             )
+        if self.eval.tasks and self.precision.recipe == "te-delayed":
+            raise ValueError(
+                f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: evaluations "
+                "would enter the amaxes of training; use te-current or te-blockwise"
+            )
         self._check_flow()
-        self._check_graphs()
+        if self.train.cuda_graphs is True:
+            for obstacle in self._graph_obstacles():
+                raise ValueError(f"train.cuda_graphs=true with {obstacle}")
+        self._check_sharded_weights()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
-        if m.norm_after and m.spec == "te":
-            raise ValueError("model.norm_after=true needs model.spec=local")
+        for name in ("norm_after", "sandwich_norm", "zero_centered_norm"):
+            if getattr(m, name) and m.spec == "te":
+                raise ValueError(f"model.{name}=true needs model.spec=local")
         if self.precision.recipe == "fp32" and self.optim.recipe not in FP32_RECIPES:
             raise ValueError(
                 f"optim.recipe={self.optim.recipe} needs BF16 weights; precision.recipe=fp32 "
@@ -89,7 +118,7 @@ class Config(Section):
             return
         if m.spec != "local":
             raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
-        for name in ("norm_after", "residual_multiplier"):
+        for name in LOCAL_LAYER_ONLY:
             if (value := getattr(m, name)) != (usual := Model.model_fields[name].default):
                 raise ValueError(
                     f"precision.recipe={recipe} with model.{name}={value}: must be {usual}"
@@ -184,10 +213,8 @@ class Config(Section):
         if weights and self.parallel.weight_gather == "fp8":
             raise ValueError(f"{what} with parallel.weight_gather=fp8: must be bf16")
 
-    def _check_graphs(self) -> None:
-        """Raise ValueError for options that a CUDA graph of a microbatch cannot capture."""
-        if not self.train.cuda_graphs:
-            return
+    def _graph_obstacles(self) -> Iterator[str]:
+        """What a CUDA graph of a microbatch cannot capture, as `section.key=value: must be ...`."""
         for name, value, allowed in (
             ("parallel.pp", self.parallel.pp, 1),
             ("model.spec", self.model.spec, "local"),
@@ -195,9 +222,25 @@ class Config(Section):
             ("precision.keep_weights", self.precision.keep_weights, False),
         ):
             if value != allowed:
-                raise ValueError(f"train.cuda_graphs=true with {name}={value}: must be {allowed}")
-        if self.parallel.zero == 2:  # gradient buffers are freed and allocated in every step
-            raise ValueError("train.cuda_graphs=true with parallel.zero=2: must be 0 or 1")
+                yield f"{name}={value}: must be {allowed}"
+        if self.parallel.zero >= 2:  # buffers are freed and allocated in every step
+            yield f"parallel.zero={self.parallel.zero}: must be 0 or 1"
+
+    def _check_sharded_weights(self) -> None:
+        """Raise ValueError for options that hold whole weights, which zero=3 shards."""
+        for name, value, allowed in (
+            ("model.spec", self.model.spec, "local"),
+            ("precision.keep_weights", self.precision.keep_weights, False),
+        ):
+            if self.parallel.zero == 3 and value != allowed:
+                raise ValueError(f"parallel.zero=3 with {name}={value}: must be {allowed}")
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether a GPU runs microbatches as CUDA graphs: train.cuda_graphs with `auto` decided."""
+        if self.train.cuda_graphs == "auto":
+            return self.model.hidden <= GRAPHS_UP_TO and not any(self._graph_obstacles())
+        return self.train.cuda_graphs
 
     def data_parallel_size(self, world_size: int) -> int:
         """The data-parallel size. Raises ConfigError if `world_size` does not fit the layout."""

@@ -1,7 +1,7 @@
 """Types of configuration fields: strict numbers with units, text, paths.
 
 A field is declared with its default, its unit and its range. The docstring below it is what
-`pretrain.py --keys` prints:
+`coatlm train --keys` prints:
 
     steps: StrictInt = number(150, "steps", ge=1, le=FOREVER)
     \"\"\"Optimizer steps of the whole run.\"\"\"

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from coatlm.config.keys import keys
+from coatlm.config.program import as_typed
 
 NEAR, NEAR_ELSEWHERE = 0.66, 0.8  # least similarity by difflib, 0 to 1: same section, all sections
 LEAST_PREFIX = 4  # characters; a shorter prefix of a key is not taken for the key
@@ -26,6 +27,7 @@ SYNONYMS = {  # name in another program -> key
     "async_mode": "checkpoint.async_save",
     "attention_bias": "model.qkv_bias",
     "add_qkv_bias": "model.qkv_bias",
+    "attn_logit_softcapping": "model.attention_softcap",
     "batch_size": "train.global_batch",
     "beta1": "optim.betas",
     "beta2": "optim.betas",
@@ -45,6 +47,7 @@ SYNONYMS = {  # name in another program -> key
     "eval_iters": "train.eval_batches",
     "eval_steps": "train.eval_every",
     "ffn_hidden_size": "model.ffn",
+    "final_logit_softcapping": "model.logits_softcap",
     "fp8": "precision.recipe",
     "fp8_recipe": "precision.recipe",
     "global_batch_size": "train.global_batch",
@@ -52,6 +55,7 @@ SYNONYMS = {  # name in another program -> key
     "gradient_accumulation_steps": "train.global_batch",
     "gradient_checkpointing": "train.recompute",
     "gradient_clipping": "optim.clip_grad",
+    "hidden_act": "model.activation",
     "hidden_dim": "model.hidden",
     "hidden_size": "model.hidden",
     "init_method_std": "model.init_std",
@@ -121,6 +125,7 @@ SYNONYMS = {  # name in another program -> key
     "scheduler": "optim.schedule",
     "seq_length": "data.seq_len",
     "sequence_length": "data.seq_len",
+    "sliding_window": "model.window.size",
     "tensor_model_parallel_size": "parallel.tp",
     "tensor_parallel": "parallel.tp",
     "tensor_parallel_degree": "parallel.tp",
@@ -139,6 +144,7 @@ SYNONYMS = {  # name in another program -> key
     "warmup": "optim.warmup_steps",
     "warmup_iters": "optim.warmup_steps",
     "wd": "optim.weight_decay",
+    "window_size": "model.window.size",
     "zero_stage": "parallel.zero",
 }
 
@@ -147,8 +153,8 @@ def hint(location: Sequence[str | int]) -> str:
     """The suggestion for an unknown key at `location`, a path of names and list indices."""
     *outer, last = location
     name = str(last).strip("-").replace("-", "_").lower()
-    known = [key.name for key in keys()]
-    if not outer and name in known:
+    known = ["preset", *(key.name for key in keys())]
+    if not outer and "." in name and name in known:
         head, _, tail = name.partition(".")
         return f"in a file, write {tail} inside the section {head}"
     found = [key for key in known if _leaf(key) == name]
@@ -157,7 +163,7 @@ def hint(location: Sequence[str | int]) -> str:
     found = found or _similar(name, outer, known)
     if not found:
         section = f" {outer[0]}" if outer else ""
-        return f"pretrain.py --keys{section} lists the known ones"
+        return as_typed(f"coatlm train --keys{section} lists the known ones")
     return f"do you mean {' or '.join(found)}?"
 
 

@@ -1,4 +1,4 @@
-"""The keys of the configuration as data, and the table that `pretrain.py --keys` prints."""
+"""The keys of the configuration as data, and the table that `coatlm train --keys` prints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from coatlm.config.combined import Config
 from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
+from coatlm.config.presets import presets_table
 
 WIDTH = 100  # columns of the table
 UNIONS = (Union, types.UnionType)
@@ -72,22 +73,25 @@ def _origins(annotation: Any) -> set[Any]:
 def keys_table(wanted: str = "") -> str:
     """The table of all keys, or of the section or key `wanted`, without a final newline.
 
-    One line per key shows its name, type, default and range; the text below explains it. Raises
-    ConfigError if there is no such section or key.
+    One line per key shows its name, type, default and range; the text below explains it. The table
+    of all keys begins with the presets. Raises ConfigError if there is no such section or key.
     """
+    presets = presets_table(WIDTH)
+    if wanted == "preset":
+        return presets
     inside = (f"{wanted}.", f"{wanted}[]")
     chosen = [k for k in keys() if not wanted or k.name == wanted or k.name.startswith(inside)]
     if not chosen:
         raise ConfigError(
             f"--keys {wanted}: no such section or key; "
-            f"the sections are {', '.join(Config.model_fields)}"
+            f"the sections are {', '.join(Config.model_fields)}, and preset"
         )
     rows = {k.name: (k.name, type_name(k.field.annotation), default(k.field)) for k in chosen}
     widths = {  # of the columns, aligned within a section
         place: [max(map(len, c)) for c in zip(*(rows[k.name] for k in block), strict=True)]
         for place, block in _by_section(chosen).items()
     }
-    lines: list[str] = []
+    lines = [] if wanted else [presets]
     for key in chosen:
         place = _place(key)
         if not place:
@@ -159,7 +163,7 @@ def allowed(field: FieldInfo) -> str:
     """The allowed choices, or the range with its unit."""
     choices = list(_choices(field.annotation))
     if choices:
-        return " | ".join(map(str, choices))
+        return " | ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices)
     bounds = [
         f"{sign} {_short(getattr(bound, name))}"
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="))
@@ -173,7 +177,7 @@ def allowed(field: FieldInfo) -> str:
 
 def _choices(annotation: Any) -> Iterator[Any]:
     if annotation is bool:
-        yield from ("true", "false")
+        yield from (True, False)
     elif get_origin(annotation) is Literal:
         yield from get_args(annotation)
     else:

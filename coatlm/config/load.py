@@ -2,7 +2,7 @@
 
 An override is `section.key=value`. The value of a key that holds text or a path is taken literally,
 including ` #` and `: `, unless it is `null`, a list `[...]` or entirely in quotes. All other values
-are parsed as YAML.
+are parsed as YAML. `preset=NAME` is the one override of a key without a section (presets.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from coatlm.config.combined import Config
 from coatlm.config.errors import ConfigError, one_line, printable, shown
 from coatlm.config.hints import hint
 from coatlm.config.keys import keys
+from coatlm.config.presets import with_preset, without_formats
+from coatlm.config.shipped import config_file, shipped
 from coatlm.config.urls import without_secrets
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
 
@@ -31,30 +33,40 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def make_config(data: Any) -> Config:
-    """Validate a nested mapping. Raises ConfigError with one line per mistake."""
+    """Resolve a nested mapping's preset and validate. Raises ConfigError, one line per mistake."""
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(with_preset(data) if isinstance(data, Mapping) else data)
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
 
 
 def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply overrides `a.b=c` to a copy of `data`. Raises ConfigError for the first invalid one."""
+    """Apply overrides `a.b=c` to a copy of `data`. Raises ConfigError for the first invalid one.
+
+    `preset=NAME` replaces the number formats that `data` gives; other overrides win over it.
+    """
+    changes = [(_nested(item), item) for item in overrides]
     merged = dict(data)
-    for item in overrides:
-        merged = _merged(merged, _nested(item), item)
+    if any("preset" in change for change, _ in changes):
+        merged = without_formats(merged)
+    for change, item in changes:
+        merged = _merged(merged, change, item)
     return merged
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping. Raises ConfigError with one line."""
-    name = printable(str(path))
+    """Read a YAML file that holds a mapping, or the shipped configuration of that name.
+
+    Raises ConfigError with one line.
+    """
+    path, name = config_file(path), printable(str(path))
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") as file:
             content = file.read(4 * MOST_CHARACTERS + 1)  # UTF-8 takes up to 4 bytes
         data = parse_yaml(content.decode("utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such configuration file") from None
+        named = "" if path.suffix or path.name != name else f"; coatlm has {', '.join(shipped())}"
+        raise ConfigError(f"{name}: no such configuration file{named}") from None
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError as error:

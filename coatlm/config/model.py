@@ -1,4 +1,4 @@
-"""The configuration sections model, precision and optim."""
+"""The configuration sections model and precision."""
 
 from __future__ import annotations
 
@@ -20,25 +20,12 @@ from coatlm.config.recipes import (
     with_block_size,
 )
 from coatlm.config.rope import RopeScaling
+from coatlm.config.window import Window
 
 if TYPE_CHECKING:
     PrecisionRecipe = str
 else:  # type checkers accept no computed literal
     PrecisionRecipe = Literal[PRECISION_RECIPES]
-OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recipes.RECIPES
-    "adamw-fp32",
-    "adamw-bf16",
-    "adamw-bf16-fp32state",
-    "kahan",
-    "collage-light",
-    "collage-plus",
-    "fp8lm",
-    "coat",
-    "coat-lean",
-    "coat-24",
-    "fp8-plain",
-]
-FP32_RECIPES = ("adamw-fp32", "coat", "fp8-plain")  # optim.recipe that can update fp32 weights
 MOST_LAYERS, MOST_HIDDEN = 10_000, 2**20
 Layers = Annotated[StrictInt, Field(le=MOST_LAYERS)]
 
@@ -77,6 +64,17 @@ class Model(Section):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for long contexts; null means none."""
 
+    partial_rotary_factor: Real = number(1.0, gt=0.0, le=1.0)
+    """The share of a head's elements that rotary embeddings rotate, as in Phi-4-mini: of the pairs
+    (i, i + head_dim / 2) the first ones."""
+
+    window: Window | None = None
+    """Sliding-window attention; null means that every token attends to all tokens before it."""
+
+    attention_softcap: Real | None = number(None, gt=0.0)
+    """The cap c of c tanh(score / c), which replaces the scores of attention, as in Gemma 2; null
+    means none, as FP8 layers need."""
+
     norm_eps: Real = number(1e-5, gt=0.0)
     """The epsilon that RMSNorm adds to the mean square before the square root."""
 
@@ -97,6 +95,20 @@ class Model(Section):
     """Normalize the outputs of attention and MLP instead of their inputs, as OLMo-2 does; layers
     compute in BF16 or fp32 then."""
 
+    sandwich_norm: StrictBool = False
+    """Normalize both the inputs and the outputs of attention and MLP, as Gemma 2 and 3 do; not in
+    FP8 layers."""
+
+    zero_centered_norm: StrictBool = False
+    """Multiply by 1 + weight in every RMSNorm, as Gemma does; not in FP8 layers."""
+
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """The function of the MLP's gate: SiLU, or GELU with its tanh approximation, as in Gemma; only
+    silu in FP8 layers."""
+
+    scale_embeddings: StrictBool = False
+    """Multiply the output of the embedding by sqrt(hidden), rounded to its dtype, as in Gemma."""
+
     embedding_multiplier: Real = number(1.0, gt=0.0)
     """What the output of the embedding is multiplied by, as in Granite."""
 
@@ -110,6 +122,9 @@ class Model(Section):
 
     logits_scaling: Real = number(1.0, gt=0.0)
     """What the input of the output layer, and so the logits, are divided by, as in Granite."""
+
+    logits_softcap: Real | None = number(None, gt=0.0)
+    """The cap c of c tanh(logit / c), which replaces the logits, as in Gemma 2; null means none."""
 
     init_std: Real = number(0.02, gt=0.0)
     """Standard deviation of initial weights; projections into the residual stream are divided by
@@ -139,10 +154,43 @@ class Model(Section):
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
         if self.qk_norm_width == "all" and not self.qk_norm:
             raise ValueError("qk_norm_width=all needs qk_norm=true")
-        yarn = self.rope_scaling is not None and self.rope_scaling.type == "yarn"
-        if yarn and self.rope_theta <= 1.0:
+        if self.norm_after and self.sandwich_norm:
+            raise ValueError("norm_after=true with sandwich_norm=true: at most one of them")
+        if self.scale_embeddings and self.embedding_multiplier != 1.0:
+            raise ValueError(
+                f"scale_embeddings=true with embedding_multiplier={self.embedding_multiplier}: "
+                "must be 1"
+            )
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} "
+                f"are {self.rotary_dim} elements: must be an even number above 0"
+            )
+        for name in ("period", "full_layers"):
+            given = 0 if self.window is None else getattr(self.window, name) or 0
+            if given > self.layers - (name == "full_layers"):
+                raise ValueError(f"window.{name}={given} has no effect with layers={self.layers}")
+        if (scaling := self.rope_scaling) is None:
+            return self
+        if scaling.type == "yarn" and self.rope_theta <= 1.0:
             raise ValueError(f"rope_theta={self.rope_theta}: yarn needs one above 1")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            if factors is not None and 2 * len(factors) != self.rotary_dim:
+                raise ValueError(
+                    f"rope_scaling.{name} has {len(factors)} numbers: must have one for each of "
+                    f"the {self.rotary_dim // 2} frequencies"
+                )
         return self
+
+    @property
+    def rotary_dim(self) -> int:
+        """The elements of a head that rotary embeddings rotate."""
+        return int(self.size_per_head * self.partial_rotary_factor)
+
+    def window_of(self, layer: int) -> int | None:
+        """The tokens that a token of a layer, numbered from 0, attends to; None means all."""
+        return self.window.size if self.window and self.window.covers(layer) else None
 
     @property
     def queries_groups(self) -> int:
@@ -259,51 +307,3 @@ class Precision(Section):
             keep_weights=self.keep_weights,
         )
         return with_bf16(changed, self.bf16_operands) if self.bf16_operands else changed
-
-
-class Optim(Section):
-    """AdamW, the formats of its states, and its learning-rate schedule."""
-
-    recipe: OptimRecipe = "adamw-fp32"
-    """How weights and moments are stored. Bytes per parameter with BF16 weights: adamw-fp32 14,
-    adamw-bf16 6, adamw-bf16-fp32state 10, kahan 8, collage-light 8, collage-plus 10, fp8lm 7.1,
-    coat 8.1, coat-lean 6.1, coat-24 5.1, fp8-plain 8.1."""
-
-    lr: Real = number(1e-3, gt=0.0)
-    """The peak learning rate, reached at the end of the warmup."""
-
-    min_lr: Real = number(1e-4, ge=0.0)
-    """The learning rate at the end of the schedule, at most lr."""
-
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """How the learning rate falls from lr to min_lr between the warmup and the end of the run; wsd
-    stays at lr until its last decay_steps, constant stays at lr."""
-
-    warmup_steps: StrictInt = number(20, "steps", ge=0, le=FOREVER)
-    """Steps over which the learning rate rises linearly from 0 to lr."""
-
-    decay_steps: StrictInt | None = number(None, "steps", ge=1, le=FOREVER)
-    """Steps of the final decay of schedule=wsd, the only schedule that has it; null means a tenth
-    of train.steps."""
-
-    weight_decay: Real = number(0.1, ge=0.0)
-    """The coefficient of decoupled weight decay for matrices; norms and biases are not decayed."""
-
-    betas: tuple[Real, Real] = (0.9, 0.95)
-    """Decay rates of the first and second moment, as [beta1, beta2]; each is in [0, 1)."""
-
-    eps: Real = number(1e-8, gt=0.0)
-    """The epsilon that AdamW adds to the denominator of its update."""
-
-    clip_grad: Real = number(1.0, ge=0.0)
-    """The global L2 norm to which gradients are clipped; 0 means off."""
-
-    @model_validator(mode="after")
-    def _ranges(self) -> Optim:
-        if not all(0.0 <= b < 1.0 for b in self.betas):
-            raise ValueError(f"betas={list(self.betas)}: each is in [0, 1)")
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
-        if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_steps={self.decay_steps} needs schedule=wsd")
-        return self

@@ -29,12 +29,12 @@ class Parallel(Section):
     cp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Context-parallel size: the ranks over which the tokens of a sample are sharded."""
 
-    zero: Literal[0, 1, 2] = 1
+    zero: Literal[0, 1, 2, 3] = 1
     """The ZeRO stage, which is what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2
-    optimizer states and gradients."""
+    gradients too, 3 weights too, which are gathered layer by layer, in forward and in backward."""
 
     partition: Literal["flat", "whole-tensor"] = "flat"
-    """How zero=1 and zero=2 shard: into equal flat shards, or whole tensors per rank as in
+    """How zero=1, 2 and 3 shard: into equal flat shards, or whole tensors per rank as in
     FP8-LM."""
 
     main_grads: Literal["fp32", "bf16"] = "fp32"
@@ -58,7 +58,7 @@ class Parallel(Section):
     nodes that the launcher reports."""
 
     weight_gather: Literal["bf16", "fp8"] = "bf16"
-    """The format in which zero=1 and zero=2 all-gather weights: bf16, as they are stored, or fp8,
+    """The format in which zero=1, 2 and 3 all-gather weights: bf16, as they are stored, or fp8,
     the codes to which the GEMMs would cast them."""
 
     bucket_size: StrictInt = number(0, "elements", ge=0, le=2**48)
@@ -69,7 +69,7 @@ class Parallel(Section):
     """Overlap the reduction of each gradient bucket with the rest of backward."""
 
     overlap_param_gather: StrictBool = True
-    """Overlap the all-gather of weights with forward, with zero=1 and zero=2."""
+    """Overlap the all-gather of weights with forward, and at zero=3 with backward."""
 
     start_timeout: Real = number(600.0, "seconds", gt=0.0, le=86400.0)
     """Seconds to wait at the start for all ranks to connect; the run then ends and names the
@@ -83,13 +83,14 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _reduction(self) -> Parallel:
-        if self.zero == 2 and not self.overlap_grad_reduce:
+        if self.zero >= 2 and not self.overlap_grad_reduce:
             raise ValueError(
-                "zero=2 needs overlap_grad_reduce=true: it frees gradients during backward"
+                f"zero={self.zero} needs overlap_grad_reduce=true: it frees gradients during "
+                "backward"
             )
         for name in ("partition", "weight_gather"):
             if not self.zero and getattr(self, name) not in ("flat", "bf16"):
-                raise ValueError(f"{name}={getattr(self, name)} needs zero=1 or 2")
+                raise ValueError(f"{name}={getattr(self, name)} needs zero=1, 2 or 3")
         if self.grad_comm != "fp8-a2a":
             if self.grad_comm_scale != "block":
                 raise ValueError(f"grad_comm_scale={self.grad_comm_scale} needs grad_comm=fp8-a2a")

@@ -1,4 +1,4 @@
-"""The configuration sections run, data, train, checkpoint and log."""
+"""The configuration sections run, data, train, eval, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Data(Section):
     is >= 0 and the first is > 0."""
 
     reset_attention_mask: StrictBool = False
-    """Mask attention between different documents of the same sample."""
+    """Let tokens attend only to tokens of their own document, not to others in the same sample."""
 
     eod_mask_loss: StrictBool = False
     """Exclude from the loss the first token of each document, which is predicted from the
@@ -90,7 +90,7 @@ class Data(Section):
 
     loss_mask: Literal["all", "completion"] = "all"
     """The tokens that count in the loss: all, or with completion those that are marked in the loss
-    mask of each dataset in paths, which tools/preprocess_data.py --chat writes."""
+    mask of each dataset in paths, which coatlm prepare --chat writes."""
 
     packing: Literal["concat", "best-fit"] = "concat"
     """How documents become samples. concat: they are put end to end and cut every seq_len tokens.
@@ -136,7 +136,7 @@ class Data(Section):
             raise ValueError("give either text (raw files) or paths (prepared datasets)")
         if self.loss_mask == "completion" and self.text:
             raise ValueError(
-                "loss_mask=completion needs paths of datasets that tools/preprocess_data.py --chat "
+                "loss_mask=completion needs paths of datasets that coatlm prepare --chat "
                 "has prepared: text has no loss mask"
             )
         if self.remote_cache < 64 * self.remote_block:
@@ -173,9 +173,19 @@ class Train(Section):
     """Activations that backward recomputes instead of saving them: none, those of attention, or
     those of whole layers."""
 
-    cuda_graphs: StrictBool = False
+    logits: Literal["auto", "save", "recompute"] = "auto"
+    """The logits of a microbatch: forward saves them for backward, or backward recomputes them in
+    chunks of the vocabulary. Results have the same bits. Saving spares one of the output layer's
+    four GEMMs. auto saves them if the estimated peak leaves room on the GPU."""
+
+    z_loss: Real = number(0.0, ge=0.0, le=1.0)
+    """The coefficient of the squared logarithm of the softmax's denominator, which is added to the
+    loss of each token in training, not in evaluation; 1e-4 is common, 0 means off."""
+
+    cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches."""
+    by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key
+    excludes it."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""
@@ -190,6 +200,42 @@ class Train(Section):
 
     spike_window: StrictInt = number(128, "steps", ge=2, le=2**20)
     """Steps over which spike_sigma takes the mean and the standard deviation."""
+
+
+class Eval(Section):
+    """Evaluation on tasks of lm-evaluation-harness during training; needs coatlm[eval]."""
+
+    tasks: tuple[PathText, ...] = ()
+    """Names of tasks, groups or tags of lm-evaluation-harness, and YAML files that define a task.
+    Such a file can name Python functions, which are run; tasks may download their data sets."""
+
+    tasks_every: StrictInt = number(1000, "steps", ge=1, le=FOREVER)
+    """Steps between evaluations on the tasks; another one follows the last step."""
+
+    tasks_limit: StrictInt | None = number(None, "examples", ge=1, le=FOREVER)
+    """The first examples of each task to evaluate; null means all."""
+
+    tasks_shots: StrictInt | None = number(None, "examples", ge=0, le=2**20)
+    """Solved examples in each prompt; null means as many as the task defines. A task that defines 0
+    stays at 0."""
+
+    tasks_new_tokens: StrictInt = number(256, "tokens", ge=1, le=2**27)
+    """The most tokens of an answer where a task generates text, at most half of data.seq_len; a
+    task may define fewer. Each token takes a forward pass over prompt and answer."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _one_task(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _no_options_without_tasks(self) -> Eval:
+        for name, field in type(self).model_fields.items():
+            if not self.tasks and getattr(self, name) != field.default:
+                raise ValueError(f"{name}={getattr(self, name)} needs tasks")
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks={list(self.tasks)}: each at most once")
+        return self
 
 
 class Checkpoint(Section):

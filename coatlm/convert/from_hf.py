@@ -152,7 +152,7 @@ def _common_type(stored: Mapping[str, Described], wanted: str | None) -> torch.d
 
 def _shape(entry: Entry, rows: int) -> tuple[int, ...]:
     """The shape of a tensor in the checkpoint, where the vocabulary is padded to `rows`."""
-    vocabulary = entry.parts.keys() & {EMBEDDING, HEAD}
+    vocabulary = entry.stored.keys() & {EMBEDDING, HEAD}
     return (rows, *entry.shape[1:]) if vocabulary else entry.shape
 
 

@@ -78,7 +78,9 @@ FIXED: Mapping[str, tuple[Any, ...]] = {  # argument -> supported values
 }
 ABSENT = (  # keys of model that megatron-core lacks
     *("norm_after", "qk_norm_width", "embedding_multiplier", "residual_multiplier"),
-    *("attention_multiplier", "logits_scaling"),
+    *("attention_multiplier", "logits_scaling", "sandwich_norm", "zero_centered_norm"),
+    *("activation", "scale_embeddings", "partial_rotary_factor", "window"),
+    *("attention_softcap", "logits_softcap"),
 )
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 

@@ -208,7 +208,7 @@ def _tensors(
     """Yield each tensor to write, one at a time."""
     for entry in plan:
         whole = weights.read(entry.key)
-        if EMBEDDING in entry.parts or entry.key == "output_layer.weight":
+        if EMBEDDING in entry.stored or entry.key == "output_layer.weight":
             whole = whole[:rows]
         for name, part in zip(entry.stored, entry.split(whole), strict=True):
             if fp8 is not None and is_linear(name):

@@ -1,7 +1,4 @@
-"""Microbatches under context parallelism: the positions of each rank, and masks between documents.
-
-Shapes: b samples per microbatch, s = seq_len.
-"""
+"""Microbatches under context parallelism: the positions of each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
-    """Shard tokens, labels and loss_mask over context-parallel ranks; document_ids stay whole."""
+    """Shard a microbatch over context-parallel ranks, all but its document_bounds."""
     if cp_size == 1:
         return batch
     tokens = batch["tokens"]
@@ -32,17 +29,5 @@ def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
         tokens=tokens.index_select(1, at),
         labels=batch["labels"].index_select(1, at),
         loss_mask=batch["loss_mask"].index_select(1, at),
-        document_ids=batch["document_ids"],
+        document_bounds=batch["document_bounds"],
     )
-
-
-def attention_mask(document_ids: Tensor, query_positions: Tensor) -> Tensor:
-    """bool [b, 1, len(query_positions), s], True where a query may not attend (megatron's sense).
-
-    A query attends to keys at its own and earlier positions of its own document.
-    """
-    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
-    queries = query_positions.to(document_ids.device)
-    later = positions[None, :] > queries[:, None]
-    foreign = document_ids[:, queries][:, :, None] != document_ids[:, None, :]
-    return (later | foreign)[:, None]

@@ -173,7 +173,7 @@ def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
         if source.mask is None:
             raise ValueError(
                 f"{source.name}{MASK}: no such file; data.loss_mask=completion needs the loss mask "
-                "that tools/preprocess_data.py --chat writes"
+                "that coatlm prepare --chat writes"
             )
     return [source.read_mask for source in sources]
 
@@ -198,12 +198,12 @@ def _stream(
 
 
 class Microbatch(TypedDict):
-    """A microbatch of one rank. Context parallelism shards s, except of `document_ids`."""
+    """A microbatch of one rank. Context parallelism shards s; `document_bounds` stay whole."""
 
     tokens: Tensor  # [b, s] int64
     labels: Tensor  # [b, s] int64, the tokens one position later
     loss_mask: Tensor  # [b, s] float32, 0 for predictions excluded from the loss
-    document_ids: Tensor | None  # [b, s] int32, with data.reset_attention_mask
+    document_bounds: Tensor | None  # [b, n + 1] int32, with data.reset_attention_mask
 
 
 def microbatches(
@@ -237,24 +237,41 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
         counted = dataset.counted(sample)
         if counted is not None:
             mask[row] *= torch.from_numpy(counted[1:])
-    documents = None
+    bounds = None
     if dataset.reset_attention_mask:
-        documents = (ends.cumsum(1) - ends.long()).to(torch.int32)
+        documents = ends.cumsum(1) - ends.long()
         for row, sample in enumerate(samples):
             packed = dataset.documents(sample)
             if packed is not None:
                 documents[row] = torch.from_numpy(packed[:-1])
-    return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_ids=documents)
+        bounds = document_bounds(documents)
+    return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_bounds=bounds)
+
+
+def document_bounds(documents: Tensor) -> Tensor:
+    """The first positions of the documents of each sample, then its length s: int32 [b, n + 1].
+
+    `documents` [b, s], in host memory, numbers the document of each token. n is the smallest power
+    of two that is enough for every sample, so that few different shapes occur.
+    """
+    samples, length = documents.shape
+    first = torch.ones(documents.shape, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    most = int(first.sum(1).max())
+    bounds = torch.full((samples, (1 << (most - 1).bit_length()) + 1), length, dtype=torch.int32)
+    row, position = first.nonzero(as_tuple=True)
+    bounds[row, first.cumsum(1)[row, position] - 1] = position.int()
+    return bounds
 
 
 def _map(batch: Microbatch, function: Callable[[Tensor], Tensor]) -> Microbatch:
     """Apply `function` to every tensor of a microbatch."""
-    documents = batch["document_ids"]
+    bounds = batch["document_bounds"]
     return Microbatch(
         tokens=function(batch["tokens"]),
         labels=function(batch["labels"]),
         loss_mask=function(batch["loss_mask"]),
-        document_ids=None if documents is None else function(documents),
+        document_bounds=None if bounds is None else function(bounds),
     )
 
 

@@ -58,7 +58,7 @@ def open_remote(url: str, tokenizer: Tokenizer, cache: BlockCache) -> Indexed:
     if not record.exists():
         raise DatasetError(
             f"{record.url}: no such object; a dataset at a URL needs the checksums that "
-            "tools/preprocess_data.py writes"
+            "coatlm prepare writes"
         )
     content = b"".join(record.pieces(record.info().nbytes))
     prefix = cache.folder(content) / "text"

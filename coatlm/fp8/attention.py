@@ -5,8 +5,8 @@ are saved as they are, so the probabilities that backward computes from decoded 
 to one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
 
 Among the tensors that autograd saves, q, k, v and the output are recognised by their memory, which
-is that of an argument or of the result of scaled_dot_product_attention. Masks and probabilities are
-saved unchanged, whatever their shape.
+is that of an argument or of the result of scaled_dot_product_attention or of document_attention.
+Masks and probabilities are saved unchanged, whatever their shape.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from coatlm.fp8.document_attention import document_attention
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
@@ -28,6 +29,7 @@ from coatlm.fp8.scaling import power_of_two
 
 TILE, WARPS = 4096, 4  # elements per program
 SAVED_DTYPES = (torch.bfloat16, torch.float16)
+WATCHED = (F.scaled_dot_product_attention, document_attention)
 
 
 @triton.jit
@@ -82,7 +84,7 @@ class Packed(NamedTuple):
 class _Holder:
     """What autograd saves in place of a tensor that may turn out to be one of attention.
 
-    The output of attention is saved before scaled_dot_product_attention returns it.
+    The output of attention is saved before it is returned.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -92,7 +94,7 @@ class _Holder:
 class SavedInFp8(TorchFunctionMode):
     """A context in which autograd saves q, k, v and the output of attention in FP8.
 
-    They are the arguments and results of scaled_dot_product_attention called inside, and the
+    They are the arguments and results of the functions WATCHED that are called inside, and the
     tensors `also`, such as those that a checkpointed attention saves. `size`: elements per scale.
     """
 
@@ -121,7 +123,7 @@ class SavedInFp8(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func not in WATCHED:
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.known += [*args[:3], out]
@@ -161,7 +163,7 @@ class SavedInFp8(TorchFunctionMode):
         return packed
 
     def _pack(self, x: Tensor) -> Tensor | _Holder:
-        if x.dtype not in SAVED_DTYPES or x.dim() != 4 or x.stride(-1) != 1:
+        if x.dtype not in SAVED_DTYPES or x.dim() not in (3, 4) or x.stride(-1) != 1:
             return x
         self.holders.append(_Holder(x))
         return self.holders[-1]

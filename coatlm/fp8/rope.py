@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,28 +27,37 @@ WARPS = 4
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+    head_dim: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+    *,
+    length: int | None = None,
 ) -> Tensor:
     """inv_freq[D/2] in fp32, radians per token: theta^(-2i/D), stretched by `scaling` if given.
 
+    `length` is the number of tokens of a sequence, which LongRoPE's frequencies depend on.
     Raises ValueError for an odd head size, and for a `scaling` that `rope_scaling` does not know.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}, must be even")
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    return inv_freq if scaling is None else stretch(inv_freq, theta, scaling)
+    return inv_freq if scaling is None else stretch(inv_freq, theta, scaling, length)
 
 
 def rope_tables(
-    positions_S: Tensor, inv_freq: Tensor, *, factor: float = 1.0
+    positions_S: Tensor, inv_freq: Tensor, *, factor: float = 1.0, half: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """cos, sin of position * inv_freq, times `factor`: fp32 [S, D/2].
+
+    Where `half` = D/2 exceeds the number of frequencies, the other pairs do not turn: cos is 1 and
+    sin is 0.
 
     Positions are in tokens, of any integer dtype. With a factor of a, the rotation is one by the
     angle and a multiplication by a; so is its backward, which is not its inverse then.
     """
     angle = positions_S.float()[:, None] * inv_freq.float()[None, :]
-    return angle.cos() * factor, angle.sin() * factor
+    still = (0, (len(inv_freq) if half is None else half) - len(inv_freq))
+    return F.pad(angle.cos() * factor, still, value=1.0), F.pad(angle.sin() * factor, still)
 
 
 def rope_ref(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,17 +13,16 @@ from typing import Any
 
 from coatlm.config import Config, Model, make_config
 from coatlm.hf.families import (
-    ARCHITECTURES,
-    BIASED,
-    DEFAULTS,
+    FAMILIES,
     MULTIPLIERS,
-    OWN,
-    WITHOUT_HEAD_DIM,
-    choose_family,
-    own_fields,
-    read_multipliers,
+    SCALAR,
+    SOFTCAPS,
+    families_in_order,
+    read_own,
+    write_own,
 )
-from coatlm.hf.rotary import read_rotary, write_scaling
+from coatlm.hf.rotary import LISTS, NESTED, ROTARY, longest_context, read_rotary, write_rotary
+from coatlm.hf.windows import FULL, SLIDING, read_window, write_window
 
 Json = dict[str, Any]
 
@@ -66,7 +65,6 @@ HARMLESS = frozenset(CARRIED) | {
     "unsloth_fixed",
     "use_cache",
 }
-ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 FIXED = (
     "hidden_act",
@@ -86,8 +84,13 @@ COUNTS = (  # integers; `Model` checks the types of the other fields
     "vocab_size",
     "max_position_embeddings",
     "sliding_window",
+    "sliding_window_pattern",
     "max_window_layers",
+    "original_max_position_embeddings",
+    SCALAR,
 )
+REALS = (*MULTIPLIERS, *SOFTCAPS, "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+NOT_COMPARED = {"spec", "vocab"}  # they do not decide the family of an export
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
 
 
@@ -97,12 +100,10 @@ def read_model(raw: Mapping[str, Any]) -> Json:
     Missing fields have transformers' defaults.
     """
     family = raw.get("model_type")
-    if not isinstance(family, str):
-        raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
-    if family not in ARCHITECTURES:
-        raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(ARCHITECTURES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"config.json: model_type={family!r}: one of {', '.join(FAMILIES)}")
     _check_types(raw)
-    known = {*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED, *OWN.get(family, ())}
+    known = {*MODEL_FIELDS, *HARMLESS, *ROTARY, *WINDOW, *FIXED, *FAMILIES[family].own}
     if unknown := sorted(raw.keys() - known):
         raise ValueError(
             f"config.json: {unknown[0]}={raw[unknown[0]]!r} is not known to this converter, "
@@ -110,23 +111,21 @@ def read_model(raw: Mapping[str, Any]) -> Json:
         )
     if missing := [name for name in REQUIRED if raw.get(name) is None]:
         raise ValueError(f"config.json: {missing[0]} is missing")
-    usual = {"rms_norm_eps": 1e-6, **DEFAULTS[family]}
+    usual = {"rms_norm_eps": 1e-6, **FAMILIES[family].defaults}
     filled = {**usual, **raw}
-    if filled["max_position_embeddings"] is None:
-        filled["max_position_embeddings"] = usual["max_position_embeddings"]
+    for name in ("max_position_embeddings", "original_max_position_embeddings"):
+        if name in usual and filled[name] is None:
+            filled[name] = usual[name]
     _check_fixed(family, filled)
-    _check_window(family, filled)
     section = {
         ours: filled[name] for name, ours in MODEL_FIELDS.items() if filled.get(name) is not None
     }
-    section |= read_rotary(filled)
-    section["qkv_bias"] = family == "qwen2" or bool(filled.get("attention_bias"))
-    section["qk_norm"] = family in ("qwen3", "olmo2")
-    if family == "olmo2":
-        section |= {"qk_norm_width": "all", "norm_after": True}
-    if family == "granite":
-        section |= read_multipliers(filled)
-    return section
+    window = read_window(family, filled)
+    rotary = read_rotary(filled, windowed=window is not None)
+    if window is not None:
+        section["window"] = window | rotary.pop("window", {})
+    section |= rotary | {"qkv_bias": bool(filled.get("attention_bias"))}
+    return section | read_own(family, filled)
 
 
 def make_hf_config(
@@ -136,43 +135,79 @@ def make_hf_config(
 
     `vocab` is the number of embedding rows, `dtype` the type of the stored weights. `like` is the
     config.json of the model that the run started from; it gives the fields in `CARRIED`, and the
-    family if that fits. Raises ValueError if it describes a model of another shape.
+    family if that fits. Raises ValueError if it describes a model of another shape, and if no
+    family has the layers of the model.
     """
     model = config.model
     if like:
         _check_shape(model, Model.model_validate(read_model(like)))
     like = like or {}
-    family = choose_family(model, like.get("model_type"))
     carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
+    carried = {"max_position_embeddings": config.data.seq_len} | carried
+    lost: dict[str, list[str]] = {}
+    for family in families_in_order(model, like.get("model_type")):
+        written = _write(family, model, vocab, dtype) | carried
+        if (longest := longest_context(model)) is not None:
+            written["max_position_embeddings"] = longest
+        lost[family] = _lost(family, model, written)
+        if not lost[family]:
+            return written
+    closest = min(lost, key=lambda family: len(lost[family]))
+    name = lost[closest][0]
+    raise ValueError(
+        f"model.{name}={getattr(model, name)}: no family of Hugging Face has such a layer; "
+        f"{closest} lacks {', '.join(f'model.{key}' for key in lost[closest])} of this model"
+    )
+
+
+def _write(family: str, model: Model, vocab: int, dtype: str) -> Json:
+    """The config.json of a model as one of `family`, which may not be able to describe it."""
     result: Json = {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [FAMILIES[family].architecture],
         "model_type": family,
-        "hidden_act": "silu",
         **{name: getattr(model, ours) for name, ours in MODEL_FIELDS.items()},
         "vocab_size": vocab,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": config.data.seq_len,
+        **write_rotary(family, model),
+        **write_window(family, model),
         "attention_dropout": 0.0,
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
         "torch_dtype": dtype,
-        **carried,
+        **write_own(family, model),
     }
-    if model.rope_scaling is not None:
-        result["rope_scaling"] = write_scaling(model.rope_scaling)
-    result |= own_fields(family, model)
     even = model.size_per_head * model.heads == model.hidden
-    if even and family in WITHOUT_HEAD_DIM:
+    if even and not FAMILIES[family].head_dim:
         del result["head_dim"]  # not a field of this family, though transformers reads it
     return result
 
 
+def _lost(family: str, model: Model, written: Json) -> list[str]:
+    """The keys of `model` that differ when a written config.json is read again.
+
+    head_dim counts as lost where transformers refuses it or does not read it.
+    """
+    even = model.hidden % model.heads == 0
+    square = even and model.size_per_head * model.heads == model.hidden
+    needs_even = FAMILIES[family].square or family in ("llama", "gemma2", "gemma3_text")
+    if (FAMILIES[family].square and not square) or (needs_even and not even):
+        return ["head_dim"]
+    again = Model.model_validate(read_model(written)).model_dump(exclude=NOT_COMPARED)
+    mine = model.model_dump(exclude=NOT_COMPARED)
+    mine["attention_multiplier"] = _unless_usual(model)
+    return [name for name, value in mine.items() if again[name] != value]
+
+
+def _unless_usual(model: Model) -> float | None:
+    """The multiplier of attention scores; None for 1 / sqrt(head_dim)."""
+    given = model.attention_multiplier
+    return None if given == model.size_per_head**-0.5 else given
+
+
 def output_bias(raw: Mapping[str, Any]) -> bool:
     """Whether the attention's output projection has a bias in this config.json."""
-    return raw["model_type"] in BIASED and bool(raw.get("attention_bias"))
+    return FAMILIES[raw["model_type"]].biased and bool(raw.get("attention_bias"))
 
 
 def run_config(model: Mapping[str, Any], *, tokenizer: str, seq_len: int, precision: str) -> Config:
@@ -203,29 +238,42 @@ def _check_types(raw: Mapping[str, Any]) -> None:
     ] = []  # name, value, whether it is right, what it must be
     for name in COUNTS:
         value = raw.get(name)
-        right = value is None or (type(value) is int and value >= 0)
-        wanted.append((name, value, right, "a whole number"))
+        right = value is None or (type(value) is int and 0 <= value < 2**63)
+        wanted.append((name, value, right, "a whole number below 2^63"))
     for name in ("rope_scaling", "rope_parameters"):
-        section = raw.get(name)
-        wanted.append((name, section, isinstance(section, dict | None), "an object"))
-        for key, value in section.items() if isinstance(section, dict) else ():
-            right = value is None or _is_number(value)
-            what = "a number, or the name of a type"
-            if key in ("rope_type", "type"):
-                right = isinstance(value, str)
-            elif key == "truncate":  # transformers takes null for false
-                right, what = isinstance(value, bool), "true or false"
-            wanted.append((f"{name}.{key}", value, right, what))
-    theta, layers = raw.get("rope_theta"), raw.get("layer_types")
-    wanted.append(("rope_theta", theta, theta is None or _is_number(theta), "a number"))
+        inner = raw["model_type"] in NESTED and name == "rope_parameters"
+        wanted += _rotary_types(name, raw.get(name), (FULL, SLIDING) if inner else ())
+    layers = raw.get("layer_types")
     names = layers is None or (isinstance(layers, list) and all(type(n) is str for n in layers))
     wanted.append(("layer_types", layers, names, "a list of names"))
-    for name in MULTIPLIERS:
+    for name in REALS:
         right = raw.get(name) is None or _is_number(raw[name])
         wanted.append((name, raw.get(name), right, "a number"))
     for name, value, right, what in wanted:
         if not right:
             raise ValueError(f"config.json: {name}={value!r}: must be {what}")
+
+
+def _rotary_types(
+    name: str, section: Any, sections: tuple[str, ...]
+) -> list[tuple[str, Any, bool, str]]:
+    """As `wanted` of `_check_types`, for a set of rotary parameters; `sections` are sets too."""
+    wanted = [(name, section, isinstance(section, dict | None), "an object")]
+    for key, value in section.items() if isinstance(section, dict) else ():
+        right = value is None or _is_number(value)
+        what = "a number, or the name of a type"
+        if key in sections:
+            wanted += _rotary_types(f"{name}.{key}", value, ())
+            continue
+        if key in ("rope_type", "type"):
+            right = isinstance(value, str)
+        elif key == "truncate":  # transformers takes null for false
+            right, what = isinstance(value, bool), "true or false"
+        elif key in LISTS:
+            right = isinstance(value, list) and all(map(_is_number, value))
+            what = "a list of numbers"
+        wanted.append((f"{name}.{key}", value, right, what))
+    return wanted
 
 
 def _is_number(value: Any) -> bool:
@@ -237,43 +285,25 @@ def _is_number(value: Any) -> bool:
 
 def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
     """Raise ValueError if a field has a value that coatlm does not support."""
-    allowed: list[tuple[str, tuple[Any, ...]]] = [
-        ("hidden_act", (None, "silu")),
-        ("attention_dropout", (None, 0)),
-        ("mlp_bias", (None, False)),
-        ("partial_rotary_factor", (None, 1)),
-        ("use_mrope", (None, False)),
-        ("rope_interleaved", (None, False)),
-        ("resid_pdrop", (None, 0)),
-        ("embd_pdrop", (None, 0)),
-        (
-            "attention_bias",
-            (None, False, True) if family in BIASED else (None, False),
-        ),
-        ("architectures", (None, [ARCHITECTURES[family]])),
-    ]
-    for name, values in allowed:
+    gated = FAMILIES[family].fixed.get("hidden_activation", "silu")
+    allowed: dict[str, tuple[Any, ...]] = {
+        "hidden_act": (None, gated),
+        "attention_dropout": (None, 0),
+        "mlp_bias": (None, False),
+        "use_mrope": (None, False),
+        "use_sliding_window": (None, False, True),
+        "rope_interleaved": (None, False),
+        "attention_bias": (None, False, True) if FAMILIES[family].biased else (None, False),
+        "architectures": (None, [FAMILIES[family].architecture]),
+        **{name: (None, value) for name, value in FAMILIES[family].fixed.items()},
+    }
+    for name, values in allowed.items():
         value = raw.get(name)
+        if name == "auto_map" and isinstance(value, dict):  # the tokenizer does not matter here
+            value = {key: code for key, code in value.items() if key != "AutoTokenizer"}
         if value not in values:
-            choices = " or ".join(repr(v) for v in values if v is not None)
+            choices = " or ".join(repr(v) for v in values if v is not None) or "null"
             raise ValueError(f"config.json: {name}={value!r} of {family}: only {choices}")
-
-
-def _check_window(family: str, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError if a layer would use sliding-window attention."""
-    longest, window = raw["max_position_embeddings"], raw.get("sliding_window")
-    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window"):
-        window = None  # transformers ignores it then
-    layers = raw["num_hidden_layers"]
-    first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    if window is not None and window < longest and first < layers and family != "llama":
-        raise ValueError(
-            f"config.json: sliding_window={window} is below max_position_embeddings={longest}: "
-            "coatlm has no sliding-window attention"
-        )
-    others = set(raw.get("layer_types") or ()) - {"full_attention"}
-    if others:
-        raise ValueError(f"config.json: layer_types has {sorted(others)[0]!r}: only full_attention")
 
 
 def check_token_ids(file: str, raw: Mapping[str, Any], rows: int) -> None:

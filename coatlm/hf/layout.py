@@ -1,19 +1,23 @@
-"""Map the tensors of a Llama between coatlm's checkpoint and Hugging Face's.
+"""Map the tensors of a model between coatlm's checkpoint and Hugging Face's.
 
 A layer of coatlm (and megatron-core) has q, k and v in one matrix and gate and up in another:
 
     linear_qkv.weight [(N + 2 G) D, H]  = for each of G key/value heads: N/G query heads, key, value
     linear_fc1.weight [2 F, H]          = gate, then up
 
-N query heads, G key/value heads, D elements per head, H hidden, F ffn. Rotary embeddings rotate the
-same pairs of elements in both, so rows are only moved and values do not change.
+N query heads, G key/value heads, D elements per head, H hidden, F ffn. Rows are only moved and
+values do not change. Rotary embeddings rotate the same pairs of elements in both, (i, i + D/2),
+unless they rotate only the first R of the D elements: Hugging Face pairs (i, i + R/2) then, and
+coatlm (i, i + D/2) for i < R/2, so the rows of each query and key head are in another order:
+
+    0 ... R/2 | R ... (R + D)/2 | R/2 ... R | (R + D)/2 ... D       rows of Hugging Face's head
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,81 +27,67 @@ from coatlm.config import Model
 Shape = tuple[int, ...]
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+FUSED = ("phi3",)  # families that store q, k and v, and gate and up, together
+
+
+class Run(NamedTuple):
+    """Adjacent rows of a tensor of Hugging Face."""
+
+    name: str
+    row: int
+    length: int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of coatlm, and the tensors of Hugging Face that it consists of.
-
-    `whole` is the name of a tensor in which a family stores all parts, one after the other.
-    """
+    """A tensor of coatlm, and the tensors of Hugging Face that it consists of."""
 
     key: str
     shape: Shape
-    parts: Mapping[str, Shape]  # in order
-    fusion: Literal["rows", "groups"] = "rows"  # concatenated | interleaved q, k, v per kv head
-    groups: int = 1  # number of key/value heads, for "groups"
-    whole: str | None = None
-
-    @property
-    def stored(self) -> dict[str, Shape]:
-        """The names and shapes of Hugging Face's tensors."""
-        if self.whole is None:
-            return dict(self.parts)
-        shapes = list(self.parts.values())
-        return {self.whole: (sum(shape[0] for shape in shapes), *shapes[0][1:])}
+    stored: Mapping[str, Shape]  # Hugging Face's tensors
+    order: tuple[Run, ...]  # the rows of coatlm's tensor, from the first to the last
 
     def join(self, stored: Sequence[Tensor]) -> Tensor:
-        """Join Hugging Face's tensors into coatlm's."""
-        rows = [shape[0] for shape in self.parts.values()]
-        parts = list(stored) if self.whole is None else list(stored[0].split(rows))
-        if len(parts) == 1:
-            return parts[0]
-        if self.fusion == "rows":
-            return torch.cat(parts)
-        return torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], 1).flatten(0, 1)
+        """Join Hugging Face's tensors, in the order of `stored`, into coatlm's."""
+        if len(self.order) == 1:
+            return stored[0]
+        named = dict(zip(self.stored, stored, strict=True))
+        return torch.cat([named[name][row : row + count] for name, row, count in self.order])
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Split coatlm's tensor into Hugging Face's, contiguous and in the order of `stored`."""
-        rows = [shape[0] for shape in self.parts.values()]
-        if self.fusion == "rows":
-            parts = list(tensor.split(rows))
-        else:
-            sizes = [n // self.groups for n in rows]
-            each = tensor.unflatten(0, (self.groups, -1)).split(sizes, 1)
-            parts = [part.flatten(0, 1).contiguous() for part in each]
-        return parts if self.whole is None else [torch.cat(parts)]
+        if len(self.order) == 1:
+            return [tensor]
+        named = {name: tensor.new_empty(shape) for name, shape in self.stored.items()}
+        start = 0
+        for name, row, count in self.order:
+            named[name][row : row + count] = tensor[start : start + count]
+            start += count
+        return list(named.values())
 
-    def runs(self, first: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """The rows [first, stop) of coatlm's tensor as (stored tensor, first row, number of rows).
+    def runs(self, first: int, stop: int) -> Iterator[Run]:
+        """The rows [first, stop) of coatlm's tensor.
 
         Rows beyond `shape`, which pad a vocabulary, are in no run.
         """
         start = 0
-        for turn in range(self.groups):
-            before = 0  # rows of earlier parts
-            for name, shape in self.parts.items():
-                count = shape[0] // self.groups
-                low, high = max(first, start), min(stop, start + count)
-                row = turn * count + low - start
-                if low < high and self.whole is None:
-                    yield name, row, high - low
-                elif low < high and self.whole is not None:
-                    yield self.whole, before + row, high - low
-                start += count
-                before += shape[0]
+        for name, row, count in self.order:
+            low, high = max(first, start), min(stop, start + count)
+            if low < high:
+                yield Run(name, row + low - start, high - low)
+            start += count
 
 
 def entries(model: Model, vocab: int, family: str = "llama") -> Iterator[Entry]:
     """All tensors of a model in the order of a forward pass. `vocab`: rows of the embedding.
 
-    `family` is the model_type of config.json; phi3 stores q, k and v, and gate and up, together.
+    `family` is the model_type of config.json.
     """
     H = model.hidden
     yield _same("embedding.word_embeddings.weight", EMBEDDING, (vocab, H))
     for layer in range(model.layers):
         prefixes = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        yield from _layer_entries(model, *prefixes, together=family == "phi3")
+        yield from _layer_entries(model, *prefixes, together=family in FUSED)
     yield _same("decoder.final_layernorm.weight", "model.norm.weight", (H,))
     if not model.tie_embeddings:
         yield _same("output_layer.weight", HEAD, (vocab, H))
@@ -128,21 +118,19 @@ def is_linear(name: str) -> bool:
 
 
 def _layer_entries(model: Model, ours: str, theirs: str, *, together: bool) -> Iterator[Entry]:
-    H, F, D, G = model.hidden, model.ffn, model.size_per_head, model.queries_groups
-    rows = {"q": model.heads * D, "k": G * D, "v": G * D}
+    H, F, D = model.hidden, model.ffn, model.size_per_head
+    rows = {"q": model.heads * D, "k": model.queries_groups * D, "v": model.queries_groups * D}
     attention, mlp = ours + "self_attention.", ours + "mlp."
-    if not model.norm_after:
-        norm = f"{theirs}input_layernorm.weight"
-        yield _same(attention + "linear_qkv.layer_norm_weight", norm, (H,))
+    norms = _norm_names(model)
+    if "input" in norms:
+        name = f"{theirs}{norms['input']}.weight"
+        yield _same(attention + "linear_qkv.layer_norm_weight", name, (H,))
     for kind, tail in [("weight", (H,)), *([("bias", ())] if model.qkv_bias else [])]:
-        yield Entry(
-            f"{attention}linear_qkv.{kind}",
-            (sum(rows.values()), *tail),
-            {f"{theirs}self_attn.{n}_proj.{kind}": (r, *tail) for n, r in rows.items()},
-            "groups",
-            G,
-            f"{theirs}self_attn.qkv_proj.{kind}" if together else None,
-        )
+        parts = {n: f"{theirs}self_attn.{n}_proj.{kind}" for n in rows}
+        order = [Run(parts[n], row, count) for n, row, count in _head_rows(model)]
+        stored = {parts[n]: (count, *tail) for n, count in rows.items()}
+        whole = f"{theirs}self_attn.qkv_proj.{kind}" if together else None
+        yield _joined(f"{attention}linear_qkv.{kind}", stored, order, whole)
     if model.qk_norm:
         for n in ("q", "k"):
             name = f"{theirs}self_attn.{n}_norm.weight"
@@ -150,17 +138,66 @@ def _layer_entries(model: Model, ours: str, theirs: str, *, together: bool) -> I
             yield _same(f"{attention}{n}_layernorm.weight", name, (width,))
     output = f"{theirs}self_attn.o_proj.weight"
     yield _same(attention + "linear_proj.weight", output, (H, model.heads * D))
-    norm = f"{theirs}post_attention_layernorm.weight"
-    after = attention + "branch.norm.weight"
-    yield _same(after if model.norm_after else mlp + "linear_fc1.layer_norm_weight", norm, (H,))
+    if "attention" in norms:
+        name = f"{theirs}{norms['attention']}.weight"
+        yield _same(attention + "branch.norm.weight", name, (H,))
+    if "mlp" in norms:
+        name = f"{theirs}{norms['mlp']}.weight"
+        yield _same(mlp + "linear_fc1.layer_norm_weight", name, (H,))
     halves = {f"{theirs}mlp.{n}_proj.weight": (F, H) for n in ("gate", "up")}
+    order = [Run(name, 0, F) for name in halves]
     whole = f"{theirs}mlp.gate_up_proj.weight" if together else None
-    yield Entry(mlp + "linear_fc1.weight", (2 * F, H), halves, whole=whole)
+    yield _joined(mlp + "linear_fc1.weight", halves, order, whole)
     yield _same(mlp + "linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (H, F))
+    if "output" in norms:
+        yield _same(mlp + "branch.norm.weight", f"{theirs}{norms['output']}.weight", (H,))
+
+
+def _norm_names(model: Model) -> dict[str, str]:
+    """Hugging Face's names of the norms of a layer.
+
+    They are of the inputs of attention ("input") and MLP ("mlp"), and of the outputs of attention
+    ("attention") and MLP ("output").
+    """
+    after = {"attention": "post_attention_layernorm", "output": "post_feedforward_layernorm"}
     if model.norm_after:
-        norm = f"{theirs}post_feedforward_layernorm.weight"
-        yield _same(mlp + "branch.norm.weight", norm, (H,))
+        return after
+    if model.sandwich_norm:
+        return {"input": "input_layernorm", "mlp": "pre_feedforward_layernorm", **after}
+    return {"input": "input_layernorm", "mlp": "post_attention_layernorm"}
+
+
+def _head_rows(model: Model) -> Iterator[Run]:
+    """The rows of linear_qkv, from q, k and v."""
+    D, R, G = model.size_per_head, model.rotary_dim, model.queries_groups
+    rest = (D - R) // 2
+    turned = [(0, R // 2), (R, rest), (R // 2, R // 2), (R + rest, D - R - rest)]
+    pieces = turned if R < D else [(0, D)]
+    for group in range(G):
+        queries = range(group * model.heads // G, (group + 1) * model.heads // G)
+        for name, heads in (("q", queries), ("k", range(group, group + 1))):
+            for head in heads:
+                yield from (Run(name, head * D + row, count) for row, count in pieces)
+        yield Run("v", group * D, D)
+
+
+def _joined(key: str, parts: Mapping[str, Shape], order: list[Run], whole: str | None) -> Entry:
+    """An entry of several parts, which are stored one after the other as `whole` if it is given."""
+    rows = [shape[0] for shape in parts.values()]
+    shape = (sum(rows), *next(iter(parts.values()))[1:])
+    if whole is not None:
+        first = {name: sum(rows[:i]) for i, name in enumerate(parts)}
+        order = [Run(whole, first[name] + row, count) for name, row, count in order]
+        parts = {whole: shape}
+    merged = order[:1]
+    for run in order[1:]:
+        name, row, count = merged[-1]
+        if (run.name, run.row) == (name, row + count):
+            merged[-1] = Run(name, row, count + run.length)
+        else:
+            merged.append(run)
+    return Entry(key, shape, parts, tuple(merged))
 
 
 def _same(key: str, name: str, shape: Shape) -> Entry:
-    return Entry(key, shape, {name: shape})
+    return Entry(key, shape, {name: shape}, (Run(name, 0, shape[0]),))

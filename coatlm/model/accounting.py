@@ -4,10 +4,13 @@ Legend: h hidden, f ffn, q = heads head_dim, k = kv_heads head_dim, L layers, V 
 s sequence length, all in elements.
 
     matrices of a layer   h (q + 2k) + q h + 3 h f      qkv, projection, gate | up, down
-    vectors of a layer    2 h [+ q + 2k] [+ 2 head_dim] two norms [qkv bias] [query, key norm]
+    vectors of a layer    2 h [+ q + 2k] [+ 2 head_dim] two norms [qkv bias] [query, key norm];
+                          4 h with norms on both sides (sandwich_norm)
     parameters            L (matrices + vectors) + h V + h [+ h V]
                           embedding, final norm [output layer, unless tied]
-    FLOPs per token       6 (L matrices + h V) + 6 L s q
+    FLOPs per token       6 (L matrices + h V) + 6 q (sum of spans over the layers)
+    span of a layer       s, or 2 w - w^2 / s with a sliding window of w < s tokens: twice the mean
+                          number of tokens that a token attends to
 
 A multiply-add is two FLOPs; the backward pass costs twice the forward pass, hence 6 per weight
 (Kaplan et al. 2020, section 2.1). Attention takes 2 s q for Q K^T and 2 s q for P V, halved
@@ -105,7 +108,7 @@ def layer_biases(m: Model) -> int:
 def layer_norms(m: Model) -> int:
     """Number of norm weights of a layer, which are replicated over tensor-parallel ranks."""
     heads = query_size(m) + key_size(m) if m.qk_norm_width == "all" else 2 * m.size_per_head
-    return 2 * m.hidden + (heads if m.qk_norm else 0)
+    return (4 if m.sandwich_norm else 2) * m.hidden + (heads if m.qk_norm else 0)
 
 
 def parameters(m: Model, vocab: int) -> int:
@@ -142,7 +145,16 @@ def rank_parameters(m: Model, vocab: int, *, tp: int = 1, pp: int = 1, stage: in
 
 def flops_per_token(m: Model, vocab: int, seq_len: int) -> int:
     """FLOPs of forward and backward for one token, without recomputation."""
-    return 6 * matmul_parameters(m, vocab) + 6 * m.layers * seq_len * query_size(m)
+    spans = sum(attention_span(m, layer, seq_len) for layer in range(m.layers))
+    return 6 * matmul_parameters(m, vocab) + round(6 * spans * query_size(m))
+
+
+def attention_span(m: Model, layer: int, seq_len: int) -> float:
+    """Twice the mean number of tokens that a token of a layer, numbered from 0, attends to."""
+    window = m.window_of(layer)
+    if window is None or window >= seq_len:
+        return seq_len
+    return 2 * window - window**2 / seq_len
 
 
 def peak_flops(device_name: str | None) -> float | None:

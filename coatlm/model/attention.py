@@ -7,10 +7,13 @@ cuDNN backend is preferred.
 Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), which balances the
 causal work. Keys and values are all-gathered. Each of the two query chunks attends to the prefix of
 the sequence that ends with this chunk: causal attention aligned at the lower right corner.
+
+Documents, windows and soft caps are as coatlm/fp8/document_attention.py defines them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from coatlm.fp8.document_attention import document_attention
 from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
@@ -35,9 +39,10 @@ BACKENDS = [
 
 
 class CoreAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D)) V, causal or with an explicit mask, on one or more cp ranks.
+    """Causal softmax(Q K^T / sqrt(D)) V on one or more cp ranks.
 
-    `multiplier` replaces 1 / sqrt(D).
+    `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
+    to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap).
     """
 
     def __init__(
@@ -47,10 +52,17 @@ class CoreAttention(nn.Module):
         *_: Any,
         pg_collection: Any,
         multiplier: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         **__: Any,
     ):
         super().__init__()
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} keys: must be at least 1, the query's own position")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"softcap={softcap}: must be above 0 and finite")
         self.cp_group, self.multiplier = pg_collection.cp, multiplier
+        self.window, self.softcap = window, softcap
 
     def forward(
         self,
@@ -60,48 +72,56 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Returns [S, B, N*D]. `attention_mask` [B, 1, S, T] is True where attention is masked."""
-        q_BNSD = q_SBND.permute(1, 2, 0, 3)
-        if self.cp_group.size() > 1:
-            k_SBGD, v_SBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
-        k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (k_SBGD, v_SBGD))
-        gqa = q_BNSD.shape[1] != k_BGTD.shape[1]
-        with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
-            if attention_mask is not None:
-                o_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD,
-                    k_BGTD,
-                    v_BGTD,
-                    attn_mask=~attention_mask,
-                    scale=self.multiplier,
-                    enable_gqa=gqa,
-                )
-            elif self.cp_group.size() > 1:
-                o_BNSD = self._two_prefixes(q_BNSD, k_BGTD, v_BGTD, gqa)
-            else:
-                o_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD, k_BGTD, v_BGTD, is_causal=True, scale=self.multiplier, enable_gqa=gqa
-                )
-        return o_BNSD.permute(2, 0, 1, 3).flatten(2)
+        """Returns [S, B, N*D]. In place of a mask there may be document bounds [B, E].
 
-    def _two_prefixes(self, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, gqa: bool) -> Tensor:
-        """Causal attention of this rank's two query chunks over the gathered keys and values."""
-        rank, size = self.cp_group.rank(), self.cp_group.size()
-        length = q_BNSD.shape[2] // 2
-        outputs = []
-        for chunk, q in zip((rank, 2 * size - 1 - rank), q_BNSD.chunk(2, dim=2), strict=True):
-            end = (chunk + 1) * length
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q,
-                    k_BGTD[:, :, :end],
-                    v_BGTD[:, :, :end],
-                    attn_mask=causal_lower_right(length, end),
-                    scale=self.multiplier,
-                    enable_gqa=gqa,
-                )
+        With documents the samples lie one behind the other: all tensors are [B S, 1, ...].
+        """
+        bounds_BE, rank, size = attention_mask, self.cp_group.rank(), self.cp_group.size()
+        if bounds_BE is not None:
+            samples = bounds_BE.shape[0]
+            q_SBND, k_SBGD, v_SBGD = (
+                x.view(samples, -1, *x.shape[2:]).transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD)
             )
-        return torch.cat(outputs, dim=2)
+        if size == 1:
+            o_SBND = self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE)
+        else:
+            k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
+            length = q_SBND.shape[0] // 2
+            outputs = []
+            for chunk, q in zip((rank, 2 * size - 1 - rank), q_SBND.chunk(2), strict=True):
+                end = (chunk + 1) * length
+                outputs.append(self._attend(q, k_TBGD[:end], v_TBGD[:end], bounds_BE))
+            o_SBND = torch.cat(outputs)
+        if bounds_BE is not None:
+            o_SBND = o_SBND.transpose(0, 1).flatten(0, 1)[:, None]
+        return o_SBND.flatten(2)
+
+    def _attend(
+        self, q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, bounds_BE: Tensor | None
+    ) -> Tensor:
+        """Attention [S, B, N, D] of the last S of T positions."""
+        if bounds_BE is not None or self.window is not None or self.softcap is not None:
+            o_BSND = document_attention(
+                *(x.transpose(0, 1) for x in (q_SBND, k_TBGD, v_TBGD)),
+                bounds_BE,
+                scale=self.multiplier,
+                window=self.window,
+                softcap=self.softcap,
+            )
+            return o_BSND.transpose(0, 1)
+        queries, keys = q_SBND.shape[0], k_TBGD.shape[0]
+        q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD))
+        with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
+            o_BNSD = F.scaled_dot_product_attention(
+                q_BNSD,
+                k_BGTD,
+                v_BGTD,
+                attn_mask=None if queries == keys else causal_lower_right(queries, keys),
+                is_causal=queries == keys,
+                scale=self.multiplier,
+                enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],
+            )
+        return o_BNSD.permute(2, 0, 1, 3)
 
 
 class SelfAttention(MegatronSelfAttention):
@@ -109,7 +129,8 @@ class SelfAttention(MegatronSelfAttention):
 
     Parameter names and checkpoints are those of megatron-core, but for the norm of the `Branch`,
     whose options are `branch`. With `norm_all_heads` the norms of queries and keys are over the
-    elements of all heads.
+    elements of all heads. With `window_rotary` the layer has the rotary tables of layers with a
+    sliding window.
     """
 
     def __init__(
@@ -118,9 +139,11 @@ class SelfAttention(MegatronSelfAttention):
         *args: Any,
         branch: Mapping[str, Any] | None = None,
         norm_all_heads: bool = False,
+        window_rotary: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
+        self.window_rotary = window_rotary
         self.branch = Branch(config, **(branch or {}))
         self.norm_all_heads = norm_all_heads
         if norm_all_heads:
@@ -136,20 +159,28 @@ class SelfAttention(MegatronSelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2] -> [S(/tp), B, H]."""
+        """hidden [S(/tp), B, H], rotary_pos_emb as `own_tables` takes it -> [S(/tp), B, H]."""
         qkv_SBW, _ = self.linear_qkv(hidden_states)
         assert rotary_pos_emb is not None
+        cos_sin = self.own_tables(rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(
-                self._attend, False, qkv_SBW, rotary_pos_emb, attention_mask
+                self._attend, False, qkv_SBW, cos_sin, attention_mask
             )
         else:
-            context = self._attend(qkv_SBW, rotary_pos_emb, attention_mask)
+            context = self._attend(qkv_SBW, cos_sin, attention_mask)
         out, bias = self.linear_proj(context)
         return self.branch(out), bias
 
     def _attend(self, qkv_SBW: Tensor, cos_sin: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.core_attention(*self.split_rotated(qkv_SBW, cos_sin), attention_mask)
+
+    def own_tables(self, rotary_pos_emb: Tensor) -> Tensor:
+        """cos and sin of this layer, [2, S, D/2].
+
+        `rotary_pos_emb` is [2, S, D/2], or [4, S, D/2] with those of layers with a window last.
+        """
+        return rotary_pos_emb[2:] if self.window_rotary else rotary_pos_emb[:2]
 
     def split_rotated(self, qkv_SBW: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the QKV output into q [S, B, N, D], k and v [S, B, G, D]; apply norm and RoPE."""

@@ -21,10 +21,12 @@ from coatlm.config import Config
 from coatlm.data.context_parallel import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
+from coatlm.fp8.softcap import soft_capped
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
-from coatlm.model.loss import linear_cross_entropy
+from coatlm.model.loss import largest_logits, linear_cross_entropy
 from coatlm.model.spec import block_spec
+from coatlm.parallel.cuda_graphs import captures
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.regions import sharded_tensors
 from coatlm.platform import device, has_apex
@@ -47,24 +49,42 @@ class Llama(GPTModel):
     ) -> None:
         super().__init__(config=config, position_embedding_type="none", **kwargs)
         model = run.model
-        scaling = model.rope_scaling.parameters() if model.rope_scaling else None
-        inv_freq = rope_frequencies(model.size_per_head, model.rope_theta, scaling)
-        positions = token_positions(run.data.seq_len, groups)
-        tables = rope_tables(positions, inv_freq, factor=attention_factor(scaling))
-        self.cos_sin = torch.stack(tables).to(device())
-        self.tp_group = groups.tp
+        self.run, self.groups, self.tp_group = run, groups, groups.tp
+        self.shorter: dict[int, Tensor] = {}
+        self.cos_sin = self._rotary_tables(run.data.seq_len)
         self.embedding_multiplier = model.embedding_multiplier
+        if model.scale_embeddings:
+            root = torch.tensor(math.sqrt(model.hidden), dtype=config.params_dtype)
+            self.embedding_multiplier = root.item()
         self.logits_scaling = model.logits_scaling
+        self.logits_softcap = model.logits_softcap
+        self.save_logits = run.train.logits == "save"
+        self.z_loss = run.train.z_loss
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        *,
+        predictions: bool = False,
     ) -> Tensor:
-        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None."""
+        """The last stage returns fp32 losses [B, S], or logits [B, S, V/tp] if `labels` is None.
+
+        With `predictions` it returns fp64 [2, B, S]: the losses, and the vocabulary entry with the
+        largest logit. A sample may be shorter than data.seq_len. With `document_bounds` [B, n + 1]
+        tokens attend within their document. The samples then lie one behind the other in all hidden
+        states, [B S, 1, H], as attention reads them.
+        """
+        shape, cos_sin = tokens.shape, self.rotary(tokens.shape[1] * self.groups.cp.size())
+        if document_bounds is not None:
+            tokens, cos_sin = tokens.reshape(1, -1), cos_sin.repeat(1, shape[0], 1)
+            labels = None if labels is None else labels.reshape(1, -1)
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         if hidden is not None and self.embedding_multiplier != 1.0:
             hidden = hidden * self.embedding_multiplier
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self.cos_sin
+            hidden_states=hidden, attention_mask=document_bounds, rotary_pos_emb=cos_sin
         )
         if not self.post_process:
             return hidden
@@ -77,9 +97,34 @@ class Llama(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if labels is None:
-            return F.linear(hidden, weight).transpose(0, 1)
+            logits = soft_capped(F.linear(hidden, weight), self.logits_softcap)
+            return logits.transpose(0, 1).view(*shape, -1)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return linear_cross_entropy(hidden, weight, labels.t().contiguous(), group=group).t()
+        losses = linear_cross_entropy(
+            hidden,
+            weight,
+            labels.t().contiguous(),
+            group=group,
+            save_logits=self.save_logits,
+            z_loss=self.z_loss if self.training else 0.0,
+            cap=self.logits_softcap,
+        )
+        losses = losses.t().view(shape)
+        if not predictions:
+            return losses
+        largest = largest_logits(hidden, weight, group=group).t().view(shape)
+        return torch.stack((losses.double(), largest.double()))
+
+    def rotary(self, seq_len: int) -> Tensor:
+        """`rotary_tables` of this rank's S tokens of a sample of `seq_len` tokens."""
+        if seq_len == self.cos_sin.shape[1] * self.groups.cp.size():
+            return self.cos_sin
+        if seq_len not in self.shorter:
+            self.shorter[seq_len] = self._rotary_tables(seq_len)
+        return self.shorter[seq_len]
+
+    def _rotary_tables(self, seq_len: int) -> Tensor:
+        return rotary_tables(self.run, token_positions(seq_len, self.groups)).to(device())
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.
@@ -100,7 +145,7 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
     """
     transformer = transformer_config(config)
     tensor_parallel.model_parallel_cuda_manual_seed(
-        config.run.seed, use_cudagraphable_rng=config.train.cuda_graphs, force_reset_rng=True
+        config.run.seed, use_cudagraphable_rng=captures(config), force_reset_rng=True
     )
     stages, p = groups.pp.size(), config.parallel
     layers = config.model.layers // (stages * p.vpp)
@@ -151,6 +196,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_bias_linear=False,
         add_qkv_bias=m.qkv_bias,
         qk_layernorm=m.qk_norm,
+        layernorm_zero_centered_gamma=m.zero_centered_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=bf16,
@@ -184,20 +230,39 @@ def token_positions(seq_len: int, groups: Groups) -> Tensor:
     return zigzag_positions(seq_len, groups.cp.rank(), groups.cp.size())
 
 
+def rotary_tables(config: Config, positions_S: Tensor) -> Tensor:
+    """cos and sin of the rotary angles, fp32 [2, S, D/2].
+
+    If layers with a window have frequencies of their own (model.window.rope_theta) it is
+    [4, S, D/2], and theirs come last (`attention.SelfAttention.own_tables`).
+    """
+    m, length = config.model, config.data.seq_len
+    scaling = None if m.rope_scaling is None else m.rope_scaling.parameters()
+    kinds = [(m.rope_theta, scaling)]
+    if m.window is not None and m.window.rope_theta is not None:
+        kinds.append((m.window.rope_theta, None))
+    tables: list[Tensor] = []
+    for theta, stretched in kinds:
+        inv_freq = rope_frequencies(m.rotary_dim, theta, stretched, length=length)
+        factor, half = attention_factor(stretched), m.size_per_head // 2
+        tables += rope_tables(positions_S, inv_freq, factor=factor, half=half)
+    return torch.stack(tables)
+
+
 @torch.no_grad()
 def init_weights(chunks: Sequence[Llama], config: Config) -> None:
-    """Draw matrices from Normal(0, init_std), set norms to one and biases to zero.
+    """Draw matrices from Normal(0, init_std), set the factors of norms to one and biases to zero.
 
     Output projections are drawn from Normal(0, init_std / sqrt(2 * layers)). Each logical tensor is
     drawn whole, in fp32, from a generator seeded by (seed, name), and this rank copies its shard:
     the model is the same in every parallel layout.
     """
-    std = config.model.init_std
+    std, norm = config.model.init_std, 0.0 if config.model.zero_centered_norm else 1.0
     for chunk in chunks:
         for _, item in sharded_tensors(chunk):
             assert item.data is not None
             if item.data.dim() == 1:
-                item.data.fill_(1.0 if "norm" in item.key else 0.0)
+                item.data.fill_(norm if "norm" in item.key else 0.0)
                 continue
             output = item.key.endswith(("linear_proj.weight", "linear_fc2.weight"))
             scale = std / math.sqrt(2 * config.model.layers) if output else std

@@ -1,6 +1,7 @@
 """Whether a run fits the memory of its device, from its configuration alone.
 
-    needed = weights + FP8 weights + gradients + optimizer states       on the largest stage
+    needed = weights + FP8 weights + gradients + optimizer states       on the largest stage,
+             or all weights, as which the model is built, if that is more
     refused  <=>  needed > memory   or   peak > 2 * memory
 
 `needed` is exact but for padding: every run allocates these tensors. The peak adds activations and
@@ -27,6 +28,7 @@ CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the che
     ("parallel", "main_grads", "bf16"),
     ("optim", "recipe", "coat-lean"),
     ("optim", "recipe", "coat"),
+    ("parallel", "zero", 3),
     ("train", "recompute", "full"),
     ("precision", "recipe", "coat-lean"),
     ("precision", "recipe", "bf16"),
@@ -57,7 +59,7 @@ def requirements(config: Config, vocab: int, data_parallel: int) -> tuple[int, i
     """`needed` and the peak in bytes, each on the pipeline stage where it is highest."""
     stages = stage_bytes(config, vocab, data_parallel)
     needed = (s.weights + s.fp8_weights + s.main_grads + s.optim_states for s in stages)
-    return max(needed), max(s.total for s in stages)
+    return max(*needed, *(s.initial for s in stages)), max(s.total for s in stages)
 
 
 def remedies(config: Config) -> Iterator[tuple[str, Config]]:

@@ -41,7 +41,7 @@ class CoatTransformerLayer(TransformerLayer):
         rotary_pos_emb: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """hidden [S(/tp), B, H], rotary_pos_emb = (cos, sin) as [2, S, D/2]."""
+        """hidden [S(/tp), B, H], rotary_pos_emb as `SelfAttention.own_tables` takes it."""
         if self.in_bf16:
             out, _ = super().forward(
                 hidden_states, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
@@ -52,7 +52,7 @@ class CoatTransformerLayer(TransformerLayer):
         if not self.training:
             self.forget_weights()
         assert rotary_pos_emb is not None
-        cos, sin = rotary_pos_emb
+        cos, sin = cos_sin = attention.own_tables(rotary_pos_emb)
         head_dim = attention.hidden_size_per_attention_head
         kv_heads = attention.num_query_groups_per_partition
         queries_per_kv_head = attention.num_attention_heads_per_partition // kv_heads
@@ -70,7 +70,7 @@ class CoatTransformerLayer(TransformerLayer):
             flow,
             torch.is_grad_enabled(),
         )
-        q, k, v = parts if fused else attention.split_rotated(parts[0], rotary_pos_emb)
+        q, k, v = parts if fused else attention.split_rotated(parts[0], cos_sin)
         context, codes, scale = self._attend(q, k, v, attention_mask)
         out = ProjMLP.apply(
             context,

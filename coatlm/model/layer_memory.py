@@ -62,8 +62,9 @@ def fp8_linear_layer(config: Config) -> LayerBytes:
 
 def _plain_layer(config: Config, x: int) -> LayerBytes:
     m, e = config.model, element_bytes(config)
+    outputs = 2 * (m.hidden * e + STATISTIC) if m.sandwich_norm else 0  # inputs of norms after
     return LayerBytes(
-        stream=2 * m.hidden * (e + x) + 2 * STATISTIC,
+        stream=2 * m.hidden * (e + x) + 2 * STATISTIC + outputs,
         attention=attention(config, e, x),
         mlp=2 * m.ffn * e + m.ffn * x,
         swiglu=m.ffn * x,
@@ -111,9 +112,8 @@ def attention(config: Config, e: float, x: float) -> float:
     Attention saves q, k and v after RoPE and its output, `e` bytes per element; the projection
     saves its input, `x` bytes per element. Both are the same tensor if `x` = `e`, except under
     context parallelism, where the output is concatenated from two halves. The norms of queries and
-    keys save their inputs, and an attention mask adds a bias of S elements per token. With
-    recompute=selective attention saves the output of qkv alone, and in an FP8 flow also the inputs
-    of the norms of queries and keys.
+    keys save their inputs. With recompute=selective attention saves the output of qkv alone, and in
+    an FP8 flow also the inputs of the norms of queries and keys. Document bounds are not counted.
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)
@@ -122,14 +122,7 @@ def attention(config: Config, e: float, x: float) -> float:
     if config.train.recompute == "selective":
         return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
     saved = (q + 2 * k) * e + gathered_keys(config, e) + STATISTIC * m.heads + q * x + norms
-    if x != e or in_prefixes(config):
-        saved += q * e
-    return saved + (config.data.seq_len * width if config.data.reset_attention_mask else 0)
-
-
-def in_prefixes(config: Config) -> bool:
-    """Whether each half of a rank's queries attends to a prefix of the gathered keys."""
-    return config.parallel.cp > 1 and not config.data.reset_attention_mask
+    return saved + (q * e if x != e or config.parallel.cp > 1 else 0)
 
 
 def gathered_keys(config: Config, e: float) -> float:
@@ -144,7 +137,7 @@ def gathered_keys(config: Config, e: float) -> float:
     if cp == 1:
         return 0.0
     in_place = config.precision.flow and m.heads == m.queries_groups and not m.qk_norm
-    copies = cp - 1 + (in_place if e == element_bytes(config) else in_prefixes(config) / 2)
+    copies = cp - 1 + (in_place if e == element_bytes(config) else 1 / 2)
     return 2 * key_size(m) * e * copies
 
 
@@ -211,6 +204,6 @@ def attention_gradients(config: Config) -> float:
     """
     m, e = config.model, element_bytes(config)
     q, keys = query_size(m), 2 * key_size(m) * config.parallel.cp
-    if not in_prefixes(config):
+    if config.parallel.cp == 1:
         return (2 * q + keys) * e
     return (2 * q + 1.5 * keys) * e - (q * e + STATISTIC * m.heads) / 2

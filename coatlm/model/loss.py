@@ -1,12 +1,19 @@
-"""Fused output layer and vocabulary-parallel cross entropy, which never hold all logits at once.
+"""Fused output layer and vocabulary-parallel cross entropy, in chunks of the vocabulary.
 
-    logits = hidden @ weight^T      lse = log(sum_v exp(logits_v))      loss = lse - logits_label
-    dlogits = (exp(logits - lse) - onehot(label)) * dloss
+    logits = hidden @ weight^T      lse = log(sum_v exp(logits_v))
+    loss = lse - logits_label + z * lse^2
+    dlogits = (exp(logits - lse) * (1 + 2 z lse) - onehot(label)) * dloss
     dhidden = dlogits @ weight      dweight = dlogits^T @ hidden
 
-Both passes loop over chunks of the vocabulary; backward recomputes each chunk's logits and
-overwrites them with dlogits. Each chunk, and then each tensor-parallel rank, yields (max, sum of
-exp, label's logit) per token, and those combine as
+With a soft cap c, logits are c tanh(h / c) of h = hidden @ weight^T (fp8/softcap.py), and dlogits
+are multiplied by 1 - tanh(h / c)^2.
+
+z is the coefficient of the z-loss, which keeps lse near 0 (Chowdhery et al. 2022, "PaLM", section
+5). Both passes loop over chunks of the vocabulary, and backward overwrites the logits of a chunk
+with dlogits. Either it recomputes them, so that one chunk is held at a time, or forward saves them
+all, which takes 2 V bytes per token in BF16 and spares one of four GEMMs. Both give the same bits.
+
+Each chunk, and then each tensor-parallel rank, yields (max, sum of exp, label's logit) per token:
 
     max = max_i max_i       sum = sum_i sum_i * exp(max_i - max)       target = sum_i target_i
 
@@ -29,6 +36,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coatlm.fp8.softcap import soft_capped, tanh
+
 IGNORE = -100  # this label has no loss and no gradient
 CHUNK_BYTES = 256 * 2**20  # logits of one chunk
 CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
@@ -36,21 +45,29 @@ BLOCK = 4096  # logits per iteration of a Triton program
 WARPS = 8
 
 
-def cross_entropy_ref(hidden_SBH: Tensor, weight_VH: Tensor, labels_SB: Tensor) -> Tensor:
+def cross_entropy_ref(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    labels_SB: Tensor,
+    z_loss: float = 0.0,
+    cap: float | None = None,
+) -> Tensor:
     """The definition, on one rank: fp32 logits, loss[S, B] in fp32, 0 for the label -100."""
-    logits_SBV = hidden_SBH.float() @ weight_VH.float().t()
-    loss = F.cross_entropy(
-        logits_SBV.flatten(0, 1), labels_SB.flatten(), reduction="none", ignore_index=IGNORE
-    )
-    return loss.view_as(labels_SB)
+    logits_TV = soft_capped(hidden_SBH.float() @ weight_VH.float().t(), cap).flatten(0, 1)
+    labels_T = labels_SB.flatten()
+    loss_T = F.cross_entropy(logits_TV, labels_T, reduction="none", ignore_index=IGNORE)
+    z_T = z_loss * logits_TV.logsumexp(1) ** 2
+    return (loss_T + z_T.masked_fill(labels_T == IGNORE, 0.0)).view_as(labels_SB)
 
 
-def row_stats_ref(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+def row_stats_ref(
+    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
+) -> Tensor:
     """[3, T]: max, sum of exp(logit - max), and the label's logit or 0 if it is not in this chunk.
 
     Column c of the chunk is entry `first` + c of the vocabulary.
     """
-    logits, column = logits_TC.float(), labels_T - first
+    logits, column = soft_capped(logits_TC.float(), cap), labels_T - first
     here = (column >= 0) & (column < logits.shape[1])
     top = logits.amax(1)
     total = (logits - top[:, None]).exp().sum(1)
@@ -59,17 +76,31 @@ def row_stats_ref(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
 
 
 def logits_grad_ref(
-    logits_TC: Tensor, labels_T: Tensor, lse_T: Tensor, dloss_T: Tensor, first: int
+    logits_TC: Tensor,
+    labels_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    first: int,
+    slope_T: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """dlogits of a chunk, in the dtype of the logits."""
+    """dlogits of a chunk, in the dtype of the logits. `slope` is 1 + 2 z lse; None without z."""
     columns = torch.arange(first, first + logits_TC.shape[1], device=logits_TC.device)
-    softmax = (logits_TC.float() - lse_T[:, None]).exp()
+    logits = soft_capped(logits_TC.float(), cap)
+    softmax = (logits - lse_T[:, None]).exp()
+    if slope_T is not None:
+        softmax *= slope_T[:, None]
     onehot = labels_T[:, None] == columns
-    return ((softmax - onehot.float()) * dloss_T[:, None]).to(logits_TC.dtype)
+    d_TC = (softmax - onehot.float()) * dloss_T[:, None]
+    if cap is not None:
+        d_TC *= 1 - (logits / cap).square()
+    return d_TC.to(logits_TC.dtype)
 
 
 @triton.jit
-def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr):
+def _row_stats_kernel(
+    logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr, CAP: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * C
     col = tl.arange(0, BLOCK)
@@ -80,46 +111,75 @@ def _row_stats_kernel(logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.c
     for start in tl.range(0, C, BLOCK, num_stages=3):
         at = start + col
         x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
+        if CAP is not None:
+            x = tl.where(at < C, CAP * tanh(x / CAP), float("-inf"))
         scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
         total = tl.where(x > top, total * scale + 1, total + scale)
         top = tl.maximum(top, x)
     peak = tl.max(top, 0)
     column = tl.load(label_ptr + row) - first
     target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
+    target = target.to(tl.float32)
+    if CAP is not None:
+        target = CAP * tanh(target / CAP)
     tl.store(stats_ptr + row, peak)
     tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
-    tl.store(stats_ptr + 2 * T + row, target.to(tl.float32))
+    tl.store(stats_ptr + 2 * T + row, target)
 
 
 @triton.jit
-def _logits_grad_kernel(logits_ptr, label_ptr, lse_ptr, dloss_ptr, C, first, BLOCK: tl.constexpr):
+def _logits_grad_kernel(
+    logits_ptr,
+    label_ptr,
+    lse_ptr,
+    dloss_ptr,
+    slope_ptr,
+    C,
+    first,
+    BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * C + col
     x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
     column = (tl.load(label_ptr + row) - first).to(tl.int32)
+    if CAP is not None:
+        t = tanh(x / CAP)
+        x = CAP * t
     softmax = tl.exp(x - tl.load(lse_ptr + row))
+    if slope_ptr is not None:
+        softmax *= tl.load(slope_ptr + row)
     d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
+    if CAP is not None:
+        d *= 1 - t * t
     tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
 
 
-def _launch_stats(logits_TC: Tensor, labels_T: Tensor, first: int) -> Tensor:
+def _launch_stats(
+    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
+) -> Tensor:
     T, C = logits_TC.shape
     stats_3T = torch.empty((3, T), dtype=torch.float32, device=logits_TC.device)
     _row_stats_kernel[(T,)](
-        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, num_warps=WARPS
+        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS
     )
     return stats_3T
 
 
 def _launch_grad_(
-    logits_TC: Tensor, labels_T: Tensor, lse_T: Tensor, dloss_T: Tensor, first: int
+    logits_TC: Tensor,
+    labels_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    first: int,
+    slope_T: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     T, C = logits_TC.shape
+    rows = logits_TC, labels_T, lse_T, dloss_T, slope_T
     grid = (T, triton.cdiv(C, BLOCK))
-    _logits_grad_kernel[grid](
-        logits_TC, labels_T, lse_T, dloss_T, C, first, BLOCK=BLOCK, num_warps=WARPS
-    )
+    _logits_grad_kernel[grid](*rows, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS)
     return logits_TC
 
 
@@ -140,14 +200,23 @@ def _combine_over_group_(stats_3T: Tensor, group: dist.ProcessGroup) -> None:
     stats_3T[0] = top_T
 
 
-def _chunks(hidden_TH: Tensor, weight_VH: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows of the weight, their logits[T, rows]); all chunks share one buffer of logits."""
+def _chunks(
+    hidden_TH: Tensor, weight_VH: Tensor, chunk: int, *, shared: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows of the weight, their logits[T, rows]), in one `shared` buffer or in one each."""
     T, V = hidden_TH.shape[0], weight_VH.shape[0]
-    buffer = hidden_TH.new_empty(T * min(chunk, V))
+    buffer = hidden_TH.new_empty(T * min(chunk, V)) if shared else None
     for start in range(0, V, chunk):
         rows = slice(start, min(start + chunk, V))
-        logits_TC = buffer[: T * (rows.stop - start)].view(T, -1)
+        size = T * (rows.stop - start)
+        logits_TC = (hidden_TH.new_empty(size) if buffer is None else buffer[:size]).view(T, -1)
         yield rows, torch.mm(hidden_TH, weight_VH[rows].t(), out=logits_TC)
+
+
+def _taken(saved: list[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the chunks of the list in order, and remove each, so that its memory can be freed."""
+    while saved:
+        yield saved.pop(0)
 
 
 def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -169,13 +238,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         chunk: int,
         group: dist.ProcessGroup | None,
+        save_logits: bool,
+        z_loss: float,
+        cap: float | None,
     ) -> Tensor:
         V = weight_VH.shape[0]
         ranks = 1 if group is None else group.size()
         first = 0 if group is None else group.rank() * V
         row_stats = _launch_stats if hidden_TH.is_cuda else row_stats_ref
-        chunks = _chunks(hidden_TH, weight_VH, chunk)
-        stats = [row_stats(logits, labels_T, first + rows.start) for rows, logits in chunks]
+        stats, saved = [], []
+        for rows, logits_TC in _chunks(hidden_TH, weight_VH, chunk, shared=not save_logits):
+            stats.append(row_stats(logits_TC, labels_T, first + rows.start, cap))
+            if save_logits:
+                saved.append((rows, logits_TC))
         stats_3T = _combine(torch.stack(stats))
         if group is not None and ranks > 1:
             _combine_over_group_(stats_3T, group)
@@ -184,21 +259,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
-        ctx.chunk, ctx.first = chunk, first
-        return (lse_T - target_T).masked_fill_(ignored, 0.0)
+        ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
+        loss_T = lse_T - target_T
+        if z_loss:
+            loss_T += z_loss * lse_T.square()
+        return loss_T.masked_fill_(ignored, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, labels_T, lse_T = ctx.saved_tensors
         logits_grad = _launch_grad_ if hidden_TH.is_cuda else logits_grad_ref
+        slope_T = 1 + 2 * ctx.z_loss * lse_T if ctx.z_loss else None
         dloss_T = dloss_T.float().masked_fill(labels_T == IGNORE, 0.0)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(weight_VH, "main_grad", None) if wants_weight else None
         dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
         dweight_VH = torch.empty_like(weight_VH) if wants_weight and main_grad is None else None
-        for rows, logits_TC in _chunks(hidden_TH, weight_VH, ctx.chunk):
-            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, ctx.first + rows.start)
+        chunks = _taken(ctx.saved)
+        if not ctx.saved:  # as in a second backward
+            chunks = _chunks(hidden_TH, weight_VH, ctx.chunk, shared=True)
+        for rows, logits_TC in chunks:
+            first = ctx.first + rows.start
+            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, first, slope_T, ctx.cap)
             if dhidden_TH is not None:
                 _add_gemm_(dhidden_TH, d_TC, weight_VH[rows])
             if main_grad is not None:
@@ -207,7 +290,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(d_TC.t(), hidden_TH, out=dweight_VH[rows])
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
-        return dhidden_TH, dweight_VH, None, None, None
+        return dhidden_TH, dweight_VH, *[None] * 6
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
@@ -223,6 +306,9 @@ def linear_cross_entropy(
     *,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
+    save_logits: bool = False,
+    z_loss: float = 0.0,
+    cap: float | None = None,
 ) -> Tensor:
     """The loss per token in nats, fp32 [S, B]; differentiable in hidden and weight.
 
@@ -234,6 +320,7 @@ def linear_cross_entropy(
     `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
     GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
+    With `save_logits` and autograd, forward saves T * V logits for backward. z_loss is z, cap is c.
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
@@ -254,5 +341,38 @@ def linear_cross_entropy(
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, must be at least 1")
     hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
-    loss_T = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group)
+    save_logits = save_logits and torch.is_grad_enabled()
+    loss_T = _LinearCrossEntropy.apply(
+        hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss, cap
+    )
     return loss_T.view_as(labels_SB)
+
+
+@torch.no_grad()
+def largest_logits(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    *,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The vocabulary entry with the largest logit per token, int64 [S, B].
+
+    Of equal logits, that of the lowest entry counts. The arguments are those of
+    `linear_cross_entropy`, as are the logits.
+    """
+    hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+    chunk = chunk or default_chunk(hidden_TH.shape[0], hidden_TH.dtype)
+    first = 0 if group is None else group.rank() * weight_VH.shape[0]
+    chunks = _chunks(hidden_TH, weight_VH, chunk, shared=True)
+    best = [logits.max(1) for _, logits in chunks]
+    top_NT = torch.stack([values for values, _ in best]).float()
+    entry_NT = torch.stack([first + i * chunk + columns for i, (_, columns) in enumerate(best)])
+    top_T, at_T = top_NT.max(0)
+    entry_T = entry_NT.gather(0, at_T[None])[0]
+    if group is not None:
+        highest_T = top_T.clone()
+        dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=group)
+        entry_T = entry_T.where(top_T == highest_T, torch.iinfo(torch.int64).max)
+        dist.all_reduce(entry_T, dist.ReduceOp.MIN, group=group)
+    return entry_T.view(hidden_SBH.shape[:-1])

@@ -3,6 +3,8 @@
     peak = weights + FP8 weights + gradients + states + activations + max(loss, backward) + buffers
            + graphs
 
+With zero=3 all weights of a rank, as which the model is built before it is sharded, may be more.
+
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
 peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
 activations. With recompute=full the last layer recomputes its activations there; they are part of
@@ -44,6 +46,7 @@ from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
+SPARE = 0.15  # of a GPU: what train.logits=auto leaves for what the estimate does not count
 GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
 BF16_GEMM = 2 + 4 + 4  # bytes per element of a matrix in a GEMM with an operand in BF16
 EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
@@ -62,12 +65,18 @@ class RankBytes:
     backward: int
     buffers: int
     graphs: int = 0
+    initial: int = 0  # the model as it is built, before anything else of the above exists
 
     @property
     def total(self) -> int:
         """The peak; `loss` is freed before `backward` is allocated, so only the larger counts."""
-        everything = sum(getattr(self, field.name) for field in fields(self))
-        return everything - min(self.loss, self.backward)
+        everything = sum(getattr(self, kind) for kind in self.kinds())
+        return max(everything - min(self.loss, self.backward), self.initial)
+
+    @classmethod
+    def kinds(cls) -> list[str]:
+        """The names of what is allocated at the same time."""
+        return [field.name for field in fields(cls) if field.name != "initial"]
 
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
@@ -81,6 +90,21 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 # --- a pipeline stage ----------------------------------------------------------------------------
 
 
+def weight_bytes(config: Config, count: int, vocab: int, *, stage: int, data_parallel: int) -> int:
+    """Bytes of `count` weights of a stage.
+
+    With zero=3 they are a shard of them and what is gathered at the peak: two layers or, where the
+    stage has the output layer, this and a layer. An FP8 gather also has a layer's codes in flight.
+    """
+    p, ranks = config.parallel, data_parallel * config.parallel.cp
+    if p.zero < 3 or ranks == 1:
+        return count * element_bytes(config)
+    layer = layer_matrices(config.model) // p.tp
+    last = vocab * config.model.hidden // p.tp if stage == p.pp - 1 else 0
+    elements = math.ceil(count / ranks) + layer + max(layer, last)
+    return elements * element_bytes(config) + (layer if p.weight_gather == "fp8" else 0)
+
+
 def fp8_weight_bytes(config: Config) -> int:
     """Bytes of the FP8 copies of a rank's matrices."""
     p, copies = config.parallel, precision_memory(config).weight_copies
@@ -91,7 +115,7 @@ def fp8_weight_bytes(config: Config) -> int:
 def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
     """Bytes of the buffers in which `count` gradients are accumulated and reduced.
 
-    Every rank has all gradients; with zero=2 a shard, the bucket that fills and those in flight.
+    Every rank has all gradients; from zero=2 on a shard, the bucket that fills, those in flight.
     """
     p = config.parallel
     each = 4 if p.main_grads == "fp32" else 2
@@ -155,12 +179,14 @@ def activation_bytes(
 def loss_bytes(config: Config, vocab: int) -> int:
     """Bytes that `loss.py` holds on the last stage as backward begins.
 
-    They are the logits of one chunk of the vocabulary, and the gradient of the last hidden state,
-    in fp32 and in the dtype in which it is returned.
+    They are the logits, of one chunk of the vocabulary or with logits=save all, and the gradient of
+    the last hidden state, in fp32 and in the dtype in which it is returned.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
-    rows = default_chunk(tokens, weight_dtype(config))
-    return tokens * (min(rows, vocab // config.parallel.tp) * e + m.hidden * (4 + e))
+    rows = vocab // config.parallel.tp
+    if config.train.logits != "save":
+        rows = min(rows, default_chunk(tokens, weight_dtype(config)))
+    return tokens * (rows * e + m.hidden * (4 + e))
 
 
 def fallback_bytes(
@@ -207,12 +233,16 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
+    With documents a microbatch has the tables of RoPE once more for each of its samples.
     The hidden states are those that pipeline stages receive and send, and those that are
     all-gathered under sequence parallelism.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
-    tables = config.data.seq_len // p.cp * m.size_per_head * 4
+    kinds = 2 if m.window is not None and m.window.rope_theta is not None else 1
+    tables = kinds * config.data.seq_len // p.cp * m.size_per_head * 4
+    if config.data.reset_attention_mask:
+        tables *= 1 + config.train.micro_batch
     between = 2 * round(hidden / (p.tp if p.sequence_parallel else 1)) if p.pp > 1 else 0
     return 2 * WORKSPACE + tables + between + (hidden if p.sequence_parallel else 0)
 
@@ -222,16 +252,13 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
 
     `microbatch`: bytes of activations and temporaries at the peak of a microbatch.
     """
-    if not config.train.cuda_graphs:
+    if not config.cuda_graphs:
         return 0
-    cp, each_token = config.parallel.cp, GRAPH_INPUTS
-    if config.data.reset_attention_mask:  # a bool per query and key, int32 document ids
-        each_token += config.data.seq_len + 4 * cp
-    reduces = data_parallel * cp > 1
+    reduces = data_parallel * config.parallel.cp > 1
     eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
     measured = config.precision.guard != "off" or config.log.numerics_every
     beside = microbatch if measured or (reduces and eager) else 0
-    return microbatch_tokens(config) * each_token + beside
+    return microbatch_tokens(config) * GRAPH_INPUTS + beside
 
 
 # --- a rank -------------------------------------------------------------------------------------
@@ -255,7 +282,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     loss = loss_bytes(config, vocab) if stage == p.pp - 1 else 0
     backward = backward_bytes(config)
     return RankBytes(
-        weights=count * element_bytes(config),
+        weights=weight_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
         fp8_weights=fp8_weight_bytes(config),
         main_grads=main_grad_bytes(config, count, data_parallel),
         optim_states=optim_state_bytes(config, count, data_parallel),
@@ -264,6 +291,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
         backward=backward,
         buffers=buffer_bytes(config),
         graphs=graph_bytes(config, data_parallel, activations + max(loss, backward)),
+        initial=count * element_bytes(config),
     )
 
 
@@ -312,3 +340,13 @@ def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: 
         ):
             return size
     return 0
+
+
+def with_logits(config: Config, vocab: int, data_parallel: int, memory: float) -> Config:
+    """`config` with `train.logits` decided: auto becomes save if that leaves SPARE of `memory`."""
+    if config.train.logits != "auto":
+        return config
+    saving = replaced(config, train={"logits": "save"})
+    if peak_bytes(saving, vocab, data_parallel) <= memory * (1 - SPARE):
+        return saving
+    return replaced(config, train={"logits": "recompute"})

@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 from coatlm.config import Config
+from coatlm.config.recipes import FlowRecipe
 from coatlm.fp8.gemm import Plans
 from coatlm.megatron import (
     AttnMaskType,
@@ -41,20 +42,23 @@ def block_spec(config: Config, first: int, count: int) -> TransformerBlockSubmod
 
     The layers are `first` (from 0) to `first + count - 1` of the model.
     """
-    layer = _te_layer(config) if config.model.spec == "te" else _local_layer(config)
-    layers_of_stage = [layer] * count
+    m, (head, tail) = config.model, config.precision.bf16_layers
+    make = _te_layer if m.spec == "te" else _local_layer
+    kinds = {windowed: make(config, windowed) for windowed in (False, True)}
+    layers = [kinds[m.window is not None and m.window.covers(first + i)] for i in range(count)]
     if config.precision.flow:
-        flow = _flow_layer(config, layer)
-        total, (head, tail) = config.model.layers, config.precision.bf16_layers
-        layers_of_stage = [
-            flow if head <= first + i < total - tail else layer for i in range(count)
+        recipe, plans = config.precision.flow_recipe(), Plans()
+        layers = [
+            _flow_layer(layer, recipe, plans) if head <= first + i < m.layers - tail else layer
+            for i, layer in enumerate(layers)
         ]
-    return TransformerBlockSubmodules(layer_specs=layers_of_stage, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _local_layer(config: Config) -> ModuleSpec:
+def _local_layer(config: Config, windowed: bool) -> ModuleSpec:
     return _layer(
         config,
+        windowed,
         column=ColumnParallelLinear,
         row=RowParallelLinear,
         norm_before_linear=RMSNorm,
@@ -62,16 +66,16 @@ def _local_layer(config: Config) -> ModuleSpec:
     )
 
 
-def _flow_layer(config: Config, local: ModuleSpec) -> ModuleSpec:
+def _flow_layer(local: ModuleSpec, recipe: FlowRecipe, plans: Plans) -> ModuleSpec:
     """A layer with the modules, parameters and checkpoints of a local one, run as an FP8 flow."""
     return ModuleSpec(
         module=CoatTransformerLayer,
-        params={"recipe": config.precision.flow_recipe(), "plans": Plans()},
+        params={"recipe": recipe, "plans": plans},
         submodules=local.submodules,
     )
 
 
-def _te_layer(config: Config) -> ModuleSpec:
+def _te_layer(config: Config, windowed: bool) -> ModuleSpec:
     if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "model.spec=te needs the package transformer_engine, which is not installed"
@@ -79,6 +83,7 @@ def _te_layer(config: Config) -> ModuleSpec:
     wrappers = transformer_engine()
     return _layer(
         config,
+        windowed,
         column=fused_weight_gradient(wrappers.TELayerNormColumnParallelLinear),
         row=fused_weight_gradient(wrappers.TERowParallelLinear),
         norm_before_linear=IdentityOp,
@@ -87,17 +92,31 @@ def _te_layer(config: Config) -> ModuleSpec:
 
 
 def _layer(
-    config: Config, *, column: Any, row: Any, norm_before_linear: Any, names: dict[str, str]
+    config: Config,
+    windowed: bool,
+    *,
+    column: Any,
+    row: Any,
+    norm_before_linear: Any,
+    names: dict[str, str],
 ) -> ModuleSpec:
+    """A layer with the sliding window of model.window if `windowed`, else without."""
     m = config.model
+    window = m.window if windowed else None
     head_norm = RMSNorm if m.qk_norm else None
-    branch = {"norm": m.norm_after, "multiplier": m.residual_multiplier}
+    branch = {"norm": m.norm_after or m.sandwich_norm, "multiplier": m.residual_multiplier}
     if m.norm_after:
         norm_before_linear, names = IdentityOp, {}
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=ModuleSpec(
-            module=CoreAttention, params={"multiplier": m.attention_multiplier}
+            module=CoreAttention,
+            params={
+                "multiplier": m.attention_multiplier,
+                # a window of the whole sequence would only choose a slower kernel
+                "window": window.size if window and window.size < config.data.seq_len else None,
+                "softcap": m.attention_softcap,
+            },
         ),
         linear_proj=row,
         q_layernorm=head_norm,
@@ -113,6 +132,7 @@ def _layer(
                     "attn_mask_type": AttnMaskType.causal,
                     "branch": branch,
                     "norm_all_heads": m.qk_norm_width == "all",
+                    "window_rotary": window is not None and window.rope_theta is not None,
                 },
                 submodules=attention,
             ),
@@ -120,7 +140,7 @@ def _layer(
             pre_mlp_layernorm=norm_before_linear,
             mlp=ModuleSpec(
                 module=MLP,
-                params={"branch": branch},
+                params={"branch": branch, "activation": m.activation},
                 submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
             ),
             mlp_bda=get_bias_dropout_add,

@@ -9,7 +9,9 @@ elements of a parameter do not depend on the number of ranks: values quantized i
 resharded exactly.
 
 A weight that two pipeline stages share gets a bucket of its own, so that both stages shard it in
-the same way. Weights that are all-gathered in FP8 share buckets only with each other.
+the same way. Weights that are all-gathered in FP8 share buckets only with each other. At ZeRO stage
+3 a bucket holds parameters of one layer only, and its weights are allocated only while that layer
+needs them (`layer_gather`); views of them, such as the parameters, stay valid.
 
 Gradients are zeroed at the start of a step, except those of parameters with an attribute
 `main_grad_stale`: their wgrad GEMM reads that attribute and overwrites the stale gradient instead
@@ -40,12 +42,13 @@ class Cut:
 
     rank: int  # this rank, of `ranks`
     ranks: int
-    zero: int  # stage: 0 | 1 | 2
+    zero: int  # stage: 0 | 1 | 2 | 3
     grad_dtype: torch.dtype
     bucket_size: int  # elements; 0: the default of `bucket_elements`
     owner: Mapping[nn.Parameter, int] | None = None  # None: equal shards
     fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # all-gathered in FP8
     fp8_rows: bool = False  # scales of `fp8_weights` are row-wise, else tensor-wise
+    unit: Mapping[nn.Parameter, int] = field(default_factory=dict)  # only equals share buckets
 
 
 @dataclass(eq=False)
@@ -54,6 +57,7 @@ class Bucket:
 
     params: dict[nn.Parameter, tuple[int, int]]  # parameter -> [start, end) in the bucket
     weights: Tensor  # [n] in the model's dtype
+    shard: Tensor  # [end - begin]: the weights of `owned`; below stage 3 a part of `weights`
     grads: Tensor  # [n] fp32 or bf16: the main gradients that backward adds to
     sizes: tuple[int, ...]  # elements of each rank's shard
     owned: tuple[int, int]  # [begin, end) that this rank updates: all at stage 0, else its shard
@@ -67,6 +71,28 @@ class Bucket:
     reduction: Reduction | None = None
     sums: int = 0  # reductions in this step: one, or at ZeRO stage 2 one per microbatch
     gather: Pending | None = None
+    weights_sharded: bool = False  # ZeRO stage 3: `shard` is no part of `weights`
+
+    @property
+    def gathered(self) -> bool:
+        """Whether `weights` are allocated, and gathered or being gathered."""
+        return bool(self.weights.untyped_storage().nbytes())
+
+    def allocate_weights(self) -> None:
+        """Allocate `weights`, without values."""
+        self.weights.untyped_storage().resize_(self.weights.nbytes)
+
+    def free_weights(self) -> None:
+        """At stage 3, return the memory of `weights` to the allocator."""
+        if self.weights_sharded:
+            self.finish_gather()
+            self.weights.untyped_storage().resize_(0)
+
+    def finish_gather(self) -> None:
+        """Wait for the all-gather in flight, if there is one."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
 
     @property
     def allocated(self) -> bool:
@@ -116,6 +142,7 @@ def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
     buckets: list[Bucket] = []
     enough = bucket_elements(cut.bucket_size, sum(p.numel() for p in params))
     pending: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    unit = None
 
     def close(fp8: bool) -> None:
         if pending[fp8]:
@@ -124,6 +151,10 @@ def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
 
     for param in reversed(params):
         fp8 = param in cut.fp8_weights
+        if cut.unit.get(param) != unit:
+            unit = cut.unit.get(param)
+            close(True)
+            close(False)
         if getattr(param, "shared_embedding", False):
             close(fp8)
             pending[fp8].append(param)
@@ -165,13 +196,17 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
         rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
     overwritten = tuple(p for p in params if hasattr(p, "main_grad_stale"))
     bucket = Bucket(
-        *(ranges, weights, grads, sizes, owned, grads[slice(*owned)], tensors, fp8, rows),
+        *(ranges, weights, weights[slice(*owned)], grads, sizes, owned, grads[slice(*owned)]),
+        *(tensors, fp8, rows),
         overwritten=overwritten,
         zeroed=_between(grads, [ranges[p] for p in overwritten]),
     )
-    if cut.zero == 2 and cut.ranks > 1:
+    if cut.zero >= 2 and cut.ranks > 1:
         bucket.reduced = torch.zeros(sizes[cut.rank], dtype=cut.grad_dtype, device=first.device)
         bucket.release()
+    if cut.zero == 3 and cut.ranks > 1:
+        bucket.shard, bucket.weights_sharded = bucket.shard.clone(), True
+        bucket.free_weights()
     return bucket
 
 

@@ -7,7 +7,8 @@ Microbatches of a step differ: the first all-gathers weights during forward and 
 gradients, the last reduces gradients during backward. So there are up to three kinds of
 microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
 its kernels; the second is captured and replayed; for all later ones, the inputs are copied into the
-static inputs of the graphs and the graph is replayed.
+static inputs of the graphs and the graph is replayed. Document bounds that are wider than the
+static ones, because a sample has more documents than any before it, let all be captured again.
 
 Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.
@@ -18,14 +19,17 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from coatlm.config import Config
 from coatlm.parallel.flat_model import FlatModel
+from coatlm.parallel.weight_gather import WeightGather
+from coatlm.platform import device
 
-Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; attention_mask [B, 1, S, T] or None
+Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; document_bounds [B, n + 1] or None
 
 
 class MicrobatchKind(NamedTuple):
@@ -44,6 +48,17 @@ class CapturedMicrobatch:
     sent: Counter[tuple[str, str]]
 
 
+def captures(config: Config) -> bool:
+    """Whether microbatches run as CUDA graphs on this device.
+
+    Raises ValueError for train.cuda_graphs=true without a GPU; auto then means false.
+    """
+    on_gpu = device().type == "cuda"
+    if config.train.cuda_graphs is True and not on_gpu:
+        raise ValueError("train.cuda_graphs=true needs a GPU: use auto or false")
+    return config.cuda_graphs and on_gpu
+
+
 class MicrobatchGraphs:
     """Runs microbatches as CUDA graphs; see the module's docstring.
 
@@ -54,7 +69,8 @@ class MicrobatchGraphs:
 
     def __init__(self, model: FlatModel) -> None:
         self.model = model
-        model.weights.in_forward = model.weights.enabled and model.weights.overlap
+        self.weights = cast(WeightGather, model.weights)  # zero=3 has no fixed addresses
+        self.weights.in_forward = self.weights.enabled and self.weights.overlap
         self.paused = self.observed = False
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
@@ -67,10 +83,12 @@ class MicrobatchGraphs:
         whether it is the first or the last microbatch of the step.
         """
         inputs, model = {**batch, "share": share}, self.model
+        if self._outgrown(inputs):
+            self.reset()
         kind = MicrobatchKind(first, last and model.group.size() > 1)
-        if first and model.weights.in_forward:
+        if first and self.weights.in_forward:
             # also after an evaluation has gathered: the graph gathers again
-            model.weights.due = True
+            self.weights.due = True
         with nullcontext() if kind.reduces else model.no_sync():
             eager = self.paused or (first and self.observed)
             if eager or kind not in self.warm:
@@ -96,14 +114,24 @@ class MicrobatchGraphs:
         for captured in self.graphs.values():
             captured.graph.reset()
         self.graphs.clear()
+        self.inputs = {}
+
+    def _outgrown(self, inputs: Batch) -> bool:
+        """Whether the document bounds do not fit the static ones."""
+        bounds, static = inputs.get("document_bounds"), self.inputs.get("document_bounds")
+        return static is not None and bool(bounds.shape[1] > static.shape[1])
 
     def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
         for name, value in self.inputs.items():
-            if isinstance(value, Tensor):
+            if name == "document_bounds" and value is not None:
+                bounds = inputs[name]
+                value[:, : bounds.shape[1]] = bounds
+                value[:, bounds.shape[1] :] = bounds[:, -1:]
+            elif isinstance(value, Tensor):
                 value.copy_(inputs[name])
         captured.graph.replay()
         if kind.first:
-            self.model.weights.mark_replayed()
+            self.weights.mark_replayed()
         self.model.grads.mark_replayed(stale=kind.first, reduced=kind.reduces)
         self.model.traffic.sent.update(captured.sent)
         return captured.loss.clone()
@@ -144,7 +172,7 @@ class MicrobatchGraphs:
         return loss
 
     def _forward_backward(self, inputs: Batch) -> Tensor:
-        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["attention_mask"])
+        loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["document_bounds"])
         loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
         loss.backward()
         return loss.detach()

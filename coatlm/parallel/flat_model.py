@@ -1,14 +1,15 @@
 """A model chunk whose weights and gradients live in flat buckets, as ZeRO needs them.
 
 `grad_reduction` sums the gradients while backward runs, `weight_gather` all-gathers the updated
-weights while the next forward runs. The methods are those that megatron-core's schedules expect of
-a DistributedDataParallel model.
+weights while the next forward runs; at ZeRO stage 3 `layer_gather` gathers them for every use. The
+methods are those that megatron-core's schedules expect of a DistributedDataParallel model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from coatlm.parallel.buckets import Bucket, Cut, make_buckets
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.grad_reduction import GradReduction
 from coatlm.parallel.groups import Groups
+from coatlm.parallel.layer_gather import LayerGather, Unit
+from coatlm.parallel.regions import Region, regions_of
 from coatlm.parallel.weight_gather import WeightGather
 from coatlm.parallel.wire import Wire
 
@@ -33,6 +36,7 @@ class FlatModel(nn.Module):
     """
 
     module: Any  # megatron's modules have no types
+    weights: WeightGather | LayerGather
 
     def __init__(
         self,
@@ -52,13 +56,21 @@ class FlatModel(nn.Module):
         self.config: Any = self.module.config
         self.group, self.wire, self.traffic, self.stream = group, wire, traffic, stream
         self.sharded = cut.zero > 0
-        every_microbatch = cut.zero == 2 and group.size() > 1
+        every_microbatch = cut.zero >= 2 and group.size() > 1
         params = [p for p in module.parameters() if p.requires_grad]
         comm_stream = None
         if params[0].is_cuda and group.size() > 1:
             comm_stream = torch.cuda.Stream(priority=-1)
+        if cut.zero == 3:
+            cut = replace(cut, unit=self._unit_numbers())
+        regions = regions_of(module)
         self.buckets = make_buckets(params, cut)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in self.buckets}
+        for param, region in regions:
+            bucket = self.bucket_of[param]
+            start = bucket.params[param][0] + region.start
+            self.regions[bucket].append(replace(region, start=start))
         self.grads = GradReduction(
             self.buckets,
             wire,
@@ -68,13 +80,19 @@ class FlatModel(nn.Module):
             overlap=overlap_grad_reduce,
             stream=comm_stream,
         )
-        self.weights = WeightGather(
-            self.buckets,
-            Comm(group, traffic, "weights"),
-            enabled=self.sharded and group.size() > 1,
-            overlap=overlap_param_gather,
-            stream=comm_stream,
-        )
+        comm = Comm(group, traffic, "weights")
+        if cut.zero == 3 and group.size() > 1:
+            self.weights = LayerGather(
+                self._gathered_units(), comm, overlap=overlap_param_gather, stream=comm_stream
+            )
+        else:
+            self.weights = WeightGather(
+                self.buckets,
+                comm,
+                enabled=self.sharded and group.size() > 1,
+                overlap=overlap_param_gather,
+                stream=comm_stream,
+            )
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for param in params:
                 self.grads.accumulate_into_main_grad(param)
@@ -82,7 +100,6 @@ class FlatModel(nn.Module):
         self.grads.start_step()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.weights.start_due()
         return self.module(*args, **kwargs)
 
     def set_is_first_microbatch(self) -> None:
@@ -112,9 +129,8 @@ class FlatModel(nn.Module):
     def _register_hooks(self, allocate: bool, gather: bool) -> None:
         module = self.module
         first, layers, last = self._units()
-        if gather:
-            end = getattr(module.decoder, "final_layernorm", None)
-            units = [(module, first), *layers, (end or module, last)]
+        if gather and isinstance(self.weights, WeightGather):
+            units = [(module, first), *layers, (self._last_module(), last)]
             self.weights.wait_before_use([(u, self._buckets_of(params)) for u, params in units])
         if allocate:
             if first and not module.share_embeddings_and_output_weights:
@@ -130,6 +146,30 @@ class FlatModel(nn.Module):
         layers = [(layer, list(layer.parameters())) for layer in self.module.decoder.layers]
         found = set(first).union(*(params for _, params in layers))
         return first, layers, [p for p in self.module.parameters() if p not in found]
+
+    def _last_module(self) -> nn.Module:
+        """The module with which the forward pass of all other parameters starts."""
+        return getattr(self.module.decoder, "final_layernorm", None) or self.module
+
+    def _unit_numbers(self) -> dict[nn.Parameter, int]:
+        """The unit of `layer_gather` that each parameter is sharded with."""
+        first, layers, last = self._units()
+        units = [first, *(params for _, params in layers), last]
+        return {param: number for number, params in enumerate(units) for param in params}
+
+    def _gathered_units(self) -> list[Unit]:
+        module = self.module
+        first, layers, last = self._units()
+        if first and module.post_process and module.share_embeddings_and_output_weights:
+            last.append(module.shared_embedding_or_output_weight())
+        units = [Unit(layer, layer, self._buckets_of(params)) for layer, params in layers]
+        if first:
+            embedding = module.embedding
+            units.insert(0, Unit(embedding, embedding, self._buckets_of(first), backward=False))
+        if last:
+            buckets = self._buckets_of(last)
+            units.append(Unit(self._last_module(), module, buckets, retained=True))
+        return units
 
     def _buckets_of(self, params: Sequence[nn.Parameter]) -> list[Bucket]:
         return list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))

@@ -57,6 +57,23 @@ def gather(
         yield
 
 
+def gather_shard(bucket: Bucket, comm: Comm, amaxes: dict[Bucket, Tensor]) -> Steps:
+    """All-gather `weights` of one bucket from the ranks' `shard`s, at ZeRO stage 3.
+
+    `amaxes` has the amax of FP8 buckets that were gathered since the last update, and gets that of
+    this one.
+    """
+    bucket.weights[slice(*bucket.owned)].copy_(bucket.shard)
+    if not bucket.fp8:
+        yield comm.all_gather(bucket.weights, bucket.sizes)
+        return
+    if bucket not in amaxes:
+        amax = _largest(bucket)
+        yield comm.all_reduce(amax, dist.ReduceOp.MAX)
+        amaxes[bucket] = amax
+    yield from _steps(bucket, amaxes[bucket], comm)
+
+
 def _reduce_amax(
     buckets: Sequence[Bucket], comm: Comm, stream: torch.cuda.Stream | None
 ) -> dict[Bucket, Tensor]:

@@ -117,6 +117,7 @@ class GradReduction:
         )
         bucket.reduction = Reduction(self.wire.steps(job, self.comm), self.stream)
         bucket.sums += 1
+        bucket.free_weights()
         if self.every_microbatch:
             bucket.waiting = set(bucket.params)
             self.in_flight.append(bucket)
@@ -156,7 +157,7 @@ class GradReduction:
                 if self.overlap and not bucket.waiting:
                     self._start(bucket)
 
-        node = param.expand_as(param).grad_fn.next_functions[0][0]
+        node = param.view_as(param).grad_fn.next_functions[0][0]
         node.register_hook(hook)
         self.accumulation_nodes[param] = node
 

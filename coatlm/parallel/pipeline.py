@@ -64,7 +64,7 @@ def run_microbatches(
         return loss
 
     enter("forward_backward")
-    losses = _run_schedule(chunks, batches, share, seq_len=seq_len, forward_only=forward_only)
+    losses = _run_training(chunks, batches, share, seq_len=seq_len, forward_only=forward_only)
     enter(None)
     counted.wait()  # stages without a loss have not waited for it
     loss = torch.zeros((), dtype=torch.float32, device=tokens.device)
@@ -75,7 +75,27 @@ def run_microbatches(
     return loss
 
 
-def _run_schedule(
+def predict_microbatches(
+    chunks: Sequence[Any], batches: Sequence[Batch], *, seq_len: int
+) -> list[Tensor]:
+    """The predictions of a model for each microbatch, [2, B, S]; empty on all but the last stage.
+
+    `chunks` are of `model.builder.Llama`, bare or in a `FlatModel`; its `forward` says what
+    predictions are. `batches` are sliced for context parallelism, `seq_len` is the length of their
+    whole samples.
+    """
+
+    def forward_step(data: Iterator[Batch], model: Any) -> tuple[Tensor, None]:
+        batch = next(data)
+        return model(batch["tokens"], batch["labels"], predictions=True), None
+
+    samples = batches[0]["tokens"].shape[0]
+    return _run_schedule(
+        chunks, batches, forward_step, samples=samples, seq_len=seq_len, forward_only=True
+    )
+
+
+def _run_training(
     chunks: Sequence[FlatModel],
     batches: Sequence[Batch],
     share: Callable[[], Tensor],
@@ -83,11 +103,11 @@ def _run_schedule(
     seq_len: int,
     forward_only: bool,
 ) -> list[Tensor]:
-    """Run megatron-core's schedule. Returns the losses of the microbatches on the last stage."""
+    """Run a step's microbatches. Returns their losses on the last stage."""
 
     def forward_step(data: Iterator[Batch], model: FlatModel) -> tuple[Tensor, Any]:
         batch = next(data)
-        output = model(batch["tokens"], batch["labels"], batch["attention_mask"])
+        output = model(batch["tokens"], batch["labels"], batch["document_bounds"])
 
         def loss_function(loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss = (loss_BS * batch["loss_mask"]).sum() * share()
@@ -99,18 +119,45 @@ def _run_schedule(
 
         return output, loss_function
 
+    samples = batches[0]["tokens"].shape[0]
+    if batches[0]["document_bounds"] is not None:  # they lie one behind the other
+        samples, seq_len = 1, samples * seq_len
     _synchronise_on_last_microbatch(chunks)
-    results = get_forward_backward_func()(
+    results = _run_schedule(
+        chunks,
+        batches,
+        forward_step,
+        samples=samples,
+        seq_len=seq_len,
+        forward_only=forward_only,
+    )
+    return [result["loss"] for result in results]
+
+
+def _run_schedule(
+    chunks: Sequence[Any],
+    batches: Sequence[Batch],
+    forward_step: Callable[..., tuple[Tensor, Any]],
+    *,
+    samples: int,
+    seq_len: int,
+    forward_only: bool,
+) -> list[Any]:
+    """Run megatron-core's schedule. Returns the results of the microbatches on the last stage.
+
+    Hidden states are [seq_len, samples, H] before sequence and context parallelism divide them.
+    """
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=seq_len,
-        micro_batch_size=batches[0]["tokens"].shape[0],
+        micro_batch_size=samples,
         decoder_seq_length=seq_len,
         forward_only=forward_only,
     )
-    return [result["loss"] for result in results]
+    return results
 
 
 def _synchronise_on_last_microbatch(chunks: Sequence[FlatModel]) -> None:

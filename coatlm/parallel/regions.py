@@ -20,7 +20,6 @@ from torch import nn
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor, apply_factories, is_main_replica
 from coatlm.parallel.buckets import Bucket
-from coatlm.parallel.flat_model import FlatModel
 
 METADATA = {"non_homogeneous_layers": True}  # keys name the layer: decoder.layers.7. ...
 
@@ -33,7 +32,7 @@ class Region:
     shape: tuple[int, ...]  # of the rectangle
     global_shape: tuple[int, ...]  # of the logical tensor
     offset: tuple[int, ...]  # of the rectangle in it
-    start: int  # first element in the bucket
+    start: int  # first element in the bucket or, in `regions_of`, in the parameter
     main: bool  # not a replica of a tensor that another model-parallel rank writes
 
     def narrowed(self) -> Region:
@@ -83,16 +82,18 @@ def rectangles(
             start += length
 
 
-def regions_of(chunk: FlatModel) -> dict[Bucket, list[Region]]:
-    """The regions of a chunk's logical tensors, by bucket."""
-    named = dict(chunk.module.named_parameters())
-    regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in chunk.buckets}
+def regions_of(module: Any) -> list[tuple[nn.Parameter, Region]]:
+    """The parameters of a model chunk and their regions, whose `start` is inside the parameter.
+
+    The weights must be allocated.
+    """
+    named = dict(module.named_parameters())
+    regions: list[tuple[nn.Parameter, Region]] = []
     seen: set[nn.Parameter] = set()
-    for name, value in sharded_tensors(chunk.module):
+    for name, value in sharded_tensors(module):
         param = named.get(name)
         if param is None:  # the output layer's name for a tied embedding
-            param = chunk.module.shared_embedding_or_output_weight()
-        bucket = chunk.bucket_of[param]
+            param = module.shared_embedding_or_output_weight()
         assert value.data is not None
         inside = (value.data.data_ptr() - param.data_ptr()) // param.element_size()
         assert value.data.is_contiguous() and 0 <= inside < param.numel()
@@ -101,17 +102,16 @@ def regions_of(chunk: FlatModel) -> dict[Bucket, list[Region]]:
         seen.add(param)
         skipped = value.prepend_axis_num
         replica = value.replica_id
-        regions[bucket].append(
-            Region(
-                key=value.key,
-                shape=tuple(value.data.shape),
-                global_shape=tuple(value.global_shape[skipped:]),
-                offset=tuple(value.global_offset[skipped:]),
-                start=bucket.params[param][0] + inside,
-                main=is_main_replica(replica[:-1] if isinstance(replica, tuple) else replica),
-            )
+        region = Region(
+            key=value.key,
+            shape=tuple(value.data.shape),
+            global_shape=tuple(value.global_shape[skipped:]),
+            offset=tuple(value.global_offset[skipped:]),
+            start=inside,
+            main=is_main_replica(replica[:-1] if isinstance(replica, tuple) else replica),
         )
-    assert seen == set(chunk.bucket_of), "every parameter is saved"
+        regions.append((param, region))
+    assert seen == set(named.values()), "every parameter is saved"
     return regions
 
 

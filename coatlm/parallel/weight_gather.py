@@ -72,7 +72,7 @@ class WeightGather:
         self.start_due()
         self._start_until(0)
         for bucket in self.buckets:
-            _finish(bucket)
+            bucket.finish_gather()
 
     def mark_replayed(self) -> None:
         """Update the bookkeeping after the replay of a CUDA graph that has gathered the weights."""
@@ -84,9 +84,10 @@ class WeightGather:
             start = min(map(self.buckets.index, used), default=len(self.buckets))
 
             def wait(*_: Any, buckets: Sequence[Bucket] = used, start: int = start) -> None:
+                self.start_due()
                 self._start_until(start - AHEAD)
                 for bucket in buckets:
-                    _finish(bucket)
+                    bucket.finish_gather()
 
             unit.register_forward_pre_hook(wait)
 
@@ -95,9 +96,3 @@ class WeightGather:
         while self.not_started > max(index, 0):
             next(self.gathering)
             self.not_started -= 1
-
-
-def _finish(bucket: Bucket) -> None:
-    if bucket.gather is not None:
-        bucket.gather.wait()
-        bucket.gather = None

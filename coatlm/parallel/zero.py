@@ -1,9 +1,9 @@
 """ZeRO over flat buckets: each rank updates one shard of the weights and holds its states.
 
 Stage 0 all-reduces the gradients and updates everything on every rank. Stages 1 and 2
-reduce-scatter the gradients, update one shard per rank and all-gather the weights. The optimizer
-receives flat shards and decides how their states are stored; `zero_checkpoint` saves and loads
-them.
+reduce-scatter the gradients, update one shard per rank and all-gather the weights. At stage 3 each
+layer all-gathers its weights for every use (`layer_gather`). The optimizer receives flat shards and
+decides how their states are stored; `zero_checkpoint` saves and loads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coatlm.parallel.buckets import Bucket, round_up
 from coatlm.parallel.finalize_grads import clip_coefficient, finalize_gradients, grad_norm
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.regions import Region, regions_of
+from coatlm.parallel.regions import Region
 
 
 class ZeroOptimizer:
@@ -42,7 +42,7 @@ class ZeroOptimizer:
         self.buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
         self.owned = [b for b in self.buckets if b.owned[0] < b.owned[1]]
         self.optimizer = make_optimizer([_shard(make_shard, bucket) for bucket in self.owned])
-        self.regions = {b: r for chunk in chunks for b, r in regions_of(chunk).items()}
+        self.regions = {b: r for chunk in chunks for b, r in chunk.regions.items()}
         self.counted = [p for b in self.buckets for p in _counted(b, self.regions[b])]
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
@@ -105,7 +105,7 @@ def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:
         if max(start, begin) < min(stop, end)
     ]
     return make_shard(
-        weight=bucket.weights[begin:end],
+        weight=bucket.shard,
         grad=bucket.reduced,
         decay=tuple(span for param, span in inside if decays(param)),
         params=tuple(span for _, span in inside),

@@ -57,7 +57,7 @@ class ZeroCheckpoint:
         weights_only: bool = False,
         states_of: Any = None,
     ) -> list[ShardedTensor]:
-        """All local weights and this rank's states, which a load fills in place.
+        """All local weights (at ZeRO stage 3 this rank's) and its states, to be filled in place.
 
         `flat_blocks` is the result of `flat_blocks()` in the run that wrote the checkpoint. Moments
         stored in other blocks are loaded into buffers, which `finish_load` converts to states.
@@ -193,9 +193,11 @@ class ZeroCheckpoint:
 
     def _weights(self, *, whole: bool) -> Iterator[ShardedTensor]:
         for bucket in self.zero.buckets:
-            bounds = (0, bucket.weights.numel()) if whole else bucket.owned
+            bounds, flat = bucket.owned, bucket.shard
+            if whole and not bucket.weights_sharded:
+                bounds, flat = (0, bucket.weights.numel()), bucket.weights
             for region in self.regions[bucket]:
-                yield from self._pieces(region, bucket.weights, 0, bounds, "")
+                yield from self._pieces(region, flat, bounds[0], bounds, "")
 
     def _states(
         self, optimizer: Any, moved: Container[tuple[Bucket, nn.Parameter]] = ()

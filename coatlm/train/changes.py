@@ -17,8 +17,8 @@ from coatlm.config import Config, ConfigError, RopeScaling, dotted
 from coatlm.data.identity import SourceIdentity, describe_identity
 from coatlm.train.checkpoint import CheckpointError
 
-# keys whose change is not reported: names, paths, logging and checkpointing
-SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "checkpoint.", "log.")
+# keys whose change is not reported: names, paths, tasks, logging and checkpointing
+SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "eval.", "checkpoint.", "log.")
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
 # a change of these is refused, as of the data and the tokenizer
 FIXED = ("data.split", "data.packing", "run.seed", "optim.recipe")
@@ -33,6 +33,9 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, Change]:
     defaults = dict(dotted(Config().model_dump(mode="json")))
     old = defaults | dict(dotted(_with_scaling(saved)))
     new = dict(dotted(config.model_dump(mode="json")))
+    # keys of an optional section, such as model.window, that only the checkpoint has
+    dropped = sorted(key for key in old.keys() - new.keys() if key.rpartition(".")[0] in new)
+    new |= dict.fromkeys(dropped)
     return {
         key: (old.get(key), value)
         for key, value in new.items()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,14 @@ from coatlm.train import checkpoint
 from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteError, StopSignal
 from coatlm.train.lock import RunLock
 from coatlm.train.metrics import MetricsLogger
+from coatlm.train.predict import Predictor
 from coatlm.train.resume import Known, Progress, restore, state_to_save
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 from coatlm.train.stragglers import compare
+
+if TYPE_CHECKING:
+    from coatlm.train.harness import Tasks
 
 logger = logging.getLogger("coatlm")
 
@@ -50,12 +54,21 @@ class Loop:
         watchdog: HangWatchdog,
         known: Known,
         lock: RunLock | None = None,  # of the run directory, on rank 0
+        tasks: Tasks | None = None,
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
         self.known, self.lock = known, lock  # known is saved in checkpoints
         self.groups: Groups = trainer.groups
+        self.tasks = tasks
+        self.predictor = Predictor(
+            trainer.chunks,
+            trainer.groups,
+            seq_len=config.data.seq_len,
+            micro_batch=config.train.micro_batch,
+            after_pass=watchdog.beat,
+        )
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
             keep=config.checkpoint.keep,
@@ -84,6 +97,8 @@ class Loop:
                 done = self.run.step
                 if self._due(self.config.train.eval_every):
                     self._evaluate()
+                if self.tasks is not None and self._due(self.config.eval.tasks_every):
+                    self._evaluate_tasks(self.tasks)
                 signal = self.signals.agreed(self.groups.control, lost=self._lost())
                 if signal is not None or self._due(self.config.checkpoint.every):
                     self._save()
@@ -218,6 +233,13 @@ class Loop:
             loss = float((torch.stack(losses) * counted).sum() / counted.sum().clamp(min=1))
         self._lost()
         self.metrics.log_eval(self.run.step, loss)
+
+    def _evaluate_tasks(self, tasks: Tasks) -> None:
+        """Log the metrics of eval.tasks."""
+        with self.metrics.throughput.paused():
+            found = tasks.evaluate(self.predictor)
+        self._lost()
+        self.metrics.log_tasks(self.run.step, found)
 
     def _save(self) -> None:
         with self.metrics.throughput.paused():

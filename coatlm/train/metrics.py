@@ -5,6 +5,8 @@
                     tflops_per_gpu mfu peak_mem_gib skipped comm_bytes_{grad,weights,tp,cp}[_FORMAT]
                     (cp with parallel.cp > 1);
                     after an evaluation step val_loss val_ppl;
+                    with eval.tasks, after their evaluation, step task/NAME/METRIC ...
+                    (train.harness);
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers);
                     with precision.guard guard_bf16_layers guard_findings, and a line per finding:
                     step layer tensor measure value limit action (train.guard)
@@ -207,6 +209,10 @@ class MetricsLogger:
         """Write the record of an evaluation; perplexity is exp(loss), Inf where that overflows."""
         val_ppl = math.exp(val_loss) if val_loss < 700 else val_loss * math.inf
         self._write({"step": step, "val_loss": val_loss, "val_ppl": val_ppl})
+
+    def log_tasks(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of eval.tasks; the keys begin with run_directory.TASK."""
+        self._write({"step": step, **values})
 
     def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
         """Record that the run went back to `step` and leaves out batches [first, stop).

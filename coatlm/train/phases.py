@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 import torch
 
-from coatlm.config import Config, ConfigError
+from coatlm.config import Config, ConfigError, Eval
 from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
+from coatlm.model.memory import GIB
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
@@ -28,6 +32,9 @@ from coatlm.train.setup import (
     start_processes,
 )
 from coatlm.train.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from coatlm.train.harness import Tasks
 
 
 def join(config: Config, launch: Launch) -> Peers:
@@ -57,6 +64,23 @@ def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
         check_huggingface(source, config, tokenizer, vocab)
 
 
+def open_tasks(options: Eval, tokenizer: Tokenizer, seq_len: int) -> Tasks | None:
+    """Load eval.tasks; None without any. Raises ValueError as `harness.Tasks` does.
+
+    `seq_len` is the longest text in tokens that the model is given at once.
+    """
+    if not options.tasks:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"eval.tasks={list(options.tasks)} needs the package lm_eval: "
+            "pip install 'coatlm[eval]'"
+        )
+    from coatlm.train.harness import Tasks  # imports lm_eval, which takes seconds
+
+    return Tasks(options, tokenizer, seq_len=seq_len)
+
+
 def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
     """Create the process groups of `config.parallel`."""
     first_on_node = launch.rank - launch.local_rank
@@ -75,6 +99,15 @@ def check_size(config: Config, launch: Launch, vocab: int) -> None:
     memory, owner = device_memory(choose_gpu(launch), launch.local_size)
     dp = config.data_parallel_size(launch.world_size)
     check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
+
+
+def named_memory(launch: Launch) -> str | None:
+    """The memory and the name of this process's GPU; None on a CPU, for which no plan is made."""
+    gpu = choose_gpu(launch)
+    if gpu is None:
+        return None
+    memory, owner = device_memory(gpu, launch.local_size)
+    return f"the {memory / GIB:.1f} GiB of {owner}"
 
 
 def begun_by(config: Config, launch: Launch) -> bool:

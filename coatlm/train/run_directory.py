@@ -26,7 +26,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from tqdm import tqdm
 
 from coatlm.config import Config, ConfigError
@@ -36,6 +35,8 @@ METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
 NUMERICS = "numerics.jsonl"
 ATTEMPTS = "attempts"
+TASK = "task/"  # begins the keys of metrics of eval.tasks
+SHOWN = 8  # of these metrics in a line on the console
 FILES = ("config.yaml", "env.json", "train.log", METRICS, STATES, NUMERICS)
 PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", "numpy")
 Record = dict[str, Any]
@@ -87,6 +88,8 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 def write_environment(run_dir: Path, *, device_name: str | None, job: str | None = None) -> None:
     """Write env.json: command, software and hardware. `job` is the launcher's name of the job."""
+    import torch  # takes seconds, which commands that only read a run need not wait
+
     environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -185,7 +188,8 @@ def is_value(value: Any) -> bool:
 def loss_plot(run_dir: Path) -> Path | None:
     """Draw loss.png with losses and learning rate from metrics.jsonl; None if there is no loss.
 
-    Training losses of earlier attempts are drawn in grey.
+    Training losses of earlier attempts are drawn in grey. Metrics of eval.tasks have an axis of
+    their own.
     """
     from matplotlib.figure import Figure  # takes half a second, needed only at the end of a run
 
@@ -194,8 +198,11 @@ def loss_plot(run_dir: Path) -> Path | None:
     val = [r for r in records if is_value(r.get("val_loss", ""))]
     if not train and not val:
         return None
-    figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: no display, no globals
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    tasks = list(dict.fromkeys(key for r in records for key in task_scores(r)))
+    ratios = [4, 3, 1] if tasks else [4, 1]
+    # without pyplot: no display, no globals
+    figure = Figure(figsize=(8, sum(ratios)), layout="constrained")
+    upper, *middle, lower = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
     for attempt in earlier_attempts(run_dir):
         upper.plot(*_curve(read_metrics(attempt), "loss"), linewidth=0.8, color="0.8")
     upper.plot(*_curve(train, "loss_mean"), linewidth=1.2, label="train")
@@ -207,7 +214,13 @@ def loss_plot(run_dir: Path) -> Path | None:
     lower.plot(*_curve(train, "lr"), color="0.4", linewidth=1.0)
     lower.set_ylabel("lr")
     lower.set_xlabel("step")
-    for axis in (upper, lower):
+    for axis in middle:
+        for key in tasks:
+            curve = _curve(records, TASK + key)
+            axis.plot(*curve, marker="o", markersize=4, linewidth=1.0, label=key)
+        axis.set_ylabel("tasks")
+        axis.legend(frameon=False, fontsize="small")
+    for axis in (upper, *middle, lower):
         axis.grid(alpha=0.3)
     path = run_dir / "loss.png"
     with whole_file(path) as temporary:
@@ -273,6 +286,10 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     parts = [f"step {record['step']}/{steps}"]
     if "val_loss" in record:
         return f"{parts[0]} | val_loss {record['val_loss']:.4f} | val_ppl {record['val_ppl']:.2f}"
+    if scores := task_scores(record):
+        shown = [f"{name} {value:.4f}" for name, value in scores.items()]
+        more = [f"{len(shown) - SHOWN} more in {METRICS}"] if len(shown) > SHOWN else []
+        return " | ".join([*parts, *shown[:SHOWN], *more])
     parts += [
         f"loss {record['loss_mean']:.4f}",
         f"grad_norm {record['grad_norm']:.2f}",
@@ -282,6 +299,24 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
     if record["peak_mem_gib"] is not None:
         parts.append(f"mem {record['peak_mem_gib']:.1f} GiB")
     return " | ".join(parts)
+
+
+def task_scores(record: Mapping[str, Any]) -> Record:
+    """The metrics of eval.tasks in a record, by `NAME/METRIC`."""
+    return {k.removeprefix(TASK): v for k, v in record.items() if k.startswith(TASK)}
+
+
+def time_left(record: Mapping[str, Any], steps: int) -> str:
+    """How long the remaining steps take at the speed of the last ones, such as `2 h 5 min left`.
+
+    Evaluations and checkpoints come on top.
+    """
+    seconds = (steps - record["step"]) * record["step_ms"] / 1000
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= size:
+            parts = round(seconds / part)
+            return f"{parts * part // size} {unit} {parts % (size // part)} {smaller} left"
+    return f"{round(seconds / 60)} min left" if seconds >= 90 else f"{round(seconds)} s left"
 
 
 def speed(record: Mapping[str, Any]) -> Iterator[str]:

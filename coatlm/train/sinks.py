@@ -13,12 +13,14 @@ from tqdm import tqdm
 
 from coatlm.config import Config
 from coatlm.train.run_directory import (
+    TASK,
     Record,
     lines,
     logger,
     repair_metrics,
     speed,
     step_line,
+    time_left,
     write_atomically,
 )
 
@@ -50,7 +52,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files under tb/: train/KEY and val/KEY over steps."""
+    """Event files under tb/: train/KEY, val/KEY and task/NAME/METRIC over steps."""
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         try:
@@ -100,10 +102,13 @@ class Wandb:
 
 
 class Console:
-    """One line per record; on a terminal a progress bar replaces the lines of steps."""
+    """One line per record; on a terminal a progress bar replaces the lines of steps.
+
+    Lines of steps end with the time to the end of the run, but for the first, which compiles.
+    """
 
     def __init__(self, config: Config, resume_step: int, stream: TextIO) -> None:
-        self.steps = config.train.steps
+        self.steps, self.warm = config.train.steps, False
         width, height = shutil.get_terminal_size()  # never 0 x 0, as a container may report
         self.bar = tqdm(
             total=self.steps,
@@ -117,9 +122,13 @@ class Console:
         )
 
     def write(self, record: Record) -> None:
-        evaluated = "val_loss" in record
-        (logger if evaluated else lines).info(step_line(record, self.steps))
+        evaluated = "loss_mean" not in record
+        line = step_line(record, self.steps)
+        if not evaluated and self.warm and record["step"] < self.steps:
+            line += f" | {time_left(record, self.steps)}"
+        (logger if evaluated else lines).info(line)
         if not evaluated:
+            self.warm = True
             loss = f"loss {record['loss_mean']:.4f}"
             self.bar.set_postfix_str(", ".join([loss, *speed(record)]))
 
@@ -133,10 +142,10 @@ def missing_package(option: str, package: str) -> ValueError:
 
 
 def _scalars(record: Record) -> Record:
-    """The numeric values of a record, named train/KEY or val/KEY."""
-    kind = "val" if "val_loss" in record else "train"
+    """The numeric values of a record, named train/KEY, val/KEY or task/NAME/METRIC."""
+    kind = "val/" if "val_loss" in record else "train/"
     return {
-        f"{kind}/{k.removeprefix('val_')}": v
+        (k if k.startswith(TASK) else kind + k.removeprefix("val_")): v
         for k, v in record.items()
         if isinstance(v, int | float) and k != "step"
     }

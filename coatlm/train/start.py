@@ -28,6 +28,8 @@ from coatlm.train.phases import (
     device_name,
     join,
     make_process_groups,
+    named_memory,
+    open_tasks,
     write_description,
 )
 from coatlm.train.resume import Known, Progress, resume
@@ -79,13 +81,19 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
+    tasks = peers.rank_zero_first(lambda: open_tasks(config.eval, tokenizer, config.data.seq_len))
     groups = peers.agree(lambda: make_process_groups(config, launch, peers))
     data = peers.rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
     peers.agree(lambda: check_parts(config, data))
     about = peers.agree(
-        lambda: plan(config, launch.world_size, tokenizer_vocab=tokenizer.vocab_size)
+        lambda: plan(
+            config,
+            launch.world_size,
+            tokenizer_vocab=tokenizer.vocab_size,
+            device=named_memory(launch),
+        )
     )
     logger.info("%s", about)
     trainer = peers.agree(lambda: Trainer(config, groups, vocab))
@@ -118,7 +126,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         synchronize=synchronize,
     )
     loop = peers.agree(
-        lambda: Loop(config, trainer, data, run, open_metrics, signals, watchdog, known, lock)
+        lambda: Loop(
+            config, trainer, data, run, open_metrics, signals, watchdog, known, lock, tasks
+        )
     )
     stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics
     return loop

@@ -17,13 +17,14 @@ from coatlm.data import context_parallel, dataset
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
-from coatlm.model.builder import Llama, build_model, token_positions
+from coatlm.model.builder import Llama, build_model
 from coatlm.model.coat_layer import (
     CoatTransformerLayer,
     change_layers,
     flows_of,
     tune_layers,
 )
+from coatlm.model.memory import with_logits
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
@@ -31,7 +32,7 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
-from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, captures
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
 from coatlm.parallel.flat_model import FlatModel
@@ -41,7 +42,7 @@ from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
-from coatlm.platform import device
+from coatlm.platform import device, device_memory
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -54,11 +55,11 @@ class Trainer:
     """All state that a training step changes. `vocab` is the padded vocabulary size."""
 
     def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+        memory = device_memory(device(), 1)[0] if device().type == "cuda" else 0
+        config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
-        cuda_graphs = config.train.cuda_graphs
-        if cuda_graphs and device().type != "cuda":
-            raise ValueError("train.cuda_graphs=true needs a GPU")
+        cuda_graphs = captures(config)
         self.traffic = Traffic()
         # the last step's bytes over tp and cp: computed when they are logged, not in every step
         self.model_traffic: Callable[[], Traffic] = Traffic
@@ -239,20 +240,9 @@ class Trainer:
         return self._run(batches, forward_only=True)
 
     def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
-        """This rank's context-parallel slice of each microbatch, with attention masks if needed."""
+        """This rank's context-parallel slice of each microbatch."""
         cp = self.groups.cp
-        placed: list[Batch] = []
-        for batch in batches:
-            part: Batch = {
-                **context_parallel.cp_slice(batch, cp.rank(), cp.size()),
-                "attention_mask": None,
-            }
-            ids = batch["document_ids"]
-            if ids is not None:
-                positions = token_positions(self.config.data.seq_len, self.groups)
-                part["attention_mask"] = context_parallel.attention_mask(ids, positions)
-            placed.append(part)
-        return placed
+        return [{**context_parallel.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 
     def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(

@@ -46,8 +46,8 @@ def test_an_unknown_key_leads_to_the_one_that_is_meant(data: dict[str, Any], mea
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ({"zzz": 1}, "zzz: unknown key; pretrain.py --keys lists the known ones"),
-        ({"log": {"q": 1}}, "log.q: unknown key; pretrain.py --keys log lists the known ones"),
+        ({"zzz": 1}, "zzz: unknown key; coatlm train --keys lists the known ones"),
+        ({"log": {"q": 1}}, "log.q: unknown key; coatlm train --keys log lists the known ones"),
     ],
 )
 def test_nothing_is_proposed_where_nothing_is_near(data: dict[str, Any], told: str) -> None:

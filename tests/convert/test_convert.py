@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coatlm.commands.convert import main
 from coatlm.config import Config, make_config, read_mapping
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
@@ -24,7 +25,6 @@ from coatlm.train.setup import Launch
 from coatlm.train.shards import StoredTensors
 from tests.hf.models import CASES, ours, save_model, theirs, tokens
 from tests.train.test_resume import run_config, start_jobs
-from tools.convert_checkpoint import main
 
 TOLERANCE = 1e-4  # of logits of size 1 after three fp32 layers: sums are taken in another order
 STILL = {"lr": 1e-60, "min_lr": 0.0, "schedule": "constant", "warmup_steps": 0}  # in fp32 it is 0

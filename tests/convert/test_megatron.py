@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from coatlm.commands.convert import main
 from coatlm.config import load_config
 from coatlm.convert.from_megatron import from_megatron
 from coatlm.convert.megatron_args import left_out, read_arguments
@@ -28,7 +29,6 @@ from tests.convert.megatron_writer import SIZES, STEPS, VOCAB, tokens
 from tests.distributed import run_ranks
 from tests.hf.models import ours
 from tests.train.test_resume import metrics_of, start_jobs
-from tools.convert_checkpoint import main
 
 TOLERANCE = 1e-4  # of logits of size 1 after four fp32 layers: sums are taken in another order
 FP32 = {"bf16": False, "bias": False, "norm": True, "tied": True}

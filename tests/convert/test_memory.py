@@ -34,7 +34,7 @@ CONFIG = {  # the shape of configs/llama-1b.yaml
 }
 MEASURE = """
 import resource, sys
-from tools.convert_checkpoint import main
+from coatlm.commands.convert import main
 code = main(sys.argv[1:])
 print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
@@ -67,7 +67,7 @@ def test_one_billion_parameters_convert_both_ways_in_less_than_2_gb(directory: P
     source.mkdir()
     write_json(source / "config.json", CONFIG)
     model = Model(layers=16, hidden=2048, heads=16, ffn=8192)
-    shapes = {n: s for e in entries(model, 32000) for n, s in e.parts.items()}
+    shapes = {n: s for e in entries(model, 32000) for n, s in e.stored.items()}
     described = {name: Described(torch.bfloat16, shape) for name, shape in shapes.items()}
     noise = torch.randint(-(2**15), 2**15, (32000 * 2048 + 1000,), dtype=torch.int16)
 

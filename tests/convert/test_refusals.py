@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coatlm.commands.convert import main
 from coatlm.config.errors import LONGEST
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
@@ -20,18 +21,17 @@ from coatlm.hf.config import (
     FIXED,
     HARMLESS,
     MODEL_FIELDS,
-    ROTARY,
     WINDOW,
     check_token_ids,
     read_model,
     run_config,
 )
 from coatlm.hf.files import Weights, write_json
+from coatlm.hf.rotary import ROTARY
 from coatlm.train.shards import StoredTensors
 from tests.hf.models import make_model
 from tests.test_files import small_disk
 from tests.train.test_shards import seal
-from tools.convert_checkpoint import main
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
 NORM = "model.layers.1.self_attn.q_norm.weight"

@@ -23,11 +23,12 @@ from coatlm import megatron_hook
 from coatlm.config import Data, DataSource
 from coatlm.data import checksums, indexed
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
-from coatlm.data.context_parallel import attention_mask, cp_slice, zigzag_positions
+from coatlm.data.context_parallel import cp_slice, zigzag_positions
 from coatlm.data.dataset import (
     BatchIterator,
     Dataset,
     Microbatch,
+    document_bounds,
     microbatches,
     open_datasets,
 )
@@ -622,7 +623,7 @@ def test_labels_are_the_tokens_one_position_later() -> None:
     assert batch["tokens"].tolist() == [[5, 6, 0, 7]]
     assert batch["labels"].tolist() == [[6, 0, 7, 8]]
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 1]]
-    assert batch["document_ids"] is None
+    assert batch["document_bounds"] is None
     assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
     assert batch["loss_mask"].dtype == torch.float32
 
@@ -632,11 +633,21 @@ def test_eod_mask_loss_leaves_out_what_follows_an_eod() -> None:
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 1], [0, 1, 1, 1]]
 
 
-def test_a_document_id_is_the_number_of_eods_before_the_token() -> None:
+def test_a_document_begins_behind_an_eod() -> None:
     batch = batch_of([[5, 0, 0, 7, 8], [0, 1, 2, 0, 4]], reset_attention_mask=True)
-    assert batch["document_ids"] is not None
-    assert batch["document_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 1, 1]]
-    assert batch["document_ids"].dtype == torch.int32
+    assert batch["document_bounds"] is not None
+    assert batch["document_bounds"].tolist() == [[0, 2, 3, 4, 4], [0, 1, 4, 4, 4]]
+    assert batch["document_bounds"].dtype == torch.int32
+
+
+@pytest.mark.parametrize(("most", "width"), [(1, 2), (2, 3), (3, 5), (4, 5), (5, 9), (8, 9)])
+def test_bounds_are_as_wide_as_the_next_power_of_two(most: int, width: int) -> None:
+    documents = torch.stack([torch.zeros(8), torch.arange(8).clamp(max=most - 1)])
+    bounds = document_bounds(documents)
+    assert bounds.tolist() == [
+        [0] + [8] * (width - 1),
+        [*range(most), *[8] * (width - most)],
+    ]
 
 
 # ---- context parallelism
@@ -668,18 +679,4 @@ def test_cp_slices_put_together_are_the_batch() -> None:
     for key in ("tokens", "labels", "loss_mask"):
         joined = torch.cat([s[key] for s in slices], 1)[:, order]  # type: ignore[literal-required]
         assert torch.equal(joined, batch[key])  # type: ignore[literal-required]
-    assert all(s["document_ids"] is batch["document_ids"] for s in slices)
-
-
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_attention_is_causal_and_within_the_document(cp_size: int) -> None:
-    document_ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 3], [0, 0, 0, 0, 0, 0, 0, 1]]).int()
-    for rank in range(cp_size):
-        queries = zigzag_positions(8, rank, cp_size)
-        mask = attention_mask(document_ids, queries)
-        assert mask.shape == (2, 1, len(queries), 8) and mask.dtype == torch.bool
-        for b in range(2):
-            for i, q in enumerate(queries.tolist()):
-                for k in range(8):
-                    may = k <= q and document_ids[b, k] == document_ids[b, q]
-                    assert mask[b, 0, i, k].item() is not bool(may)
+    assert all(s["document_bounds"] is batch["document_bounds"] for s in slices)

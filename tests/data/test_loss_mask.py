@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from coatlm.commands import prepare as preprocess_data
 from coatlm.config import ConfigError, Data, make_config
 from coatlm.data import shards as shards_module
 from coatlm.data.chat import ChatFormat
@@ -25,7 +26,6 @@ from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import ByteTokenizer
 from tests.data.templates import write_tokenizer
-from tools import preprocess_data
 
 BYTE = ByteTokenizer()
 CHAT = Options(chat=ChatFormat(""))

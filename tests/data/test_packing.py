@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,12 +147,13 @@ def test_documents_of_a_sample_are_told_apart_without_end_of_document(tmp_path: 
     data = options(prefix, split=[1, 0, 0], reset_attention_mask=True)
     train = open_datasets(data, ByteTokenizer(), seed=3).train
     (batch,) = microbatches(train, 0, global_batch=4, micro_batch=4, dp_rank=0, dp_size=1)
-    ids = batch["document_ids"]
-    assert ids is not None and ids.dtype == torch.int32
-    for tokens, row in zip(batch["tokens"].tolist(), ids.tolist(), strict=True):
-        changes = [a != b for a, b in itertools.pairwise(tokens)]
-        assert [a != b for a, b in itertools.pairwise(row)] == changes
-    assert int(ids.max()) >= 2
+    bounds = batch["document_bounds"]
+    assert bounds is not None
+    for tokens, row in zip(batch["tokens"].tolist(), bounds.tolist(), strict=True):
+        changes = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(tokens)) if a != b]
+        length = len(tokens)
+        assert row == [0, *changes] + [length] * (len(row) - len(changes) - 1)
+    assert bounds.shape[1] > 3
 
 
 def test_the_log_says_how_much_is_padding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

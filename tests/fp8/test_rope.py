@@ -62,7 +62,7 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
         (15, None, "head_dim is 15"),
         (16, {"factor": 8.0}, "must be"),
         (16, {"type": "linear"}, r"must be \['factor'\]"),
-        (16, {"type": "longrope", "factor": 2.0}, "one of linear, llama3, yarn"),
+        (16, {"type": "longrope", "factor": 2.0}, "one of linear, llama3, yarn, longrope"),
         (16, LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0"),
     ],
 )
@@ -95,6 +95,26 @@ def test_yarn_keeps_all_frequencies_that_turn_often_enough() -> None:
 def test_linear_scaling_divides_every_frequency() -> None:
     scaled = rope_frequencies(64, 10000.0, {"type": "linear", "factor": 3.0})
     torch.testing.assert_close(scaled * 3, rope_frequencies(64, 10000.0), rtol=1e-6, atol=0)
+
+
+def test_longrope_divides_each_frequency_by_its_factor_for_the_length_of_the_sequence() -> None:
+    scaling = {"type": "longrope", "factor": 16.0, "original_max_position_embeddings": 64}
+    scaling |= {"short_factor": (1.0, 2.0), "long_factor": (3.0, 5.0), "attention_factor": None}
+    plain = rope_frequencies(4, 100.0)
+    for length, factors in ((None, (1.0, 2.0)), (64, (1.0, 2.0)), (65, (3.0, 5.0))):
+        scaled = rope_frequencies(4, 100.0, scaling, length=length)
+        torch.testing.assert_close(scaled * torch.tensor(factors), plain, rtol=1e-6, atol=0)
+    assert attention_factor(scaling) == pytest.approx(math.sqrt(1 + 4 / 6))  # log2 16 / log2 64
+    assert attention_factor(scaling | {"attention_factor": 1.5}) == 1.5
+
+
+def test_pairs_beyond_the_frequencies_do_not_turn() -> None:
+    cos, sin = rope_tables(torch.arange(S), rope_frequencies(4, 100.0), factor=1.5, half=D // 2)
+    x = torch.randn(S, B, G, D)
+    y, still = rope(x, cos, sin), [i for i in range(D) if i % (D // 2) >= 2]
+    assert torch.equal(y[..., still], x[..., still])
+    turned = [0, 1, D // 2, D // 2 + 1]
+    torch.testing.assert_close(y[..., turned].norm(), 1.5 * x[..., turned].norm())
 
 
 def test_backward_of_a_scaled_rotation_is_its_transpose() -> None:

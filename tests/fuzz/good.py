@@ -87,7 +87,7 @@ def build(root: str) -> None:
 
 def train() -> None:
     """The run itself."""
-    import pretrain
+    from coatlm.commands import train as pretrain
 
     Path("text.txt").write_text(TEXT)
     Path("config.yaml").write_text(json.dumps(SECTIONS, indent=1))
@@ -96,7 +96,7 @@ def train() -> None:
 
 def models(run: Path) -> None:
     """model: one safetensors file, and an index that names it, as larger models have."""
-    from tools.convert_checkpoint import main
+    from coatlm.commands.convert import main
 
     words = ["--from", "coatlm", "--to", "hf", str(run), "model"]
     assert main([*words, "--max-shard-size=40KB"]) == 0
@@ -109,8 +109,8 @@ def megatron(run: Path) -> None:
 
     import torch
 
+    from coatlm.commands.convert import main
     from coatlm.train.shards import read_tensors
-    from tools.convert_checkpoint import main
 
     assert main(["--from", "coatlm", "--to", "megatron", str(run), "model"]) == 0
     Path("ranks/mp_rank_00").mkdir(parents=True)

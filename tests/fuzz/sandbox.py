@@ -223,7 +223,7 @@ def _problem(target: Target, ending: Ending, changed: list[str]) -> str | None:
 def serve(pipe: Any, log: str) -> None:
     """What the process does: one request after another, until the pipe ends."""
     sys.path[:0] = [str(ROOT)]
-    import pretrain  # noqa: F401 so that all inputs find it imported
+    from coatlm.commands import train as pretrain  # noqa: F401 so that all inputs find it imported
 
     warnings.simplefilter("ignore")
     for descriptor, name in ((1, "out"), (2, "err")):

@@ -18,7 +18,7 @@ CHECKPOINT = "run/checkpoints/step_00000002"
 
 def config() -> int:
     """config.yaml with overrides, as --dry-run takes it; what it resolves to loads again."""
-    import pretrain
+    from coatlm.commands import train as pretrain
     from coatlm.config import ConfigError, load_config
 
     options = json.loads(Path("options.json").read_text())
@@ -58,14 +58,14 @@ def launch() -> None:
 
 def start() -> int:
     """A run that is started again, on what its directory and the data cache hold."""
-    import pretrain
+    from coatlm.commands import train as pretrain
 
     return pretrain.main(["config.yaml"])
 
 
 def inspect() -> int:
     """A run's newest checkpoint: what it holds, whether it is whole, how it differs."""
-    from tools.inspect_checkpoint import main
+    from coatlm.commands.inspect import main
 
     codes = [main(["run", *option]) for option in ((), ("--verify",), ("--tensors",))]
     return max(*codes, main(["--diff", "run", "whole"]))
@@ -73,22 +73,22 @@ def inspect() -> int:
 
 def export() -> int:
     """A run to Hugging Face."""
-    from tools.convert_checkpoint import main
+    from coatlm.commands.convert import main
 
     return main(["--from", "coatlm", "--to", "hf", "run", "out"])
 
 
 def evaluate() -> int:
     """The perplexity of a run's newest checkpoint."""
-    from tools.evaluate import main
+    from coatlm.commands.evaluate import main
 
     return main(["run", "--data", "text.txt", "--window=32", "--out=out/perplexity.json"])
 
 
 def huggingface() -> int:
     """A Hugging Face directory to a checkpoint, which is whole."""
-    from tools import inspect_checkpoint
-    from tools.convert_checkpoint import main
+    from coatlm.commands import inspect as inspect_checkpoint
+    from coatlm.commands.convert import main
 
     code = main(["--from", "hf", "--to", "coatlm", "model", "out", "--dtype=bf16"])
     if code == 0:
@@ -98,8 +98,8 @@ def huggingface() -> int:
 
 def megatron() -> int:
     """Checkpoints of Megatron in both formats to checkpoints, which are whole."""
-    from tools import inspect_checkpoint
-    from tools.convert_checkpoint import main
+    from coatlm.commands import inspect as inspect_checkpoint
+    from coatlm.commands.convert import main
 
     codes = []
     for source in ("model", "ranks"):
@@ -150,9 +150,9 @@ def masked() -> None:
 
 def conversations() -> int:
     """Conversations in a chat template, tokenized to a dataset that opens with its loss mask."""
+    from coatlm.commands.prepare import main
     from coatlm.data.indexed import open_indexed
     from coatlm.data.tokenizer import make_tokenizer
-    from tools.preprocess_data import main
 
     spec = "hf:tokenizer.json?eod=<|end_of_text|>"
     words = ["--chat", "--input", "talks.jsonl", "--output-prefix", "out/data", "--workers=1"]
@@ -165,9 +165,9 @@ def conversations() -> int:
 
 def texts() -> int:
     """Text in every format, tokenized to a dataset that opens."""
+    from coatlm.commands.prepare import main
     from coatlm.data.indexed import open_indexed
     from coatlm.data.tokenizer import ByteTokenizer
-    from tools.preprocess_data import main
 
     code = _command(
         main, "--input", "text.*", "--output-prefix", "out/data", "--workers=1", "--shard-mb=1"
@@ -179,9 +179,9 @@ def texts() -> int:
 
 def interrupted() -> int:
     """Tokenizing that goes on from the shards of a call that was interrupted."""
+    from coatlm.commands.prepare import main
     from coatlm.data.indexed import open_indexed
     from coatlm.data.tokenizer import ByteTokenizer
-    from tools.preprocess_data import main
 
     code = _command(main, "--input", "text.txt", "--output-prefix", "out/data", "--workers=1")
     if code == 0:
@@ -190,9 +190,10 @@ def interrupted() -> int:
 
 
 def plots() -> int:
-    """The curves of a run, alone and beside another one."""
+    """The curves of a run, alone and beside another one, and a report of both."""
+    from coatlm.commands.plot import main
+    from coatlm.commands.report import main as report
     from coatlm.train.run_directory import loss_plot
-    from tools.plot_run import main
 
     Path("out").mkdir()
     for name in ("metrics.jsonl", "config.yaml"):
@@ -202,13 +203,14 @@ def plots() -> int:
     return max(
         main(["run", "--out=out/a.html"]),
         main(["run", "whole", "--out=out/b.png", "--only", "loss"]),
+        report(["run", "--with", "whole", "--out=out/c.html"]),
     )
 
 
 def comparison() -> int:
     """Two runs compared, and what a start would drop from the first one's lines."""
+    from coatlm.commands.compare import main
     from coatlm.train.run_directory import repair_metrics
-    from tools.compare_runs import main
 
     code = main(["run", "whole"])
     Path("out").mkdir()

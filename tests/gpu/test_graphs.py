@@ -14,8 +14,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+# microbatches have 17 to 32 documents per sample, and up to 16 in the second step
+DOCUMENTS = {"text": ["unused"], "seq_len": 256, "reset_attention_mask": True}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches per step, sections
     "bf16": (3, {"precision": {"recipe": "bf16"}}),
+    "bf16 documents": (3, {"precision": {"recipe": "bf16"}, "data": DOCUMENTS}),
     "coat": (3, {"precision": {"recipe": "coat"}}),
     "coat-lean": (3, {"precision": {"recipe": "coat-lean"}}),
     "coat delayed": (3, {"precision": {"recipe": "coat", "scaling": "delayed"}}),

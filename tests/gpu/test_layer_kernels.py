@@ -5,13 +5,15 @@ of the result (EPS / 2 relative), and for the fp32 arithmetic, whose approximate
 divisions are good to a few 2^-23, 1e-5 of the largest value.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
 from coatlm.fp8 import activation, norm
 from coatlm.fp8 import rope as rope_module
-from coatlm.fp8.activation import swiglu, swiglu_backward_ref, swiglu_ref
+from coatlm.fp8.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
 from coatlm.fp8.rope import rope, rope_frequencies, rope_ref, rope_tables, split_qkv_rope
 
@@ -62,15 +64,18 @@ def test_rms_norm_equals_its_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [8192, 11008, 704, 333])
-def test_swiglu_equals_its_reference(half: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", get_args(Activation))
+def test_swiglu_and_geglu_equal_their_references(
+    kind: Activation, half: int, dtype: torch.dtype
+) -> None:
     x, dy = 3 * randn(300, 4, 2 * half), randn(300, 4, half, dtype=dtype)
     x[0, 0, :half] = 30.0  # sigmoid of it is 1, of the next 0
     x[0, 1, :half] = -30.0
     x = x.to(dtype).requires_grad_()
-    y = swiglu(x)
+    y = swiglu(x, kind)
     y.backward(dy)
-    close(y, swiglu_ref(x.detach().float()))
-    close(x.grad, swiglu_backward_ref(dy.float(), x.detach().float()))
+    close(y, swiglu_ref(x.detach().float(), kind))
+    close(x.grad, swiglu_backward_ref(dy.float(), x.detach().float(), kind))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

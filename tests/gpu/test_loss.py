@@ -66,22 +66,25 @@ def test_fp32_equals_the_definition() -> None:
         assert relative(got, wanted) < 1e-5  # approximate exp and log: a few 2^-22
 
 
+@pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_row_kernels_equal_their_references(dtype: torch.dtype) -> None:
+def test_row_kernels_equal_their_references(dtype: torch.dtype, cap: float | None) -> None:
     torch.manual_seed(0)
     logits = (3 * torch.randn(300, 20000, device="cuda")).to(dtype)
     logits[1] = -1e4
     logits[2, 7] = float("-inf")
     labels = torch.randint(-500, 21000, (300,), device="cuda")
-    stats = loss_module._launch_stats(logits, labels, 100)
-    expected = loss_module.row_stats_ref(logits, labels, 100)
-    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=0)  # sums of 20000 terms
+    stats = loss_module._launch_stats(logits, labels, 100, cap)
+    expected = loss_module.row_stats_ref(logits, labels, 100, cap)
+    atol = 0 if cap is None else 1e-5  # tanh is 2 sigmoid - 1: a few 2^-24, times the cap
+    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=atol)  # sums of 20000 terms
     lse, dloss = expected[0] + expected[1].log(), torch.randn(300, device="cuda")
-    gradient = loss_module.logits_grad_ref(logits.float(), labels, lse, dloss, 100)
-    actual = loss_module._launch_grad_(logits, labels, lse, dloss, 100)
+    gradient = loss_module.logits_grad_ref(logits.float(), labels, lse, dloss, 100, None, cap)
+    actual = loss_module._launch_grad_(logits, labels, lse, dloss, 100, None, cap)
     assert actual.data_ptr() == logits.data_ptr()
     rtol = torch.finfo(dtype).eps / 2 + 1e-5
-    torch.testing.assert_close(actual.float(), gradient, rtol=rtol, atol=1e-30)
+    atol = 1e-30 if cap is None else 1e-5  # 1 - tanh^2 cancels
+    torch.testing.assert_close(actual.float(), gradient, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
@@ -93,6 +96,29 @@ def test_weight_gradient_is_added_to_main_grad(main_dtype: torch.dtype) -> None:
         linear_cross_entropy(hidden, weight, labels, chunk=4096).backward(dloss)
     assert weight.grad is None
     assert relative(weight.main_grad, 2 * definition(*arguments)[2]) < 2 * BF16_EPS
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_saved_logits_give_the_bits_of_recomputed_ones(z_loss: float) -> None:
+    results = []
+    for save in (False, True):
+        hidden, weight, labels, dloss = tensors(512, 1024, 50257, torch.bfloat16)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk=4096, save_logits=save, z_loss=z_loss
+        )
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight), dloss)))
+    for recomputed, saved in zip(*results, strict=True):
+        assert torch.equal(recomputed, saved)
+
+
+def test_the_z_loss_equals_the_definition() -> None:
+    hidden, weight, labels, dloss = tensors(256, 512, 32000, torch.float32)
+    expected = cross_entropy_ref(hidden, weight, labels, 0.01)
+    expected = (expected, *torch.autograd.grad(expected, (hidden, weight), dloss))
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=4096, z_loss=0.01)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    for got, wanted in zip(actual, expected, strict=True):
+        assert relative(got, wanted) < 1e-5
 
 
 def test_vocabulary_of_128k_takes_under_half_a_gib() -> None:

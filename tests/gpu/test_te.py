@@ -52,7 +52,7 @@ def train_recipes(rank: int, size: int, _: Any) -> dict[str, list[tuple[float, f
                 "tokens": part[:, :-1].contiguous(),
                 "labels": part[:, 1:].contiguous(),
                 "loss_mask": torch.ones(2, 512, device="cuda"),
-                "document_ids": None,
+                "document_bounds": None,
             }
             for part in tokens.chunk(2)
         ]

@@ -27,6 +27,12 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.5, 3.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0],
+}
 SMALL = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -79,6 +85,49 @@ CASES: dict[str, dict[str, Any]] = {
         **{"logits_scaling": 0.5, "attention_multiplier": 0.2, "pad_token_id": 0},
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "mistral window": {"model_type": "mistral", "sliding_window": 20},
+    "qwen2 window": {
+        **{"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 20},
+        **{"max_window_layers": 1},
+    },
+    "phi4": {
+        **{"model_type": "phi3", "pad_token_id": 0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+    },
+    "phi3.5 short window": {
+        **{"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 100},
+        **{"sliding_window": 20, "num_key_value_heads": 4},
+        "rope_parameters": {
+            **LONGROPE,
+            "short_factor": [*LONGROPE["short_factor"], 4.0, 5.0],
+            "long_factor": [*LONGROPE["long_factor"], 10.0, 11.0],
+        },
+    },
+    "phi4-mini long": {
+        **{"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 32},
+        **{"tie_word_embeddings": True},
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+    },
+    "olmo3": {
+        **{"model_type": "olmo3", "pad_token_id": 0, "num_hidden_layers": 4, "sliding_window": 20},
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "gemma2": {
+        **{"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 20},
+        **{"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    },
+    "gemma3": {
+        **{"model_type": "gemma3_text", "head_dim": 24, "query_pre_attn_scalar": 30},
+        **{"sliding_window": 20, "final_logit_softcapping": 4.0},
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
 }
 
 
@@ -89,7 +138,7 @@ def make_model(name: str) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            center = 1.0 if "norm" in key else 0.0
+            center = 1.0 if "norm" in key and not name.startswith("gemma") else 0.0
             tensor.normal_(center, 0.15)
             if key.endswith("o_proj.bias"):
                 tensor.zero_()

@@ -10,25 +10,46 @@ from transformers import AutoConfig
 
 from coatlm.config import make_config
 from coatlm.hf.config import make_hf_config, read_model, run_config
+from coatlm.hf.families import FAMILIES, GEMMA, OLMO, PHI3_CODE
 from tests.hf.models import CASES, SMALL
 
 BASE = {name: value for name, value in SMALL.items() if not name.endswith("token_id")}
+ORIGINAL = "original_max_position_embeddings"
 LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "olmo3"}, "model_type='olmo3': one of llama, mistral"),
+    ({"model_type": "gemma3"}, "model_type='gemma3': one of llama, mistral"),
     ({"model_type": "olmo2", "attention_bias": True}, "attention_bias=True of olmo2"),
     ({"residual_multiplier": 0.5}, "residual_multiplier=0.5 is not known"),
+    ({"model_type": "gemma2", "hidden_act": "silu"}, "hidden_act='silu' of gemma2: only 'gelu_"),
+    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "attention=True of gemma2"),
     (
-        {"model_type": "gemma2"},
-        "model_type='gemma2': one of llama, mistral, qwen2, qwen3, phi3, olmo2, granite",
+        {"model_type": "gemma2", "query_pre_attn_scalar": 10**400},
+        "000: must be a whole number below 2^63",
     ),
+    ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: must be at"),
+    (
+        {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0 of gemma3_text: only null",
+    ),
+    (
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        },
+        "rope_parameters.sliding_attention.rope_type='linear': only 'default'",
+    ),
+    (
+        {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters.rope_type",
+    ),
+    ({"model_type": "olmo3", "rope_theta": 1e4}, "rope_theta=10000.0 of olmo3: layers with a"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' of llama: only 'silu'"),
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ({"rope_interleaved": True}, "rope_interleaved=True of llama: only False"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"rope_scaling": LONG}, "rope_scaling.rope_type='longrope': one of default, llama3"),
+    ({"rope_scaling": LONG}, "rope_scaling.rope_type='longrope' of llama: one of default, llama3"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type='dynamic'"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_parameters": {**LONG, "rope_theta": 1.0}}, "rope_parameters.rope_type='longrope'"),
@@ -42,30 +63,48 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
         "rope_scaling.high_freq_factor is missing",
     ),
-    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 is below"),
-    ({"model_type": "mistral"}, "sliding_window=4096 is below max_position_embeddings=8192"),
-    (
-        {
-            "model_type": "qwen2",
-            "use_sliding_window": True,
-            "sliding_window": 64,
-            "max_window_layers": 1,
-        },
-        "sliding_window=64 is below",
-    ),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0: from 1 to"),
     (
         {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types has 'sliding_attention'",
+        "layer_types has 2 names for num_hidden_layers=3",
+    ),
+    (
+        {"model_type": "qwen3", "layer_types": ["full_attention", "x", "full_attention"]},
+        "layer_types has 'x' of qwen3: only full_attention and sliding_attention",
+    ),
+    (
+        {"model_type": "mistral", "layer_types": ["sliding_attention"] * 3},
+        "layer_types has 'sliding_attention' of mistral: only full_attention",
+    ),
+    (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
+        "layer_types has 'sliding_attention', but no sliding_window is set",
+    ),
+    (
+        {
+            **{"model_type": "gemma2", "num_hidden_layers": 5},
+            "layer_types": ["full_attention", "sliding_attention", *["full_attention"] * 3],
+        },
+        "layer_types: coatlm has windows in all layers but the first n, or in all but",
     ),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map="),
+    (
+        {"model_type": "phi3", "auto_map": {"AutoConfig": "x.Y"}},
+        "auto_map={'AutoConfig': 'x.Y'} of",
+    ),
     ({"logit_scale": 2.0, "embedding_multiplier": 3}, "embedding_multiplier=3 is not known"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
     ({"model_type": "qwen2", "attention_bias": True}, "attention_bias=True of qwen2"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop=0.1 of phi3: only 0"),
-    ({"model_type": "phi3", "sliding_window": 2047}, "sliding_window=2047 is below"),
     ({"model_type": "phi3", "rope_scaling": {**LONG, "rope_type": "yarn"}}, "'yarn' of phi3"),
+    ({"model_type": "phi3", "rope_scaling": {**LONG, ORIGINAL: 4096}}, "short_factor is missing"),
+    ({"model_type": "phi3", "rope_scaling": LONG}, f"rope_scaling.{ORIGINAL} differs from"),
+    (
+        {"model_type": "phi3", "rope_scaling": {**LONG, "short_factor": [1.0, "2"]}},
+        "rope_scaling.short_factor=[1.0, '2']: must be a list of numbers",
+    ),
     ({"original_max_position_embeddings": 32}, "original_max_position_embeddings=32 is not known"),
     ({"rope_scaling": {**YARN, "truncate": None}}, "rope_scaling.truncate=None: must be true or"),
     (
@@ -88,17 +127,41 @@ def test_what_coatlm_does_not_compute_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "window"),
     [
-        {"model_type": "mistral", "sliding_window": 128},  # as long as the longest sequence
-        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 16},
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16,
-         "max_window_layers": 3},
-        {"model_type": "llama", "sliding_window": None, "pretraining_tp": 2},
+        ({"model_type": "mistral"}, {"size": 4096}),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "llama", "sliding_window": 16}, None),  # ignored by transformers
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 16}, None),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}, None),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2},
+            {"size": 4096, "full_layers": 2},
+        ),
+        ({"model_type": "gemma2"}, {"size": 4096, "period": 2}),
+        ({"model_type": "gemma3_text"}, {"size": 4096, "rope_theta": 1e4}),  # of three layers
+        (
+            {"model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_local_base_freq": 7},
+            {"size": 4096, "period": 2, "rope_theta": 7.0},
+        ),
+        ({"model_type": "olmo3", "num_hidden_layers": 4}, {"size": 4096, "period": 4}),
+        (
+            {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN},
+            {"size": 4096, "period": 4, "rope_theta": 5e5},
+        ),
     ],
-)  # fmt: skip
-def test_windows_that_never_act_are_read(fields: dict[str, Any]) -> None:
-    assert read_model({**BASE, **fields})["layers"] == 3
+)
+def test_windows_and_their_frequencies_are_those_of_the_family(
+    fields: dict[str, Any], window: dict[str, Any] | None
+) -> None:
+    assert read_model({**BASE, **fields}).get("window") == window
+
+
+def test_fields_of_phi4_mini_that_transformers_does_not_read_are_accepted() -> None:
+    code = {**PHI3_CODE, "AutoTokenizer": "x/y"}
+    fields = {"auto_map": code, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}
+    raw = {"model_type": "phi3", **BASE}
+    assert read_model({**raw, **fields}) == read_model(raw)
 
 
 def test_deepseeks_pair_of_scales_becomes_the_attention_factor() -> None:
@@ -120,6 +183,8 @@ def test_transformers_reads_the_same_values_from_a_config_that_went_through_coat
     config = run_config(read_model(raw), tokenizer="byte", seq_len=128, precision="fp32")
     written = make_hf_config(config, SMALL["vocab_size"], dtype="float32", like=raw)
     again = AutoConfig.for_model(**written).to_diff_dict()
+    if again["model_type"] == "phi3":  # transformers 4 needs the earlier name of rope_type
+        again["rope_parameters"].pop("type", None)
     ignored = {"architectures", "transformers_version", "dtype", "pretraining_tp"}
     expected = {k: v for k, v in original.to_diff_dict().items() if k not in ignored}
     assert {key: again.get(key) for key in expected} == expected
@@ -128,17 +193,17 @@ def test_transformers_reads_the_same_values_from_a_config_that_went_through_coat
 
 
 def test_fields_that_are_not_there_have_the_values_of_transformers() -> None:
-    for family in ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite"):
+    for family in FAMILIES:
         sizes = {"hidden_size": 1024, "num_attention_heads": 32, "num_hidden_layers": 2,
                  "intermediate_size": 64, "vocab_size": 99}  # fmt: skip
         loaded = AutoConfig.for_model(family, **sizes)
-        shown = {"sliding_window": None} if family == "mistral" else {}
-        model = read_model({"model_type": family, **sizes, **shown})
+        model = read_model({"model_type": family, **sizes})
         section = make_config({"model": model}).model
         assert section.queries_groups == loaded.num_key_value_heads
         assert section.size_per_head == (getattr(loaded, "head_dim", None) or 32)
         assert section.norm_eps == loaded.rms_norm_eps
-        assert section.rope_theta == loaded.rope_parameters["rope_theta"]
+        full = loaded.rope_parameters.get("full_attention", loaded.rope_parameters)
+        assert section.rope_theta == full["rope_theta"]
         assert section.tie_embeddings == loaded.tie_word_embeddings
 
 
@@ -155,6 +220,12 @@ def test_fields_that_are_not_there_have_the_values_of_transformers() -> None:
         ({"residual_multiplier": 0.5, "qkv_bias": True}, "llama", "granite"),
         ({"attention_multiplier": 0.5}, None, "granite"),
         ({"qk_norm": True, "qk_norm_width": "all", "norm_after": True}, "llama", "olmo2"),
+        ({**OLMO, "window": {"size": 64, "period": 2}}, None, "olmo3"),
+        ({"window": {"size": 64}}, None, "mistral"),
+        ({"window": {"size": 64, "full_layers": 2}, "qkv_bias": True}, None, "qwen2"),
+        ({"partial_rotary_factor": 0.5}, None, "phi3"),
+        (GEMMA, None, "gemma2"),
+        ({**GEMMA, "qk_norm": True, "attention_multiplier": 7**-0.5}, None, "gemma3_text"),
     ],
 )
 def test_family_has_the_features_of_the_model(
@@ -169,10 +240,19 @@ def test_family_has_the_features_of_the_model(
     assert section == config.model.model_copy(update={"vocab": 256})
 
 
-def test_a_layer_that_no_family_has_is_refused() -> None:
-    config = make_config({"model": {"norm_after": True}})
-    with pytest.raises(ValueError, match=r"model\.norm_after=True.*no family of Hugging Face"):
-        make_hf_config(config, 256, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"norm_after": True}, "model.norm_after=True: no family of Hugging Face"),
+        ({"logits_softcap": 3.0}, "model.logits_softcap=3.0: no family"),
+        ({**GEMMA, "attention_multiplier": 0.3}, "gemma2 lacks model.attention_multiplier"),
+        ({"window": {"size": 64, "period": 2}}, "model.window=size=64 period=2"),
+    ],
+)
+def test_a_layer_that_no_family_has_is_refused(model: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match="no family of Hugging Face") as caught:
+        make_hf_config(make_config({"model": model}), 256, dtype="bfloat16")
+    assert told in str(caught.value)
 
 
 def test_relative_of_another_shape_is_refused() -> None:
@@ -184,7 +264,6 @@ def test_relative_of_another_shape_is_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "phi3", "olmo2", "granite"])
 def test_null_means_the_default_of_transformers(family: str) -> None:
     raw = {"model_type": family, **BASE, "sliding_window": 4096}
-    raw = raw if family in ("mistral", "qwen2", "phi3") else {**raw, "sliding_window": None}
     raw.pop("max_position_embeddings", None)
     nulls = {"rope_theta": None, "max_position_embeddings": None, "rope_parameters": None}
     window = {"sliding_window": None} if family == "mistral" else {}

@@ -22,12 +22,18 @@ QWEN3_06B = {
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48}
 DATA = {"text": "x", "seq_len": 64}
 OLMO2 = {"qk_norm": True, "qk_norm_width": "all", "norm_after": True}
+GEMMA = {
+    **{"sandwich_norm": True, "zero_centered_norm": True, "activation": "gelu_tanh"},
+    **{"scale_embeddings": True, "attention_softcap": 50.0, "logits_softcap": 30.0},
+    **{"window": {"size": 8, "period": 2}},
+}
 VARIANTS: list[dict[str, Any]] = [
     *(
         {"tie_embeddings": bool(tied), "qkv_bias": bool(bias), "qk_norm": bool(norm)}
         for tied, bias, norm in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
     ),
     OLMO2,
+    GEMMA,
 ]
 
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from coatlm.config import ConfigError, Model
 from coatlm.model import accounting as acc
 from tests.model.shapes import (
+    GEMMA,
     LLAMA2_7B,
     LLAMA3_8B,
     OLMO2,
@@ -31,7 +32,7 @@ class Layer(nn.Module):
         super().__init__()
         d, self.m = m.size_per_head, m
         kv = m.queries_groups * d
-        self.norms = nn.ModuleList(nn.RMSNorm(m.hidden) for _ in range(2))
+        self.norms = nn.ModuleList(nn.RMSNorm(m.hidden) for _ in range(4 if m.sandwich_norm else 2))
         widths = (m.heads * d, kv) if m.qk_norm_width == "all" else (d, d)
         self.qk_norms = nn.ModuleList(nn.RMSNorm(n) for n in widths if m.qk_norm)
         self.q = nn.Linear(m.hidden, m.heads * d, bias=m.qkv_bias)
@@ -115,7 +116,7 @@ def test_total_equals_megatron_gpt_models(megatron: None) -> None:
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    for variant in (v for v in VARIANTS if v is not OLMO2):  # of which it has no layer
+    for variant in (v for v in VARIANTS if v not in (OLMO2, GEMMA)):  # of which it has no layer
         m = Model.model_validate({**TINY, **variant})
         transformer = TransformerConfig(
             num_layers=m.layers,
@@ -184,6 +185,18 @@ def test_flops_are_those_torch_counts_with_half_of_full_attention(model: dict[st
     masked = 6 * m.layers * seq * acc.query_size(m)  # the handmade model attends to everything
     per_token = counter.get_total_flops() / (2 * seq)
     assert per_token == acc.flops_per_token(m, 256, seq) + masked
+
+
+def test_layers_with_a_window_count_the_tokens_that_it_shows() -> None:
+    m, seq = Model.model_validate({**TINY, "window": {"size": 5, "period": 2}}), 24
+    at = torch.arange(seq + 1.0)  # where a token has `at` tokens before it; half of that is causal
+    spans = [2 * torch.trapezoid(at.clamp(max=most)).item() / seq for most in (5, seq)]
+    assert [acc.attention_span(m, layer, seq) for layer in (0, 1)] == pytest.approx(spans)
+    attention = 6 * acc.query_size(m) * 2 * sum(spans)  # two layers of each kind
+    assert acc.flops_per_token(m, 256, seq) == pytest.approx(
+        6 * acc.matmul_parameters(m, 256) + attention
+    )
+    assert acc.attention_span(m, 0, 5) == 5
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ SHAPES = [
     ({}, {"seq": 37, "batch": 1}),
     ({}, {"seq": 7, "batch": 3}),
     ({"heads": 2, "kv_heads": 2, "head_dim": 48}, {"seq": 33, "batch": 1}),
+    ({"window": {"size": 9, "rope_theta": 50.0}, "partial_rotary_factor": 0.5}, {}),
 ]
 
 

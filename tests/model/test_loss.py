@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coatlm.model import loss as loss_module
-from coatlm.model.loss import cross_entropy_ref, default_chunk, linear_cross_entropy
+from coatlm.model.loss import (
+    cross_entropy_ref,
+    default_chunk,
+    largest_logits,
+    linear_cross_entropy,
+)
 from tests.distributed import run_ranks
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
@@ -31,10 +36,12 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden, weight, labels, torch.randn(S, B, generator=generator)
 
 
-def reference(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def reference(
+    dtype: torch.dtype = torch.float32, z_loss: float = 0.0, cap: float | None = None
+) -> tuple[torch.Tensor, ...]:
     """loss, dhidden, dweight of the definition."""
     hidden, weight, labels, dloss = tensors(dtype)
-    loss = cross_entropy_ref(hidden, weight, labels)
+    loss = cross_entropy_ref(hidden, weight, labels, z_loss, cap)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), dloss)
 
 
@@ -54,6 +61,89 @@ def test_fp32_loss_and_gradients_equal_the_definition(chunk: int | None) -> None
     assert loss.dtype == torch.float32
 
 
+def test_soft_cap_of_the_definition_is_the_formula_of_gemma() -> None:
+    hidden, weight, labels, _ = tensors()
+    logits = 2.0 * torch.tanh((hidden @ weight.t()).permute(0, 2, 1) / 2.0)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(cross_entropy_ref(hidden, weight, labels, cap=2.0), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.3}, {"save_logits": True}])
+def test_capped_loss_and_its_gradients_equal_the_definition(options: dict[str, Any]) -> None:
+    hidden, weight, labels, dloss = tensors()
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=7, cap=2.0, **options)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    expected = reference(z_loss=options.get("z_loss", 0.0), cap=2.0)
+    assert max(map(relative, actual, expected)) < FP32
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_the_z_loss_and_its_gradients_equal_the_definition(chunk: int | None) -> None:
+    hidden, weight, labels, dloss = tensors()
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, z_loss=0.3)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    assert max(map(relative, actual, reference(z_loss=0.3))) < FP32
+    lse = (hidden @ weight.t()).logsumexp(-1)
+    extra = (loss - reference()[0]).masked_fill(labels == -100, 0.0)
+    torch.testing.assert_close(extra, (0.3 * lse**2).masked_fill(labels == -100, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_saved_logits_give_the_bits_of_recomputed_ones(dtype: torch.dtype, z_loss: float) -> None:
+    results = []
+    for save in (False, True):
+        hidden, weight, labels, dloss = tensors(dtype)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, chunk=24, save_logits=save, z_loss=z_loss
+        )
+        gradients = torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
+        again = torch.autograd.grad(loss, (hidden, weight), dloss)  # dlogits overwrote the logits
+        results.append((loss, *gradients, *again))
+    for recomputed, saved in zip(*results, strict=True):
+        assert torch.equal(recomputed, saved)
+
+
+class Gemms(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("save", "gemms"), [(False, 4), (True, 3)])
+def test_saved_logits_spare_a_gemm(save: bool, gemms: int) -> None:
+    hidden, weight, labels, dloss = tensors()
+    with Gemms() as counted:
+        linear_cross_entropy(hidden, weight, labels, save_logits=save).backward(dloss)
+    assert counted.count == gemms
+
+
+class Allocations(TorchDispatchMode):
+    """Lists the elements of every new empty tensor."""
+
+    def __init__(self, elements: list[int]) -> None:
+        super().__init__()
+        self.elements = elements
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.new_empty:
+            self.elements.append(result.numel())
+        return result
+
+
+def test_without_autograd_no_logits_are_saved() -> None:
+    hidden, weight, labels, _ = tensors()
+    kept = []
+    with torch.no_grad(), Allocations(kept):
+        linear_cross_entropy(hidden, weight, labels, chunk=16, save_logits=True)
+    assert kept.count(S * B * 16) == 1
+
+
 def test_bf16_gradients_do_not_depend_on_the_chunks() -> None:
     results = []
     for chunk in (V, 16):
@@ -65,6 +155,19 @@ def test_bf16_gradients_do_not_depend_on_the_chunks() -> None:
     for whole, chunked in zip(*results, strict=True):
         assert whole.dtype == torch.bfloat16
         assert relative(chunked, whole) < 2**-10
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, V])
+def test_the_largest_logit_is_that_of_all_chunks_and_of_equal_ones_the_first(
+    chunk: int | None,
+) -> None:
+    hidden, weight, *_ = tensors()
+    expected = (hidden @ weight.t()).argmax(-1)
+    assert torch.equal(largest_logits(hidden, weight, chunk=chunk), expected)
+    at = [3, 9, 50]
+    equal = torch.zeros_like(weight).index_fill_(0, torch.tensor(at), 1.0)
+    found = largest_logits(hidden.detach().abs(), equal, chunk=chunk)
+    assert found.shape == (S, B) and (found == 3).all()
 
 
 def test_label_minus_100_has_zero_loss_and_no_gradient() -> None:
@@ -189,16 +292,16 @@ def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str
         linear_cross_entropy(**arguments)
 
 
-def vocabulary_parallel(rank: int, size: int, chunks: list[int | None]) -> list[list[float]]:
-    """For each chunk size: relative errors of loss, dhidden (summed over ranks), dweight."""
+def vocabulary_parallel(rank: int, size: int, cases: list[dict[str, Any]]) -> list[list[float]]:
+    """For each case of options: relative errors of loss, dhidden (summed over ranks), dweight."""
     dist.init_process_group("gloo")
     errors = []
-    for chunk in chunks:
+    for options in cases:
         hidden, weight, labels, dloss = tensors()
-        expected = reference()
+        expected = reference(z_loss=options.get("z_loss", 0.0))
         rows = slice(rank * V // size, (rank + 1) * V // size)
         shard = weight.detach()[rows].clone().requires_grad_()
-        loss = linear_cross_entropy(hidden, shard, labels, chunk=chunk, group=dist.group.WORLD)
+        loss = linear_cross_entropy(hidden, shard, labels, group=dist.group.WORLD, **options)
         dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
         dist.all_reduce(dhidden)
         actual = (loss.detach(), dhidden, dweight)
@@ -208,7 +311,8 @@ def vocabulary_parallel(rank: int, size: int, chunks: list[int | None]) -> list[
 
 
 def test_two_ranks_equal_one() -> None:
-    for errors in run_ranks(2, f"{__name__}:vocabulary_parallel", [None, 7, V // 2]):
+    cases = [{}, {"chunk": 7}, {"chunk": V // 2}, {"chunk": 7, "save_logits": True, "z_loss": 0.3}]
+    for errors in run_ranks(2, f"{__name__}:vocabulary_parallel", cases):
         assert max(map(max, errors)) < FP32
 
 
@@ -221,43 +325,52 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.tensor([0, -100, 5099, 5100, 100, 3000])
 
 
-def interpreted_row_stats_equal_the_reference() -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def interpreted_row_stats_equal_the_reference(cap: float | None) -> None:
     logits, labels = logits_and_labels()
-    actual = loss_module._launch_stats(logits, labels, 100)
-    expected = loss_module.row_stats_ref(logits, labels, 100)
+    actual = loss_module._launch_stats(logits, labels, 100, cap)
+    expected = loss_module.row_stats_ref(logits, labels, 100, cap)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def interpreted_logits_gradient_is_written_in_place_and_equals_the_reference() -> None:
-    logits, labels = logits_and_labels()
-    top, total, _ = loss_module.row_stats_ref(logits, labels, 100)
-    arguments = (labels, top + total.log(), torch.randn(6), 100)
-    expected = loss_module.logits_grad_ref(logits, *arguments)
-    actual = loss_module._launch_grad_(logits, *arguments)
-    assert actual.data_ptr() == logits.data_ptr()
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def interpreted_logits_gradient_is_written_in_place_and_equals_the_reference(
+    cap: float | None,
+) -> None:
+    for slope in (None, torch.rand(6)):
+        logits, labels = logits_and_labels()
+        top, total, _ = loss_module.row_stats_ref(logits, labels, 100, cap)
+        arguments = (labels, top + total.log(), torch.randn(6), 100, slope, cap)
+        expected = loss_module.logits_grad_ref(logits, *arguments)
+        actual = loss_module._launch_grad_(logits, *arguments)
+        assert actual.data_ptr() == logits.data_ptr()
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_kernels_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compile_for_sm90_with_16_byte_accesses(dtype: torch.dtype) -> None:
+def test_kernels_compile_for_sm90_with_16_byte_accesses(
+    dtype: torch.dtype, cap: float | None
+) -> None:
     common = {"logits_ptr": POINTER[dtype], "label_ptr": "*i64", "C": "i32", "first": "i32"}
+    constexprs = {"BLOCK": loss_module.BLOCK, "CAP": cap}
     options = {"aligned": ("C", "first"), "num_warps": loss_module.WARPS}
     stats = compile_sm90(
         loss_module._row_stats_kernel,
         common | {"stats_ptr": "*fp32", "T": "i32"},
-        {"BLOCK": loss_module.BLOCK},
+        constexprs,
         **options,
     )
     grad = compile_sm90(
         loss_module._logits_grad_kernel,
-        common | {"lse_ptr": "*fp32", "dloss_ptr": "*fp32"},
-        {"BLOCK": loss_module.BLOCK},
+        common | {"lse_ptr": "*fp32", "dloss_ptr": "*fp32", "slope_ptr": "*fp32"},
+        constexprs,
         **options,
     )
     for compiled in (stats, grad):  # narrow are only the label and the other values of a row
         assert access_bytes(compiled).count(16) >= 2
-        assert len([size for size in access_bytes(compiled) if size < 16]) <= 5
+        assert len([size for size in access_bytes(compiled) if size < 16]) <= 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coatlm.config import ConfigError
+from coatlm.config import Config, ConfigError
 from coatlm.model import memory as mem
-from coatlm.model.memory import GIB, fallback_bytes
+from coatlm.model.memory import GIB, fallback_bytes, peak_bytes, replaced
 from coatlm.model.plan import plan
 from tests.model.shapes import LLAMA2_7B, config
 
@@ -43,6 +43,67 @@ def test_plan_refuses_a_world_that_does_not_fit() -> None:
         plan(config(parallel={"tp": 2}), 3)
 
 
+def sentences(config: Config, ranks: int, **keys: str) -> list[str]:
+    """The sentences at the start of a plan, one per item, without line breaks."""
+    text = plan(config, ranks, **keys)
+    head = text[: text.index("\nmodel  ")].replace("\n  ", " ")
+    return head.splitlines()
+
+
+def test_a_plan_begins_with_what_is_trained_in_which_formats() -> None:
+    train = {"global_batch": 64, "micro_batch": 2, "steps": 1000}
+    c = config(LLAMA2_7B, seq_len=2048, preset="fp8", train=train)
+    what, formats, _ = sentences(c, 8)
+    assert what == (
+        "run trains 6.74 G parameters for 1,000 steps of 131,072 tokens, 131 M in total."
+    )
+    assert formats == (
+        "Formats (preset fp8): layers have FP8 GEMMs and save norm inputs, gate and up in FP8 "
+        "(coat, delayed scales); weights and optimizer states take 6.08 bytes per parameter "
+        "(coat-lean); gradients are accumulated in fp32 and summed over ranks in FP8 (fp8-a2a)."
+    )
+
+
+def test_formats_of_no_preset_are_told_without_one() -> None:
+    _, formats, layout = sentences(config(), 1)
+    assert formats == (
+        "Formats: layers have BF16 GEMMs; weights and optimizer states take 14 bytes per parameter "
+        "(adamw-fp32); gradients are accumulated in fp32."
+    )
+    assert layout.startswith("Layout: one rank. Estimated peak of a rank: ")
+
+
+def test_imported_weights_are_named() -> None:
+    begin = {"resume": "converted/model", "weights_only": True}
+    assert " from the weights of converted/model for " in sentences(config(checkpoint=begin), 1)[0]
+
+
+def test_a_plan_says_what_the_layout_saves_and_what_the_device_has() -> None:
+    c = config(
+        LLAMA2_7B,
+        seq_len=4096,
+        parallel={"tp": 2, "sequence_parallel": True, "pp": 2},
+        train={"global_batch": 64, "micro_batch": 1, "recompute": "full"},
+    )
+    peaks = {
+        "tp": mem.peak_bytes(
+            mem.replaced(c, parallel={"tp": 1, "sequence_parallel": False}), 32000, 4
+        ),
+        "pp": mem.peak_bytes(mem.replaced(c, parallel={"pp": 1}), 32000, 4),
+        "zero": mem.peak_bytes(mem.replaced(c, parallel={"zero": 0}), 32000, 2),
+        "recompute": mem.peak_bytes(mem.replaced(c, train={"recompute": "none"}), 32000, 2),
+    }
+    gib = {name: f"{size / GIB:.1f}" for name, size in peaks.items()}
+    layout = sentences(c, 8, device="the 79.6 GiB of GPU 0 (H100)")[-1]
+    assert layout == (
+        "Layout: each layer over 2 ranks (tp), the layers over 2 pipeline stages (pp), the batch "
+        "over 2 replicas (dp), the optimizer states over 2 ranks (zero=1). Estimated peak of a "
+        f"rank: {mem.peak_bytes(c, 32000, 2) / GIB:.1f} GiB of the 79.6 GiB of GPU 0 (H100); with "
+        f"tp=1 {gib['tp']}, pp=1 {gib['pp']}, zero=0 {gib['zero']}, recompute=none "
+        f"{gib['recompute']}."
+    )
+
+
 def test_plan_of_a_pipeline_has_a_line_per_stage_that_sums_up() -> None:
     c = config({"layers": 8}, parallel={"pp": 4}, train={"micro_batch": 1})
     *_, header, a, b, c_, d = plan(c, 4).splitlines()
@@ -52,8 +113,18 @@ def test_plan_of_a_pipeline_has_a_line_per_stage_that_sums_up() -> None:
 
 def test_plan_says_which_of_logits_and_backward_counts() -> None:
     lines = plan(config({"vocab": 128256}), 1).splitlines()
-    said = [line for line in lines if "not in the sum" in line]
+    said = [line for line in lines if "not in the sum: not live" in line]
     assert len(said) == 1 and said[0].split()[0] == "backward"
+
+
+def test_plan_says_what_saved_logits_add_or_that_they_are_in_the_sum() -> None:
+    c = config({"vocab": 128256}, seq_len=4096, train={"micro_batch": 4})
+    (line,) = [line for line in plan(c, 1).splitlines() if line.startswith("  all logits")]
+    saving = replaced(c, train={"logits": "save"})
+    more = (peak_bytes(saving, 128256, 1) - peak_bytes(c, 128256, 1)) / GIB
+    assert more > 0 and f"{more:.3f}" in line
+    text = plan(saving, 1)
+    assert "all of them" in text and "all logits" not in text
 
 
 def test_plan_names_the_memory_of_cuda_graphs() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
+from coatlm.data.dataset import document_bounds
 from coatlm.platform import device
 from tests.distributed import run_ranks
 
@@ -24,6 +25,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2": {"zero": 0},
         "dp2 zero1": {"zero": 1},
         "dp2 zero1, no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "dp2 zero3": {"zero": 3},
         "cp2": {"cp": 2},
     },
     4: {
@@ -32,6 +34,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 cp2": {"tp": 2, "cp": 2, "sequence_parallel": True},
         "pp2 dp2": {"pp": 2, "zero": 0},
         "pp2 vpp2 dp2 zero1": {"pp": 2, "vpp": 2},
+        "tp2 cp2 zero3": {"tp": 2, "cp": 2, "zero": 3},
     },
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -121,7 +124,9 @@ def batches(config: Config, groups: Any, step: int) -> list[dict[str, Any]]:
                 "tokens": tokens[rows, :-1],
                 "labels": tokens[rows, 1:],
                 "loss_mask": mask[rows],
-                "document_ids": None if ids is None else ids[rows],
+                "document_bounds": (
+                    None if ids is None else document_bounds(ids[rows].cpu()).to(device())
+                ),
             }
         )
     return result

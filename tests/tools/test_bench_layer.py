@@ -267,15 +267,22 @@ def test_end_to_end_runs_coatlm_with_each_optimizer_asked_for_and_peers_once() -
         "coatlm local bf16, optim coat-lean",
     ]
     assert "coatlm coat" in end_to_end.rows({})
+    rows = end_to_end.rows({"optim": "coat-lean", "zero": "1,3", "also": "fsdp2 bf16"})
+    assert rows.count("fsdp2 bf16") == 1
+    assert [row for row in rows if "local" in row] == [
+        "coatlm local bf16, optim coat-lean, zero 1",
+        "coatlm local bf16, optim coat-lean, zero 3",
+    ]
 
 
 def test_end_to_end_row_becomes_its_run() -> None:
     config = end_to_end.coatlm_config(
-        "coatlm local bf16, optim coat-lean",
+        "coatlm local bf16, optim coat-lean, zero 3",
         (64, 2, 2, 176),
         mbs=4,
         seq=32,
         overrides=["parallel.main_grads=bf16"],
     )
     assert (config.optim.recipe, config.parallel.main_grads) == ("coat-lean", "bf16")
+    assert config.parallel.zero == 3
     assert (config.model.layers, config.train.micro_batch) == (2, 4)

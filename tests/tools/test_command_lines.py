@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,27 @@ CALLS: dict[str, list[str]] = {  # tool -> a call whose input is missing
 }
 
 
+DOORS = {  # tool -> its module in coatlm/commands/
+    "compare_runs": "compare",
+    "convert_checkpoint": "convert",
+    "estimate_memory": "estimate",
+    "evaluate": "evaluate",
+    "inspect_checkpoint": "inspect",
+    "plot_run": "plot",
+    "preprocess_data": "prepare",
+}
+
+
+def module_of(tool: str) -> Any:
+    name = f"coatlm.commands.{DOORS[tool]}" if tool in DOORS else f"tools.{tool}"
+    return importlib.import_module(name)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, tool: str, *words: str) -> int:
     """The exit code of `python tools/TOOL.py WORDS`, in this process."""
     monkeypatch.setattr(sys, "argv", [f"{tool}.py", *words])
     try:
-        return int(importlib.import_module(f"tools.{tool}").main() or 0)
+        return int(module_of(tool).main() or 0)
     except SystemExit as stop:
         return int(stop.code or 0)
 
@@ -56,7 +73,7 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "end-to-end: needs 1 GPU, this machine has 0"),
+        ([], "documents: needs 1 GPU, this machine has 0"),
         (["layer"], "layer: needs 1 GPU, this machine has 0; `layer --smoke` runs on a CPU"),
         (["memory", "model=tiny"], "memory: needs 1 GPU"),
         (["quantize"], "quantize: needs 1 GPU"),

@@ -28,7 +28,7 @@ def test_gradients_are_those_of_the_mean_loss(opened: Opened) -> None:
         tokens=opened.batch["tokens"].repeat(2, 1),
         labels=opened.batch["labels"].repeat(2, 1),
         loss_mask=opened.batch["loss_mask"].repeat(2, 1),
-        document_ids=None,
+        document_bounds=None,
     )
     again = opened.model.run(twice)
     assert once.losses.shape == (BATCH * SEQ,) and again.losses.shape == (2 * BATCH * SEQ,)
@@ -48,9 +48,8 @@ def test_tokens_that_the_mask_leaves_out_have_no_loss(opened: Opened) -> None:
 
 def test_tokens_do_not_attend_to_other_documents(opened: Opened) -> None:
     opened.model.load(opened.weights)
-    documents = torch.zeros(BATCH, SEQ, dtype=torch.int32)
-    documents[:, SEQ // 2 :] = 1
-    split = Microbatch(**{**opened.batch, "document_ids": documents})
+    bounds = torch.tensor([[0, SEQ // 2, SEQ]] * BATCH, dtype=torch.int32)
+    split = Microbatch(**{**opened.batch, "document_bounds": bounds})
     whole = opened.model.run(opened.batch).losses.view(BATCH, SEQ)
     parts = opened.model.run(split).losses.view(BATCH, SEQ)
     first, second = parts.split(SEQ // 2, dim=1)

@@ -133,6 +133,23 @@ def test_another_model_or_dtype_of_weights_does_not_fit() -> None:
             check(now, state(config()))
 
 
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"window": {"size": 64}}, r"window\.\w+ is"),
+        ({"rope_scaling": {}}, r"rope_scaling\.\w+ is"),
+    ],
+)
+def test_an_optional_section_of_the_model_cannot_be_added_or_dropped(
+    section: dict[str, Any], said: str
+) -> None:
+    with_it, without = config(model=section), config()
+    assert check(with_it, state(with_it)) == []
+    for now, before in ((with_it, without), (without, with_it)):
+        with pytest.raises(CheckpointError, match=f"model.{said}"):
+            check(now, state(before))
+
+
 def test_any_recipe_of_layers_with_bf16_weights_and_any_spec_fits() -> None:
     saved = config().model_dump(mode="json")
     te = config(precision={"recipe": "te-delayed"}, model={"spec": "te"})

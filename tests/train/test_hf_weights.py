@@ -31,6 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
         **{"residual_multiplier": 0.3, "attention_multiplier": 0.1, "pad_token_id": 0},
     },
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "gemma2": {
+        **{"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 20},
+        **{"sliding_window": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    },
+    "gemma3": {
+        **{"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 10},
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full")],
+    },
 }
 RUNS = {  # name -> (processes, model, parallel and model.vocab)
     "single": (1, "biased", {}),
@@ -38,9 +46,12 @@ RUNS = {  # name -> (processes, model, parallel and model.vocab)
     "pp2": (2, "tied", {}),
     "pp2 vpp2": (2, "biased", {}),
     "dp2 zero1": (2, "tied", {"parallel": {"zero": 2}}),
+    "dp2 zero3": (2, "biased", {}),
     "tp2 pp2": (4, "tied", {}),
     "tp2 dp2 zero1": (4, "biased", {}),
     **{f"granite {n}": (ranks, "granite", {}) for n, ranks in (("single", 1), ("tp2 pp2", 4))},
+    **{f"gemma2 {n}": (ranks, "gemma2", {}) for n, ranks in (("single", 1), ("tp2 pp2", 4))},
+    **{f"gemma3 {n}": (ranks, "gemma3", {}) for n, ranks in (("single", 1), ("tp2 cp2", 4))},
     **{f"olmo2 {n}": (ranks, "olmo2", {}) for n, ranks in (("single", 1), ("pp2", 2), ("cp2", 2))},
 }
 
@@ -96,8 +107,10 @@ def test_a_run_in_any_layout_starts_with_the_bits_of_a_conversion(root: Path, na
     assert {key for key in found if not key.startswith("optimizer.")} == expected.keys()
 
 
-@pytest.mark.parametrize("name", ["granite tp2 pp2", "olmo2 pp2", "olmo2 cp2"])
-def test_layers_of_granite_and_olmo_have_the_same_loss_and_gradients_in_every_layout(
+@pytest.mark.parametrize(
+    "name", ["granite tp2 pp2", "olmo2 pp2", "olmo2 cp2", "gemma2 tp2 pp2", "gemma3 tp2 cp2"]
+)
+def test_layers_of_other_families_have_the_same_loss_and_gradients_in_every_layout(
     root: Path, name: str
 ) -> None:
     (first,), (alone,) = (metrics_of(root / n) for n in (name, f"{RUNS[name][1]} single"))

@@ -62,10 +62,10 @@ def first_loss(rank: int, size: int, directory: str) -> dict[str, float]:
                 ids = torch.from_numpy(part[i])[None]
                 tokens, labels = ids[:, :-1], ids[:, 1:]
                 documents = torch.from_numpy(part.documents(i))[None, :-1]
-                foreign = documents[:, :, None] != documents[:, None, :]
-                later = torch.ones(SEQ_LEN, SEQ_LEN).triu(1).bool()
+                changes = documents[0].diff().nonzero().flatten() + 1
+                bounds = torch.tensor([[0, *changes.tolist(), SEQ_LEN]], dtype=torch.int32)
                 with torch.no_grad():
-                    losses = chunk.module(tokens, labels, (foreign | later)[:, None])
+                    losses = chunk.module(tokens, labels, bounds)
                 for at in range(SEQ_LEN):
                     text = bytes(ids[0, : at + 1][documents[0, : at + 1] == documents[0, at]] % 256)
                     # a completion follows `=`; its end is the one eod of its document

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -210,6 +211,41 @@ def test_the_console_line_has_the_documented_shape() -> None:
     )
     val = {"step": 50, "val_loss": 3.2, "val_ppl": 24.5325}
     assert run_directory.step_line(val, 150) == "step 50/150 | val_loss 3.2000 | val_ppl 24.53"
+    tasks = {"step": 50, "task/sums/acc": 0.25, "task/words/exact_match": 1.0}
+    line = "step 50/150 | sums/acc 0.2500 | words/exact_match 1.0000"
+    assert run_directory.step_line(tasks, 150) == line
+    many = {"step": 50} | {f"task/mmlu_{i}/acc": 0.5 for i in range(11)}
+    line = run_directory.step_line(many, 150)
+    assert line.endswith("| mmlu_7/acc 0.5000 | 3 more in metrics.jsonl") and "mmlu_8" not in line
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "told"),
+    [
+        (0.1, "0 s left"),
+        (890, "89 s left"),
+        (900, "2 min left"),
+        (29_800, "50 min left"),
+        (36_000, "1 h 0 min left"),
+        (75_000, "2 h 5 min left"),
+        (863_900, "24 h 0 min left"),
+        (2_000_000, "2 d 8 h left"),
+    ],
+)
+def test_the_time_to_the_end_has_two_units_at_most(step_ms: float, told: str) -> None:
+    assert run_directory.time_left({"step": 50, "step_ms": step_ms}, 150) == told
+
+
+def test_lines_tell_the_time_to_the_end_but_for_the_first_and_the_last(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    run_directory.start_logging(tmp_path, 0, stream=stream)
+    logger = open_logger(tmp_path, stream=stream)
+    for step in (1, 2, 150):
+        log(logger, step)
+    logger.log_eval(150, 2.0)
+    logger.close()
+    ends = ["left" in line for line in stream.getvalue().splitlines()]
+    assert ends == [False, True, False, False]
 
 
 def test_without_a_terminal_each_record_is_one_line_also_in_train_log(tmp_path: Path) -> None:
@@ -233,11 +269,13 @@ def test_on_a_terminal_a_bar_takes_the_place_of_step_lines(tmp_path: Path) -> No
     logger = open_logger(tmp_path, resume_step=40, stream=stream)
     log(logger, 41)
     logger.log_eval(41, 2.0)
+    logger.log_tasks(41, {"task/sums/acc": 0.5})
     logging.getLogger("coatlm").warning("a checkpoint was late")
     logger.close()
     shown = stream.getvalue()
     assert "| 41/150 [" in shown and "loss 3.4021, " in shown
     assert "step 41/150 | loss" not in shown
+    assert "step 41/150 | sums/acc 0.5000" in shown
     assert "step 41/150 | val_loss" in shown and "a checkpoint was late" in shown
     assert "step 41/150 | loss" in (tmp_path / "train.log").read_text()
 
@@ -274,11 +312,13 @@ def test_tensorboard_holds_the_scalars_and_hides_steps_after_the_checkpoint(
         for step in range(resume + 1, 4):
             log(logger, step, loss=loss)
         logger.log_eval(3, loss)
+        logger.log_tasks(3, {"task/sums/acc": 0.5})
         logger.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert losses == [(1, 3.0), (2, 2.0), (3, 2.0)]
     assert [e.value for e in events.Scalars("val/loss")] == [2.0]
+    assert [(e.step, e.value) for e in events.Scalars("task/sums/acc")] == [(3, 0.5)]
     unlogged = {"step"}
     assert {f"train/{k}" for k in KEYS if k not in unlogged} <= set(events.Tags()["scalars"])
 
@@ -382,3 +422,22 @@ def test_loss_plot_draws_a_run_with_gaps_and_is_none_without_one(tmp_path: Path)
     path = run_directory.loss_plot(tmp_path)
     assert path == tmp_path / "loss.png"
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_loss_plot_has_an_axis_for_the_metrics_of_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    monkeypatch.setattr(run_directory, "whole_file", contextlib.nullcontext)
+    logger = open_logger(tmp_path)
+    for step, acc in ((1, 0.25), (2, 0.5)):
+        log(logger, step)
+        logger.log_tasks(step, {"task/sums/acc": acc, "task/words/acc": 1.0})
+    run_directory.loss_plot(tmp_path)
+    upper, middle, _ = drawn[0].axes
+    assert middle.get_ylabel() == "tasks" and len(upper.get_lines()) == 2
+    lines = {line.get_label(): list(line.get_ydata()) for line in middle.get_lines()}
+    assert lines == {"sums/acc": [0.25, 0.5], "words/acc": [1.0, 1.0]}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from coatlm.commands.curves import read_run
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.fp8.formats import E4M3, E5M2
 from coatlm.model.numerics import RESIDUAL, TENSORS
 from coatlm.train.guard import find, limits_of
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
-from tools.curves import read_run
 
 SIZES = MODEL | {"hidden": 128, "heads": 8, "ffn": 128}
 LAYOUTS = ("tp2", "tp2 sp", "cp2", "pp2", "pp2 vpp2", "dp2")

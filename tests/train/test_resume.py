@@ -22,13 +22,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> processes, paralle
     "pp2 vpp2": (2, {"pp": 2, "vpp": 2}),
     "dp2": (2, {"zero": 0}),
     "dp2 zero1": (2, {}),
+    "dp2 zero3": (2, {"zero": 3}),
     "cp2": (2, {"cp": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
     "tp2 dp2 zero1": (4, {"tp": 2}),
     "tp2 cp2": (4, {"tp": 2, "cp": 2}),
     "pp2 dp2": (4, {"pp": 2, "zero": 0}),
+    "pp2 dp2 zero3": (4, {"pp": 2, "zero": 3}),
 }
-EXACT = ("single", "dp2", "dp2 zero1", "tp2 pp2")  # the layouts that are resumed on themselves
+EXACT = (
+    "single",
+    "dp2",
+    "dp2 zero1",
+    "dp2 zero3",
+    "tp2 pp2",
+)  # the layouts that are resumed on themselves
 
 
 def run_config(directory: Path, layout: str, **changes: Any) -> Config:
@@ -55,7 +63,7 @@ def run_config(directory: Path, layout: str, **changes: Any) -> Config:
         "log": {"every": 1},
     }
     for section, values in changes.items():
-        sections[section] = sections[section] | values
+        sections[section] = sections.get(section, {}) | values
     return make_config(sections)
 
 

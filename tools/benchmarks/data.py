@@ -10,8 +10,8 @@
 
 Text is the source of Python's standard library as JSON lines, repeated to `mb` MB; the tokenizer is
 a byte-level BPE of `vocab` ids, trained on its first 2 MB. The rows that read take a dataset of
-bytes and `seq` tokens per sample for one epoch. Rates are medians of `reps` runs; cpu_s has all
-processes but the server. The server is a Python process: it, not the reader, may be the limit.
+bytes and `seq` tokens per sample for one epoch. Rates are medians of `reps` repetitions; cpu_s has
+all processes but the server, a Python process, which may be the limit instead of the reader.
 Options: mb=16 vocab=8192 seq=2048 reps=3. No GPU is needed.
 """
 

@@ -1,6 +1,6 @@
-"""Tokens per second and peak memory of whole training steps: coatlm and megatron-core + TE.
+"""Tokens per second and peak memory of whole training steps: coatlm, megatron-core + TE, FSDP2.
 
-Random tokens, one microbatch per step; a step is forward, backward, gradient norm, clipping and the
+Random tokens; a step is forward, backward, gradient norm, clipping and the
 update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
 DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
 master weights and moments, fp32 gradients. Nothing waits for the device between steps: a step's
@@ -15,9 +15,11 @@ trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with commun
 `exposed_ms`, communication without other kernels, and `idle_ms`, no kernels. Tracing slows the
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
-Options: model=3b mbs=4 seq=2048 steps=8 layers=N also=ROW,... (of COATLM and PEERS). For coatlm's
-rows optim=adamw-fp32,coat-lean (each row runs with each of these as optim.recipe; the default is
-adamw-fp32, as the peer's) and dotted options of a run, such as parallel.main_grads=bf16.
+Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
+PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean and zero=1,3 (each row runs
+with each of these as optim.recipe and as parallel.zero; the default is adamw-fp32, as the peer's,
+and 1) and dotted options of a run, such as parallel.main_grads=bf16. With
+data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
+from tools.benchmarks import fsdp_peer
+from tools.benchmarks.layer_stacks import Shape
 from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
 
@@ -47,12 +51,15 @@ OPTIONS = (
     "model",
     "mbs",
     "seq",
+    "microbatches",
     "steps",
     "layers",
     "gpus",
     "trace",
     "also",
     "optim",
+    "document",
+    "zero",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -72,7 +79,7 @@ PEERS = {  # row -> fp8, fp8_recipe of megatron-core
 }
 
 
-OPTIM = ", optim "  # separates a row's name from its optim.recipe
+OPTIM, ZERO = ", optim ", ", zero "  # separate a row's name, its optim.recipe and parallel.zero
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -80,14 +87,16 @@ def rows(options: dict[str, str]) -> list[str]:
     also = [name for name in options.get("also", "").split(",") if name]
     names = ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16"]
     names += ["megatron+te delayed", "coatlm coat", "coatlm coat-lean", *also]
-    if "optim" not in options:
-        return names
-    optims = options["optim"].split(",")
-    return [
-        row
-        for name in names
-        for row in ([name] if name in PEERS else [name + OPTIM + optim for optim in optims])
-    ]
+    for key, separator in (("optim", OPTIM), ("zero", ZERO)):
+        values = (
+            [separator + value for value in options[key].split(",")] if key in options else [""]
+        )
+        names = [
+            row
+            for name in names
+            for row in ([name + v for v in values] if name.startswith("coatlm") else [name])
+        ]
+    return names
 
 
 def gpus(options: dict[str, str]) -> int:
@@ -108,15 +117,18 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     size = int(options.get("mbs", 4)), int(options.get("seq", 2048))
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
     layers = int(options.get("layers", layers))
-    shape = (hidden, layers, heads, ffn)
+    shape, microbatches = (hidden, layers, heads, ffn), int(options.get("microbatches", 1))
     if row in PEERS:
-        step, optimizer, sent = *peer_step(row, shape, *size), dict
+        step, optimizer, sent = *peer_step(row, shape, *size, microbatches), dict
+    elif row in fsdp_peer.ROWS:
+        step, optimizer, sent = *fsdp_step(row, shape, *size, microbatches), dict
     else:
         overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
         gpus = int(options.get("gpus", 1))
-        overrides = [f"train.global_batch={gpus * size[0]}", *overrides]
+        overrides = [f"train.global_batch={gpus * size[0] * microbatches}", *overrides]
         config = coatlm_config(row, shape, *size, overrides)
-        step, optimizer, sent = coatlm_step(config, *size)
+        document = int(options.get("document", 500))
+        step, optimizer, sent = coatlm_step(config, *size, microbatches, document)
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -146,7 +158,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     return {
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[WARMUP:]), 1),
-        "tokens_per_s": round(size[0] * size[1] / seconds),
+        "tokens_per_s": round(size[0] * size[1] * microbatches / seconds),
         "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
         "peak_gib": round(float(peak[0]), 1),
         "reserved_gib": round(float(peak[1]), 1),
@@ -187,11 +199,13 @@ def coatlm_config(
     from coatlm.config import make_config, override
 
     hidden, layers, heads, ffn = shape
+    row, _, zero = row.partition(ZERO)
     name, _, optim = row.partition(OPTIM)
     spec, recipe = COATLM[name]
     sections = {
         "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
         "data": {"text": ["-"], "seq_len": seq},
+        "parallel": {"zero": int(zero or 1)},
         "precision": {"recipe": recipe},
         "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
         "train": {"micro_batch": mbs, "global_batch": mbs},
@@ -200,9 +214,10 @@ def coatlm_config(
 
 
 def coatlm_step(
-    config: Any, mbs: int, seq: int
+    config: Any, mbs: int, seq: int, microbatches: int = 1, document: int = 500
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
+    from coatlm.data.dataset import document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -212,22 +227,39 @@ def coatlm_step(
     trainer = Trainer(config, make_groups(config.parallel), VOCAB)
     draw = random_tokens(mbs, seq)
     mask = torch.ones(mbs, seq, device="cuda")
+    bounds = None
+    if config.data.reset_attention_mask:
+        bounds = document_bounds((torch.arange(seq) // document).expand(mbs, -1)).cuda()
 
-    def step() -> Any:
+    def batch() -> dict[str, Any]:
         tokens = draw()
-        batch = {
+        return {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": mask,
-            "attention_mask": None,
+            "document_bounds": bounds,
         }
-        return trainer.train_step([batch], 1e-4)[0]
+
+    def step() -> Any:
+        return trainer.train_step([batch() for _ in range(microbatches)], 1e-4)[0]
 
     return step, trainer.optimizer, lambda: trainer.comm_bytes
 
 
+def fsdp_step(
+    row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
+) -> tuple[Callable[[], Any], Any]:
+    """A step of FSDP2."""
+    from coatlm.train.setup import Launch, start_processes
+
+    start_processes(Launch.from_environment())
+    hidden, layers, heads, ffn = shape
+    sizes = Shape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
+    return fsdp_peer.fsdp_step(row, sizes, layers, VOCAB, random_tokens(mbs, seq), microbatches)
+
+
 def peer_step(
-    row: str, shape: tuple[int, ...], mbs: int, seq: int
+    row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
 ) -> tuple[Callable[[], Any], Any]:
     """A step of megatron-core with TransformerEngine layers in their usual configuration."""
     provide_fused_weight_gradient()
@@ -324,7 +356,7 @@ def peer_step(
         output = chunk(inputs, positions, None, labels=labels)
 
         def loss_function(out: torch.Tensor) -> Any:
-            loss = out.float().mean()
+            loss = out.float().mean()  # the schedule divides by num_microbatches
             return loss, {"loss": loss.detach().clone()}
 
         return output, loss_function
@@ -334,9 +366,9 @@ def peer_step(
         optimizer.zero_grad()
         results = schedule(
             forward_step_func=forward_step,
-            data_iterator=iter([draw()]),
+            data_iterator=iter([draw() for _ in range(microbatches)]),
             model=[ddp],
-            num_microbatches=1,
+            num_microbatches=microbatches,
             seq_length=seq,
             micro_batch_size=mbs,
             forward_only=False,

@@ -130,7 +130,7 @@ def train(config: Config) -> int:
                     "tokens": tokens[0],
                     "labels": tokens[1],
                     "loss_mask": mask,
-                    "attention_mask": None,
+                    "document_bounds": None,
                 }
             )
         loss, _ = trainer.train_step(batches, 1e-4)

@@ -71,8 +71,8 @@ def begin(function: Any, arguments: Sequence[Any], env: dict[str, str], log: Pat
 def pretrain(words: Sequence[str]) -> None:
     """Run pretrain.py in this process, as one rank."""
     sys.path[:0] = [str(ROOT)]
-    import pretrain
     from coatlm import process
+    from coatlm.commands import train as pretrain
 
     warnings.simplefilter("ignore")
     process.run(lambda: pretrain.main(list(words)), signal.SIGUSR1)

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coatlm.commands.curves import read_run
 from coatlm.config import Config
 from coatlm.data.dataset import Datasets, open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import model_vocab, parameters
 from coatlm.train.run_directory import is_value, read_environment, read_metrics
-from tools.curves import read_run
 
 Line = dict[str, Any]
 Key = tuple[str, int, str | None]  # recipe, seed, trunk

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, make_config
 from coatlm.config.recipes import TE_RECIPES
-from coatlm.data.context_parallel import attention_mask
 from coatlm.data.dataset import Microbatch
 from coatlm.model.builder import build_model
 from coatlm.parallel.buckets import Cut
@@ -87,7 +86,8 @@ class RecipeModel:
         flat.zero_grad_buffer()
         flat.set_is_first_microbatch()
         with flat.no_sync():
-            losses = flat(batch["tokens"], batch["labels"], _mask(batch))[batch["loss_mask"] > 0]
+            losses = flat(batch["tokens"], batch["labels"], batch["document_bounds"])
+            losses = losses[batch["loss_mask"] > 0]
             losses.mean().backward()
         gradients = {key: p.main_grad.clone() for key, p in self.parameters.items()}
         return Result(losses.detach().float(), gradients)
@@ -136,7 +136,7 @@ class RecipeModel:
         watch(self.module.decoder.final_layernorm, stream, FINAL)
         try:
             for batch in batches:
-                self.module(batch["tokens"], batch["labels"], _mask(batch))
+                self.module(batch["tokens"], batch["labels"], batch["document_bounds"])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -145,11 +145,6 @@ class RecipeModel:
             {key: torch.cat(parts) for key, parts in linear.items()},
             eps=self.module.config.layernorm_epsilon,
         )
-
-
-def _mask(batch: Microbatch) -> Tensor | None:
-    ids = batch["document_ids"]
-    return None if ids is None else attention_mask(ids, torch.arange(ids.shape[1]))
 
 
 @contextmanager

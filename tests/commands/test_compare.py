@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.compare_runs import main
+from coatlm.commands.compare import main
 
 CONFIG = "run: {name: a, dir: DIR}\noptim: {lr: 0.001, betas: [0.9, 0.95]}\n"
 
@@ -67,6 +67,17 @@ def test_a_validation_is_compared_with_the_validation_of_its_step(
     b = run_in(tmp_path / "b", [record(1), record(2), other, record(3)])
     _, lines = compare(capsys, a, b)
     assert "step 2, validation: val_loss is 3.0 in A, 3.5 in B" in lines[0]
+
+
+def test_metrics_of_tasks_are_compared_with_those_of_their_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (
+        run_in(tmp_path / name, [record(1), {"step": 1, "task/sums/acc": acc}])
+        for name, acc in (("x", 0.25), ("y", 0.5))
+    )
+    _, lines = compare(capsys, a, b)
+    assert "step 1, tasks: task/sums/acc is 0.25 in A, 0.5 in B" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from coatlm.commands import slurm_script
+from coatlm.commands import submit as submit_slurm
+from coatlm.commands.entry import ROOT
 from coatlm.train.faults import ExitCode
 from tests.distributed import free_port, python_path
 from tests.forks import Forks
-from tools import slurm_script, submit_slurm
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
@@ -73,7 +75,7 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
         f"--chdir={Path.cwd()}",
     ]
     assert text.splitlines()[1].startswith("# 32 ranks, data-parallel size 32;")
-    assert f"{submit_slurm.ROOT}/pretrain.py" in text
+    assert f"{ROOT}/pretrain.py" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -179,7 +181,7 @@ def test_time_limits_are_read_as_sbatch_does(limit: str, value: float) -> None:
 def test_the_guide_shows_the_script_as_it_is(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guide = (submit_slurm.ROOT / "docs/guides/slurm.md").read_text()
+    guide = (ROOT / "docs/guides/slurm.md").read_text()
     shown = guide.split("## What the script does\n\n```\n")[1].split("```")[0]
     lines = script(capsys, config, "--nodes=1", "--gpus-per-node=2").splitlines()
     for line in shown.splitlines():
@@ -197,12 +199,12 @@ class Cluster:
 
     def submit(self, *arguments: str) -> str:
         """The job's id."""
-        command = [sys.executable, str(submit_slurm.ROOT / "tools" / "submit_slurm.py")]
+        command = [sys.executable, str(ROOT / "tools" / "submit_slurm.py")]
         done = subprocess.run(
             [*command, *arguments, f"--env=PYTHONPATH={python_path()}"],
             capture_output=True,
             text=True,
-            cwd=submit_slurm.ROOT,
+            cwd=ROOT,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[1].rstrip(":")

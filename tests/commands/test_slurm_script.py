@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.tools.test_submit_slurm import NODE, SMALL, Cluster, until
-from tools import submit_slurm
-from tools.slurm_script import ROOT
+from coatlm.commands import submit as submit_slurm
+from coatlm.commands.entry import ROOT
+from tests.commands.test_submit import NODE, SMALL, Cluster, until
 
 PAYLOADS = [
     "a b$(touch X)",

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from coatlm.commands.curves import LoggedRun, difference, read_run, read_runs, smoothing
+from coatlm.commands.plot import GROUPS, draw, main
 from tests.test_files import small_disk
-from tools.curves import LoggedRun, difference, read_run, read_runs, smoothing
-from tools.plot_run import GROUPS, draw, main
 
 
 def run_in(directory: Path, losses: Sequence[float | None], *, val: float | None = None) -> Path:
@@ -88,6 +88,18 @@ def test_names_with_markup_and_without_glyphs_are_drawn_as_they_are(
     read = read_runs(list(map(Path, runs)))
     legend = draw(read, next(iter(read)), smooth=1).axes[0].get_legend()
     assert legend is not None and len(legend.get_texts()) == len(names)
+
+
+def test_each_metric_of_a_task_has_a_panel(tmp_path: Path) -> None:
+    for name, acc in (("a", 0.25), ("b", 0.5)):
+        run = run_in(tmp_path / name, [2.0] * 9)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 9, "task/sums/acc": acc, "task/sums/f1": 0.0}) + "\n")
+    read = read_runs([tmp_path / "a", tmp_path / "b"])
+    axes = draw(read, "a", smooth=1, only=["tasks"]).axes
+    assert [ax.get_ylabel() for ax in axes] == ["sums/acc", "sums/f1"]
+    assert [list(line.get_ydata()) for line in axes[0].get_lines()] == [[0.25], [0.5]]
+    assert len(draw(read_runs([tmp_path / "a"]), "a", smooth=1).axes) == 4  # and an empty place
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_picture(

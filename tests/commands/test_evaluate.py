@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from coatlm import console
+from coatlm.commands.evaluate import main
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
 from tests.hf.models import make_model, save_model
 from tests.test_console import Terminal
 from tests.train.test_shards import seal
-from tools.evaluate import main
 
 TEXT = "Each token but the first is predicted once, with the tokens before it.\n"
 
@@ -45,6 +45,37 @@ def test_perplexity_is_that_of_transformers(root: Path) -> None:
     assert row["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-5)
     assert (result["tokens"], result["bytes"], result["documents"]) == (len(TEXT) - 1, len(TEXT), 1)
     assert (result["step"], result["precision"]) == (0, "fp32")
+
+
+def test_the_accuracy_on_a_task_is_that_of_transformers(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    from tests.train.test_tasks import CHOICES, EXAMPLES, write_task
+
+    name = write_task(root, "ends", **CHOICES)
+    out = root / "tasks.json"
+    assert main([str(root / "coatlm"), "--tasks", name, "--batch", "2", "--out", str(out)]) == 0
+    model, right = make_model("llama gqa rope3 tied"), 0
+    for example in EXAMPLES:
+        start, ends = str(example["start"]).encode(), example["ends"]
+        sums = []
+        for end in ends:
+            ids = torch.tensor([[*start, *end.encode()]])
+            with torch.no_grad():
+                chosen = (
+                    model(ids).logits[0].double().log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])
+                )
+            sums.append(float(chosen[len(start) - 1 :].sum()))
+        right += max(range(len(ends)), key=sums.__getitem__) == example["right"]
+    found = json.loads(out.read_text())["tasks"]
+    assert found == {"ends/acc": pytest.approx(right / len(EXAMPLES))}
+    assert f"ends/acc{found['ends/acc']:>42.4f}" in capsys.readouterr().out
+
+
+def test_text_or_tasks_have_to_be_given(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(root / "coatlm")]) == 2
+    assert capsys.readouterr().err.startswith("error: --data is missing")
 
 
 def test_table_has_a_row_for_each_cast(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

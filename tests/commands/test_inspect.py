@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.commands import inspect as inspect_checkpoint
+from coatlm.commands.inspect import main
 from coatlm.train.checkpoint import Checkpointer
 from coatlm.train.shards import StoredTensors
 from tests.train.layouts import flip, pieces_of
-from tools import inspect_checkpoint
-from tools.inspect_checkpoint import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

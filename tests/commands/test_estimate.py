@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from coatlm.commands.estimate import CASES, TABLE7, best_layout, main
 from coatlm.config import load_config
 from coatlm.model.memory import GIB, peak_bytes, replaced
-from tools.estimate_memory import CASES, TABLE7, best_layout, main
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = str(ROOT / "configs/llama2-7b.yaml")
@@ -53,7 +53,7 @@ def test_tables_hold_the_peak_of_each_recipe(capsys: pytest.CaptureFixture[str])
 def test_fp32_weights_leave_out_recipes_that_cannot_update_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = run(capsys, LLAMA, "precision.recipe=fp32")
+    lines = run(capsys, LLAMA, "preset=bf16", "precision.recipe=fp32")
     names = {line.split("|")[1].strip() for line in table(lines, "optim.recipe")}
     assert names == {"adamw-fp32", "coat", "fp8-plain"}
 
@@ -62,9 +62,10 @@ def test_the_proposed_micro_batch_fits_and_the_next_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = (LLAMA, "--ranks", "8", "--memory-gib", "80", "--reserve-gib", "5")
-    told = run(capsys, *arguments, "train.recompute=full")[-1]
+    changed = ["preset=bf16", "train.recompute=full"]
+    told = run(capsys, *arguments, *changed)[-1]
     assert told.startswith("largest train.micro_batch within 75.0 GiB: 8 (")
-    config = load_config(LLAMA, ["train.recompute=full"])
+    config = load_config(LLAMA, changed)
     peaks = [
         peak_bytes(replaced(config, train={"micro_batch": n}), 32000, 8) / GIB for n in (8, 16)
     ]
@@ -78,8 +79,8 @@ def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "give either CONFIG.yaml or --table7"),
-        ([LLAMA, "--table7"], "give either CONFIG.yaml or --table7"),
+        ([], "give either CONFIG or --table7"),
+        ([LLAMA, "--table7"], "give either CONFIG or --table7"),
         ([LLAMA, "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
         ([LLAMA, "--ranks", "3"], "train.global_batch=1024 is not a multiple"),
         ([LLAMA, "--ranks", "0"], "--ranks 0: at least 1"),

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from coatlm.commands import entry
+from coatlm.commands.launch import command, fit
 from coatlm.config import load_config
-from tools.launch import ELASTIC, PRETRAIN, command, fit
+from coatlm.config.shipped import shipped
 
 CONFIG = "train: {micro_batch: 8, global_batch: 16}\n"
-SHIPPED = sorted((PRETRAIN.parent / "configs").glob("*.yaml"))
+PRETRAIN, ELASTIC = (entry.ROOT / name for name in ("pretrain.py", "tools/elastic.py"))
 
 
 @pytest.fixture
@@ -34,11 +36,13 @@ def test_the_largest_number_that_divides_the_batch_is_started(
     assert loaded.data_parallel_size(processes) == count
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_file_in_configs_uses_all_of_eight_gpus(path: Path) -> None:
-    processes, overrides = fit([str(path)], 8)
-    assert processes == 8
-    load_config(path, overrides).data_parallel_size(8)
+@pytest.mark.parametrize("path", shipped().values(), ids=lambda path: path.stem)
+def test_every_shipped_configuration_uses_all_of_eight_gpus_or_of_more_nodes(path: Path) -> None:
+    p = load_config(path).parallel
+    gpus = max(8, p.tp * p.pp * p.cp)
+    processes, overrides = fit([str(path)], gpus)
+    assert processes == gpus
+    load_config(path, overrides).data_parallel_size(gpus)
 
 
 def test_overrides_count(config: str) -> None:
@@ -68,7 +72,24 @@ def test_one_gpu_or_none_needs_no_torchrun(config: str) -> None:
         assert command([config], gpus) == [sys.executable, str(PRETRAIN), config]
 
 
+@pytest.mark.parametrize("preset", [["--preset", "fp8"], ["--preset=fp8"], ["preset=fp8"]])
+def test_a_preset_is_no_reason_to_start_one_process(config: str, preset: list[str]) -> None:
+    line = command([config, *preset], 8)
+    assert line[3:] == [*line[3:5], config, *preset, "train.micro_batch=2"]
+
+
 def test_several_gpus_are_started_by_torchrun(config: str) -> None:
     line = command([config, "optim.lr=1e-3"], 8)
     assert line[1:4] == [str(ELASTIC), "--standalone", "--nproc-per-node=8"]
     assert line[4:] == [str(PRETRAIN), config, "optim.lr=1e-3", "train.micro_batch=2"]
+
+
+def test_an_installed_package_starts_modules_that_ignore_the_working_directory(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "IS_CHECKOUT", False)
+    python = sys.executable
+    train = ["-P", "-m", "coatlm.commands.train"]
+    assert command([config], 1) == [python, *train, config]
+    several = ["-P", "-m", "coatlm.commands.elastic", "--standalone", "--nproc-per-node=2"]
+    assert command([config], 2) == [python, *several, "--no-python", python, "-u", *train, config]

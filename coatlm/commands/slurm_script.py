@@ -1,4 +1,4 @@
-"""Generate the batch script that `submit_slurm.py` submits with sbatch.
+"""Generate the batch script that `coatlm submit` submits with sbatch.
 
     #SBATCH options      read by sbatch, which has its own quoting rules
     export, --setup      run before the ranks
@@ -18,9 +18,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from coatlm.commands.entry import IS_CHECKOUT, ROOT, entry, torchrun
 from coatlm.config import Config
 
-ROOT = Path(__file__).resolve().parent.parent
 SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # words that need no quotes for sbatch
 STRAGGLERS_S = 120  # seconds for the other ranks to exit after the first one has
 # exit codes (coatlm.train.faults.ExitCode) after which another attempt would end the same way
@@ -51,7 +51,7 @@ def script(args: argparse.Namespace, config: Config) -> str:
     head = [
         "#!/usr/bin/env bash",
         f"# {world} ranks, data-parallel size {config.data_parallel_size(world)}; "
-        "made by tools/submit_slurm.py",
+        "made by coatlm submit",
         *(f"#SBATCH {quote_option(option)}" for option in options(args, config)),
         "",
         "set -u",
@@ -148,11 +148,11 @@ def fresh_until_saved(config: Config) -> Iterator[str]:
 
 
 def launcher(args: argparse.Namespace) -> list[str]:
-    """The command up to the configuration: srun, the container, the launcher and pretrain.py."""
+    """The command up to the configuration: srun, the container, the launcher and its ranks."""
     words = ["srun", f"--wait={STRAGGLERS_S}"]
     if cpus(args):
         words.append(f"--cpus-per-task={cpus(args)}")
-    mounts = [str(Path.cwd()), str(ROOT), *args.mount]
+    mounts = [*(path for _, path in mounted()), *args.mount]
     if args.container and args.container_runtime == "pyxis":
         words += [
             f"--container-image={args.container}",
@@ -163,24 +163,27 @@ def launcher(args: argparse.Namespace) -> list[str]:
         gpus = [] if args.cpu else ["--nv"]
         words += ["apptainer", "exec", *gpus, f"--bind={','.join(mounts)}"]
         words += [f"--pwd={Path.cwd()}", args.container]
-    words.append(args.python)
-    if args.launcher == "torchrun":
-        words += [
-            str(ROOT / "tools" / "elastic.py"),
-            f"--nproc-per-node={args.gpus_per_node}",
-            f"--max-restarts={args.max_restarts}",
+    if args.launcher != "torchrun":
+        return [*words, args.python, *entry("train")]
+    options = [f"--nproc-per-node={args.gpus_per_node}", f"--max-restarts={args.max_restarts}"]
+    options += (
+        ["--standalone"]
+        if args.nodes == 1
+        else [
+            f"--nnodes={args.nodes}",
+            "--rdzv-backend=c10d",
+            Shell('--rdzv-endpoint="$head:$port"'),
+            Shell('--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'),
         ]
-        words += (
-            ["--standalone"]
-            if args.nodes == 1
-            else [
-                f"--nnodes={args.nodes}",
-                "--rdzv-backend=c10d",
-                Shell('--rdzv-endpoint="$head:$port"'),
-                Shell('--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'),
-            ]
-        )
-    return [*words, str(ROOT / "pretrain.py")]
+    )
+    return [*words, *torchrun(args.python, *options)]
+
+
+def mounted() -> Iterator[tuple[str, str]]:
+    """Yield the names and paths of the directories that a job needs in its container."""
+    yield "the working directory", str(Path.cwd())
+    if IS_CHECKOUT:
+        yield "the checkout", str(ROOT)
 
 
 def command(words: Sequence[str]) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""Read the curves that runs have logged, for tools/plot_run.py."""
+"""Read the curves that runs have logged, for the commands that draw them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from coatlm.train.run_directory import (
     is_value,
     read_metrics,
     read_records,
+    task_scores,
 )
 
 FINAL = 0.05  # share of the last steps over which the final loss is the mean
@@ -59,6 +60,53 @@ class Panel:
     band: tuple[str, str] | None = None  # name endings of the curves that bound a filled area
 
 
+PANELS = [
+    Panel("norm", "gradient norm", {"metrics.grad_norm": ""}, log=True),
+    Panel("throughput", "tokens/s per GPU", {"metrics.tokens_per_s_per_gpu": ""}),
+    Panel(
+        "states",
+        "EDQ / |update|",
+        {"states.edq_ratio": "", "states.edq_weight_ratio": "weight alone"},
+    ),
+    Panel(
+        "states",
+        "relative error of storing",
+        {"states.exp_avg_error": "m", "states.exp_avg_sq_error": "v"},
+        log=True,
+    ),
+    Panel(
+        "states",
+        "k: median, 5 to 95 % of blocks",
+        {"states.exp_avg_k_p50": "m", "states.exp_avg_sq_k_p50": "v"},
+        band=("p05", "p95"),
+    ),
+    Panel(
+        "states",
+        "share of codes at the largest",
+        {"states.exp_avg_saturated": "m", "states.exp_avg_sq_saturated": "v"},
+    ),
+    Panel(
+        "states",
+        "share of values stored as zero",
+        {"states.exp_avg_underflow": "m", "states.exp_avg_sq_underflow": "v"},
+    ),
+    Panel("activations", "relative error, worst layer", {"numerics.relative_error": ""}, log=True),
+    Panel("activations", "share at the largest code", {"numerics.saturated": ""}),
+    Panel("activations", "share stored as zero", {"numerics.underflow": ""}),
+    Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
+    Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
+]
+TASKS = "tasks"  # a group with a panel per metric that a run has logged
+GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS), TASKS)
+
+
+def task_panels(runs: Iterable[LoggedRun]) -> list[Panel]:
+    """A panel per metric of eval.tasks that a run has logged."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    metrics = [name for name in names if name.startswith(f"{TASKS}.")]
+    return [Panel(TASKS, name.removeprefix(f"{TASKS}."), {name: ""}) for name in metrics]
+
+
 def read_run(directory: Path) -> LoggedRun:
     """Read a run directory. Raises ValueError if it has no logged loss."""
     records = read_metrics(directory)
@@ -68,6 +116,7 @@ def read_run(directory: Path) -> LoggedRun:
     evaluations = [r["val_loss"] for r in records if is_value(r.get("val_loss", ""))]
     curves = by_key("metrics", steps) | by_key("states", read_records(directory / STATES))
     curves |= worst_layers(read_records(directory / NUMERICS))
+    curves |= by_key("tasks", [{"step": r["step"], **task_scores(r)} for r in records])
     last_loss = curves.pop("metrics.loss")
     loss = last_loss | curves.pop("metrics.loss_mean", {})  # which earlier versions did not log
     last = evaluations[-1] if evaluations else None

@@ -1,0 +1,113 @@
+"""torchrun for batch systems: forwards signals to the ranks and returns the ranks' exit code.
+
+    python tools/elastic.py [torchrun's options] pretrain.py CONFIG.yaml [key=value ...]
+
+With --standalone nothing listens on the network: torchrun's own stores have no authentication and
+would listen on all interfaces. The ranks use rank 0's store on the loopback address instead.
+
+torchrun itself is killed by SIGUSR1 and, under nohup, by SIGHUP, gives its ranks 30 seconds after
+SIGTERM, and always exits with 1 if a rank fails. This wrapper forwards SIGINT, SIGUSR1, SIGHUP and
+SIGTERM to the ranks of this node, which save and exit without a time limit. It exits with the code
+of the signal, else with that of the first rank that failed. A second SIGINT ends all ranks
+immediately.
+
+Ranks that are still starting end at a signal, and --max-restarts starts them again. So signals are
+repeated until all ranks have exited; ranks ignore repeated signals. Only SIGINT, which ends a rank
+at once if it is repeated, is sent once to each process.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen(signal.SIGUSR1)
+
+import atexit
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+from coatlm.train.faults import SIGNALS
+
+LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
+REPEAT_S = 5.0  # seconds between signals to the ranks
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # keeps torchrun from serving a store to the ranks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run torchrun in this process; returns the exit code described above."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    received: list[signal.Signals] = []
+    told: set[int] = set()  # processes that have received a SIGINT
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and signal.SIGINT in received
+        received.append(signal.Signals(number))
+        if again:
+            raise SignalException("interrupted twice", signal.SIGINT)  # torchrun ends its ranks
+        send(received[-1], told)
+
+    def repeat() -> None:
+        while True:
+            time.sleep(REPEAT_S)
+            if received:
+                send(received[-1], told)
+
+    for number in process.handled(tuple(SIGNALS)):
+        signal.signal(number, remember)
+    threading.Thread(target=repeat, name="signals", daemon=True).start()
+    code = 0
+    try:
+        torchrun([LEFT_TO_TORCHRUN, *on_loopback(arguments)])
+    except ChildFailedError as error:
+        first = error.get_first_failure()[1]
+        code = first.exitcode
+        if isinstance(first.message, dict):  # from the rank's own error file
+            print(first.message["extraInfo"]["py_callstack"], file=sys.stderr, flush=True)
+    except SignalException:
+        return SIGNALS[signal.SIGINT]
+    if received:
+        return max(SIGNALS[number] for number in received)
+    return 128 - code if code < 0 else code
+
+
+def on_loopback(arguments: list[str]) -> list[str]:
+    """Replace --standalone by a rendezvous that does not listen on the network."""
+    if "--standalone" not in arguments:
+        return arguments
+    os.environ[UNSHARED] = "1"
+    file, path = tempfile.mkstemp(prefix="coatlm-rendezvous-")  # readable by this user only
+    os.close(file)
+    atexit.register(lambda: Path(path).unlink(missing_ok=True))
+    options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={path}"]
+    at = arguments.index("--standalone")
+    return [*arguments[:at], *options, "--local-addr=127.0.0.1", *arguments[at + 1 :]]
+
+
+def send(number: signal.Signals, told: set[int]) -> None:
+    """Send a signal to the ranks, which are not the only children of torchrun."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "LOCAL_RANK" not in child.environ():
+                continue
+            if number != signal.SIGINT or child.pid not in told:
+                child.send_signal(number)
+            if number == signal.SIGINT:
+                told.add(child.pid)
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -1,0 +1,76 @@
+"""Start training on all GPUs of this machine, or as one process if there is none.
+
+    coatlm train CONFIG [key=value ...] [--preset NAME]
+
+n processes have data-parallel size dp = n / (tp * pp * cp), and global_batch is divided by dp. The
+number of processes is the largest n, at most the number of GPUs, for which both divisions have no
+remainder. If micro_batch does not divide a data-parallel rank's share, it is replaced by their
+greatest common divisor; the samples per step, and so the loss, stay the same.
+"""
+
+from __future__ import annotations
+
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from coatlm.commands.entry import entry, torchrun
+from coatlm.config import ConfigError
+from coatlm.hf.run_config import load_run_config
+
+PRESET = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+PRESET.add_argument("--preset")
+
+
+def command(arguments: Sequence[str], gpus: int) -> list[str]:
+    """The command that trains with these arguments on `gpus` GPUs.
+
+    It has one process if the arguments are invalid or do not train; that process prints the
+    reason. If no number of processes fits, it has one process per GPU, and they name the field
+    that does not fit.
+    """
+    given, rest = PRESET.parse_known_args(arguments)
+    options = [word for word in rest if word.startswith("-")]
+    words = [word for word in rest if word not in options]
+    words += [] if given.preset is None else [f"preset={given.preset}"]
+    count, overrides = (1, []) if gpus < 2 or options or not words else fit(words, gpus)
+    if count == 1:
+        return [sys.executable, *entry("train"), *arguments]
+    start = torchrun(sys.executable, "--standalone", f"--nproc-per-node={count}")
+    return [*start, *arguments, *overrides]
+
+
+def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
+    """The number of processes for CONFIG and overrides, and an override that it requires."""
+    try:
+        config = load_run_config(words[0], words[1:])
+    except ConfigError:
+        return 1, []
+    parallel, train = config.parallel, config.train
+    ranks = parallel.tp * parallel.pp * parallel.cp
+    for dp in range(gpus // ranks, 0, -1):
+        if train.global_batch % dp:
+            continue
+        micro_batch = math.gcd(train.micro_batch, train.global_batch // dp)
+        same = micro_batch == train.micro_batch
+        return dp * ranks, [] if same else [f"train.micro_batch={micro_batch}"]
+    return gpus, []
+
+
+def main() -> None:
+    line = command(sys.argv[1:], torch.cuda.device_count())
+    print("+", *line[1:], flush=True)
+    os.execv(line[0], line)
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -1,0 +1,177 @@
+"""Tokenize text files, JSON lines and parquet into the datasets that training reads.
+
+    coatlm prepare --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
+        --tokenizer hf:tokenizer.json --workers 32
+
+writes data/corpus.bin and data/corpus.idx (Megatron's indexed dataset), data/corpus.json (its
+manifest) and data/corpus.crc32 (checksums of the tokens, which training verifies when it reads).
+Train on them with `data.paths=[data/corpus] data.tokenizer=hf:tokenizer.json`.
+
+    coatlm prepare --chat --input talks.jsonl --output-prefix data/talks \\
+        --tokenizer hf:model/tokenizer.json
+
+prepares fine-tuning. A JSON line has `messages`, a list of {role, content}, or `prompt` and
+`completion`. The chat template of the tokenizer makes a text of it: that in chat_template.jinja or
+tokenizer_config.json beside its tokenizer.json, or a file named by --chat-template. With
+`--chat-template none`, for any tokenizer, a document is prompt, completion and end-of-document.
+data/talks.mask has one byte per token, 1 for what the assistant writes, its end-of-turn token
+included, and 0 for the rest; data/talks.mask.crc32 its checksums. Train with
+`data.loss_mask=completion data.packing=best-fit`.
+
+    coatlm prepare --verify data/corpus data/other
+
+reads whole datasets and verifies their checksums, for example after a copy.
+
+The name of a file determines its format:
+  *.jsonl *.ndjson *.json    one JSON object per line, with the document in --field
+  *.parquet                  one document per row, in --column
+  everything else            plain text, one document per file (or per --shard-mb of a larger one)
+All but parquet may be compressed: *.gz, *.zst. Bytes that are not UTF-8 are replaced by U+FFFD and
+counted; documents without text are skipped and counted. Memory is bounded; a file that exceeds
+--max-expansion or --max-record-mb is an error.
+
+An interrupted run leaves OUTPUT_PREFIX.shards; the same command resumes from it. The result is the
+same, byte for byte, for any number of workers and interruptions. Exit code: 0; 2 for an error,
+which one line explains; 4 if the disk is full.
+"""
+
+from __future__ import annotations
+
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
+import argparse
+import errno
+import os
+import time
+from pathlib import Path
+
+from coatlm.console import Parser, explain, fail, progress
+from coatlm.data.chat import NONE, OWN, chat_format
+from coatlm.data.indexed import open_checked
+from coatlm.data.preprocess import preprocess
+from coatlm.data.streams import DEFAULT_LIMITS, Limits
+from coatlm.data.token_shard import SHARD_BYTES, Options
+from coatlm.data.tokenizer import SPECS, make_tokenizer
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; --help prints the module docstring."""
+    parser = Parser(__doc__, "prepare")
+    add = parser.add_argument
+    add("--input", nargs="+", help="files, globs (** for any depth), python-stdlib")
+    add("--output-prefix", type=Path, help="PREFIX of the four files to write")
+    add("--verify", nargs="+", type=Path, metavar="PREFIX", help="verify checksums of datasets")
+    add("--tokenizer", default="byte", help=f"{SPECS} (default: byte)")
+    add("--field", default="text", help="of a JSON line (default: text)")
+    add("--column", default="text", help="of parquet (default: text)")
+    add("--chat", action="store_true", help="JSON lines are conversations; write a loss mask")
+    add(
+        "--chat-template",
+        metavar="TEMPLATE",
+        help=f"of --chat: {OWN} (the tokenizer's, default), {NONE}, or a jinja file",
+    )
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end every document with the tokenizer's end-of-document id (default: yes)",
+    )
+    add("--workers", type=int, default=0, help="processes; 0: one per core (default)")
+    add(
+        "--shard-mb",
+        type=int,
+        default=SHARD_BYTES >> 20,
+        help="MiB of input that one process takes at a time (default: %(default)s)",
+    )
+    add(
+        "--max-expansion",
+        type=float,
+        default=DEFAULT_LIMITS.max_expansion,
+        help="bytes of text that a compressed file may hold per byte (default: %(default)g)",
+    )
+    add(
+        "--max-record-mb",
+        type=int,
+        default=DEFAULT_LIMITS.max_record >> 20,
+        help="MiB of a JSON line, parquet value or zstd window (default: %(default)s)",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace a dataset with other inputs or options, or one without checksums",
+    )
+    parsed = parser.parse(arguments)
+    if bool(parsed.verify) == bool(parsed.input or parsed.output_prefix) or bool(
+        parsed.input
+    ) != bool(parsed.output_prefix):
+        parser.error("give either --input and --output-prefix, or --verify")
+    if parsed.chat_template is not None and not parsed.chat:
+        parser.error("--chat-template is an option of --chat")
+    if parsed.workers < 0 or parsed.shard_mb < 1:
+        parser.error("--workers is >= 0 and --shard-mb is >= 1")
+    if not (1 <= parsed.max_expansion <= 1e9 and 1 <= parsed.max_record_mb <= 1 << 20):
+        parser.error("--max-expansion is in 1..1e9 and --max-record-mb in 1..1048576")
+    return parsed
+
+
+def verify(prefixes: list[Path], workers: int) -> int:
+    """Verify the checksums of datasets, with one line of output each; returns the exit code."""
+    code = 0
+    for prefix in prefixes:
+        try:
+            files = open_checked(prefix)
+            with progress(f"verify {prefix}", sum(file.nbytes for file in files)) as advance:
+                for file in files:
+                    for nbytes in file.verify(workers or len(os.sched_getaffinity(0))):
+                        advance(nbytes)
+            masks = f", {files[1].nbytes:,} of masks" if len(files) > 1 else ""
+            print(f"{prefix}: intact, {files[0].nbytes:,} bytes of tokens{masks}")
+        except (ValueError, OSError) as error:
+            code = fail(error)
+    return code
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    arguments = parse_arguments()
+    if arguments.verify:
+        return verify(arguments.verify, arguments.workers)
+    begin = time.monotonic()
+    try:
+        spec, template = arguments.tokenizer, arguments.chat_template or OWN
+        options = Options(
+            tokenizer=spec,
+            field=arguments.field,
+            column=arguments.column,
+            append_eod=arguments.append_eod,
+            shard_bytes=arguments.shard_mb << 20,
+            chat=chat_format(make_tokenizer(spec), template) if arguments.chat else None,
+        )
+        manifest = preprocess(
+            arguments.input,
+            arguments.output_prefix,
+            options,
+            limits=Limits(arguments.max_expansion, arguments.max_record_mb << 20),
+            workers=arguments.workers,
+            overwrite=arguments.overwrite,
+        )
+    except OSError as error:  # from writing; errors of reading are ValueErrors with the file's name
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return fail(ValueError(f"{arguments.output_prefix}: {explain(error)}"), 4 if full else 2)
+    except ValueError as error:
+        return fail(error)
+    learned = f", of which {manifest.learned_tokens:,} are learned," if manifest.masked else ""
+    print(
+        f"{arguments.output_prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        f"{learned} ({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
+        f"{time.monotonic() - begin:.1f} s; {manifest.replaced_utf8:,} characters were not UTF-8, "
+        f"{manifest.empty_documents:,} documents had no text"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    process.run(main, hint="the same command resumes")

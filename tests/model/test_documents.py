@@ -1,0 +1,136 @@
+"""A model on packed documents: each of them has the losses and gradients that it has alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.config import make_config
+from coatlm.data.context_parallel import zigzag_positions
+from coatlm.fp8.document_attention import document_attention
+from coatlm.model import attention
+from coatlm.parallel.groups import make_groups, release_groups
+from tools.studies.recipe_models import RecipeModel
+
+LENGTHS = ([20, 1, 43], [64])  # of the documents of two samples
+BOUNDS = torch.tensor([[0, 20, 21, 64, 64], [0, 64, 64, 64, 64]], dtype=torch.int32)
+SEQ, VOCAB = 64, 128
+# a document alone differs from a packed one by RoPE: it turns by the position in the sample, of
+# which attention reads differences only, up to rounding
+BOUND = {  # of losses and of gradients, relative to their norm
+    "fp32": (1e-7, 1e-6),
+    "bf16": (3e-4, 1e-2),  # 2^-9 per rounding; errors of 128 tokens average out in the losses
+    "coat": (5e-4, 3e-2),  # a rotation moves elements across codes 2^-3 apart
+    "coat-lean": (5e-4, 3e-2),
+}
+
+
+def model(recipe: str, **train: Any) -> RecipeModel:
+    config = make_config(
+        {
+            "model": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96},
+            "data": {"text": "unused", "seq_len": SEQ, "reset_attention_mask": True},
+            "precision": {"recipe": recipe},
+            "train": train,
+        }
+    )
+    return RecipeModel(config, make_groups(config.parallel), VOCAB)
+
+
+def losses_and_gradients(
+    of: RecipeModel, tokens: Tensor, labels: Tensor, bounds: Tensor | None, counted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses [B, S] where `counted`, else 0, and the gradient of their sum, accumulated."""
+    of.flat.set_is_first_microbatch()
+    with of.flat.no_sync():
+        losses = of.flat(tokens, labels, bounds) * counted
+        losses.sum().backward()
+    return losses.detach(), torch.cat([p.main_grad.flatten() for p in of.parameters.values()])
+
+
+def restart(of: RecipeModel) -> None:
+    of.flat.train()
+    of.flat.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("recipe", BOUND)
+def test_packed_documents_have_the_losses_and_gradients_of_each_alone(
+    recipe: str, megatron: None
+) -> None:
+    of = model(recipe)
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
+    restart(of)
+    packed, gradient = losses_and_gradients(of, tokens, labels, BOUNDS, torch.ones(2, SEQ))
+    restart(of)
+    alone, expected = torch.zeros(2, SEQ), gradient
+    for row, lengths in enumerate(LENGTHS):
+        begin = 0
+        for length in lengths:
+            end = begin + length
+            first, second = (torch.zeros(1, SEQ, dtype=torch.long) for _ in range(2))
+            first[0, :length], second[0, :length] = tokens[row, begin:end], labels[row, begin:end]
+            counted = (torch.arange(SEQ) < length).float()[None]  # what follows has no effect
+            found, expected = losses_and_gradients(of, first, second, None, counted)
+            alone[row, begin:end] = found[0, :length]
+            begin = end
+    release_groups()
+    of_losses, of_gradients = BOUND[recipe]
+    assert (packed - alone).norm() <= of_losses * alone.norm()
+    assert (gradient - expected).norm() <= of_gradients * expected.norm()
+
+
+def test_recomputation_changes_nothing(megatron: None) -> None:
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
+    found = []
+    for recompute in ("none", "selective", "full"):
+        of = model("coat", recompute=recompute)
+        restart(of)
+        found.append(losses_and_gradients(of, tokens, labels, BOUNDS, torch.ones(2, SEQ)))
+        release_groups()
+    for losses, gradient in found[1:]:
+        assert torch.equal(losses, found[0][0])
+        assert torch.equal(gradient, found[0][1])
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["one document", "documents"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 2.0), (9, 2.0)])
+def test_context_parallel_ranks_attend_like_one(
+    bounds: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (2 * torch.randn(2, SEQ, heads, 8) for heads in (4, 2, 2))
+    expected = document_attention(q, k, v, bounds, window=window, softcap=softcap)
+
+    def laid_out(x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if bounds is None else x.flatten(0, 1)[:, None]
+
+    for rank in range(2):
+        whole = iter((k, v))
+        monkeypatch.setattr(
+            attention, "gather_zigzag", lambda _, __, whole=whole: next(whole).transpose(0, 1)
+        )
+        cp = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        core = attention.CoreAttention(
+            None, 1, pg_collection=SimpleNamespace(cp=cp), window=window, softcap=softcap
+        )
+        at = zigzag_positions(SEQ, rank, 2)
+        out = core(*(laid_out(x[:, at]) for x in (q, k, v)), bounds)
+        torch.testing.assert_close(out, laid_out(expected[:, at]).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window=0 keys: must be at least 1"), ({"softcap": 0.0}, "softcap=0.0: must")],
+)
+def test_impossible_windows_and_caps_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention.CoreAttention(None, 1, pg_collection=SimpleNamespace(cp=None), **options)

@@ -1,0 +1,149 @@
+"""The wheel works without the checkout: one command, shipped configurations by name, completion."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coatlm.__main__ import COMMANDS, launches
+from coatlm.config.shipped import config_file, shipped
+from tests.distributed import ROOT
+
+SOURCES = ("coatlm", "configs", "pyproject.toml", "README.md", "LICENSE")
+TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000))
+SMALL = ("model={layers: 1, hidden: 32, ffn: 48}", "data.seq_len=32", "data.text=[text.txt]")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the installed wheel, built from a copy of the sources."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *offline, "--wheel-dir=wheel", "."], cwd=source, check=True)
+    (wheel,) = (source / "wheel").iterdir()
+    subprocess.run([*pip, "install", "--no-deps", f"--target={target}", str(wheel)], check=True)
+    shutil.rmtree(source)
+    return target
+
+
+def call(
+    installed: Path, cwd: Path, *words: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`coatlm WORDS` of the wheel in `cwd`, where neither the checkout nor its tools are found."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"} | (env or {})
+    command = [sys.executable, str(installed / "bin/coatlm"), *words]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_run_is_trained_and_reported_outside_the_checkout(
+    installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "random.py").write_text("raise ImportError('a file of the working directory')\n")
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    done = call(installed, tmp_path, "train", "quickstart", *SMALL, "train.steps=2", env=no_gpu)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("+ -P -m coatlm.commands.train quickstart") and "done: step 2" in last
+    assert (tmp_path / "runs/quickstart/checkpoints/latest").exists()
+    report = call(installed, tmp_path, "report", "runs/quickstart")
+    assert report.stdout == "runs/quickstart/report.html\n", report.stderr
+    assert "<h1>quickstart</h1>" in (tmp_path / "runs/quickstart/report.html").read_text()
+
+
+def test_a_shipped_configuration_is_planned_and_submitted_by_its_name(
+    installed: Path, tmp_path: Path
+) -> None:
+    options = ("llama3-8b", "--nodes=4", "--gpus-per-node=8", "--launcher=torchrun", "--dry-run")
+    script = call(installed, tmp_path, "submit", *options).stdout
+    words = " ".join(line.strip(" \\") for line in script.splitlines())
+    assert "-P -m coatlm.commands.elastic --nproc-per-node=8" in words
+    assert f"--no-python {sys.executable} -u -P -m coatlm.commands.train {tmp_path}" in words
+    plan = call(installed, tmp_path, "estimate", "llama2-7b", "--ranks=8")
+    assert plan.returncode == 0 and "Peak in GiB by optimizer recipe" in plan.stdout, plan.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_the_command_and_loads_no_torch(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{installed}"}
+    shown = call(installed, tmp_path, "--help", env=env).stdout
+    assert all(f"\n    {name} " in shown for name in COMMANDS)
+    for name in ("train", "convert", "compare", "evaluate", "submit"):
+        done = call(installed, tmp_path, name, "--help", env=env)
+        assert done.stdout.startswith(f"usage: coatlm {name} "), done.stderr
+        assert f"\n    coatlm {name} " in done.stdout and "tools/" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "error: no command 'trian'; do you mean train?"),
+        (["zzz"], "error: no command 'zzz'; one of train, prepare,"),
+        (["train", "lama"], "error: lama: no such configuration file; coatlm has llama-125m,"),
+        (["train", "quickstart", "--zzz"], "see coatlm train --help"),
+        (["train", "quickstart", "--dry-run", "zzz.zzz=1"], "; coatlm train --keys lists"),
+        (["convert", "--zzz"], "(coatlm convert --help lists the options)"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_command(
+    installed: Path, tmp_path: Path, words: Sequence[str], told: str
+) -> None:
+    done = call(installed, tmp_path, *words)
+    assert done.returncode == 2
+    assert told in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("coatlm pre", {"prepare"}),
+        ("coatlm train quick", {"quickstart"}),
+        ("coatlm train m", {"mine.yaml"}),
+        ("coatlm train quickstart optim.warm", {"optim.warmup_steps="}),
+        ("coatlm convert --from meg", {"megatron"}),
+        ("coatlm prepare --ver", {"--verify"}),
+    ],
+)
+def test_a_shell_completes(installed: Path, tmp_path: Path, line: str, expected: set[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("{}\n")
+    answer = tmp_path / "answer"
+    asked = {
+        **{"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)},
+        **{"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"},
+    }
+    call(installed, tmp_path, env=asked)
+    assert {word.strip() for word in answer.read_text().split("\n")} == expected
+
+
+def test_a_rank_of_torchrun_or_srun_trains_and_launches_nothing() -> None:
+    assert launches(["quickstart"], {}) and launches(["quickstart", "--preset", "bf16"], {})
+    assert launches(["quickstart"], {"SLURM_PROCID": "0"})  # the shell of a batch job
+    assert not launches(["quickstart"], {"RANK": "0"})
+    assert not launches(["quickstart"], {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"})
+    assert not launches([], {}) and not launches(["quickstart", "--dry-run"], {})
+
+
+def test_a_file_comes_before_a_shipped_configuration_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-1b").mkdir()
+    assert config_file("llama-1b") == shipped()["llama-1b"]
+    Path("quickstart").write_text("{}\n")
+    assert config_file("quickstart") == Path("quickstart")
