@@ -85,16 +85,16 @@ class Location:
 
     @classmethod
     def of(cls, url: str) -> Location:
-        """Raises ValueError for a URL that is refused, or whose back end is not installed."""
+        """Raises RemoteError for a URL that is refused, or whose back end is not installed."""
         try:
             url = checked_url(url)
         except ValueError as error:
-            raise ValueError(f"{without_secrets(url)}: {error}") from None
+            raise RemoteError(f"{without_secrets(url)}: {error}") from None
         protocol = url.split("://")[0]
         module = BACK_ENDS[protocol]
         if module and importlib.util.find_spec(module) is None:
             package = "gcsfs" if protocol == "gs" else "'coatlm[remote]'"
-            raise ValueError(f"{url}: {protocol}:// needs {module}: pip install {package}")
+            raise RemoteError(f"{url}: {protocol}:// needs {module}: pip install {package}")
         import fsspec
 
         options = {"auto_mkdir": True} if protocol == "file" else {}

@@ -10,6 +10,7 @@ mistake in one line, `path=value: reason`.
     presets                number formats of a whole run under one name
     load, yaml_text        file and overrides -> Config
     keys, hints            the table of --keys; suggestions for unknown keys
+    urls                   which URLs are taken
 
 Checks that need the number of processes are in `Config.data_parallel_size`.
 """

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -298,12 +298,23 @@ class BatchIterator:
         dp_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        share: dict[str, Any] = {
-            **{"global_batch": global_batch, "micro_batch": micro_batch},
-            **{"dp_rank": dp_rank, "dp_size": dp_size},
-        }
-        self._read = functools.partial(microbatches, dataset, **share)
-        self._ahead = ReadAhead(dataset.missing, **share) if dataset.remote else None
+        self._read = functools.partial(
+            microbatches,
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        self._ahead: ReadAhead | None = None
+        if dataset.remote:
+            self._ahead = ReadAhead(
+                dataset.missing,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+            )
         self._first, self._global_batch = first_sample, global_batch
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:

@@ -92,13 +92,10 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path | str]:
     """
     paths: dict[Path | str, None] = {}
     for item in inputs:
+        found: Sequence[Path | str]
         if is_url(item):
-            matches = Location.of(item).matches() if glob.has_magic(item) else [item]
-            if not matches:
-                raise ValueError(f"{item}: no object matches it")
-            paths |= dict.fromkeys(matches)
-            continue
-        if item == STDLIB:
+            found = Location.of(item).matches() if glob.has_magic(item) else [item]
+        elif item == STDLIB:
             found = stdlib_sources()
         elif Path(item).exists():  # includes file names that look like globs
             found = [Path(item)]
@@ -107,8 +104,9 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path | str]:
         if not found:
             raise ValueError(f"{item}: no such file, and no file matches it as a glob")
         for path in found:
-            require_regular(path)
-            paths[path.absolute()] = None
+            if isinstance(path, Path):
+                require_regular(path)
+            paths[path.absolute() if isinstance(path, Path) else path] = None
     return list(paths)
 
 
@@ -164,10 +162,10 @@ def plan_segments(paths: Sequence[Path | str], segment_bytes: int) -> list[Segme
     for path in paths:
         kind, compression = file_kind(str(path))
         try:
-            identity = (str(path), *_size_and_version(str(path)))
+            size, version = _size_and_version(str(path))
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
-        size = identity[1]
+        identity = (str(path), size, version)
         if kind == "parquet":
             groups = row_groups(str(path), size)
             share = size // max(groups, 1)

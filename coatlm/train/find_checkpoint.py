@@ -14,6 +14,7 @@ from typing import Any
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.config.urls import is_url
 from coatlm.files import check_regular
+from coatlm.remote import RemoteError
 from coatlm.train.agreement import Group, together
 from coatlm.train.manifest import (
     LATEST,
@@ -97,7 +98,7 @@ def check_resume(resume: str, directory: Path) -> None:
             remote_candidates(resume)
         else:
             _candidates(resume, directory, None)
-    except (CheckpointError, OSError, ValueError) as error:
+    except (CheckpointError, OSError, RemoteError) as error:
         raise ConfigError(f"checkpoint.resume={resume}: {error_line(error)}") from error
 
 

@@ -71,7 +71,7 @@ def download_checkpoint(
     for candidate in candidates:
         name = Location.of(candidate).name
         directory = downloads / (name if STEP.fullmatch(name) else "checkpoint")
-        together(partial(_begin, candidate, directory) if rank == 0 else lambda: None, group)
+        together(partial(_begin, candidate, directory, rank == 0), group)
         shares = together(partial(_fetch, candidate, directory, rank, world), group)
         problems = [problem for share in shares for problem in share]
         if not problems:
@@ -110,8 +110,13 @@ def upload_checkpoint(
     """
     first = group is None or group.rank() == 0
     manifest = target / MANIFEST
+
+    def copy() -> None:
+        for name in files:
+            (target / name).upload(checkpoint / name)
+
     together(lambda: manifest.remove() if first else None, group)
-    together(lambda: [(target / name).upload(checkpoint / name) for name in files], group)
+    together(copy, group)
     together(lambda: manifest.upload(checkpoint / MANIFEST) if first else None, group)
 
 
@@ -132,8 +137,10 @@ def _manifest(checkpoint: Location) -> bytes:
     return b"".join(at.pieces(nbytes))
 
 
-def _begin(url: str, directory: Path) -> None:
-    """Write the manifest to `directory`, and remove downloads of other checkpoints beside it."""
+def _begin(url: str, directory: Path, first: bool) -> None:
+    """On rank 0, write the manifest to `directory`, and remove other downloads beside it."""
+    if not first:
+        return
     for other in directory.parent.iterdir() if directory.parent.is_dir() else ():
         if other != directory:
             shutil.rmtree(other)

@@ -21,7 +21,7 @@ from coatlm.train.manifest import MANIFEST, step_name, verify
 from coatlm.train.remote_checkpoint import check_upload, download_checkpoint, remote_candidates
 from tests.forks import Forks
 from tests.object_store import FAULTS, KEYS, Faults, object_store
-from tests.train.layouts import message, pieces_of, tensors_of
+from tests.train.layouts import pieces_of, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_damaged_at_its_url_is_skipped_with_a_warning(
     state.remove()
     with pytest.raises(CheckpointError, match="no intact checkpoint") as error:
         download_checkpoint("s3://data/bad/step_00000002", tmp_path / "downloads", LOG)
-    assert f"{state.url} is missing" in message(error)
+    assert f"{state.url} is missing" in str(error.value)
 
 
 def test_a_manifest_at_a_url_names_no_file_outside(store: Faults, tmp_path: Path) -> None:
