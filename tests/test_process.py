@@ -17,8 +17,8 @@ from tests.distributed import ROOT, python_path
 
 SCRIPTS = [
     str(path.relative_to(ROOT))
-    for path in (ROOT / "pretrain.py", *sorted(ROOT.glob("tools/*.py")))
-    if '__name__ == "__main__"' in path.read_text()
+    for path in (*sorted(ROOT.glob("coatlm/commands/*.py")), *sorted(ROOT.glob("tools/*.py")))
+    if '__name__ == "__main__"' in path.read_text() and "runpy.run_module(" not in path.read_text()
 ]
 INTERRUPTS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 START = "import os, sys, time\nfrom coatlm import process\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -396,7 +397,8 @@ def test_env_json_names_versions_device_and_command(tmp_path: Path) -> None:
 
     run_directory.write_environment(tmp_path, device_name=H200)
     env = json.loads((tmp_path / "env.json").read_text())
-    assert env["packages"]["torch"] == torch.__version__
+    installed = importlib.metadata.version("torch")  # __version__ may add the build: 2.13.0+cu130
+    assert env["packages"]["torch"] == installed and torch.__version__.startswith(installed)
     assert set(env["packages"]) == set(run_directory.PACKAGES)
     assert env["gpu"] == H200 and env["command"] == sys.argv and env["host"]
     assert env["git_commit"] is None or len(env["git_commit"].removesuffix("-dirty")) == 40
