@@ -62,7 +62,7 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
         (15, None, "head_dim is 15"),
         (16, {"factor": 8.0}, "must be"),
         (16, {"type": "linear"}, r"must be \['factor'\]"),
-        (16, {"type": "longrope", "factor": 2.0}, "one of linear, llama3, yarn, longrope"),
+        (16, {"type": "dynamic", "factor": 2.0}, "one of linear, llama3, yarn, longrope"),
         (16, LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0"),
     ],
 )
