@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -84,7 +85,8 @@ class TokenShard:
         path = suffixed(self.base, ".bin")
         if record is not None and record["tokens"] == 0:
             return Tokens(np.zeros(0, dtype), np.zeros(0, np.int32), np.zeros(0, np.uint8))
-        with contextlib.suppress(OSError, ValueError, EOFError, LookupError):
+        # TokenError: of a .npy header, from Python 3.12 on
+        with contextlib.suppress(OSError, ValueError, EOFError, LookupError, TokenError):
             lengths = np.load(suffixed(self.base, ".lengths.npy"))
             tokens = np.memmap(path, dtype, mode="r")
             total = int(lengths.sum(dtype=np.int64))

@@ -211,14 +211,20 @@ def test_a_killed_start_is_continued_by_the_next(
     assert any("continuing in" in record.getMessage() for record in caplog.records)
 
 
+def null_in_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"}", b"\0", 1))
+
+
+@pytest.mark.parametrize(("suffix", "damage"), [(".bin", flip), (".lengths.npy", null_in_header)])
 def test_a_shard_damaged_between_two_starts_is_an_error_and_is_rebuilt(
-    data: Data, monkeypatch: pytest.MonkeyPatch
+    data: Data, monkeypatch: pytest.MonkeyPatch, suffix: str, damage: Callable[[Path], None]
 ) -> None:
     tokenize = shards_module.tokenize
 
     def and_damage(shards: list[shards_module.TokenShard], *rest: object) -> None:
         tokenize(shards, *rest)  # type: ignore[arg-type]
-        flip(shards[0].base.with_name(shards[0].base.name + ".bin"))
+        damage(shards[0].base.with_name(shards[0].base.name + suffix))
 
     monkeypatch.setattr("coatlm.data.preprocess.tokenize", and_damage)
     with pytest.raises(ValueError, match=r"\.bin: damaged: it differs from its record; run again"):
