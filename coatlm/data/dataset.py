@@ -38,8 +38,6 @@ PARTS = ("train", "validation", "test")
 EVAL_SEED = 0  # validation samples are the same in every run
 
 logger = logging.getLogger("coatlm")
-
-
 ReadMask = Callable[[int, int], NDArray[np.uint8]]
 
 
@@ -349,6 +347,6 @@ class BatchIterator:
 
     def close(self) -> None:
         """Stop prefetching."""
-        if self._ahead is not None:
+        if self._ahead:
             self._ahead.close()
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -31,18 +31,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coatlm.fp8.softcap import soft_capped, tanh
+from coatlm.fp8.softcap import soft_capped
+from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref, row_stats, row_stats_ref
 
 IGNORE = -100  # this label has no loss and no gradient
 CHUNK_BYTES = 256 * 2**20  # logits of one chunk
 CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
-BLOCK = 4096  # logits per iteration of a Triton program
-WARPS = 8
 
 
 def cross_entropy_ref(
@@ -58,129 +55,6 @@ def cross_entropy_ref(
     loss_T = F.cross_entropy(logits_TV, labels_T, reduction="none", ignore_index=IGNORE)
     z_T = z_loss * logits_TV.logsumexp(1) ** 2
     return (loss_T + z_T.masked_fill(labels_T == IGNORE, 0.0)).view_as(labels_SB)
-
-
-def row_stats_ref(
-    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
-) -> Tensor:
-    """[3, T]: max, sum of exp(logit - max), and the label's logit or 0 if it is not in this chunk.
-
-    Column c of the chunk is entry `first` + c of the vocabulary.
-    """
-    logits, column = soft_capped(logits_TC.float(), cap), labels_T - first
-    here = (column >= 0) & (column < logits.shape[1])
-    top = logits.amax(1)
-    total = (logits - top[:, None]).exp().sum(1)
-    target = logits.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0.0)
-    return torch.stack((top, total, target))
-
-
-def logits_grad_ref(
-    logits_TC: Tensor,
-    labels_T: Tensor,
-    lse_T: Tensor,
-    dloss_T: Tensor,
-    first: int,
-    slope_T: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:
-    """dlogits of a chunk, in the dtype of the logits. `slope` is 1 + 2 z lse; None without z."""
-    columns = torch.arange(first, first + logits_TC.shape[1], device=logits_TC.device)
-    logits = soft_capped(logits_TC.float(), cap)
-    softmax = (logits - lse_T[:, None]).exp()
-    if slope_T is not None:
-        softmax *= slope_T[:, None]
-    onehot = labels_T[:, None] == columns
-    d_TC = (softmax - onehot.float()) * dloss_T[:, None]
-    if cap is not None:
-        d_TC *= 1 - (logits / cap).square()
-    return d_TC.to(logits_TC.dtype)
-
-
-@triton.jit
-def _row_stats_kernel(
-    logits_ptr, label_ptr, stats_ptr, T, C, first, BLOCK: tl.constexpr, CAP: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * C
-    col = tl.arange(0, BLOCK)
-    # every lane has its own maximum and sum, so that nothing synchronises inside the loop; the
-    # start is finite because the difference of two infinities is not a number
-    top = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, C, BLOCK, num_stages=3):
-        at = start + col
-        x = tl.load(logits_ptr + at, mask=at < C, other=float("-inf")).to(tl.float32)
-        if CAP is not None:
-            x = tl.where(at < C, CAP * tanh(x / CAP), float("-inf"))
-        scale = tl.exp(-tl.abs(x - top))  # factor of the smaller: old sum or new term
-        total = tl.where(x > top, total * scale + 1, total + scale)
-        top = tl.maximum(top, x)
-    peak = tl.max(top, 0)
-    column = tl.load(label_ptr + row) - first
-    target = tl.load(logits_ptr + column, mask=(column >= 0) & (column < C), other=0.0)
-    target = target.to(tl.float32)
-    if CAP is not None:
-        target = CAP * tanh(target / CAP)
-    tl.store(stats_ptr + row, peak)
-    tl.store(stats_ptr + T + row, tl.sum(total * tl.exp(top - peak), 0))
-    tl.store(stats_ptr + 2 * T + row, target)
-
-
-@triton.jit
-def _logits_grad_kernel(
-    logits_ptr,
-    label_ptr,
-    lse_ptr,
-    dloss_ptr,
-    slope_ptr,
-    C,
-    first,
-    BLOCK: tl.constexpr,
-    CAP: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = logits_ptr + row * C + col
-    x = tl.load(at, mask=col < C, other=0.0).to(tl.float32)
-    column = (tl.load(label_ptr + row) - first).to(tl.int32)
-    if CAP is not None:
-        t = tanh(x / CAP)
-        x = CAP * t
-    softmax = tl.exp(x - tl.load(lse_ptr + row))
-    if slope_ptr is not None:
-        softmax *= tl.load(slope_ptr + row)
-    d = tl.where(col == column, softmax - 1, softmax) * tl.load(dloss_ptr + row)
-    if CAP is not None:
-        d *= 1 - t * t
-    tl.store(at, d.to(logits_ptr.dtype.element_ty), mask=col < C)
-
-
-def _launch_stats(
-    logits_TC: Tensor, labels_T: Tensor, first: int, cap: float | None = None
-) -> Tensor:
-    T, C = logits_TC.shape
-    stats_3T = torch.empty((3, T), dtype=torch.float32, device=logits_TC.device)
-    _row_stats_kernel[(T,)](
-        logits_TC, labels_T, stats_3T, T, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS
-    )
-    return stats_3T
-
-
-def _launch_grad_(
-    logits_TC: Tensor,
-    labels_T: Tensor,
-    lse_T: Tensor,
-    dloss_T: Tensor,
-    first: int,
-    slope_T: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:
-    T, C = logits_TC.shape
-    rows = logits_TC, labels_T, lse_T, dloss_T, slope_T
-    grid = (T, triton.cdiv(C, BLOCK))
-    _logits_grad_kernel[grid](*rows, C, first, BLOCK=BLOCK, CAP=cap, num_warps=WARPS)
-    return logits_TC
 
 
 def _combine(stats_N3T: Tensor) -> Tensor:
@@ -245,10 +119,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         V = weight_VH.shape[0]
         ranks = 1 if group is None else group.size()
         first = 0 if group is None else group.rank() * V
-        row_stats = _launch_stats if hidden_TH.is_cuda else row_stats_ref
+        statistics = row_stats if hidden_TH.is_cuda else row_stats_ref
         stats, saved = [], []
         for rows, logits_TC in _chunks(hidden_TH, weight_VH, chunk, shared=not save_logits):
-            stats.append(row_stats(logits_TC, labels_T, first + rows.start, cap))
+            stats.append(statistics(logits_TC, labels_T, first + rows.start, cap))
             if save_logits:
                 saved.append((rows, logits_TC))
         stats_3T = _combine(torch.stack(stats))
@@ -269,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, labels_T, lse_T = ctx.saved_tensors
-        logits_grad = _launch_grad_ if hidden_TH.is_cuda else logits_grad_ref
+        logits_grad = logits_grad_ if hidden_TH.is_cuda else logits_grad_ref
         slope_T = 1 + 2 * ctx.z_loss * lse_T if ctx.z_loss else None
         dloss_T = dloss_T.float().masked_fill(labels_T == IGNORE, 0.0)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]

@@ -334,10 +334,8 @@ def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: 
             f"data-parallel size {data_parallel}"
         )
     for size in micro_batches(config, data_parallel):
-        if (
-            peak_bytes(replaced(config, train={"micro_batch": size}), vocab, data_parallel)
-            <= memory
-        ):
+        smaller = replaced(config, train={"micro_batch": size})
+        if peak_bytes(smaller, vocab, data_parallel) <= memory:
             return size
     return 0
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coatlm.model import loss as loss_module
+from coatlm.model import loss_kernels
 from coatlm.model.loss import (
     cross_entropy_ref,
     default_chunk,
@@ -328,8 +328,8 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("cap", [None, 2.0])
 def interpreted_row_stats_equal_the_reference(cap: float | None) -> None:
     logits, labels = logits_and_labels()
-    actual = loss_module._launch_stats(logits, labels, 100, cap)
-    expected = loss_module.row_stats_ref(logits, labels, 100, cap)
+    actual = loss_kernels.row_stats(logits, labels, 100, cap)
+    expected = loss_kernels.row_stats_ref(logits, labels, 100, cap)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -339,10 +339,10 @@ def interpreted_logits_gradient_is_written_in_place_and_equals_the_reference(
 ) -> None:
     for slope in (None, torch.rand(6)):
         logits, labels = logits_and_labels()
-        top, total, _ = loss_module.row_stats_ref(logits, labels, 100, cap)
+        top, total, _ = loss_kernels.row_stats_ref(logits, labels, 100, cap)
         arguments = (labels, top + total.log(), torch.randn(6), 100, slope, cap)
-        expected = loss_module.logits_grad_ref(logits, *arguments)
-        actual = loss_module._launch_grad_(logits, *arguments)
+        expected = loss_kernels.logits_grad_ref(logits, *arguments)
+        actual = loss_kernels.logits_grad_(logits, *arguments)
         assert actual.data_ptr() == logits.data_ptr()
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
@@ -357,16 +357,16 @@ def test_kernels_compile_for_sm90_with_16_byte_accesses(
     dtype: torch.dtype, cap: float | None
 ) -> None:
     common = {"logits_ptr": POINTER[dtype], "label_ptr": "*i64", "C": "i32", "first": "i32"}
-    constexprs = {"BLOCK": loss_module.BLOCK, "CAP": cap}
-    options = {"aligned": ("C", "first"), "num_warps": loss_module.WARPS}
+    constexprs = {"BLOCK": loss_kernels.BLOCK, "CAP": cap}
+    options = {"aligned": ("C", "first"), "num_warps": loss_kernels.WARPS}
     stats = compile_sm90(
-        loss_module._row_stats_kernel,
+        loss_kernels._row_stats_kernel,
         common | {"stats_ptr": "*fp32", "T": "i32"},
         constexprs,
         **options,
     )
     grad = compile_sm90(
-        loss_module._logits_grad_kernel,
+        loss_kernels._logits_grad_kernel,
         common | {"lse_ptr": "*fp32", "dloss_ptr": "*fp32", "slope_ptr": "*fp32"},
         constexprs,
         **options,

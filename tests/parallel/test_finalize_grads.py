@@ -90,7 +90,15 @@ class Chunk:
         tensors.mu.fill_(0.5)
         reduced, flat = torch.ones(owned), torch.zeros(WIDTH)
         return Bucket(
-            {param: (0, WIDTH)}, flat, flat, (WIDTH,), (0, owned), reduced, tensors, fp8=False
+            {param: (0, WIDTH)},
+            weights=flat,
+            shard=flat[:owned],
+            grads=flat,
+            sizes=(WIDTH,),
+            owned=(0, owned),
+            reduced=reduced,
+            tensors=tensors,
+            fp8=False,
         )
 
     def finish_grad_sync(self) -> None:
