@@ -15,7 +15,7 @@ COMMANDS = {
     "prepare": "tokenize text into datasets, or verify them",
     "convert": "convert checkpoints between Hugging Face, Megatron and coatlm",
     "inspect": "show, verify or compare checkpoints",
-    "evaluate": "compute the perplexity of a checkpoint, also in FP8",
+    "evaluate": "compute perplexity and scores of a checkpoint, also in FP8",
     "plot": "plot the curves of runs, and tabulate their losses",
     "compare": "find the first difference between two runs",
     "report": "write a run as one HTML page",

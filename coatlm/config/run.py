@@ -102,8 +102,9 @@ class Data(Section):
     in paths, shared by all runs."""
 
     remote_cache: StrictInt = number(64 << 30, "bytes", ge=1 << 20, le=2**50)
-    """The most bytes of datasets at URLs that cache_dir holds; the blocks that were read the
-    longest time ago are removed first. At least 64 times remote_block."""
+    """The most bytes of blocks of datasets at URLs that cache_dir holds, beside their indexes and
+    checksums; the blocks that were read the longest time ago are removed first. At least 64 times
+    remote_block."""
 
     remote_block: StrictInt = number(8 << 20, "bytes", ge=1 << 14, le=2**30, multiple_of=1 << 14)
     """Bytes of a dataset at a URL that one request reads, a multiple of 16384."""

@@ -1,7 +1,8 @@
 """Blocks of remote datasets on the local disk: verified when they arrive and on every read.
 
-    data.cache_dir/remote/KEY/text.json .idx .crc32   whole files of a dataset; KEY is the SHA-256
-                                                      of its manifest, so copies share blocks
+    data.cache_dir/remote/KEY/text.json .idx .crc32   whole files of a dataset; KEY is of its
+                                                      manifest's SHA-256 and the block size,
+                                                      so copies share blocks
     data.cache_dir/remote/KEY/bin-00000012            bytes [12 B, 13 B) of .bin, B = remote_block
     data.cache_dir/remote/locks/                      one process per node downloads a block
 
@@ -10,7 +11,8 @@ releases with its process, and renamed when it is complete. What was read last i
 mtime of a block, which every read renews.
 
 Space: a process that has written LIMIT / 64 bytes since it last looked removes the blocks that were
-read the longest time ago, until 3/4 of LIMIT are left. So up to 16 processes never exceed LIMIT.
+read the longest time ago, until 3/4 of LIMIT are left. LIMIT is
+data.remote_cache, at least 64 blocks; up to 8 processes never exceed it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Open the datasets of data.paths that are at URLs.
 
-PREFIX.json, .idx and .crc32, 2 % of the data, are downloaded whole; .bin and .mask are read by
-blocks (`coatlm.data.block_cache`). Only datasets with checksums are read from URLs, so that what a
+PREFIX.json, .idx and .crc32, a few percent of the data, are downloaded whole; .bin and .mask are
+read by blocks (`coatlm.data.block_cache`). Only datasets with checksums are read from URLs, so that what a
 network or a store damages is never trained on.
 """
 

@@ -5,8 +5,8 @@ The queries are the last S of T positions. A query at position i attends to the 
     max(start, i - window + 1) <= j <= i        start: the first position of the query's document
 
 and its logits are x = scale q k, or softcap tanh(x / softcap) (Gemma 2, arXiv 2408.00118, s2).
-Documents are given by their bounds: for each sample the first positions of its documents, from 0
-on, and then its length, repeated. Kernels of GPUs read no tensor of S x T elements:
+`bounds_BE` lists for each sample the first position of each document, beginning with 0, padded on
+the right with the sample's length. On a GPU no tensor of S x T elements is materialized:
 
     flash   FlashAttention-2 with cumulative lengths (arXiv 2307.08691); no soft cap
     flex    FlexAttention: a Triton kernel that torch.compile generates (arXiv 2412.05496)

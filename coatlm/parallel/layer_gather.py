@@ -16,7 +16,7 @@ no weights, and the last unit keeps its weights from forward to backward, which 
 A tied embedding is part of the first and of the last unit. With recompute=full, the forward pass
 within backward gathers a layer, and the layer's backward pass finds it gathered.
 
-    bytes sent per microbatch = (R - 1) / R (all weights + all weights of layers)
+    bytes sent per microbatch = (R - 1) / R * (bytes of all weights + bytes of the layers' weights)
 
 Gathered weights are those of stage 1, bit by bit: this rank's shard is exact, and the others come
 in BF16 or as FP8 codes (`fp8_gather`). Codes are computed for every gather, and the amax of each
