@@ -59,9 +59,10 @@ class Config(Section):
             ("data.reset_attention_mask=true", d.reset_attention_mask),
             ("model.window", m.window is not None),
         ):
-            if given and m.size_per_head % 8:
+            if given and (m.size_per_head % 8 or m.size_per_head > 256):
                 raise ValueError(
-                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8"
+                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8, at "
+                    "most 256"
                 )
         if p.sequence_parallel and p.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")

@@ -1,8 +1,8 @@
 """Open the datasets of data.paths that are at URLs.
 
 PREFIX.json, .idx and .crc32, a few percent of the data, are downloaded whole; .bin and .mask are
-read by blocks (`coatlm.data.block_cache`). Only datasets with checksums are read from URLs, so that what a
-network or a store damages is never trained on.
+read by blocks (`coatlm.data.block_cache`). Only datasets with checksums are read from URLs, so that
+what a network or a store damages is never trained on.
 """
 
 from __future__ import annotations

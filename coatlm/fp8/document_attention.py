@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
+SHAPES = 64  # for which FlexAttention may be compiled
 BLOCK = 128  # queries and keys per block of FlexAttention's mask
 
 
@@ -188,6 +189,9 @@ def _flex_attention(
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
+    # training, evaluations and tasks have samples of more lengths than torch's limit of 8 compiles
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, SHAPES)
     return torch.compile(_flex_attention, dynamic=False, fullgraph=True)
 
 

@@ -113,7 +113,8 @@ def attention(config: Config, e: float, x: float) -> float:
     saves its input, `x` bytes per element. Both are the same tensor if `x` = `e`, except under
     context parallelism, where the output is concatenated from two halves. The norms of queries and
     keys save their inputs. With recompute=selective attention saves the output of qkv alone, and in
-    an FP8 flow also the inputs of the norms of queries and keys. Document bounds are not counted.
+    an FP8 flow also the inputs of the norms of queries and keys. Not counted are document bounds,
+    and the masks that attention with documents, windows or soft caps materializes in fp32.
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)

@@ -46,7 +46,6 @@ from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
-SPARE = 0.15  # of a GPU: what train.logits=auto leaves for what the estimate does not count
 GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
 BF16_GEMM = 2 + 4 + 4  # bytes per element of a matrix in a GEMM with an operand in BF16
 EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
@@ -101,7 +100,8 @@ def weight_bytes(config: Config, count: int, vocab: int, *, stage: int, data_par
         return count * element_bytes(config)
     layer = layer_matrices(config.model) // p.tp
     last = vocab * config.model.hidden // p.tp if stage == p.pp - 1 else 0
-    elements = math.ceil(count / ranks) + layer + max(layer, last)
+    tied = config.model.tie_embeddings and p.pp == 1  # gathered until the embedding's gradient
+    elements = math.ceil(count / ranks) + layer + (layer + last if tied else max(layer, last))
     return elements * element_bytes(config) + (layer if p.weight_gather == "fp8" else 0)
 
 
@@ -338,13 +338,3 @@ def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: 
         if peak_bytes(smaller, vocab, data_parallel) <= memory:
             return size
     return 0
-
-
-def with_logits(config: Config, vocab: int, data_parallel: int, memory: float) -> Config:
-    """`config` with `train.logits` decided: auto becomes save if that leaves SPARE of `memory`."""
-    if config.train.logits != "auto":
-        return config
-    saving = replaced(config, train={"logits": "save"})
-    if peak_bytes(saving, vocab, data_parallel) <= memory * (1 - SPARE):
-        return saving
-    return replaced(config, train={"logits": "recompute"})

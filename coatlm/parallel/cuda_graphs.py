@@ -8,7 +8,8 @@ gradients, the last reduces gradients during backward. So there are up to three 
 microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
 its kernels; the second is captured and replayed; for all later ones, the inputs are copied into the
 static inputs of the graphs and the graph is replayed. Document bounds that are wider than the
-static ones, because a sample has more documents than any before it, let all be captured again.
+static ones, because a sample has more documents than any before it, let all ranks capture again:
+an eager microbatch issues its collectives in another order than a graph.
 
 Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.
@@ -75,6 +76,13 @@ class MicrobatchGraphs:
         self.warm: set[MicrobatchKind] = set()
         self.graphs: dict[MicrobatchKind, CapturedMicrobatch] = {}
         self.inputs: Batch = {}
+        self.width = 0  # of the static document bounds
+
+    def fit(self, width: int) -> None:
+        """Make room for document bounds [B, width]. All ranks call it with the same width."""
+        if width > self.width and self.inputs:
+            self.reset()
+        self.width = max(width, self.width)
 
     def run(self, batch: Batch, share: Tensor, *, first: bool, last: bool) -> Tensor:
         """Run forward and backward of a microbatch: eagerly, or by capture and replay.
@@ -83,8 +91,6 @@ class MicrobatchGraphs:
         whether it is the first or the last microbatch of the step.
         """
         inputs, model = {**batch, "share": share}, self.model
-        if self._outgrown(inputs):
-            self.reset()
         kind = MicrobatchKind(first, last and model.group.size() > 1)
         if first and self.weights.in_forward:
             # also after an evaluation has gathered: the graph gathers again
@@ -116,11 +122,6 @@ class MicrobatchGraphs:
         self.graphs.clear()
         self.inputs = {}
 
-    def _outgrown(self, inputs: Batch) -> bool:
-        """Whether the document bounds do not fit the static ones."""
-        static = self.inputs.get("document_bounds")
-        return static is not None and bool(inputs["document_bounds"].shape[1] > static.shape[1])
-
     def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
         for name, value in self.inputs.items():
             if name == "document_bounds" and value is not None:
@@ -143,6 +144,8 @@ class MicrobatchGraphs:
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in inputs.items()
             }
+            if (bounds := inputs["document_bounds"]) is not None:
+                self.inputs["document_bounds"] = bounds[:, -1:].repeat(1, self.width)
         graph = torch.cuda.CUDAGraph()
         pools = [captured.graph.pool() for captured in self.graphs.values()]
         # thread_local: the watchdog of NCCL queries its events during the capture

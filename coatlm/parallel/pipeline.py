@@ -55,6 +55,10 @@ def run_microbatches(
         return 1.0 / tokens.clamp(min=1)
 
     if graphs is not None and not forward_only:
+        if batches[0]["document_bounds"] is not None:
+            width = torch.tensor(max(batch["document_bounds"].shape[1] for batch in batches))
+            dist.all_reduce(width, dist.ReduceOp.MAX, group=groups.control)
+            graphs.fit(int(width))
         ends = len(batches) - 1
         part = share()  # no gathers are in flight: captured microbatches start their own
         losses = [graphs.run(b, part, first=i == 0, last=i == ends) for i, b in enumerate(batches)]

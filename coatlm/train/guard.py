@@ -45,7 +45,7 @@ from coatlm.config import Config
 from coatlm.config.model import Precision
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.operand import format_of
-from coatlm.model.memory import fallback_bytes, stage_bytes
+from coatlm.model.fits import peak_with
 from coatlm.model.numerics import TENSORS
 from coatlm.parallel.fp8lm_scaling import SATURATED
 from coatlm.platform import device_memory
@@ -254,11 +254,3 @@ def fits_memory(config: Config, vocab: int, data_parallel: int, fallen: Collecti
         return True
     memory, _ = device_memory(torch.device("cuda", torch.cuda.current_device()), 1)
     return peak_with(config, vocab, data_parallel, fallen) <= memory
-
-
-def peak_with(config: Config, vocab: int, data_parallel: int, fallen: Collection[int]) -> int:
-    """The estimated peak of the rank with the highest one, with the layers `fallen` in BF16."""
-    return max(
-        rank.total + fallback_bytes(config, fallen, stage=stage, data_parallel=data_parallel)
-        for stage, rank in enumerate(stage_bytes(config, vocab, data_parallel))
-    )

@@ -8,7 +8,8 @@ with a `train.predict.Predictor`, and with the tokenizer of the run.
     loglikelihood_rolling    disjoint windows of a document: the sum of their losses
     generate_until           greedy decoding; each token takes a forward pass over the whole text
 
-All ranks load the same tasks and compute the same metrics, so ranks synchronize only in forward passes. Only this module imports lm_eval, which takes seconds.
+All ranks load the same tasks and compute the same metrics, so ranks synchronize only in forward
+passes. Only this module imports lm_eval, which takes seconds.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from coatlm.model.coat_layer import (
     flows_of,
     tune_layers,
 )
-from coatlm.model.memory import with_logits
+from coatlm.model.fits import with_logits
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ BOUNDS = [[0, 5, 130, 420, 600, 700, 700], [0, 256, 384, 512, 640, 641, 700]]
 # both round to BF16 (2^-9), in other places: probabilities, outputs, and their gradients
 RELATIVE = 2.0**-6
 fast = pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
-
-
-@pytest.fixture(autouse=True)
-def more_shapes_than_in_a_run() -> Iterator[None]:
-    """torch.compile refuses a function that it has compiled for eight shapes and options."""
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
 
 
 def drawn(queries: int, kv_heads: int, head_dim: int, layout: str) -> tuple[list[Tensor], Tensor]:

@@ -19,6 +19,7 @@ from coatlm.fp8.attention import SavedInFp8
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.model.accounting import parameters
+from coatlm.model.fits import with_logits
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.optim.recipes import RECIPES
 from coatlm.parallel.collectives import Traffic
@@ -290,6 +291,9 @@ def test_stage_3_has_a_shard_of_the_weights_and_two_units() -> None:
     assert held(2560, 1, 4, tp=2) == 2 * 24000 + layer + 2560 * 32
     assert held(256, 0, 2, cp=2, weight_gather="fp8") == 2 * (24000 + 2 * layer) + layer
     assert held(256, 0, 1) == held(256, 0, 4, zero=2) == 2 * 96000
+    tied = config({"tie_embeddings": True, "vocab": 256, "ffn": 64}, parallel={"zero": 3}, **COAT)
+    found = mem.weight_bytes(tied, 96000, 256, stage=0, data_parallel=4)
+    assert found == 2 * (24000 + 2 * layer + 256 * 32)
     two, three = (config(parallel={"zero": n, "bucket_size": 100}) for n in (2, 3))
     assert mem.main_grad_bytes(two, 9600, 4) == mem.main_grad_bytes(three, 9600, 4)
     assert mem.optim_state_bytes(two, 9600, 4) == mem.optim_state_bytes(three, 9600, 4)
@@ -378,9 +382,23 @@ def test_logits_are_saved_where_15_percent_of_the_memory_stays_free() -> None:
     saving = mem.replaced(c, train={"logits": "save"})
     peak = mem.peak_bytes(saving, vocab, 1)
     assert peak > mem.peak_bytes(c, vocab, 1)
-    assert mem.with_logits(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
-    assert mem.with_logits(c, vocab, 1, peak / 0.85 - 1e6).train.logits == "recompute"
-    assert mem.with_logits(saving, vocab, 1, 0).train.logits == "save"
+    assert with_logits(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
+    assert with_logits(c, vocab, 1, peak / 0.85 - 1e6).train.logits == "recompute"
+    assert with_logits(saving, vocab, 1, 0).train.logits == "save"
+
+
+def test_saved_logits_leave_room_for_layers_that_fall_back_twice_beside_cuda_graphs() -> None:
+    vocab, sizes = 128256, {"vocab": 128256, "hidden": 128, "heads": 4, "kv_heads": 4}
+    coat = {"recipe": "coat", "guard": "fallback"}
+    for graphs in (False, True):
+        c = config(sizes, seq_len=4096, train={"cuda_graphs": graphs}, precision=coat)
+        saving = mem.replaced(c, train={"logits": "save"})
+        every = range(1, c.model.layers + 1)
+        more = mem.fallback_bytes(saving, every, stage=0, data_parallel=1)
+        peak = mem.peak_bytes(saving, vocab, 1) + more * (2 if graphs else 1)
+        assert more > 0
+        assert with_logits(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
+        assert with_logits(c, vocab, 1, peak / 0.85 - 1e4).train.logits == "recompute"
 
 
 def with_recipe(recipe: str, **sections: Any) -> Config:

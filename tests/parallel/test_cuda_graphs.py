@@ -59,6 +59,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 def run(graphs: Graphs, *bounds: int) -> list[tuple[str, Any]]:
     """What is done for a microbatch of one sample with these document bounds."""
     graphs.seen = []
+    graphs.fit(len(bounds))
     batch = {"document_bounds": torch.tensor([bounds], dtype=torch.int32)}
     graphs.run(batch, torch.zeros(()), first=True, last=True)
     return graphs.seen
@@ -72,6 +73,18 @@ def test_narrow_bounds_fill_the_static_ones_and_wide_ones_capture_again(graphs: 
     assert run(graphs, *wide) == [("reset", None), ("eager", [[*wide]])]
     assert [what for what, _ in run(graphs, *wide)] == ["capture", "replay"]
     assert run(graphs, 0, 4, LENGTH) == [("replay", [[0, 4, LENGTH, LENGTH, LENGTH]])]
+
+
+def test_another_rank_s_wider_bounds_capture_again_and_are_room_for_later_ones(
+    graphs: Graphs,
+) -> None:
+    for _ in range(2):
+        run(graphs, 0, 3, LENGTH)
+    graphs.seen = []
+    graphs.fit(5)
+    assert graphs.seen == [("reset", None)]
+    assert run(graphs, 0, 3, LENGTH) == [("eager", [[0, 3, LENGTH]])]
+    assert run(graphs, 0, 3, LENGTH)[-1] == ("replay", [[0, 3, LENGTH, LENGTH, LENGTH]])
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ def config(root: Path, name: str) -> Any:
 class Shifted:
     """A dataset without the samples of some global batches."""
 
+    remote = False
+
     def __init__(self, dataset: Any, first: int, stop: int, size: int) -> None:
         self.dataset, self.first, self.more = dataset, first * size, (stop - first) * size
         self.eod, self.reset_attention_mask = dataset.eod, dataset.reset_attention_mask
