@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8
