@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
 SMALL = {
-    **{"model.layers": 1, "model.hidden": 32, "model.ffn": 48, "data.seq_len": 32},
+    **{"model.layers": 1, "model.hidden": 64, "model.ffn": 48, "data.seq_len": 32},
     **{"train.micro_batch": 2, "train.global_batch": 2, "train.eval_every": 2},
     **{"train.eval_batches": 1, "checkpoint.every": 2, "log.every": 1},
 }
