@@ -378,7 +378,7 @@ def test_loss_holds_the_chunk_that_loss_py_takes_and_two_gradients(
 
 def test_logits_are_saved_where_15_percent_of_the_memory_stays_free() -> None:
     vocab = 128256
-    c = config({"vocab": vocab}, seq_len=4096, train={"micro_batch": 4})
+    c = config({"vocab": vocab}, seq_len=4096, train={"micro_batch": 4, "logits": "auto"})
     saving = mem.replaced(c, train={"logits": "save"})
     peak = mem.peak_bytes(saving, vocab, 1)
     assert peak > mem.peak_bytes(c, vocab, 1)
@@ -391,7 +391,9 @@ def test_saved_logits_leave_room_for_layers_that_fall_back_twice_beside_cuda_gra
     vocab, sizes = 128256, {"vocab": 128256, "hidden": 128, "heads": 4, "kv_heads": 4}
     coat = {"recipe": "coat", "guard": "fallback"}
     for graphs in (False, True):
-        c = config(sizes, seq_len=4096, train={"cuda_graphs": graphs}, precision=coat)
+        c = config(
+            sizes, seq_len=4096, train={"cuda_graphs": graphs, "logits": "auto"}, precision=coat
+        )
         saving = mem.replaced(c, train={"logits": "save"})
         every = range(1, c.model.layers + 1)
         more = mem.fallback_bytes(saving, every, stage=0, data_parallel=1)

@@ -118,13 +118,14 @@ def test_plan_says_which_of_logits_and_backward_counts() -> None:
 
 
 def test_plan_says_what_saved_logits_add_or_that_they_are_in_the_sum() -> None:
-    c = config({"vocab": 128256}, seq_len=4096, train={"micro_batch": 4})
+    c = config({"vocab": 128256}, seq_len=4096, train={"micro_batch": 4, "logits": "auto"})
     (line,) = [line for line in plan(c, 1).splitlines() if line.startswith("  all logits")]
     saving = replaced(c, train={"logits": "save"})
     more = (peak_bytes(saving, 128256, 1) - peak_bytes(c, 128256, 1)) / GIB
     assert more > 0 and f"{more:.3f}" in line
     text = plan(saving, 1)
     assert "all of them" in text and "all logits" not in text
+    assert "all logits" not in plan(config({"vocab": 128256}), 1)
 
 
 def test_plan_names_the_memory_of_cuda_graphs() -> None:
