@@ -14,7 +14,10 @@ from tests.distributed import run_ranks
 from tests.train.test_resume import LAYOUTS, MODEL
 
 SEQ_LEN, VOCAB = 64, 96
-CHOSEN = ("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2 zero1", "cp2", "tp2 pp2", "tp2 cp2", "pp2 dp2")
+CHOSEN = (
+    *("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2 zero1", "dp2 zero3", "cp2", "tp2 pp2", "tp2 cp2"),
+    *("pp2 dp2", "pp2 dp2 zero3"),
+)
 LENGTHS = (1, 2, 31, 32, 33, 50, 63, 64, 5, 64, 12)  # of both widths, more than one pass of each
 
 
