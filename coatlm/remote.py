@@ -125,13 +125,16 @@ class Location:
         digest = hashlib.sha256(str(version).encode()).digest()
         return Info(int(found["size"]), int.from_bytes(digest[:7]) if version else 0)
 
+    def found(self) -> Info | None:
+        """`info`, or None if there is no such object. Raises RemoteError."""
+        try:
+            return self.info()
+        except MissingError:
+            return None
+
     def exists(self) -> bool:
         """Whether there is such an object. Raises RemoteError."""
-        try:
-            self.info()
-        except MissingError:
-            return False
-        return True
+        return self.found() is not None
 
     def names(self) -> list[str]:
         """The names in a directory, sorted; none if there is no such directory."""

@@ -16,6 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
 
 FAULTS = ("drop", "503", "truncate", "flip")
 KEYS = {  # of the environment of clients
@@ -95,3 +98,20 @@ def object_store() -> Iterator[tuple[str, Faults]]:
     finally:
         server.shutdown()
         thread.join()
+
+
+@contextmanager
+def s3() -> Iterator[Faults]:
+    """An `object_store` to which the s3:// URLs of this process and its children lead."""
+    from s3fs import S3FileSystem
+
+    with object_store() as (address, faults), pytest.MonkeyPatch.context() as patch:
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": address}.items():
+            patch.setenv(name, value)
+        S3FileSystem.clear_instance_cache()  # it has clients of an earlier store's address
+        reset = Request(
+            f"{address}/moto-api/reset", method="POST"
+        )  # moto's objects outlive a server
+        urlopen(reset).close()
+        S3FileSystem().mkdir("data")
+        yield faults

@@ -55,12 +55,12 @@ def open_remote(url: str, tokenizer: Tokenizer, cache: BlockCache) -> Indexed:
     """
     at = Location.of(url)
     record = at.suffixed(".json")
-    if not record.exists():
+    if (found := record.found()) is None:
         raise DatasetError(
             f"{record.url}: no such object; a dataset at a URL needs the checksums that "
             "coatlm prepare writes"
         )
-    content = b"".join(record.pieces(record.info().nbytes))
+    content = b"".join(record.pieces(found.nbytes))
     prefix = cache.folder(content) / "text"
     cache.write(suffixed(prefix, ".json"), content)
     try:
@@ -77,8 +77,8 @@ def open_remote(url: str, tokenizer: Tokenizer, cache: BlockCache) -> Indexed:
 
     def remote(suffix: str, nbytes: int, sums: NDArray[np.uint32]) -> RemoteFile:
         location = at.suffixed(suffix)
-        if (found := location.info().nbytes) != nbytes:
-            raise DatasetError(f"{location.url}: {found} bytes, but {url}.idx implies {nbytes}")
+        if (stored := location.info().nbytes) != nbytes:
+            raise DatasetError(f"{location.url}: {stored} bytes, but {url}.idx implies {nbytes}")
         base = prefix.with_name(suffix.removeprefix("."))
         return RemoteFile(location.url, nbytes, sums, location, cache, base)
 

@@ -169,9 +169,9 @@ def _fetch(url: str, directory: Path, rank: int, world: int) -> list[str]:
 
 def _fetch_file(at: Location, path: Path, file: File) -> list[str]:
     """Download a file; returns a line if it is damaged at its URL."""
-    found = at.info().nbytes if at.exists() else None
-    if found != file.bytes:
-        stored = "is missing" if found is None else f"has {found} bytes"
+    found = at.found()
+    if found is None or found.nbytes != file.bytes:
+        stored = "is missing" if found is None else f"has {found.nbytes} bytes"
         return [f"{at.url} {stored}, {file.bytes} were written"]
     for _ in range(TRIES):
         digest = hashlib.sha256()

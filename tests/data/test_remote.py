@@ -25,7 +25,7 @@ from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.remote import Location, RangeReader, RemoteError
-from tests.object_store import FAULTS, KEYS, Faults, object_store
+from tests.object_store import FAULTS, Faults, s3
 
 BYTE = make_tokenizer("byte")
 BLOCK = 1 << 14
@@ -34,10 +34,7 @@ PAIRS = [{"prompt": f"{i}+1=", "completion": f"{i + 1};" * 9} for i in range(400
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Faults]:
-    with object_store() as (address, faults), pytest.MonkeyPatch.context() as patch:
-        for name, value in {**KEYS, "AWS_ENDPOINT_URL": address}.items():
-            patch.setenv(name, value)
-        Location.of("s3://data").fs.mkdir("data")
+    with s3() as faults:
         yield faults
 
 

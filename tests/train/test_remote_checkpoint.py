@@ -20,7 +20,7 @@ from coatlm.train.checkpoint import Checkpointer, CheckpointError, check_resume,
 from coatlm.train.manifest import MANIFEST, step_name, verify
 from coatlm.train.remote_checkpoint import check_upload, download_checkpoint, remote_candidates
 from tests.forks import Forks
-from tests.object_store import FAULTS, KEYS, Faults, object_store
+from tests.object_store import FAULTS, KEYS, Faults, s3
 from tests.train.layouts import pieces_of, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -30,10 +30,7 @@ LOG = logging.getLogger("test_remote_checkpoint")
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Faults]:
-    with object_store() as (address, faults), pytest.MonkeyPatch.context() as patch:
-        for name, value in {**KEYS, "AWS_ENDPOINT_URL": address}.items():
-            patch.setenv(name, value)
-        Location.of("s3://data").fs.mkdir("data")
+    with s3() as faults:
         yield faults
 
 
