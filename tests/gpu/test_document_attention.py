@@ -46,10 +46,12 @@ def bounds_of(documents: bool) -> Tensor | None:
     return torch.tensor(BOUNDS, dtype=torch.int32, device="cuda") if documents else None
 
 
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_near(found: list[Tensor], expected: list[Tensor], dout: Tensor) -> None:
+    """Gradients of q and k of a token that sees only itself are zero; fp32 leaves rounding errors."""
+    least = 2.0**-20 * dout.float().norm()
     for actual, wanted in zip(found, expected, strict=True):
         assert actual.shape == wanted.shape
-        assert (actual.float() - wanted.float()).norm() <= RELATIVE * wanted.float().norm()
+        assert (actual.float() - wanted.float()).norm() <= RELATIVE * wanted.float().norm() + least
 
 
 @fast
@@ -72,7 +74,7 @@ def test_a_backend_computes_the_definition(
     exact = [x.detach().float().requires_grad_() for x in qkv]
     options: dict[str, Any] = {"bounds_BE": bounds_of(documents), "window": window, "scale": 0.1}
     expected = results(exact, dout.float(), **options, backend="reference")
-    assert_near(results(qkv, dout, **options, backend=backend), expected)
+    assert_near(results(qkv, dout, **options, backend=backend), expected, dout)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -82,7 +84,7 @@ def test_a_soft_cap_is_computed_by_the_default_backend(documents: bool, window: 
     exact = [x.detach().float().requires_grad_() for x in qkv]
     options: dict[str, Any] = {"bounds_BE": bounds_of(documents), "window": window, "softcap": 2.0}
     expected = results(exact, dout.float(), **options, backend="reference")
-    assert_near(results(qkv, dout, **options), expected)
+    assert_near(results(qkv, dout, **options), expected, dout)
 
 
 @fast
