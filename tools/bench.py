@@ -41,12 +41,13 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "layer-kernels": "tools.benchmarks.layer_kernels",
     "memory": "tools.benchmarks.memory",
     "optimizer": "tools.benchmarks.optimizer",
+    "output-layer": "tools.benchmarks.output_layer",
     "quantize": "tools.benchmarks.quantize",
     "reduce": "tools.benchmarks.reduce",
 }
 COUNTS = (  # integer options of any benchmark
     *("batch", "document", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
-    *("ranks", "reps", "seq", "steps", "values", "vocab"),
+    *("ranks", "reps", "seq", "steps", "tokens", "values", "vocab"),
 )
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1

@@ -86,6 +86,12 @@ class Config(Section):
                 f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: evaluations "
                 "would enter the amaxes of training; use te-current or te-blockwise"
             )
+        if self.precision.output_layer == "fp8":
+            if self.precision.recipe == "fp32":
+                raise ValueError(
+                    "precision.output_layer=fp8 with precision.recipe=fp32: must be bf16"
+                )
+            divides("model.hidden", m.hidden, "the alignment of FP8 GEMMs", 16)
         self._check_flow()
         if self.train.cuda_graphs is True:
             for obstacle in self._graph_obstacles():
@@ -108,7 +114,7 @@ class Config(Section):
         m, p, recipe = self.model, self.precision, self.precision.recipe
         if not p.flow:
             flows = " | ".join(RECIPES)
-            for name in set(Precision.model_fields) - {"recipe"}:
+            for name in set(Precision.model_fields) - {"recipe", "output_layer"}:
                 if getattr(p, name) != Precision.model_fields[name].default:
                     raise ValueError(f"precision.{name} is for {flows}, not for {recipe}")
             if self.log.numerics_every:

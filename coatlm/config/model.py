@@ -206,7 +206,8 @@ class Model(Section):
 class Precision(Section):
     """The number formats of GEMMs and of tensors saved for backward.
 
-    All keys but recipe apply only to coatlm's FP8 recipes: fp8-linear and those listed after it.
+    All keys but recipe and output_layer apply only to coatlm's FP8 recipes: fp8-linear and those
+    listed after it.
     """
 
     recipe: PrecisionRecipe = "bf16"
@@ -269,6 +270,11 @@ class Precision(Section):
     """Operands and saved tensors that stay in BF16, to measure what their quantization costs. Their
     GEMMs run in BF16 with fp32 sums, on the dequantized codes of the other operand; FP8 codes are
     computed as well, so this saves neither time nor memory. GEMM operands need parallel.tp=1."""
+
+    output_layer: Literal["bf16", "fp8"] = "bf16"
+    """The operands of the output layer's GEMMs, under any recipe but fp32. fp8 quantizes hidden
+    states and weights to e4m3 and gradients of logits to e5m2, with a scale per row; logits and the
+    loss are computed as with bf16. model.hidden must be a multiple of 16."""
 
     guard: Literal["off", "warn", "fallback"] = "off"
     """What happens when FP8 hurts a layer: warn logs the layer and its tensor; fallback also lets

@@ -21,10 +21,10 @@ from coatlm.config import Config
 from coatlm.data.context_parallel import zigzag_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
-from coatlm.fp8.softcap import soft_capped
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
-from coatlm.model.loss import largest_logits, linear_cross_entropy
+from coatlm.model.loss import all_logits, largest_logits, linear_cross_entropy
+from coatlm.model.output_gemms import output_gemms
 from coatlm.model.spec import block_spec
 from coatlm.parallel.cuda_graphs import captures
 from coatlm.parallel.groups import Groups
@@ -60,6 +60,7 @@ class Llama(GPTModel):
         self.logits_softcap = model.logits_softcap
         self.save_logits = run.train.logits == "save"
         self.z_loss = run.train.z_loss
+        self.gemms = output_gemms(run.precision)
 
     def forward(
         self,
@@ -97,7 +98,7 @@ class Llama(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if labels is None:
-            logits = soft_capped(F.linear(hidden, weight), self.logits_softcap)
+            logits = all_logits(hidden, weight, cap=self.logits_softcap, gemms=self.gemms)
             return logits.transpose(0, 1).view(*shape, -1)
         group = self.tp_group if self.tp_group.size() > 1 else None
         losses = linear_cross_entropy(
@@ -108,11 +109,12 @@ class Llama(GPTModel):
             save_logits=self.save_logits,
             z_loss=self.z_loss if self.training else 0.0,
             cap=self.logits_softcap,
+            gemms=self.gemms,
         )
         losses = losses.t().view(shape)
         if not predictions:
             return losses
-        largest = largest_logits(hidden, weight, group=group).t().view(shape)
+        largest = largest_logits(hidden, weight, group=group, gemms=self.gemms).t().view(shape)
         return torch.stack((losses.double(), largest.double()))
 
     def rotary(self, seq_len: int) -> Tensor:

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from coatlm.fp8.softcap import soft_capped
 from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref, row_stats, row_stats_ref
+from coatlm.model.output_gemms import MakeGemms, OutputGemms, PlainGemms
 
 IGNORE = -100  # this label has no loss and no gradient
 CHUNK_BYTES = 256 * 2**20  # logits of one chunk
@@ -75,32 +76,22 @@ def _combine_over_group_(stats_3T: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _chunks(
-    hidden_TH: Tensor, weight_VH: Tensor, chunk: int, *, shared: bool
+    hidden_TH: Tensor, V: int, chunk: int, gemms: OutputGemms, *, shared: bool
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows of the weight, their logits[T, rows]), in one `shared` buffer or in one each."""
-    T, V = hidden_TH.shape[0], weight_VH.shape[0]
+    T = hidden_TH.shape[0]
     buffer = hidden_TH.new_empty(T * min(chunk, V)) if shared else None
     for start in range(0, V, chunk):
         rows = slice(start, min(start + chunk, V))
         size = T * (rows.stop - start)
         logits_TC = (hidden_TH.new_empty(size) if buffer is None else buffer[:size]).view(T, -1)
-        yield rows, torch.mm(hidden_TH, weight_VH[rows].t(), out=logits_TC)
+        yield rows, gemms.logits_(rows, logits_TC)
 
 
 def _taken(saved: list[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
     """Yield the chunks of the list in order, and remove each, so that its memory can be freed."""
     while saved:
         yield saved.pop(0)
-
-
-def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into += a @ b; where dtypes differ, a @ b is not rounded before it is added."""
-    if into.dtype == a.dtype:
-        into.addmm_(a, b)
-    elif into.is_cuda and into.dtype == torch.float32:
-        torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
-    else:
-        into.add_(a.float() @ b.float())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -115,13 +106,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         save_logits: bool,
         z_loss: float,
         cap: float | None,
+        make_gemms: MakeGemms,
     ) -> Tensor:
         V = weight_VH.shape[0]
         ranks = 1 if group is None else group.size()
         first = 0 if group is None else group.rank() * V
         statistics = row_stats if hidden_TH.is_cuda else row_stats_ref
         stats, saved = [], []
-        for rows, logits_TC in _chunks(hidden_TH, weight_VH, chunk, shared=not save_logits):
+        gemms = make_gemms(hidden_TH, weight_VH)
+        for rows, logits_TC in _chunks(hidden_TH, V, chunk, gemms, shared=not save_logits):
             stats.append(statistics(logits_TC, labels_T, first + rows.start, cap))
             if save_logits:
                 saved.append((rows, logits_TC))
@@ -134,6 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
         ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
+        ctx.make_gemms = make_gemms
         loss_T = lse_T - target_T
         if z_loss:
             loss_T += z_loss * lse_T.square()
@@ -150,21 +144,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         main_grad: Tensor | None = getattr(weight_VH, "main_grad", None) if wants_weight else None
         dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
         dweight_VH = torch.empty_like(weight_VH) if wants_weight and main_grad is None else None
-        chunks = _taken(ctx.saved)
+        gemms, chunks = ctx.make_gemms(hidden_TH, weight_VH), _taken(ctx.saved)
         if not ctx.saved:  # as in a second backward
-            chunks = _chunks(hidden_TH, weight_VH, ctx.chunk, shared=True)
+            chunks = _chunks(hidden_TH, len(weight_VH), ctx.chunk, gemms, shared=True)
         for rows, logits_TC in chunks:
             first = ctx.first + rows.start
             d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, first, slope_T, ctx.cap)
-            if dhidden_TH is not None:
-                _add_gemm_(dhidden_TH, d_TC, weight_VH[rows])
-            if main_grad is not None:
-                _add_gemm_(main_grad[rows], d_TC.t(), hidden_TH)
-            elif dweight_VH is not None:
-                torch.mm(d_TC.t(), hidden_TH, out=dweight_VH[rows])
+            into = dweight_VH if main_grad is None else main_grad
+            gemms.backward_(
+                rows,
+                d_TC,
+                dhidden=dhidden_TH,
+                dweight=None if into is None else into[rows],
+                accumulate=main_grad is not None,
+            )
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
-        return dhidden_TH, dweight_VH, *[None] * 6
+        return dhidden_TH, dweight_VH, *[None] * 7
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
@@ -183,6 +179,7 @@ def linear_cross_entropy(
     save_logits: bool = False,
     z_loss: float = 0.0,
     cap: float | None = None,
+    gemms: MakeGemms = PlainGemms,
 ) -> Tensor:
     """The loss per token in nats, fp32 [S, B]; differentiable in hidden and weight.
 
@@ -195,6 +192,7 @@ def linear_cross_entropy(
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
     GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
     With `save_logits` and autograd, forward saves T * V logits for backward. z_loss is z, cap is c.
+    `gemms` are those of the output layer, in BF16 or FP8 (output_gemms.py).
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
@@ -217,7 +215,7 @@ def linear_cross_entropy(
     hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
     save_logits = save_logits and torch.is_grad_enabled()
     loss_T = _LinearCrossEntropy.apply(
-        hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss, cap
+        hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss, cap, gemms
     )
     return loss_T.view_as(labels_SB)
 
@@ -229,6 +227,7 @@ def largest_logits(
     *,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
+    gemms: MakeGemms = PlainGemms,
 ) -> Tensor:
     """The vocabulary entry with the largest logit per token, int64 [S, B].
 
@@ -238,7 +237,7 @@ def largest_logits(
     hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
     chunk = chunk or default_chunk(hidden_TH.shape[0], hidden_TH.dtype)
     first = 0 if group is None else group.rank() * weight_VH.shape[0]
-    chunks = _chunks(hidden_TH, weight_VH, chunk, shared=True)
+    chunks = _chunks(hidden_TH, len(weight_VH), chunk, gemms(hidden_TH, weight_VH), shared=True)
     best = [logits.max(1) for _, logits in chunks]
     top_NT = torch.stack([values for values, _ in best]).float()
     entry_NT = torch.stack([first + i * chunk + columns for i, (_, columns) in enumerate(best)])
@@ -250,3 +249,17 @@ def largest_logits(
         entry_T = entry_T.where(top_T == highest_T, torch.iinfo(torch.int64).max)
         dist.all_reduce(entry_T, dist.ReduceOp.MIN, group=group)
     return entry_T.view(hidden_SBH.shape[:-1])
+
+
+@torch.no_grad()
+def all_logits(
+    hidden_SBH: Tensor, weight_VH: Tensor, *, cap: float | None = None, gemms: MakeGemms
+) -> Tensor:
+    """The logits [S, B, V] of this rank's V rows, in the dtype of hidden, without autograd.
+
+    The arguments are those of `linear_cross_entropy`.
+    """
+    hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+    logits_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH))
+    gemms(hidden_TH, weight_VH).logits_(slice(None), logits_TV)
+    return soft_capped(logits_TV, cap).view(*hidden_SBH.shape[:-1], -1)

@@ -180,13 +180,18 @@ def loss_bytes(config: Config, vocab: int) -> int:
     """Bytes that `loss.py` holds on the last stage as backward begins.
 
     They are the logits, of one chunk of the vocabulary or with logits=save all, and the gradient of
-    the last hidden state, in fp32 and in the dtype in which it is returned.
+    the last hidden state, in fp32 and in the dtype in which it is returned. In FP8 there are also
+    the codes of a chunk's gradients and of the hidden states, both direct and transposed, and those
+    of a chunk of the weight.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
     rows = vocab // config.parallel.tp
-    if config.train.logits != "save":
-        rows = min(rows, default_chunk(tokens, weight_dtype(config)))
-    return tokens * (rows * e + m.hidden * (4 + e))
+    chunk = min(rows, default_chunk(tokens, weight_dtype(config)))
+    held = rows if config.train.logits == "save" else chunk
+    size = tokens * (held * e + m.hidden * (4 + e))
+    if config.precision.output_layer == "fp8":
+        size += 2 * tokens * (chunk + m.hidden) + chunk * m.hidden
+    return size
 
 
 def fallback_bytes(

@@ -114,6 +114,8 @@ def format_sentences(config: Config, *, several: bool) -> Iterator[str]:
         layers = f"{FORMATS[recipe]} GEMMs"
     else:
         layers = f"TransformerEngine's FP8 GEMMs ({recipe})"
+    if precision.output_layer == "fp8":
+        layers += "; the output layer has FP8 GEMMs"
     each = element_bytes(config) + bytes_per_parameter(config.optim.recipe, weight_dtype(config))
     comm = FORMATS.get(p.grad_comm, f"FP8 ({p.grad_comm})")
     sums = f" and summed over ranks in {comm}" if several else ""

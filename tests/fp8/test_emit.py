@@ -42,6 +42,7 @@ OPERANDS = {
     "tensor, fp32": replace(PER_TENSOR, power_of_two=False),
     "tensor, e5m2": replace(PER_TENSOR, fmt="e5m2"),
     "rows": PER_ROW,
+    "rows, e5m2": replace(PER_ROW, fmt="e5m2"),
     "rows, fp32": replace(PER_ROW, power_of_two=False),
     "1 x 128": LINES,
     "1 x 128, fp32, e5m2": replace(LINES, fmt="e5m2", power_of_two=False),

@@ -21,6 +21,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches per step, secti
     "bf16 documents": (3, {"precision": {"recipe": "bf16"}, "data": DOCUMENTS}),
     "coat": (3, {"precision": {"recipe": "coat"}}),
     "coat-lean": (3, {"precision": {"recipe": "coat-lean"}}),
+    "fp8 output layer": (3, {"precision": {"recipe": "bf16", "output_layer": "fp8"}}),
     "coat delayed": (3, {"precision": {"recipe": "coat", "scaling": "delayed"}}),
 }
 

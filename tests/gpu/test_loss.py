@@ -1,11 +1,22 @@
 """The chunked cross entropy on a GPU: against the fp32 definition, and the memory it takes."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from coatlm.config import make_config
 from coatlm.model import loss_kernels
-from coatlm.model.loss import cross_entropy_ref, linear_cross_entropy
+from coatlm.model.loss import (
+    all_logits,
+    cross_entropy_ref,
+    largest_logits,
+    linear_cross_entropy,
+)
+from coatlm.model.memory import loss_bytes
+from coatlm.model.output_gemms import Fp8Gemms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,3 +149,81 @@ def test_vocabulary_of_128k_takes_under_half_a_gib() -> None:
     extra = torch.cuda.max_memory_allocated() - before - hidden.numel() * 2  # dhidden
     print(f"extra peak {extra / MIB:.0f} MiB")
     assert extra < 512 * MIB
+
+
+# 50257 and its last chunk of 4096, 1105, are odd; 500 tokens are no multiple of 16
+@pytest.mark.parametrize("vocab", [32000, 50257])
+@pytest.mark.parametrize("options", [{}, {"save_logits": True}, {"z_loss": 1e-2, "cap": 5.0}])
+@pytest.mark.parametrize("main_dtype", [None, torch.float32, torch.bfloat16])
+def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
+    vocab: int, options: dict[str, Any], main_dtype: torch.dtype | None
+) -> None:
+    results = []
+    for device in ("cuda", "cpu"):
+        moved = (x.detach().to(device) for x in tensors(500, 256, vocab, torch.bfloat16))
+        hidden, weight, labels, dloss = moved
+        for x in (hidden, weight):
+            x.requires_grad_()
+        if main_dtype is not None:
+            weight.main_grad = torch.ones(weight.shape, dtype=main_dtype, device=device)
+        gemms = partial(Fp8Gemms, fast=())
+        loss = linear_cross_entropy(hidden, weight, labels, chunk=4096, gemms=gemms, **options)
+        loss.backward(dloss)
+        dweight = weight.grad if main_dtype is None else weight.main_grad
+        results.append([x.detach().cpu().float() for x in (loss, hidden.grad, dweight)])
+    # a logit of either may be rounded to the next BF16, and then its gradient to the next E5M2,
+    # 2^-2 away, where the logit is within 2^-8 of the boundary: 2^-5 of all; 2^-2 2^-2.5 = 2^-4.5
+    (loss, *gradients), (expected, *wanted) = results
+    assert (loss - expected).abs().max() < 2 * 6 * BF16_EPS
+    for actual, gradient in zip(gradients, wanted, strict=True):
+        assert relative(actual, gradient) < 2**-4.5
+
+
+def test_fast_accumulation_of_an_fp8_output_layer_adds_little() -> None:
+    results = []
+    for fast in ((), ("forward", "dgrad", "wgrad")):
+        hidden, weight, labels, dloss = tensors(512, 1024, 32000, torch.bfloat16)
+        gemms = partial(Fp8Gemms, fast=fast)
+        linear_cross_entropy(hidden, weight, labels, gemms=gemms).backward(dloss)
+        results.append((hidden.grad.float(), weight.grad.float()))
+    for exact, fast in zip(*results, strict=True):
+        assert 0 < relative(fast, exact) < 2**-4.5
+
+
+def test_predictions_of_an_fp8_output_layer_are_those_of_its_logits() -> None:
+    hidden, weight, *_ = tensors(500, 256, 50257, torch.bfloat16)
+    logits = all_logits(hidden, weight, gemms=Fp8Gemms)
+    found = largest_logits(hidden, weight, chunk=4096, gemms=Fp8Gemms)
+    # GEMMs of other sizes may sum in another order: the next BF16
+    top = logits.gather(-1, found[..., None])[..., 0]
+    torch.testing.assert_close(top, logits.amax(-1), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_an_fp8_output_layer_takes_the_memory_that_is_planned(save: bool) -> None:
+    hidden, weight, labels, _ = tensors(8192, 2048, 65536, torch.bfloat16)
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cuda")
+    config = make_config(
+        {
+            "model": {"hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 4096},
+            "data": {"text": ["unused"], "seq_len": 8192},
+            "precision": {"output_layer": "fp8"},
+            "train": {
+                "micro_batch": 1,
+                "global_batch": 1,
+                "logits": "save" if save else "recompute",
+            },
+        }
+    )
+    for _ in range(2):  # the first run compiles and allocates workspaces
+        hidden.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = linear_cross_entropy(hidden, weight, labels, save_logits=save, gemms=Fp8Gemms)
+        loss.sum().backward()
+        torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before
+    planned = loss_bytes(config, 65536)
+    print(f"extra peak {extra / MIB:.0f} MiB, planned {planned / MIB:.0f} MiB")
+    assert 0.8 * planned < extra < 1.05 * planned + 8 * MIB  # beside it: statistics, scales

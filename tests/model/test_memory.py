@@ -376,6 +376,17 @@ def test_loss_holds_the_chunk_that_loss_py_takes_and_two_gradients(
     assert mem.loss_bytes(saving, vocab) == every + tokens * 32 * (4 + dtype.itemsize)
 
 
+def test_an_fp8_output_layer_holds_codes_of_a_chunk_and_of_the_hidden_states() -> None:
+    c = config({"vocab": 128256}, seq_len=4096, train={"micro_batch": 4})
+    for logits in ("save", "recompute"):
+        plain, fp8 = (
+            mem.replaced(c, train={"logits": logits}, precision={"output_layer": layer})
+            for layer in ("bf16", "fp8")
+        )
+        more = mem.loss_bytes(fp8, 128256) - mem.loss_bytes(plain, 128256)
+        assert more == 2 * 16384 * (8192 + 32) + 8192 * 32  # 8192 rows: 256 MiB of BF16 logits
+
+
 def test_logits_are_saved_where_15_percent_of_the_memory_stays_free() -> None:
     vocab = 128256
     c = config({"vocab": vocab}, seq_len=4096, train={"micro_batch": 4, "logits": "auto"})

@@ -73,6 +73,11 @@ def test_formats_of_no_preset_are_told_without_one() -> None:
     assert layout.startswith("Layout: one rank. Estimated peak of a rank: ")
 
 
+def test_an_fp8_output_layer_is_named() -> None:
+    c = config(precision={"output_layer": "fp8"})
+    assert "layers have BF16 GEMMs; the output layer has FP8 GEMMs; weights" in sentences(c, 1)[1]
+
+
 def test_imported_weights_are_named() -> None:
     begin = {"resume": "converted/model", "weights_only": True}
     assert " from the weights of converted/model for " in sentences(config(checkpoint=begin), 1)[0]

@@ -57,10 +57,13 @@ FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"zero": 2},
 }
 DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps calibrates
+FP8_OUTPUT = {"precision": {"output_layer": "fp8"}}
 FLOW_VARIANTS: dict[str, dict[str, Any]] = {
     "kept weights": {"precision": {"keep_weights": True}},
     "saved inputs": {"precision": {"keep_linear_inputs": True}},
     "blocks": {"model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
+    "fp8 output": FP8_OUTPUT,
+    "fp8 output, tied": FP8_OUTPUT | {"model": {"tie_embeddings": True}},
     "delayed": DELAYED,
     "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
 }
@@ -80,6 +83,8 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *((layout, "blocks", "fp8-block") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
         ("tp2 sp", "delayed", "coat-paper"),
         ("tp2 sp", "saved inputs", "rowwise"),
+        *((layout, "fp8 output, tied", "bf16") for layout in ("tp2 sp", "pp2", "dp2 zero3")),
+        ("cp2", "fp8 output", "coat"),
         ("dp2 zero2", "recompute", "rowwise"),
     ],
     4: [
@@ -89,7 +94,7 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
     ],
 }
 # in these every FP8 number is that of one process
-SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "pp2 vpp2")
+SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "pp2 vpp2")
 
 
 def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Config:

@@ -1,0 +1,237 @@
+"""The output layer in FP8 against plain formulas in fp64, which round as its formats do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from coatlm.config import ConfigError, make_config
+from coatlm.model.loss import (
+    IGNORE,
+    all_logits,
+    cross_entropy_ref,
+    largest_logits,
+    linear_cross_entropy,
+)
+from coatlm.model.output_gemms import Fp8Gemms, PlainGemms, output_gemms
+from tests.distributed import run_ranks
+
+S, B, H = 7, 3, 48  # 21 tokens: no multiple of 16
+MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+in_fp8 = partial(linear_cross_entropy, gemms=Fp8Gemms)
+
+
+def tensors(vocab: int) -> tuple[Tensor, ...]:
+    """hidden, weight, labels (one of them -100), dloss: the same on every call and rank.
+
+    Tokens, channels and vocabulary entries differ in size, so that a scale of the wrong ones is
+    seen, and probabilities reach from 1 down to 1e-8.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(S, B, H, generator=generator) * torch.logspace(-1, 0.5, H)
+    hidden = (hidden * torch.logspace(-1, 0, S)[:, None, None]).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, H, generator=generator) * torch.logspace(0.5, -1, H)
+    weight = (weight * torch.logspace(-0.5, 0.3, vocab)[:, None]).bfloat16().requires_grad_()
+    labels = torch.randint(vocab, (S, B), generator=generator)
+    labels[2, 1] = IGNORE
+    return hidden, weight, labels, torch.randn(S, B, generator=generator)
+
+
+def rounded(x: Tensor, axis: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """x as FP8 holds it, with a power-of-two scale for all that has the same index in `axis`."""
+    amax = x.float().abs().amax(1 - axis, keepdim=True)
+    scale = (amax / MAX[dtype]).log2().ceil().exp2().where(amax > 0, 1.0)
+    return ((x.float() / scale).to(dtype).float() * scale).double()
+
+
+def expected(vocab: int, chunk: int, z: float = 0.0, cap: float | None = None) -> list[Tensor]:
+    """loss, dhidden, dweight by the formulas of loss.py and the table of output_gemms.py."""
+    hidden, weight, labels, dloss = (x.detach() for x in tensors(vocab))
+    hidden, labels, dloss = hidden.flatten(0, 1), labels.flatten(), dloss.flatten().double()
+    raw = (rounded(hidden, 0) @ rounded(weight, 0).t()).bfloat16().double()
+    logits = raw if cap is None else cap * torch.tanh(raw / cap)
+    lse, counts = logits.logsumexp(1), labels != IGNORE
+    label = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    loss = (lse - label + z * lse**2).where(counts, 0.0)
+    d = (logits - lse[:, None]).exp() * (1 + 2 * z * lse)[:, None]
+    d -= F.one_hot(labels.clamp(min=0), vocab)
+    d *= dloss.where(counts, 0.0)[:, None]
+    d = (d if cap is None else d * (1 - (logits / cap) ** 2)).bfloat16()
+    dhidden, dweight = torch.zeros(S * B, H).double(), []
+    for start in range(0, vocab, chunk):
+        rows = slice(start, start + chunk)
+        dhidden += rounded(d[:, rows], 0, torch.float8_e5m2) @ rounded(weight[rows], 1)
+        dweight.append(rounded(d[:, rows], 1, torch.float8_e5m2).t() @ rounded(hidden, 1))
+    return [loss.view(S, B), dhidden.view(S, B, H), torch.cat(dweight)]
+
+
+def relative(actual: Tensor, wanted: Tensor) -> float:
+    return ((actual.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+# a logit, a gradient of one and a result are rounded to BF16; where fp32 and fp64 differ, a code
+# of E5M2 may flip: 2^-2 of one value among hundreds
+CLOSE = 2**-8
+CASES: list[tuple[int, int, dict[str, Any]]] = [  # vocabulary, chunk, options
+    (80, 80, {}),
+    (80, 32, {"save_logits": True}),
+    (77, 77, {}),  # neither the vocabulary nor a chunk is a multiple of 16
+    (77, 24, {"z_loss": 0.3}),
+    (80, 48, {"cap": 2.0}),
+    (77, 48, {"cap": 2.0, "z_loss": 0.3, "save_logits": True}),
+]
+
+
+@pytest.mark.parametrize(("vocab", "chunk", "options"), CASES)
+def test_loss_and_gradients_are_those_of_operands_rounded_to_fp8(
+    vocab: int, chunk: int, options: dict[str, Any]
+) -> None:
+    hidden, weight, labels, dloss = tensors(vocab)
+    loss = in_fp8(hidden, weight, labels, chunk=chunk, **options)
+    actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
+    wanted = expected(vocab, chunk, options.get("z_loss", 0.0), options.get("cap"))
+    assert [relative(a, w) < CLOSE for a, w in zip(actual, wanted, strict=True)] == [True] * 3
+    assert loss.dtype == torch.float32 and not actual[1][labels == IGNORE].any()
+
+
+@pytest.mark.parametrize("vocab", [77, 80])
+def test_errors_of_the_loss_and_its_gradients_are_within_those_of_the_formats(vocab: int) -> None:
+    """A value of E4M3 errs by at most 2^-4, of E5M2 by 2^-3, and on average by 0.42 of that."""
+    hidden, weight, labels, dloss = tensors(vocab)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact_loss = F.cross_entropy(
+        (exact[0] @ exact[1].t()).transpose(1, 2), labels, reduction="none", ignore_index=IGNORE
+    )
+    wanted = torch.autograd.grad(exact_loss, exact, dloss.double())
+    loss = in_fp8(hidden, weight, labels, chunk=32)
+    actual = torch.autograd.grad(loss, (hidden, weight), dloss)
+    largest = 2 * 2**-4 * (hidden.double().abs() @ weight.double().abs().t()).amax(-1)
+    assert ((loss - exact_loss).abs() <= 2 * 1.1 * largest).all()  # 1.1: also BF16, and 2^-4 twice
+    assert 2**-9 < relative(loss, exact_loss) < 2**-4
+    # a logit that errs by d changes its softmax by the factor exp(d), besides rounding it
+    assert all(2**-6 < relative(a, w) < 2**-2 for a, w in zip(actual, wanted, strict=True))
+
+
+def test_saved_logits_give_the_bits_of_recomputed_ones() -> None:
+    results = []
+    for save in (False, True):
+        hidden, weight, labels, dloss = tensors(77)
+        loss = in_fp8(hidden, weight, labels, chunk=24, save_logits=save)
+        gradients = torch.autograd.grad(loss, (hidden, weight), dloss, retain_graph=True)
+        again = torch.autograd.grad(loss, (hidden, weight), dloss)
+        results.append((loss, *gradients, *again))
+    for recomputed, saved in zip(*results, strict=True):
+        assert torch.equal(recomputed, saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradient_is_added_to_main_grad(dtype: torch.dtype) -> None:
+    hidden, weight, labels, dloss = tensors(77)
+    weight.main_grad = torch.zeros(weight.shape, dtype=dtype)
+    for _ in range(2):
+        in_fp8(hidden, weight, labels, chunk=24).backward(dloss)
+    assert weight.grad is None
+    assert relative(weight.main_grad, 2 * expected(77, 24)[2]) < CLOSE
+
+
+def test_the_weight_alone_or_the_hidden_state_alone_has_the_same_gradient() -> None:
+    wanted = expected(77, 24)
+    for frozen in (0, 1):
+        inputs = tensors(77)
+        inputs[frozen].requires_grad_(False)
+        in_fp8(*inputs[:3], chunk=24).backward(inputs[3])
+        assert relative(inputs[1 - frozen].grad, wanted[2 - frozen]) < CLOSE
+
+
+def test_a_label_outside_the_vocabulary_gives_nan() -> None:
+    hidden, weight, labels, _ = tensors(80)
+    labels[0, 0] = 80
+    loss = in_fp8(hidden, weight, labels)
+    assert loss.isnan().nonzero().tolist() == [[0, 0]]
+    loss.sum().backward()
+    assert hidden.grad[0, 0].isnan().all() and hidden.grad[1:].isfinite().all()
+    assert weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("vocab", [77, 80])
+def test_all_logits_and_the_largest_are_those_of_the_loss(vocab: int) -> None:
+    hidden, weight, labels, _ = tensors(vocab)
+    logits = all_logits(hidden, weight, gemms=Fp8Gemms)
+    loss = F.cross_entropy(
+        logits.double().transpose(1, 2), labels, reduction="none", ignore_index=IGNORE
+    )
+    torch.testing.assert_close(in_fp8(hidden, weight, labels), loss.float())
+    assert not torch.equal(logits, all_logits(hidden, weight, gemms=PlainGemms))
+    top = logits.gather(-1, largest_logits(hidden, weight, chunk=24, gemms=Fp8Gemms)[..., None])
+    assert torch.equal(top[..., 0], logits.amax(-1))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "message"),
+    [
+        (torch.zeros(2, 48), torch.zeros(3, 48), "hidden is torch.float32 with rows of 48"),
+        (torch.zeros(2, 40).bfloat16(), torch.zeros(3, 40).bfloat16(), "rows of 40 elements"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(hidden: Tensor, weight: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        in_fp8(hidden, weight, torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "te-current", "coat-lean", "rowwise"])
+def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(recipe: str) -> None:
+    model = {"spec": "te"} if recipe.startswith("te") else {}
+    sections = {"model": model, "precision": {"recipe": recipe, "output_layer": "fp8"}}
+    config = make_config(sections)
+    hidden = weight = torch.zeros(16, 16).bfloat16()
+    assert isinstance(output_gemms(config.precision)(hidden, weight), Fp8Gemms)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"precision": {"recipe": "fp32"}}, r"output_layer=fp8 with .*recipe=fp32: must be bf16"),
+        ({"model": {"hidden": 72, "heads": 4}}, r"model\.hidden=72 is not a multiple of .*=16"),
+    ],
+)
+def test_what_fp8_gemms_cannot_compute_is_refused(sections: dict[str, Any], message: str) -> None:
+    precision = {"output_layer": "fp8"} | sections.pop("precision", {})
+    with pytest.raises(ConfigError, match=message):
+        make_config({"precision": precision, **sections})
+
+
+def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:
+    """Relative errors of loss, dhidden (summed over ranks) and dweight, and of what is largest."""
+    dist.init_process_group("gloo")
+    hidden, weight, labels, dloss = tensors(80)
+    wanted = expected(80, 40)  # chunks do not cross ranks: scales of W^T are those of a chunk
+    rows = slice(rank * 40, rank * 40 + 40)
+    shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
+    loss = in_fp8(hidden, shard, labels, group=group)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
+    dhidden = dhidden.float()
+    dist.all_reduce(dhidden)
+    found = largest_logits(hidden, shard, group=group, gemms=Fp8Gemms)
+    differ = (found != largest_logits(hidden, weight, gemms=Fp8Gemms)).sum()
+    pairs = zip((loss.detach(), dhidden, dweight), (*wanted[:2], wanted[2][rows]), strict=True)
+    return [*(relative(a, w) for a, w in pairs), float(differ)]
+
+
+def test_two_ranks_equal_one() -> None:
+    for errors in run_ranks(2, f"{__name__}:vocabulary_parallel"):
+        assert max(errors) < CLOSE
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    _, weight, labels, dloss = tensors(80)
+    ids = labels.clamp(min=0)
+    in_fp8(F.embedding(ids, weight), weight, labels, chunk=32).backward(dloss)
+    plain = tensors(80)[1]
+    cross_entropy_ref(F.embedding(ids, plain), plain, labels).backward(dloss)
+    assert 2**-6 < relative(weight.grad, plain.grad) < 2**-2
