@@ -236,8 +236,8 @@ class FusedStep:
 
     `weights` and `grads` (fp32, BF16 or one-byte) are flat CUDA tensors, one per shard, whose
     addresses must not change. `spans` are (shard, start, stop) in elements; a program works on one
-    span, and a tensor-wise scale covers one span. `states` are the states of all shards, concatenated; `decayed` (uint8)
-    has one entry for each of their blocks.
+    span, and a tensor-wise scale covers one span. `states` are the states of all shards,
+    concatenated; `decayed` (uint8) has one entry for each of their blocks.
     """
 
     def __init__(
@@ -317,10 +317,10 @@ def _tables(
     rows, programs, total = [], [], 0
     for shard, start, stop in spans:
         grad = grads[shard][start:stop]
-        codes, scales = grad, 0
+        scales = 0
         if isinstance(grad, BlockFp8):
-            codes, scales = grad.codes, grad.scale.data_ptr()
-        addresses = [t.data_ptr() for t in (weights[shard][start:], codes)]
+            grad, scales = grad.codes, grad.scale.data_ptr()
+        addresses = [t.data_ptr() for t in (weights[shard][start:], grad)]
         assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
         count = (stop - start) // SCALE_BLOCK
         first = starts[shard] + start // SCALE_BLOCK

@@ -230,7 +230,8 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     rows = None
     if fp8 and cut.fp8_rows:
         rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
-    overwritten, zeroed = (), []
+    overwritten: tuple[nn.Parameter, ...] = ()
+    zeroed: list[Tensor] = []
     if isinstance(grads, Tensor):
         overwritten = tuple(p for p in params if hasattr(p, "main_grad_stale"))
         zeroed = _between(grads, [ranges[p] for p in overwritten])
@@ -249,9 +250,7 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     return bucket
 
 
-def _zero_grads(
-    numel: int, cut: Cut, device: torch.device, *, one_byte: bool
-) -> Tensor | BlockFp8:
+def _zero_grads(numel: int, cut: Cut, device: torch.device, *, one_byte: bool) -> Tensor | BlockFp8:
     """Zero gradients; in one byte if those of the run are and `one_byte` ones fit here."""
     if one_byte and cut.noise is not None:
         return BlockFp8.zeros(numel, cut.noise)
