@@ -316,19 +316,23 @@ def _tables(
         starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
     rows, programs, total = [], [], 0
     for shard, start, stop in spans:
-        grad = grads[shard][start:stop]
-        scales = 0
-        if isinstance(grad, BlockFp8):
-            grad, scales = grad.codes, grad.scale.data_ptr()
-        addresses = [t.data_ptr() for t in (weights[shard][start:], grad)]
+        first_grad, first_scale = _grad_addresses(grads[shard][start:stop])
+        addresses = [weights[shard][start:].data_ptr(), first_grad]
         assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
         count = (stop - start) // SCALE_BLOCK
         first = starts[shard] + start // SCALE_BLOCK
-        rows.append([*addresses, first, count, total, scales])
+        rows.append([*addresses, first, count, total, first_scale])
         programs.append(triton.cdiv(count, blocks))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)
     return span_of.repeat_interleave(torch.tensor(programs)), torch.tensor(rows)
+
+
+def _grad_addresses(grad: Tensor | BlockFp8) -> tuple[int, int]:
+    """The addresses of a gradient and of its scales, 0 if it has none."""
+    if isinstance(grad, BlockFp8):
+        return grad.codes.data_ptr(), grad.scale.data_ptr()
+    return grad.data_ptr(), 0
 
 
 def _slots(states: Mapping[str, Tensor], name: str) -> Slots:
