@@ -98,7 +98,7 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
         ("parallel", "zero", 4, "0, 1, 2 or 3"),
         ("parallel", "grad_comm", "fp16", "'fp8-nccl' or 'fp8-a2a'"),
         ("parallel", "grad_comm_nodes", 0, "greater than or equal to 1"),
-        ("parallel", "main_grads", "fp16", "'fp32' or 'bf16'"),
+        ("parallel", "main_grads", "fp16", "'fp32', 'bf16' or 'fp8'"),
         ("precision", "recipe", "fp4", "'fp32'"),
         ("optim", "recipe", "adam", "'adamw-fp32'"),
         ("optim", "schedule", "step", "'cosine'"),

@@ -18,6 +18,9 @@ The gradients g_1 .. g_N of N virtual ranks are summed in each of these ways, fo
     fp8-a2a, block   the same with one scale per rank and block of 128 elements
     fp8-a2a, e3m4    the same in E3M4
     fp8-a2a, e5m2    the same in E5M2
+    accumulated, F   the N are microbatches of one rank, added one after the other to a sum in F:
+                     BF16, or as parallel.main_grads=fp8 does in E4M3 and E5M2; "nearest" rounds
+                     these sums to nearest
 
 s is MAX / amax, with the amax of the matrix over all ranks. Sums in FP8 are rounded after each
 rank. For the exact sum g and the computed sum g', SNR = 10 log10 (sum g^2 / sum (g - g')^2) in dB.
@@ -50,7 +53,8 @@ from coatlm.config import Config, load_config
 from coatlm.console import Parser, fail
 from coatlm.data.dataset import microbatches
 from coatlm.files import check_output, whole_file
-from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding, cast
+from coatlm.fp8.accumulate import BlockFp8
+from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding, Fp8Format, cast
 from coatlm.fp8.payload import Layout, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.parallel.fp8lm_scaling import SATURATED, SMALLEST_MU
@@ -181,6 +185,13 @@ def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[Found]:
         yield _judge("fp8-a2a, block", g, exchanged(g, E4M3, shared=False))
         yield _judge("fp8-a2a, e3m4", g, exchanged(g, E3M4, shared=False))
         yield _judge("fp8-a2a, e5m2", g, exchanged(g, E5M2, shared=False))
+        bf16 = torch.zeros_like(g.values[0], dtype=torch.bfloat16)
+        for values in g.values:
+            bf16 += values.bfloat16()
+        yield _judge("accumulated, bf16", g, Total(bf16.float()))
+        yield _judge("accumulated, e4m3", g, accumulated(g, E4M3))
+        yield _judge("accumulated, e5m2", g, accumulated(g, E5M2))
+        yield _judge("accumulated, e4m3 nearest", g, accumulated(g, E4M3, nearest=True))
 
 
 @dataclass(eq=False)
@@ -243,6 +254,18 @@ def exchanged(g: RankGradients, fmt: Coding, *, shared: bool) -> Total:
         decoded[own] = values[own]
         total.add(values, decoded)
     return total
+
+
+def accumulated(g: RankGradients, fmt: Fp8Format, *, nearest: bool = False) -> Total:
+    """Sum microbatches as one-byte main gradients do."""
+    noise = torch.zeros(4, dtype=torch.int32, device=g.values.device)
+    sums = BlockFp8.zeros(g.values.shape[1], noise, fmt)
+    for number, values in enumerate(g.values.bfloat16()):
+        if nearest:
+            sums.copy_(sums.float() + values)
+        else:
+            (sums.add_ if number else sums.copy_)(values)
+    return Total(sums.float())
 
 
 def _judge(how: str, g: RankGradients, total: Total, *, mu: float | None = None) -> Found:

@@ -47,7 +47,7 @@ from coatlm.model.plan import memory_table, stage_table
 from coatlm.optim.recipes import RECIPES
 
 RECOMPUTE = ("none", "selective", "full")
-MAIN_GRADS = ("fp32", "bf16")
+MAIN_GRADS = ("fp32", "bf16", "fp8")
 LARGEST_BATCH = 64  # samples per replica that --table7 tries
 
 

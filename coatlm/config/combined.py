@@ -76,6 +76,8 @@ class Config(Section):
             raise ValueError("checkpoint.weights_only=true needs checkpoint.resume=PATH")
         if self.precision.recipe.startswith("te-") and m.spec != "te":
             raise ValueError(f"precision.recipe={self.precision.recipe} needs model.spec=te")
+        if p.main_grads == "fp8" and m.spec == "te":
+            raise ValueError("parallel.main_grads=fp8 needs model.spec=local")
         if p.weight_gather == "fp8" and self.precision.recipe not in fp8_weight_recipes():
             raise ValueError(
                 f"parallel.weight_gather=fp8 would change the weights of precision.recipe="

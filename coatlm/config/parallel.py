@@ -37,8 +37,9 @@ class Parallel(Section):
     """How zero=1, 2 and 3 shard: into equal flat shards, or whole tensors per rank as in
     FP8-LM."""
 
-    main_grads: Literal["fp32", "bf16"] = "fp32"
-    """The format in which gradients are accumulated over microbatches."""
+    main_grads: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """The format in which gradients are accumulated over microbatches and wait for the update: fp8
+    is E4M3 with a scale per 128 elements and stochastic rounding."""
 
     grad_comm: GradComm = "fp8-a2a"
     """The format in which gradients are reduced over data-parallel ranks: fp8-nccl sums in FP8,

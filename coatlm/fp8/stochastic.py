@@ -81,8 +81,14 @@ def stochastic_ref(
 def random_words(noise_ptr, at):
     """Four words for each column of the tile: of the rows 4 r + 0, 1, 2 and 3."""
     first_row, first_column, row, column, inner, _ = at
-    c0 = ((first_row + row) // 4)[:, :, None].to(gl.uint32)
-    c1 = (first_column + column[:, :, None] + inner).to(gl.uint32)
+    groups = ((first_row + row) // 4)[:, :, None]
+    return words(noise_ptr, groups, first_column + column[:, :, None] + inner)
+
+
+@gluon.jit
+def words(noise_ptr, groups, columns):
+    """`words_ref`, uint32."""
+    c0, c1 = groups.to(gl.uint32), columns.to(gl.uint32)
     k0 = gl.load(noise_ptr).to(gl.uint32, bitcast=True)
     k1 = gl.load(noise_ptr + 1).to(gl.uint32, bitcast=True)
     c2 = gl.load(noise_ptr + 2).to(gl.uint32, bitcast=True)

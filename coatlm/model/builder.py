@@ -212,7 +212,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         use_cpu_initialization=device().type == "cpu",
         perform_initialization=False,
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=has_apex(),
+        gradient_accumulation_fusion=has_apex() and p.main_grads != "fp8",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

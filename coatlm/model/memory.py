@@ -30,6 +30,7 @@ from typing import Any
 
 from coatlm.config import Config, ConfigError
 from coatlm.model.accounting import layer_matrices, rank_parameters
+from coatlm.model.grad_memory import main_grad_bytes, returned_grad_bytes
 from coatlm.model.layer_memory import (
     STATISTIC,
     element_bytes,
@@ -41,8 +42,6 @@ from coatlm.model.layer_memory import (
 )
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
-from coatlm.parallel.buckets import bucket_elements
-from coatlm.parallel.grad_reduction import IN_FLIGHT
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
@@ -110,20 +109,6 @@ def fp8_weight_bytes(config: Config) -> int:
     p, copies = config.parallel, precision_memory(config).weight_copies
     copies += 2 * config.precision.keep_weights
     return copies * (config.model.layers // p.pp) * layer_matrices(config.model) // p.tp
-
-
-def main_grad_bytes(config: Config, count: int, data_parallel: int) -> int:
-    """Bytes of the buffers in which `count` gradients are accumulated and reduced.
-
-    Every rank has all gradients; from zero=2 on a shard, the bucket that fills, those in flight.
-    """
-    p = config.parallel
-    each = 4 if p.main_grads == "fp32" else 2
-    ranks = data_parallel * p.cp
-    if p.zero < 2 or ranks == 1:
-        return count * each
-    moving = (IN_FLIGHT + 1) * bucket_elements(p.bucket_size, count)
-    return (math.ceil(count / ranks) + min(moving, count)) * each
 
 
 def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
@@ -285,7 +270,11 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     count = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
     activations = activation_bytes(config, stage, microbatches_per_step(config, data_parallel))
     loss = loss_bytes(config, vocab) if stage == p.pp - 1 else 0
-    backward = backward_bytes(config)
+    layer = layer_matrices(config.model) // p.tp
+    backward = backward_bytes(config) + returned_grad_bytes(config, layer, data_parallel)
+    if loss:
+        output = vocab * config.model.hidden // p.tp
+        loss += returned_grad_bytes(config, output, data_parallel)
     return RankBytes(
         weights=weight_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
         fp8_weights=fp8_weight_bytes(config),

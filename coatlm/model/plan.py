@@ -32,7 +32,7 @@ from coatlm.model.memory import (
 from coatlm.optim.adamw import bytes_per_parameter
 
 WIDTH = 100  # columns of a sentence's lines
-FORMATS = {"fp32": "fp32", "bf16": "BF16"}
+FORMATS = {"fp32": "fp32", "bf16": "BF16", "fp8": "FP8"}
 SAVED = {  # of SavedTensors: what an FP8 layer saves in FP8
     "norm_input": "norm inputs",
     "gate_up": "gate and up",

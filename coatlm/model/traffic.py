@@ -42,7 +42,7 @@ from coatlm.parallel.finalize_grads import TensorParallelSums
 
 CODES = torch.uint8
 SCALES = torch.float32
-MAIN_GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MAIN_GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float32}  # as summed
 AMAX = torch.int32  # an fp32 amax is all-reduced as its bits
 
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.fp8.accumulate import BlockFp8
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.optim import formats
 from coatlm.optim.formats import Stored
 from coatlm.optim.fused import FusedStep
@@ -39,7 +40,7 @@ class FlatShard:
     """
 
     weight: Tensor  # [n] view into the parameter buffer, bf16 or fp32; updated in place
-    grad: Tensor  # [n] view into the buffer of reduced gradients, fp32 or bf16; only read
+    grad: Tensor | BlockFp8  # [n] view of the reduced gradients, fp32, bf16 or E4M3; only read
     decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
     params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter, for fp8lm
 
@@ -71,8 +72,9 @@ def check_recipe(
             )
         if shard.weight.dtype not in allowed:
             raise ValueError(f"shards[{i}].weight is {shard.weight.dtype}: recipe needs {allowed}")
-        if shard.grad.dtype not in (BF16, FP32):
-            raise ValueError(f"shards[{i}].grad is {shard.grad.dtype}: one of {(BF16, FP32)}")
+        if shard.grad.dtype not in (BF16, FP32, E4M3.dtype):
+            allowed_grads = (BF16, FP32, E4M3.dtype)
+            raise ValueError(f"shards[{i}].grad is {shard.grad.dtype}: one of {allowed_grads}")
         kind = [(t.dtype, t.device) for t in (shard.weight, shard.grad)]
         if kind != [(t.dtype, t.device) for t in (shards[0].weight, shards[0].grad)]:
             raise ValueError(f"shards[{i}]: dtype or device differs from that of shards[0]")

@@ -137,7 +137,7 @@ def _sums(
         "asked": (update != 0).sum(),
         "lost": ((update != 0) & (change == 0)).sum(),
     }
-    g = optimizer.shards[i].grad[start:stop].double() * clip.double()
+    g = optimizer.shards[i].grad[start:stop].float().double() * clip.double()
     for (name, moment), beta, x in zip(
         recipe.moments.items(), optimizer.betas, (g, g * g), strict=True
     ):

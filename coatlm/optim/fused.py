@@ -29,13 +29,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra import libdevice
 
+from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.expand import expand_encode
-from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.optim import collage, tiles
 from coatlm.optim.formats import ExpandedFp8
 from coatlm.optim.recipes import MASTER, Recipe
 
-TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
+TYPES = {
+    torch.float32: gl.float32,
+    torch.bfloat16: gl.bfloat16,
+    E4M3.dtype: gl.float8e4nv,
+}
 
 
 class TileLayout(NamedTuple):
@@ -103,7 +108,7 @@ def _raise_to_amax(pointer, x, mask):
 @gluon.jit
 def _step_kernel(
     span_of_ptr,  # int32[programs]
-    span_ptr,  # int64[spans, 5]: weight's and gradient's address, first block, blocks, program
+    span_ptr,  # int64[spans, 6]: see `_tables`
     scalar_ptr,  # fp32[4]: 1 or 0 (skip the step), clip coefficient, 1 / c1, 1 / c2
     decayed_ptr,  # uint8[blocks]
     amax_ptr,  # int32[spans, 3]: bits of the largest |m|, |v| and |master|
@@ -129,7 +134,7 @@ def _step_kernel(
     go, clip = gl.load(scalar_ptr), gl.load(scalar_ptr + 1)
     scale_m, scale_v = gl.load(scalar_ptr + 2), gl.load(scalar_ptr + 3)
     span = gl.load(span_of_ptr + program)
-    span_ptr, amax_ptr = span_ptr + span * 5, amax_ptr + span * 3
+    span_ptr, amax_ptr = span_ptr + span * 6, amax_ptr + span * 3
     skipped = (program - gl.load(span_ptr + 4)) * TILE.blocks  # blocks of earlier programs
     first, count = gl.load(span_ptr + 2) + skipped, gl.load(span_ptr + 3) - skipped
     weight_ptr = gl.load(span_ptr).to(gl.pointer_type(WEIGHT)) + skipped * 128
@@ -151,7 +156,11 @@ def _step_kernel(
     w_scale = _load(w.scale, first, row, row < count)
     decays = _load(decayed_ptr, first, row, row < count).to(gl.float32) * decay
 
-    g = grad.to(gl.float32) * clip
+    g = grad.to(gl.float32)
+    if gl.float8e4nv == GRAD:
+        grad_scale_ptr = gl.load(span_ptr + 5).to(gl.pointer_type(gl.float32)) + skipped
+        g = g * gl.load(grad_scale_ptr + row, mask=row < count, other=0.0)[:, None]
+    g = g * clip
     if STRICT:
         g = g.to(gl.bfloat16).to(gl.float32)
     m_main, m_low = tiles.ema(M, m_main, m_low, m_scale, m_k, g, BETAS[0], PAIR)
@@ -225,10 +234,10 @@ def contracts(recipe: Recipe, grad: torch.dtype) -> bool:
 class FusedStep:
     """A step of all shards on the current stream: two launches, four with tensor-wise scales.
 
-    `weights` and `grads` are flat CUDA tensors, one per shard, whose addresses must not change.
-    `spans` are (shard, start, stop) in elements; a program works on one span, and a tensor-wise
-    scale covers one span. `states` are the states of all shards, concatenated; `decayed` (uint8)
-    has one entry for each of their blocks.
+    `weights` and `grads` (fp32, BF16 or one-byte) are flat CUDA tensors, one per shard, whose
+    addresses must not change. `spans` are (shard, start, stop) in elements; a program works on one
+    span, and a tensor-wise scale covers one span. `states` are the states of all shards,
+    concatenated; `decayed` (uint8) has one entry for each of their blocks.
     """
 
     def __init__(
@@ -236,7 +245,7 @@ class FusedStep:
         recipe: Recipe,
         *,
         weights: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor | BlockFp8],
         spans: Sequence[tuple[int, int, int]],
         states: Mapping[str, Tensor],
         decayed: Tensor,
@@ -293,24 +302,37 @@ class FusedStep:
 
 def _tables(
     weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | BlockFp8],
     spans: Sequence[tuple[int, int, int]],
     blocks: int,
 ) -> tuple[Tensor, Tensor]:
-    """The span of each program, int32[programs], and the table of spans of `_step_kernel`."""
+    """The span of each program, int32[programs], and the table of spans of `_step_kernel`.
+
+    Of each span: the weight's and the gradient's address, the first block, the number of blocks,
+    the first program, and the address of the gradient's scales, 0 if it has none.
+    """
     starts = [0]
     for weight in weights:
         starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
     rows, programs, total = [], [], 0
     for shard, start, stop in spans:
-        addresses = [t[shard][start:].data_ptr() for t in (weights, grads)]
+        first_grad, first_scale = _grad_addresses(grads[shard][start:stop])
+        addresses = [weights[shard][start:].data_ptr(), first_grad]
         assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
         count = (stop - start) // SCALE_BLOCK
-        rows.append([*addresses, starts[shard] + start // SCALE_BLOCK, count, total])
+        first = starts[shard] + start // SCALE_BLOCK
+        rows.append([*addresses, first, count, total, first_scale])
         programs.append(triton.cdiv(count, blocks))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)
     return span_of.repeat_interleave(torch.tensor(programs)), torch.tensor(rows)
+
+
+def _grad_addresses(grad: Tensor | BlockFp8) -> tuple[int, int]:
+    """The addresses of a gradient and of its scales, 0 if it has none."""
+    if isinstance(grad, BlockFp8):
+        return grad.codes.data_ptr(), grad.scale.data_ptr()
+    return grad.data_ptr(), 0
 
 
 def _slots(states: Mapping[str, Tensor], name: str) -> Slots:

@@ -17,6 +17,10 @@ Gradients are zeroed at the start of a step, except those of parameters with an 
 `main_grad_stale`: their wgrad GEMM reads that attribute and overwrites the stale gradient instead
 of adding to it. While such a parameter has `main_grad_accumulates`, because a layer that fell back
 to BF16 has another wgrad GEMM, its gradient is zeroed as well.
+
+One-byte gradients (`fp8.accumulate`) have no `main_grad`: autograd returns each gradient, and
+`Bucket.accumulate` adds it. Where buckets exist only while they fill and are reduced, at ZeRO stage
+2 and 3, they are BF16, and the sums of the rank's shard are one byte.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.fp8.weight_rows import Rows
 from coatlm.parallel.collectives import Pending
@@ -43,12 +48,13 @@ class Cut:
     rank: int  # this rank, of `ranks`
     ranks: int
     zero: int  # stage: 0 | 1 | 2 | 3
-    grad_dtype: torch.dtype
+    grad_dtype: torch.dtype  # fp32 or BF16; of one-byte gradients, BF16 where they are transient
     bucket_size: int  # elements; 0: the default of `bucket_elements`
     owner: Mapping[nn.Parameter, int] | None = None  # None: equal shards
     fp8_weights: AbstractSet[nn.Parameter] = frozenset()  # all-gathered in FP8
     fp8_rows: bool = False  # scales of `fp8_weights` are row-wise, else tensor-wise
     unit: Mapping[nn.Parameter, int] = field(default_factory=dict)  # only equals share buckets
+    noise: Tensor | None = None  # of one-byte gradients; None: gradients are of `grad_dtype`
 
 
 @dataclass(eq=False)
@@ -58,15 +64,16 @@ class Bucket:
     params: dict[nn.Parameter, tuple[int, int]]  # parameter -> [start, end) in the bucket
     weights: Tensor  # [n] in the model's dtype
     shard: Tensor  # [end - begin]: the weights of `owned`; below stage 3 a part of `weights`
-    grads: Tensor  # [n] fp32 or bf16: the main gradients that backward adds to
+    grads: Tensor | BlockFp8  # [n]: the main gradients that backward adds to
     sizes: tuple[int, ...]  # elements of each rank's shard
     owned: tuple[int, int]  # [begin, end) that this rank updates: all at stage 0, else its shard
-    reduced: Tensor  # [end - begin]: gradients of `owned`, summed over the process group
+    reduced: Tensor | BlockFp8  # [end - begin]: gradients of `owned`, summed over the process group
     tensors: Tensors
     fp8: bool  # weights are all-gathered in FP8
     rows: Rows | None = None  # rows with one scale each; None: tensor-wise scales
     overwritten: tuple[nn.Parameter, ...] = ()  # parameters that need no zeroed gradient
     zeroed: list[Tensor] = field(default_factory=list)  # all other parts of `grads`
+    stale: set[nn.Parameter] = field(default_factory=set)  # one-byte gradients to be overwritten
     waiting: set[nn.Parameter] = field(default_factory=set)  # gradients that backward still owes
     reduction: Reduction | None = None
     sums: int = 0  # reductions in this step: one, or at ZeRO stage 2 one per microbatch
@@ -96,16 +103,28 @@ class Bucket:
 
     @property
     def allocated(self) -> bool:
-        return bool(self.grads.untyped_storage().nbytes())
+        return isinstance(self.grads, BlockFp8) or bool(self.grads.untyped_storage().nbytes())
 
     def allocate(self) -> None:
         """Allocate and clear `grads`. Views of it, such as `param.main_grad`, stay valid."""
-        if not self.allocated:
+        if isinstance(self.grads, Tensor) and not self.allocated:
             self.grads.untyped_storage().resize_(self.grads.nbytes)
             self.clear()
 
+    def accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient that autograd has returned, or overwrite a stale one."""
+        if isinstance(self.grads, Tensor):
+            param.main_grad.add_(grad)  # type: ignore[attr-defined]
+        elif param in self.stale:
+            self.stale.discard(param)
+            self._part(param, self.grads).copy_(grad)
+        else:
+            self._part(param, self.grads).add_(grad)
+
     def clear(self) -> None:
-        """Discard all gradients: mark those of `overwritten` as stale and zero the others."""
+        """Discard all gradients: mark those that are overwritten as stale and zero the others."""
+        if isinstance(self.grads, BlockFp8):
+            self.stale = set(self.params)
         for param in self.overwritten:
             accumulates = getattr(param, "main_grad_accumulates", False)
             param.main_grad_stale = not accumulates  # type: ignore[attr-defined]
@@ -119,20 +138,35 @@ class Bucket:
         for param in self.overwritten:
             if param.main_grad_stale:  # type: ignore[attr-defined]
                 param.main_grad.zero_()  # type: ignore[attr-defined]
+        if isinstance(self.grads, BlockFp8):
+            for param in self.stale:
+                self._part(param, self.grads).zero_()
         self.mark_written()
 
     def mark_written(self) -> None:
         """Mark every gradient as written: none is stale any more."""
         for param in self.overwritten:
             param.main_grad_stale = False  # type: ignore[attr-defined]
+        self.stale.clear()
 
     def release(self) -> None:
-        """Return the memory of `grads` to the allocator."""
-        self.grads.untyped_storage().resize_(0)
+        """Return the memory of dense `grads` to the allocator."""
+        if isinstance(self.grads, Tensor):
+            self.grads.untyped_storage().resize_(0)
 
-    def summed(self, param: nn.Parameter) -> Tensor:
-        """The part of `param`'s reduced gradient in `owned`, flat; empty if there is none."""
+    def _part(self, param: nn.Parameter, grads: BlockFp8) -> BlockFp8:
+        """The one-byte gradient of `param`, with the padding of its last block."""
+        start, end = self.params[param]
+        return grads[start : round_up(end, SCALE_BLOCK)]
+
+    def summed(self, param: nn.Parameter) -> Tensor | BlockFp8:
+        """The part of `param`'s reduced gradient in `owned`, flat; empty if there is none.
+
+        A one-byte gradient ends with the padding of its last block.
+        """
         (start, end), (first, last) = self.params[param], self.owned
+        if isinstance(self.reduced, BlockFp8):
+            end = round_up(end, SCALE_BLOCK)
         begin = min(max(start, first), last)
         return self.reduced[begin - first : max(min(end, last), begin) - first]
 
@@ -181,12 +215,14 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     numel, first = sum(sizes), params[0]
     assert all(p.dtype == first.dtype for p in params), "parameters of one dtype"
     weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
-    grads = torch.zeros(numel, dtype=cut.grad_dtype, device=first.device)
+    transient = cut.zero >= 2 and cut.ranks > 1
+    grads = _zero_grads(numel, cut, first.device, one_byte=not transient)
     for param, (start, end) in ranges.items():
         view = weights[start:end].view(param.shape)
         view.copy_(param.detach())
         param.data = view
-        param.main_grad = grads[start:end].view(param.shape)  # type: ignore[attr-defined]
+        if isinstance(grads, Tensor):
+            param.main_grad = grads[start:end].view(param.shape)  # type: ignore[attr-defined]
     begin = sum(sizes[: cut.rank])
     owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
     tensors = Tensors.of([p.numel() for p in params], numel // SCALE_BLOCK, first.device)
@@ -194,20 +230,31 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
     rows = None
     if fp8 and cut.fp8_rows:
         rows = Rows.of([(start, *p.shape) for p, (start, _) in ranges.items()], first.device)
-    overwritten = tuple(p for p in params if hasattr(p, "main_grad_stale"))
+    overwritten: tuple[nn.Parameter, ...] = ()
+    zeroed: list[Tensor] = []
+    if isinstance(grads, Tensor):
+        overwritten = tuple(p for p in params if hasattr(p, "main_grad_stale"))
+        zeroed = _between(grads, [ranges[p] for p in overwritten])
     bucket = Bucket(
         *(ranges, weights, weights[slice(*owned)], grads, sizes, owned, grads[slice(*owned)]),
         *(tensors, fp8, rows),
         overwritten=overwritten,
-        zeroed=_between(grads, [ranges[p] for p in overwritten]),
+        zeroed=zeroed,
     )
-    if cut.zero >= 2 and cut.ranks > 1:
-        bucket.reduced = torch.zeros(sizes[cut.rank], dtype=cut.grad_dtype, device=first.device)
+    if transient:
+        bucket.reduced = _zero_grads(sizes[cut.rank], cut, first.device, one_byte=True)
         bucket.release()
     if cut.zero == 3 and cut.ranks > 1:
         bucket.shard, bucket.weights_sharded = bucket.shard.clone(), True
         bucket.free_weights()
     return bucket
+
+
+def _zero_grads(numel: int, cut: Cut, device: torch.device, *, one_byte: bool) -> Tensor | BlockFp8:
+    """Zero gradients; in one byte if those of the run are and `one_byte` ones fit here."""
+    if one_byte and cut.noise is not None:
+        return BlockFp8.zeros(numel, cut.noise)
+    return torch.zeros(numel, dtype=cut.grad_dtype, device=device)
 
 
 def _between(flat: Tensor, spans: Iterable[tuple[int, int]]) -> list[Tensor]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from coatlm.fp8.accumulate import BlockFp8
 from coatlm.parallel.flat_model import FlatModel, tied_embedding
 from coatlm.parallel.fp8lm_scaling import adjust_automatic_scales
 from coatlm.parallel.groups import Groups
@@ -49,15 +50,21 @@ def finalize_gradients(chunks: Sequence[FlatModel], groups: Groups) -> None:
     adjust_automatic_scales(chunks, groups)
 
 
-def grad_norm(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def grad_norm(
+    parts: Sequence[Tensor | BlockFp8], group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
     """The global L2 norm, fp32 on the device; NaN or Inf if any gradient is.
 
     `parts` are gradients of this rank. Over all ranks of `group` each logical gradient occurs once.
     """
     total = torch.zeros((), dtype=torch.float32, device=device)
-    if parts:
-        norms = torch._foreach_norm(list(parts), 2, dtype=torch.float32)
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    if dense:
+        norms = torch._foreach_norm(dense, 2, dtype=torch.float32)
         total = torch.stack(norms).square().sum()
+    one_byte = [part.square_sum() for part in parts if isinstance(part, BlockFp8)]
+    if one_byte:
+        total = total + torch.stack(one_byte).sum()
     dist.all_reduce(total, group=group)
     return total.sqrt()
 
@@ -78,13 +85,19 @@ def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> No
     parts = _partial_gradients(chunks)
     if not parts:
         return
-    flat = _flatten_dense_tensors(parts)
+    values = [_dense(part) for part in parts]
+    flat = _flatten_dense_tensors(values)
     dist.all_reduce(flat, group=groups.tp)
-    for part, summed in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
+    for part, summed in zip(parts, _unflatten_dense_tensors(flat, values), strict=True):
         part.copy_(summed)
 
 
-def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor]:
+def _dense(part: Tensor | BlockFp8) -> Tensor:
+    """A gradient, as it is or decoded to fp32."""
+    return part if isinstance(part, Tensor) else part.float()
+
+
+def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor | BlockFp8]:
     """This rank's shards of gradients that are sums over only its own tokens or heads."""
     parts = [
         chunk.bucket_of[param].summed(param)
@@ -103,4 +116,7 @@ def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:
         bucket, weight = found
         part = bucket.summed(weight)
         if len(part):  # both stages shard it in the same way
-            dist.all_reduce(part, group=groups.embedding)
+            values = _dense(part)
+            dist.all_reduce(values, group=groups.embedding)
+            if values is not part:
+                part.copy_(values)

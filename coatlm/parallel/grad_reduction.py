@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from coatlm.fp8.accumulate import BlockFp8
 from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
-from coatlm.parallel.wire import Reduction, Sum, Wire
+from coatlm.parallel.wire import Reduction, Steps, Sum, Wire
 
 IN_FLIGHT = 2  # complete buckets whose reduction holds gradient memory, at ZeRO stage 2
 
@@ -107,15 +108,7 @@ class GradReduction:
     def _start(self, bucket: Bucket) -> None:
         if bucket.reduction is not None or self.comm.size == 1 or not bucket.allocated:
             return
-        job = Sum(
-            bucket.grads,
-            bucket.reduced,
-            bucket.sizes,
-            bucket.tensors,
-            whole=not self.sharded,
-            add=self.every_microbatch,
-        )
-        bucket.reduction = Reduction(self.wire.steps(job, self.comm), self.stream)
+        bucket.reduction = Reduction(self._steps(bucket), self.stream)
         bucket.sums += 1
         bucket.free_weights()
         if self.every_microbatch:
@@ -123,6 +116,21 @@ class GradReduction:
             self.in_flight.append(bucket)
             while len(self.in_flight) > IN_FLIGHT:
                 self._finish(self.in_flight.popleft())
+
+    def _steps(self, bucket: Bucket) -> Steps:
+        """Sum a bucket over the process group; one-byte gradients in temporaries."""
+        grads, reduced, first = bucket.grads, bucket.reduced, bucket.sums == 0
+        if isinstance(grads, BlockFp8):
+            grads = grads.to(torch.bfloat16)
+        out, add = reduced, self.every_microbatch
+        if isinstance(out, BlockFp8):
+            out, add = torch.empty(len(out), device=out.device), False
+        job = Sum(grads, out, bucket.sizes, bucket.tensors, whole=not self.sharded, add=add)
+        yield from self.wire.steps(job, self.comm)
+        if isinstance(reduced, BlockFp8) and first:
+            reduced.copy_(out)
+        elif isinstance(reduced, BlockFp8):
+            reduced.add_(out)
 
     def _finish(self, bucket: Bucket) -> None:
         if bucket.reduction is not None:
@@ -148,7 +156,7 @@ class GradReduction:
             assert self is not None
             if param.grad is not None:
                 if not param.grad_added_to_main_grad:
-                    param.main_grad.add_(param.grad)
+                    self.bucket_of[param].accumulate(param, param.grad)
                 param.grad = None
             param.grad_added_to_main_grad = False
             if self.last_microbatch or self.every_microbatch:

@@ -8,12 +8,13 @@ decides how their states are stored; `zero_checkpoint` saves and loads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.parallel.buckets import Bucket, round_up
 from coatlm.parallel.finalize_grads import clip_coefficient, finalize_gradients, grad_norm
@@ -77,9 +78,13 @@ class ZeroOptimizer:
         return norm
 
 
-def _counted(bucket: Bucket, regions: Sequence[Region]) -> Iterator[Tensor]:
+def _counted(bucket: Bucket, regions: Sequence[Region]) -> Iterator[Tensor | BlockFp8]:
     """The gradients of this rank's shard that the global norm counts: all but replicas."""
     begin, end = bucket.owned
+    if isinstance(bucket.reduced, BlockFp8):
+        for start, stop in _joined(sorted(_unshared(bucket, regions))):
+            yield bucket.reduced[start:stop]
+        return
     for region in regions:
         start, stop = max(region.start, begin), min(region.stop, end)
         if region.main and start < stop:
@@ -94,6 +99,16 @@ def _unshared(bucket: Bucket, regions: Sequence[Region]) -> Iterator[tuple[int, 
         first, last = max(start, begin), min(round_up(stop, SCALE_BLOCK), end)
         if inside[0].main and first < last:
             yield first - begin, last - begin
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Sorted ranges, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, stop))
+    return iter(joined)
 
 
 def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:

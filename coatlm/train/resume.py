@@ -240,8 +240,9 @@ def restore(
     restore_guard(trainer.guard, state.get("guard"), trainer.config)
     if trainer.scales is not None:
         trainer.scales.restore(state.get("gradient_amaxes", {}), idle=trainer.fallen)
-    if trainer.noise is not None:
-        trainer.noise.step = state["step"]
+    for noise in (trainer.noise, trainer.sum_noise):
+        if noise is not None:
+            noise.step = state["step"]
     optimizer.step_count.fill_(state["updates"])
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)

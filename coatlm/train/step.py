@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
 from coatlm.data import context_parallel, dataset
+from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
@@ -65,6 +66,9 @@ class Trainer:
         self.model_traffic: Callable[[], Traffic] = Traffic
         modules = build_model(config, groups, vocab)
         owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
+        self.sum_noise = sum_noise(config, len(modules), groups)
+        noises = [None] * len(modules) if self.sum_noise is None else [*self.sum_noise.noise]
+        grad_dtype = GRAD_DTYPES.get(p.main_grads, torch.bfloat16)
         self.chunks = [
             FlatModel(
                 module,
@@ -73,11 +77,12 @@ class Trainer:
                     rank=groups.dp_cp.rank(),
                     ranks=groups.dp_cp.size(),
                     zero=p.zero,
-                    grad_dtype=GRAD_DTYPES[p.main_grads],
+                    grad_dtype=grad_dtype,
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
                     fp8_rows=config.precision.flow and config.precision.flow_recipe().gathers_codes,
+                    noise=noise,
                 ),
                 wire=make_wire(p, groups, self.traffic),
                 traffic=self.traffic,
@@ -85,7 +90,7 @@ class Trainer:
                 overlap_param_gather=p.overlap_param_gather,
                 stream=torch.cuda.Stream() if cuda_graphs else None,
             )
-            for module in modules
+            for module, noise in zip(modules, noises, strict=True)
         ]
         self.tp_sums = tensor_parallel_sums(self.chunks, groups)
         self.timer = PhaseTimer(cuda=device().type == "cuda")
@@ -98,7 +103,7 @@ class Trainer:
         if config.precision.tune_gemms:
             tokens = config.train.micro_batch * config.data.seq_len // p.cp
             for chunk in self.chunks:
-                tune_layers(chunk.module.decoder.layers, tokens, GRAD_DTYPES[p.main_grads])
+                tune_layers(chunk.module.decoder.layers, tokens, grad_dtype)
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
@@ -153,8 +158,9 @@ class Trainer:
             fallen=self.fallen,
             once=self.tp_sums,
         )
-        if self.noise is not None:
-            self.noise.begin_()
+        for noise in (self.noise, self.sum_noise):
+            if noise is not None:
+                noise.begin_()
         loss = self._run(batches, forward_only=False)
         accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
         norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
@@ -278,6 +284,13 @@ def gradient_noise(
     flows = flows_of(layer for module in modules for layer in module.decoder.layers)
     rank = groups.world.rank()
     return GradientNoise(flows, seed=config.run.seed, rank=rank, device=device())
+
+
+def sum_noise(config: Config, chunks: int, groups: Groups) -> SumNoise | None:
+    """The noise of one-byte gradients in this rank's model chunks; None with other gradients."""
+    if config.parallel.main_grads != "fp8":
+        return None
+    return SumNoise(chunks, seed=config.run.seed, rank=groups.dp_cp.rank(), device=device())
 
 
 def ignore(phase: str | None) -> None:

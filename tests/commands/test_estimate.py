@@ -39,7 +39,8 @@ def test_tables_hold_the_peak_of_each_recipe(capsys: pytest.CaptureFixture[str])
         return f"{peak_bytes(replaced(config, **sections), 32000, 4) / GIB:.1f}"
 
     coat = [
-        peak(optim={"recipe": "coat"}, parallel={"main_grads": grads}) for grads in ("fp32", "bf16")
+        peak(optim={"recipe": "coat"}, parallel={"main_grads": grads})
+        for grads in ("fp32", "bf16", "fp8")
     ]
     assert cells(lines, "optim.recipe", "coat") == coat
     modes = ("none", "selective", "full")

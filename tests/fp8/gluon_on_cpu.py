@@ -174,7 +174,9 @@ class Kernel:
         self.kernel, self.program = kernel, program
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int, enable_fp_fusion: bool = False, **constants: Any
+        ) -> None:
             for program in range(grid[0]):
                 self.program[:] = [program, grid[0]]
                 with np.errstate(all="ignore"):

@@ -272,6 +272,9 @@ def test_stage_2_has_a_shard_of_the_gradients_and_three_buckets() -> None:
     assert mem.main_grad_bytes(two, 9600, 1) == 9600 * 4
     halved = config(parallel={"zero": 2, "bucket_size": 100, "main_grads": "bf16"})
     assert mem.main_grad_bytes(halved, 9600, 4) == (2400 + 300) * 2
+    one_byte = config(parallel={"zero": 2, "bucket_size": 100, "main_grads": "fp8"})
+    assert mem.main_grad_bytes(one_byte, 9600, 4) == 2400 * 132 // 128 + 300 * 2
+    assert mem.main_grad_bytes(one_byte, 9600, 1) == 9600 * 132 // 128
     one = config(parallel={"zero": 1})
     assert mem.main_grad_bytes(one, 9600, 4) == 9600 * 4
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.fp8.accumulate import BlockFp8
+from coatlm.optim.adamw import FlatShard
 from coatlm.optim.recipes import RECIPES
 from tests.optim.toy import (
     BETAS,
@@ -287,3 +289,16 @@ def test_parts_of_a_scaled_state_are_those_of_its_format(
     # exact with scales of powers of two; COAT takes a log2 and an exp2 in fp32
     decoded = opt.decode_parts(name, parts)
     torch.testing.assert_close(decoded, torch.ones(256), rtol=0, atol=2.0**-20 * (recipe == "coat"))
+
+
+@pytest.mark.parametrize("recipe", ["adamw-fp32", "fp8lm"])
+def test_one_byte_gradients_update_as_their_values_do(recipe: str) -> None:
+    grads = BlockFp8.zeros(384, torch.zeros(4, dtype=torch.int32))
+    grads.copy_(torch.randn(384, generator=torch.Generator().manual_seed(0)))
+    updated = []
+    for grad in (grads, grads.float()):
+        shard = FlatShard(weights(384, dtype=BF16), grad, ((0, 256),), ((0, 130), (256, 384)))
+        opt = optimizer([shard], recipe)
+        opt.step(lr=1e-2, clip_coefficient=torch.tensor(0.7))
+        updated.append(torch.cat([shard.weight.float(), opt.decode(0, "exp_avg_sq")]))
+    assert torch.equal(*updated)

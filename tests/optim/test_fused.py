@@ -18,6 +18,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from coatlm.fp8.accumulate import BlockFp8
+from coatlm.fp8.formats import E4M3
 from coatlm.optim import formats, fused
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.optim.recipes import RECIPES, Recipe
@@ -64,6 +66,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
     return stand_ins
 
 
+def one_byte(n: int) -> BlockFp8:
+    return BlockFp8.zeros(n, torch.zeros(4, dtype=torch.int32))
+
+
 def step(
     recipe: str | Recipe,
     *,
@@ -72,9 +78,8 @@ def step(
     tile: fused.TileLayout | None = None,
 ) -> None:
     n = 4096
-    shard = FlatShard(
-        torch.zeros(n, dtype=weight), torch.zeros(n, dtype=grad), ((0, n),), ((0, n),)
-    )
+    grads: Any = torch.zeros(n, dtype=grad) if grad.itemsize > 1 else one_byte(n)
+    shard = FlatShard(torch.zeros(n, dtype=weight), grads, ((0, n),), ((0, n),))
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
     opt = AdamW([shard], recipe=recipe, weight_decay=0.1, **options)  # type: ignore[arg-type]
     launch = fused.FusedStep(
@@ -127,6 +132,16 @@ def test_step_compiles_for_fp32_weights_and_gradients(
 ) -> None:
     step(recipe, weight=weight, grad=grad)
     assert kernels["_step_kernel"].found
+
+
+@pytest.mark.parametrize("recipe", ["fp8lm", "coat-24", "adamw-fp32"])
+def test_step_compiles_for_one_byte_gradients_without_spills(
+    recipe: str, kernels: dict[str, Compiled], tmp_path: Path
+) -> None:
+    step(recipe, grad=E4M3.dtype)
+    for compiled in kernels["_step_kernel"].found:
+        _, resources = disassembled(compiled, tmp_path / "kernel.cubin")
+        assert "STACK:0" in resources and "LOCAL:0" in resources
 
 
 @pytest.mark.parametrize("run", (4, 8))

@@ -57,6 +57,16 @@ def test_sums_in_fp32_are_the_best_and_do_not_depend_on_ranks(found: object, ran
     assert found["fp8-a2a, e3m4", ranks].snr > block.snr + 5
 
 
+def test_sums_in_one_byte_lose_more_with_every_microbatch_and_least_in_e4m3(found: object) -> None:
+    """Gradients that agree: each of N roundings errs by 0.037 of the sum so far, or by less."""
+    assert isinstance(found, dict)
+    for ranks in (8, 32):
+        e4m3 = found["accumulated, e4m3", ranks].relative_error
+        assert 0.027 < e4m3 < 0.037 * (ranks / 3 + 1) ** 0.5 * 1.05
+        assert 1.5 < found["accumulated, e5m2", ranks].relative_error / e4m3 < 2.2
+        assert found["accumulated, bf16", ranks].relative_error < e4m3 / 4
+
+
 def test_a_run_is_trained_captured_and_replayed(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{i} + {i} = {2 * i}\n" for i in range(2000)))
     config = tmp_path / "run.yaml"
@@ -75,7 +85,7 @@ checkpoint: {{every: 0}}
     root = Path(__file__).parents[2]
     subprocess.run([*call, "--out", str(out)], check=True, capture_output=True, cwd=root)
     first = json.loads((out / "reduction.json").read_text())
-    assert [f["ranks"] for f in first] == [2] * 7 + [4] * 7
+    assert [f["ranks"] for f in first] == [2] * 11 + [4] * 11
     assert (out / "reduction.png").stat().st_size > 10000
     assert main(["--gradients", str(out / "gradients.pt"), "--out", str(out), "--ranks", "4"]) == 0
     again = json.loads((out / "reduction.json").read_text())

@@ -14,6 +14,7 @@ from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs, step_five
 
 RECIPES = ("adamw-bf16", "kahan", "collage-light", "collage-plus", "fp8lm", "coat", "coat-lean")
+ONE_BYTE = "fp8lm, one-byte gradients"
 LAYOUT = "tp2 dp2 zero1"
 # all rows are multiples of 128, also on two tensor-parallel ranks: no group of 128 ever moves
 SIZES = MODEL | {"hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "layers": 2}
@@ -41,11 +42,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append(recipe_config(root / recipe, LAYOUT, recipe))
         resume = {"resume": step_five(root / recipe)}
         jobs.append(recipe_config(root / f"{recipe} resumed", LAYOUT, recipe, checkpoint=resume))
+    grads = {"parallel": {"main_grads": "fp8", "grad_comm": "fp8-a2a"}}
+    jobs.append(recipe_config(root / ONE_BYTE, LAYOUT, "fp8lm", **grads))
+    resume = {"resume": step_five(root / ONE_BYTE)}
+    jobs.append(
+        recipe_config(root / f"{ONE_BYTE} resumed", LAYOUT, "fp8lm", checkpoint=resume, **grads)
+    )
     start_jobs(4, jobs)
     return root
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, ONE_BYTE])
 def test_five_steps_and_five_more_equal_ten_bit_by_bit(runs: Path, recipe: str) -> None:
     straight, resumed = runs / recipe, runs / f"{recipe} resumed"
     later = [line for line in metrics_of(straight) if line["step"] > 5]
@@ -97,7 +104,8 @@ def test_states_as_stored_move_to_another_layout_unchanged(runs: Path, size: int
 
 def test_losses_of_the_recipes_stay_together(runs: Path) -> None:
     finals = {}
-    for recipe in RECIPES:
+    for recipe in (*RECIPES, ONE_BYTE):
         lines = [json.loads(x) for x in (runs / recipe / "metrics.jsonl").read_text().splitlines()]
         finals[recipe] = [line["loss"] for line in lines if "loss" in line][-1]
+    assert finals[ONE_BYTE] != finals["fp8lm"]
     assert max(finals.values()) / min(finals.values()) < 1.02, finals  # ten steps apart little
