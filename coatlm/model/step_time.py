@@ -138,8 +138,8 @@ def forecast(config: Config, vocab: int, cluster: Cluster) -> Forecast:
     others = (first.total + last.total + middle if p.pp > 1 else slow.total) - slow.total
     move = _move(config, vocab, cluster, dp, slow, m)
     hops = 2 * p.vpp * m if p.pp > 1 else 0
-    hidden = microbatch_tokens(config) * config.model.hidden * 2
-    hidden /= p.tp if p.sequence_parallel else 1
+    split = p.tp if p.sequence_parallel else 1
+    hidden = microbatch_tokens(config) * config.model.hidden * 2 / split
     between = cluster.link(cluster.gpus // p.pp, p.pp)
     sends = between.seconds(hops * hidden, hops)
     nvlink, network = move.sent
@@ -310,7 +310,8 @@ def _move(
         delay = rates.contention * hidden * inside / max(inside + across, 1e-12)
         exposed.append(seconds - hidden + delay)
         sent = Sent(sent.nvlink + times * one.nvlink, sent.network + times * one.network)
-    return _Move(*exposed, sent)
+    gradients, gathered = exposed
+    return _Move(gradients, gathered, sent)
 
 
 def _spread(cluster: Cluster, inner: int, ranks: int, size: float) -> Sent:
@@ -327,8 +328,8 @@ def _update(config: Config, vocab: int, rates: Rates, dp: int) -> float:
         rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
         for stage in {0, p.pp - 1}
     )
-    count /= dp * p.cp if p.zero else 1
+    shard = count / (dp * p.cp if p.zero else 1)
     grads = MAIN_GRADS[p.main_grads]
     read = (2 * grads - MEASURED_GRADS) / (TERA * rates.tb_per_s)  # the norm reads gradients too
     each = 1e-12 * rates.optimizer[config.optim.recipe] + read
-    return count * each + 1e-3 * rates.update_ms
+    return shard * each + 1e-3 * rates.update_ms
