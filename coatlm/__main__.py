@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": "find the first difference between two runs",
     "report": "write a run as one HTML page",
     "estimate": "estimate the device memory of a run",
+    "plan": "rank the layouts of a run by predicted speed",
     "submit": "write a batch script for SLURM and submit it",
 }
 EXAMPLES = """

@@ -15,6 +15,7 @@ SCRIPTS = {  # command -> the script of a checkout that starts the same code
     "plot": "tools/plot_run.py",
     "compare": "tools/compare_runs.py",
     "estimate": "tools/estimate_memory.py",
+    "plan": "tools/plan.py",
     "submit": "tools/submit_slurm.py",
 }
 EXAMPLE = re.compile(rf"^    coatlm (?={'|'.join(SCRIPTS)})", re.MULTILINE)

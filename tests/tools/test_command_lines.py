@@ -16,6 +16,7 @@ CALLS: dict[str, list[str]] = {  # tool -> a call whose input is missing
     "estimate_memory": ["missing.yaml"],
     "evaluate": ["missing", "--data", "missing.txt", "--out", "out/result.json"],
     "inspect_checkpoint": ["missing"],
+    "plan": ["missing.yaml", "--gpus", "8"],
     "plot_run": ["missing", "--out", "out/picture.png"],
     "preprocess_data": ["--input", "missing.txt", "--output-prefix", "out/data"],
     "study_loss": ["missing.yaml", "--runs", "runs", "--out", "out.jsonl"],
@@ -32,6 +33,7 @@ DOORS = {  # tool -> its module in coatlm/commands/
     "estimate_memory": "estimate",
     "evaluate": "evaluate",
     "inspect_checkpoint": "inspect",
+    "plan": "plan",
     "plot_run": "plot",
     "preprocess_data": "prepare",
 }

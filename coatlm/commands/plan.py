@@ -1,0 +1,114 @@
+"""Rank the layouts of a run on given GPUs by predicted tokens per second, within their memory.
+
+    coatlm plan llama3.1-70b --gpus 64 --gpu h200
+    coatlm plan llama3-8b --gpus 8 --gpu h100 --top 3
+    coatlm plan llama3-8b parallel.tp=2 --gpus 8 --gpu h100 --keep
+
+The number formats and the global batch are those of CONFIG; tp, cp, pp, vpp, zero, recompute and
+the microbatch are searched. --keep predicts CONFIG as it is. The times come from rates that were
+fitted to steps on one to four GPUs of a node (coatlm/rates/, coatlm/model/step_time.py); what more
+ranks and a network do to them is computed, not measured.
+
+Exit code: 0; 1 if no layout fits; 2 with one line per mistake.
+"""
+
+from __future__ import annotations
+
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import islice
+
+from coatlm.commands.arguments import add_config
+from coatlm.commands.estimate import sizes_of
+from coatlm.config import MOST_RANKS, Config, ConfigError
+from coatlm.console import Parser, fail
+from coatlm.hf.run_config import load_run_config
+from coatlm.model.layouts import Choice, describe, highest_peak, ranked
+from coatlm.model.memory import GIB
+from coatlm.model.rates import known, load_rates
+from coatlm.model.step_time import Cluster, forecast
+
+PEAK_BF16 = 989e12  # FLOP/s of H100 and H200
+
+
+def lines_of(choices: Sequence[Choice], gpus: int) -> Iterator[str]:
+    """A table of layouts, and where the time of the first goes."""
+    yield "| layout | step s | tokens/s/GPU | MFU | peak GiB | NVLink GB | network GB |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for choice in choices:
+        found = choice.forecast
+        yield (
+            f"| {describe(choice.config, gpus)} | {found.time.total:.3g} | "
+            f"{found.tokens_per_s:,.0f} | {found.mfu(PEAK_BF16):.2f} | {choice.peak / GIB:.1f} | "
+            f"{found.sent.nvlink / 1e9:.3g} | {found.sent.network / 1e9:.3g} |"
+        )
+    time = choices[0].forecast.time
+    parts = [(f.name.replace("_", " "), getattr(time, f.name) / time.total) for f in fields(time)]
+    shown = ", ".join(f"{name} {share:.1%}" for name, share in parts if share >= 0.0005)
+    yield ""
+    yield f"Time of the first: {shown}."
+    yield f"As overrides: {' '.join(overrides(choices[0].config))}"
+
+
+def overrides(config: Config) -> list[str]:
+    """The overrides that give CONFIG this layout."""
+    p, t = config.parallel, config.train
+    keys = ("tp", "sequence_parallel", "cp", "pp", "vpp", "zero")
+    words = [f"parallel.{key}={str(getattr(p, key)).lower()}" for key in keys]
+    return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = Parser(__doc__, "plan")
+    add_config(parser)
+    parser.add_argument("--gpus", type=int, help="GPUs of the run")
+    parser.add_argument("--gpu", default="h100", help=f"{' | '.join(known())} (default: h100)")
+    parser.add_argument("--nodes", type=int, help="nodes (default: of 8 GPUs)")
+    parser.add_argument("--network", type=float, help="GB/s per GPU (default: the rates')")
+    parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
+    parser.add_argument("--keep", action="store_true", help="predict CONFIG's own layout")
+    options = parser.parse(arguments)
+    try:
+        cluster = cluster_of(options.gpus, options.gpu, options.nodes, options.network)
+        if options.top < 1:
+            raise ConfigError(f"--top {options.top}: at least 1")
+        config = load_run_config(options.config, options.overrides)
+        if options.keep:
+            vocab, dp = sizes_of(config, cluster.gpus)
+            peak = highest_peak(config, vocab, dp)
+            choices = [Choice(config, forecast(config, vocab, cluster), peak)]
+        else:
+            vocab, _ = sizes_of(config, None)
+            choices = list(islice(ranked(config, vocab, cluster), options.top))
+    except (ValueError, OSError) as error:
+        return fail(error)
+    if not choices:
+        print(f"no layout of {cluster.gpus} GPUs fits {cluster.rates.memory_gib:g} GiB")
+        return 1
+    print("\n".join(lines_of(choices, cluster.gpus)))
+    return 0
+
+
+def cluster_of(gpus: int | None, kind: str, nodes: int | None, network: float | None) -> Cluster:
+    """The GPUs that the options name. Raises ConfigError."""
+    if gpus is None or not 1 <= gpus <= MOST_RANKS:
+        raise ConfigError(f"--gpus {gpus}: 1 to {MOST_RANKS:,} GPUs")
+    if nodes is not None and (nodes < 1 or gpus % nodes):
+        raise ConfigError(f"--nodes {nodes}: must divide --gpus {gpus}")
+    rates = load_rates(kind)
+    if network is not None:
+        if not 0 < network < float("inf"):
+            raise ConfigError(f"--network {network}: GB/s per GPU, above 0")
+        link = rates.network.model_copy(update={"gb_per_s": network})
+        rates = rates.model_copy(update={"network": link})
+    return Cluster(rates, gpus, gpus // nodes if nodes else min(8, gpus))
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -1,0 +1,335 @@
+"""The time of a training step, from its configuration and the rates of a GPU (rates.py).
+
+    step = m max_s t_s + (sum_s t_s - max_s t_s) / vpp + sends + update + exposed communication
+
+t_s is the time of a microbatch, forward and backward, on pipeline stage s; m is the number of
+microbatches. The second term is the pipeline bubble: 1F1B (Narayanan et al. 2021, section 2.2)
+fills and drains the other stages once, interleaved stages in pieces of 1 / vpp.
+
+    t_s = max(layers (GEMMs + elementwise + attention) + output layer, launches) + tp + cp
+
+Exposed: what layers exchange over tensor- and context-parallel ranks (bytes of `traffic`); of the
+reduction of gradients what exceeds the backward passes beside which it runs, and its last bucket;
+of the all-gather of weights what exceeds a forward pass, and its first bucket. Overlapped
+communication delays computation by `Rates.contention` of its time. Ranks are numbered tp, cp, dp,
+pp, so that a process group spans nodes as soon as its members do; a reduction over several nodes
+sums inside each node first, and then each rank sends its shard of the sums over the network.
+
+Bytes per element that elementwise kernels read and write in forward and backward are counted from
+the kernels of docs/results/layer.md (PASSES). Documents in a sample count as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from coatlm.config import Config
+from coatlm.model.accounting import (
+    attention_span,
+    flops_per_token,
+    key_size,
+    layer_matrices,
+    query_size,
+    rank_parameters,
+)
+from coatlm.model.memory import bf16_share, microbatch_tokens, microbatches_per_step, replaced
+from coatlm.model.rates import Link, Rates, interpolated, nearest
+from coatlm.model.traffic import step_traffic
+from coatlm.parallel.buckets import bucket_elements
+from coatlm.parallel.finalize_grads import TensorParallelSums
+
+TERA = 1e12
+FORWARD = 1 / 3  # the share of a layer's GEMMs and elementwise bytes that forward has
+GRADIENTS = {"fp32": 4.0, "bf16": 2.0, "fp8-nccl": 1.0, "fp8-a2a": 1 + 4 / 128}  # bytes on the wire
+MAIN_GRADS = {"fp32": 4.0, "bf16": 2.0}  # bytes of a gradient in memory
+WEIGHTS = {"bf16": 2.0, "fp8": 1.0}  # bytes per element of a layer's matrices in an all-gather
+MEASURED_GRADS = 2  # bytes of a gradient with which Rates.optimizer is measured
+NO_SUMS = TensorParallelSums(gradients=0, mus=0)  # of replicated weights: a few megabytes
+
+
+class Passes(NamedTuple):
+    """Bytes that elementwise kernels move per microbatch, in forward and backward together."""
+
+    stream: float  # per token and element of the residual stream
+    qkv: float  # per token and element of queries, keys and values
+    mlp: float  # per token and element of ffn
+    weights: float  # per weight of a matrix: casts, transposes, sums of gradients
+
+
+PASSES = {"fp8": Passes(45, 7, 18, 5), "bf16": Passes(40, 8, 16, 12)}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind in equal nodes."""
+
+    rates: Rates
+    gpus: int
+    per_node: int = 8
+
+    def local(self, inner: int, ranks: int) -> int:
+        """How many of `ranks` ranks that are `inner` ranks apart share a node."""
+        return max(1, min(ranks, self.per_node // inner))
+
+    def link(self, inner: int, ranks: int) -> Link:
+        """The slowest link between `ranks` ranks that are `inner` ranks apart."""
+        local = self.local(inner, ranks)
+        return nearest(self.rates.nvlink, local) if local == ranks else self.rates.network
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends in a step."""
+
+    nvlink: float
+    network: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what the GPUs of the slowest stage do or wait for; they add up."""
+
+    gemms: float
+    elementwise: float
+    attention: float
+    output_layer: float
+    launches: float  # the host is slower than the device
+    tensor_parallel: float
+    context_parallel: float
+    pipeline: float  # bubble and sends
+    gradients: float
+    weights: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted time of a step and the bytes that a rank of the slowest stage sends in it."""
+
+    time: StepTime
+    sent: Sent
+    tokens: int  # of a step
+    flops: int  # of the model per token
+    gpus: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Per GPU."""
+        return self.tokens / self.time.total / self.gpus
+
+    def mfu(self, peak: float) -> float:
+        """Model FLOPs utilisation at `peak` FLOP/s per GPU."""
+        return self.tokens_per_s * self.flops / peak
+
+
+def forecast(config: Config, vocab: int, cluster: Cluster) -> Forecast:
+    """Predict a step on `cluster`. The configuration fits the number of GPUs."""
+    p = config.parallel
+    dp = config.data_parallel_size(cluster.gpus)
+    m = microbatches_per_step(config, dp)
+    first = _stage(config, vocab, cluster, 0)
+    last = _stage(config, vocab, cluster, p.pp - 1) if p.pp > 1 else first
+    slow = max((first, last), key=lambda stage: stage.total)
+    middle = _stage(config, vocab, cluster, 1).total * (p.pp - 2) if p.pp > 2 else 0.0
+    others = (first.total + last.total + middle if p.pp > 1 else slow.total) - slow.total
+    move = _move(config, vocab, cluster, dp, slow, m)
+    hops = 2 * p.vpp * m if p.pp > 1 else 0
+    split = p.tp if p.sequence_parallel else 1
+    hidden = microbatch_tokens(config) * config.model.hidden * 2 / split
+    between = cluster.link(cluster.gpus // p.pp, p.pp)
+    sends = between.seconds(hops * hidden, hops)
+    nvlink, network = move.sent
+    for inner, ranks, sent in (
+        (1, p.tp, m * slow.sent_tp),
+        (p.tp, p.cp, m * slow.sent_cp),
+        (cluster.gpus // p.pp, p.pp, hops * hidden),
+    ):
+        inside = cluster.local(inner, ranks) == ranks
+        nvlink, network = nvlink + sent * inside, network + sent * (not inside)
+    time = StepTime(
+        gemms=m * slow.gemms,
+        elementwise=m * slow.elementwise,
+        attention=m * slow.attention,
+        output_layer=m * slow.output,
+        launches=m * slow.launches,
+        tensor_parallel=m * slow.tensor,
+        context_parallel=m * slow.context,
+        pipeline=others / p.vpp + sends,
+        gradients=move.gradients,
+        weights=move.weights,
+        update=_update(config, vocab, cluster.rates, dp),
+    )
+    tokens = config.train.global_batch * config.data.seq_len
+    flops = flops_per_token(config.model, vocab, config.data.seq_len)
+    return Forecast(time, Sent(nvlink, network), tokens, flops, cluster.gpus)
+
+
+# --- a microbatch on a stage ---------------------------------------------------------------------
+
+
+class _Stage(NamedTuple):
+    """Seconds of forward and backward of a microbatch, and bytes sent over tp and cp."""
+
+    gemms: float
+    elementwise: float
+    attention: float
+    output: float
+    launches: float
+    tensor: float
+    context: float
+    sent_tp: float
+    sent_cp: float
+    stage: int
+
+    @property
+    def total(self) -> float:
+        return sum(self[:7])
+
+
+def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
+    p, rates = config.parallel, cluster.rates
+    layers = config.model.layers // p.pp
+    plain = bf16_share(config, stage) if config.precision.flow else 0.0
+    gemms = elementwise = launches = 0.0
+    for share, recipe in ((1 - plain, config.precision.recipe), (plain, "bf16")):
+        if share:
+            one = replaced(config, precision={"recipe": recipe})
+            repeated = 1 + FORWARD * (config.train.recompute == "full")
+            slower = layers * share * repeated * rates.layer[recipe]
+            if config.precision.flow and config.precision.scaling == "current":
+                slower *= rates.layer["current"]
+            gemms += slower * layer_gemms(one, rates)
+            elementwise += slower * layer_elementwise(one, rates)
+            launches += layers * share * repeated * 1e-6 * rates.launch_us[_kind(one)]
+    attention = _attention(config, rates, stage)
+    output = output_layer(config, vocab, rates) if stage == p.pp - 1 else 0.0
+    busy = gemms + elementwise + attention + output
+    traffic = step_traffic(config, stage=stage, microbatches=1, once=NO_SUMS).summary()
+    sent_tp, sent_cp = traffic["comm_bytes_tp"], traffic.get("comm_bytes_cp", 0)
+    collectives = layers * (10 + 4 * (config.train.recompute == "full"))
+    tensor = cluster.link(1, p.tp).seconds(sent_tp, collectives) if p.tp > 1 else 0.0
+    context = cluster.link(p.tp, p.cp).seconds(sent_cp, 2 * layers) if p.cp > 1 else 0.0
+    waits = 0.0 if config.cuda_graphs else max(0.0, launches - busy)
+    return _Stage(
+        gemms, elementwise, attention, output, waits, tensor, context, sent_tp, sent_cp, stage
+    )
+
+
+def _kind(config: Config) -> str:
+    """The key of a recipe in tables by format: fp8 or bf16."""
+    return "bf16" if config.precision.recipe in ("bf16", "fp32") else "fp8"
+
+
+def layer_gemms(config: Config, rates: Rates) -> float:
+    """Seconds of the GEMMs of a layer on a rank, forward and backward."""
+    m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
+    q, k = query_size(m) // p.tp, key_size(m) // p.tp
+    ffn, table = m.ffn // p.tp, rates.gemm[_kind(config)]
+    shapes = ((q + 2 * k, m.hidden), (m.hidden, q), (2 * ffn, m.hidden), (m.hidden, ffn))
+    return sum(
+        6 * tokens * n * k / (TERA * interpolated(table, min(tokens, n, k))) for n, k in shapes
+    )
+
+
+def layer_elementwise(config: Config, rates: Rates) -> float:
+    """Seconds of the other kernels of a layer but attention, forward and backward."""
+    m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
+    passes = PASSES[_kind(config)]
+    split = p.tp if p.sequence_parallel else 1
+    qkv = (query_size(m) + 2 * key_size(m)) / p.tp
+    each = passes.stream * m.hidden / split + passes.qkv * qkv + passes.mlp * m.ffn / p.tp
+    moved = tokens * each + passes.weights * layer_matrices(m) / p.tp
+    return moved / (TERA * rates.tb_per_s)
+
+
+def _attention(config: Config, rates: Rates, stage: int) -> float:
+    """Seconds of attention of a stage's layers, forward and backward."""
+    m, p, t = config.model, config.parallel, config.train
+    count = m.layers // (p.pp * p.vpp)
+    firsts = [(chunk * p.pp + stage) * count for chunk in range(p.vpp)]
+    seq = config.data.seq_len
+    spans = sum(attention_span(m, first + i, seq) for first in firsts for i in range(count))
+    flops = 6 * spans * query_size(m) / p.tp * microbatch_tokens(config)
+    sizes = rates.attention[min(rates.attention, key=lambda d: abs(d - m.size_per_head))]
+    seconds = flops / (TERA * interpolated(sizes, seq))
+    seconds *= rates.context_parallel if p.cp > 1 else 1
+    return seconds * (1 + FORWARD * (t.recompute != "none"))
+
+
+def output_layer(config: Config, vocab: int, rates: Rates) -> float:
+    """Seconds of the output layer and the loss of a microbatch, forward and backward."""
+    h, tokens = config.model.hidden, microbatch_tokens(config)
+    gemms = 3 if config.train.logits == "save" else 4
+    flops = 2 * gemms * tokens * h * vocab / config.parallel.tp
+    return flops / (TERA * interpolated(rates.output["bf16"], h))
+
+
+# --- once per step -------------------------------------------------------------------------------
+
+
+class _Move(NamedTuple):
+    """Exposed seconds of the reduction of gradients and the all-gather of weights; bytes sent."""
+
+    gradients: float
+    weights: float
+    sent: Sent
+
+
+def _move(
+    config: Config, vocab: int, cluster: Cluster, dp: int, stage: _Stage, microbatches: int
+) -> _Move:
+    p, rates = config.parallel, cluster.rates
+    ranks = dp * p.cp
+    if ranks == 1:
+        return _Move(0.0, 0.0, Sent(0.0, 0.0))
+    count = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage.stage)
+    matrices = config.model.layers // p.pp * layer_matrices(config.model) // p.tp
+    legs = 1 if p.zero else 2
+    reductions = microbatches if p.zero >= 2 else 1
+    gathers = (2 * microbatches if p.zero == 3 else 1) if p.zero else 0
+    grads = legs * GRADIENTS[p.grad_comm] * count
+    weights = WEIGHTS["bf16"] * (count - matrices) + WEIGHTS[p.weight_gather] * matrices
+    buckets = max(1.0, count / bucket_elements(p.bucket_size, count))
+    passes = stage.total * microbatches
+    exposed, sent = [], Sent(0.0, 0.0)
+    for each, times, overlapped, beside in (
+        (grads, reductions, p.overlap_grad_reduce, (1 - FORWARD) * passes),
+        (weights, gathers, p.overlap_param_gather, FORWARD * passes * (3 if p.zero == 3 else 1)),
+    ):
+        one = _spread(cluster, p.tp, ranks, each)
+        inside = nearest(rates.nvlink, cluster.local(p.tp, ranks)).seconds(one.nvlink, buckets)
+        across = rates.network.seconds(one.network, buckets) if one.network else 0.0
+        seconds, window = times * (inside + across), beside
+        if times < microbatches:
+            window = beside / microbatches  # beside one microbatch
+        hidden = min(seconds * (1 - 1 / buckets), window) if overlapped else 0.0
+        delay = rates.contention * hidden * inside / max(inside + across, 1e-12)
+        exposed.append(seconds - hidden + delay)
+        sent = Sent(sent.nvlink + times * one.nvlink, sent.network + times * one.network)
+    gradients, gathered = exposed
+    return _Move(gradients, gathered, sent)
+
+
+def _spread(cluster: Cluster, inner: int, ranks: int, size: float) -> Sent:
+    """What a rank sends of `size` bytes inside its node, and then between nodes."""
+    local = cluster.local(inner, ranks)
+    nodes = ranks / local
+    return Sent(size * (local - 1) / local, size / local * (nodes - 1) / nodes)
+
+
+def _update(config: Config, vocab: int, rates: Rates, dp: int) -> float:
+    """Seconds from the last gradient to the updated weights: norm, update, and what is fixed."""
+    p = config.parallel
+    count = max(
+        rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
+        for stage in {0, p.pp - 1}
+    )
+    shard = count / (dp * p.cp if p.zero else 1)
+    grads = MAIN_GRADS[p.main_grads]
+    read = (2 * grads - MEASURED_GRADS) / (TERA * rates.tb_per_s)  # the norm reads gradients too
+    each = 1e-12 * rates.optimizer[config.optim.recipe] + read
+    return shard * each + 1e-3 * rates.update_ms
