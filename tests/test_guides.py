@@ -193,8 +193,8 @@ def check_pip(words: Sequence[str]) -> None:
         assert words[2:] == ["--no-deps", "--wheel-dir", "dist", "."]
         return
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert words[1:3] == ["install", "-c"] and (ROOT / words[3]).is_file()
-    for name in re.fullmatch(r"\.\[([a-z,]+)\]", words[4])[1].split(","):  # type: ignore[index]
+    assert words[1:3] == ["install", "-c"] and (ROOT / words[3]).is_file() and words[4] == "-e"
+    for name in re.fullmatch(r"\.\[([a-z,]+)\]", words[5])[1].split(","):  # type: ignore[index]
         assert name in extras["optional-dependencies"]
 
 
