@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rank_on(pid: int, delay: float, *arguments: str) -> None:
     """A rank on the node that `pid` is on, which takes `delay` seconds longer to read a batch."""
     enter(pid)
+    platform.node = socket.gethostname  # its own value was cached before the fork
     from coatlm.train.step import Trainer
 
     place = Trainer.place
