@@ -12,6 +12,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 BANDIT := $(VENV)/bin/bandit --quiet --configfile pyproject.toml --recursive coatlm tools pretrain.py
 # torch 2.11 brings this one, constraints.txt the newest.
 OLDEST_TRITON := 3.6.0
@@ -40,13 +42,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	"coatlm needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable .
+	@touch $@
+
+# An extra of pyproject.toml, for the targets that need it.
+$(INSTALLED)-%: $(INSTALLED)
+	$(PIP) --editable '.[$*]'
 	@touch $@
 
 train: $(INSTALLED)
 	@$(VENV)/bin/python tools/launch.py $(CONFIG) $(ARGS)
 
-test: $(INSTALLED)
+test: $(DEV)
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
 # Vector units of other widths add in another order, and a tolerance may hold on one CPU only. These
@@ -56,13 +63,13 @@ NUMERICS := tests/fp8 tests/optim tests/model/test_flow.py tests/model/test_loss
 	tests/train/test_numerics_log.py tests/parallel/test_exchange.py tests/parallel/test_fp8_sum.py
 NO_VECTORS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 
-numerics: $(INSTALLED)
+numerics: $(DEV)
 	@own=$$($(VENV)/bin/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())'); \
 	if [ "$$own" = DEFAULT ]; then echo "This CPU has no wider vectors: make test covers it."; exit; fi; \
 	echo "CPU capability default; the machine's own is $$own"; \
 	$(NO_VECTORS) $(VENV)/bin/python -m pytest $(NUMERICS) -k 'not sm90 and not compile and not interpreter' $(ARGS)
 
-check: $(INSTALLED)
+check: $(DEV)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
@@ -70,17 +77,17 @@ check: $(INSTALLED)
 	$(BANDIT)
 
 # Fails as well if a package could not be looked up: nothing found must mean that all were asked for.
-audit: $(INSTALLED)
+audit: $(DEV)
 	$(BANDIT)
 	grep == constraints.txt | $(VENV)/bin/pip-audit --strict --vulnerability-service pypi \
 		--no-deps --disable-pip --progress-spinner off --requirement /dev/stdin
 
-kernels: $(INSTALLED)
+kernels: $(DEV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
 		--target $(VENV)/triton triton==$(OLDEST_TRITON)
 	PYTHONPATH=$(VENV)/triton $(VENV)/bin/python -m pytest tests/fp8 tests/model tests/optim -k 'sm90 or compile'
 
-fuzz: $(INSTALLED)
+fuzz: $(DEV)
 	@FUZZ_MINUTES=$(MINUTES) $(VENV)/bin/python -m pytest -s tests/fuzz $(ARGS)
 
 drill: $(INSTALLED)
@@ -89,15 +96,11 @@ drill: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(VENV)/bin/python tools/bench.py $(ARGS)
 
-format: $(INSTALLED)
+format: $(DEV)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
 # A warning, such as a link that leads nowhere, is an error. The variable silences a note on mkdocs 2.
-docs: $(INSTALLED) $(VENV)/.docs
+docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
-
-$(VENV)/.docs: $(INSTALLED)
-	$(PIP) --editable '.[docs]'
-	@touch $@

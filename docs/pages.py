@@ -30,9 +30,7 @@ OUTSIDE = {  # file of the repository -> page of the site
 }
 LINK = re.compile(r"(?<!!)\[([^\]\[]*(?:\[[^\]]*\][^\]\[]*)*)\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)\s:]+)(\))")
-MARKED = re.compile(
-    r"^```sh (?:run|check)$", re.MULTILINE
-)  # what tests/test_guides.py does with it
+MARKED = re.compile(r"^(```\w+) (?:run|check)$", re.MULTILINE)  # for tests/test_guides.py
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -137,7 +135,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             f"{found[1]}{posixpath.relpath(str(shown), posixpath.dirname(here) or '.')}{found[3]}"
         )
 
-    parts = FENCED.split(MARKED.sub("```sh", markdown))
+    parts = FENCED.split(MARKED.sub(r"\1", markdown))
     for i in range(0, len(parts), 2):  # the text between fenced blocks
         parts[i] = PICTURE.sub(picture, LINK.sub(link, parts[i]))
     return "".join(parts)

@@ -3,6 +3,7 @@
 A fenced block says how its commands are tested:
 
     ```sh run      they are run, in order, in a directory of their own
+    ```python run  the same for a script
     ```sh check    they need a GPU, a network, several processes or long: options and configuration
                    are parsed, training becomes a dry run for as many ranks as are started
 
@@ -39,15 +40,20 @@ SMALL = {
     **{"train.eval_batches": 1, "checkpoint.every": 2, "log.every": 1},
 }
 STEPS = 4  # of a small run; twice as many where the command asks for more than the configuration
-BLOCK = re.compile(r"^```sh *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(sh|python) *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
 def blocks(page: Path, mark: str) -> list[list[str]]:
-    """Of every block with this mark, the words of each command; comments and line ends go."""
+    """Of every block with this mark, the words of each command; comments and line ends go.
+
+    A Python script is the two words "python" and its text.
+    """
     found = []
-    for kind, text in BLOCK.findall(page.read_text()):
-        if kind == mark:
+    for language, kind, text in BLOCK.findall(page.read_text()):
+        if kind == mark and language == "python":
+            found.append([language, text])
+        elif kind == mark:
             lines = text.replace("\\\n", " ").splitlines()
             found += [words for line in lines if (words := shlex.split(line, comments=True))]
     return found
@@ -127,6 +133,9 @@ def test_commands_that_are_marked_run(
 ) -> None:
     monkeypatch.chdir(checkout)
     for words in blocks(page, "run"):
+        if words[0] == "python":
+            exec(compile(words[1], str(page), "exec"), {})
+            continue
         file, arguments = script(words)
         if file == "pretrain.py":
             code, output = forks.run(*small(arguments))
@@ -193,8 +202,8 @@ def check_pip(words: Sequence[str]) -> None:
         assert words[2:] == ["--no-deps", "--wheel-dir", "dist", "."]
         return
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert words[1:3] == ["install", "-c"] and (ROOT / words[3]).is_file()
-    for name in re.fullmatch(r"\.\[([a-z,]+)\]", words[4])[1].split(","):  # type: ignore[index]
+    assert words[1:3] == ["install", "-c"] and (ROOT / words[3]).is_file() and words[4] == "-e"
+    for name in re.fullmatch(r"\.\[([a-z,]+)\]", words[5])[1].split(","):  # type: ignore[index]
         assert name in extras["optional-dependencies"]
 
 
@@ -218,7 +227,7 @@ def test_commands_that_are_marked_check_would_start(
 
 @pytest.mark.parametrize("page", named(GUIDES))
 def test_every_command_of_a_guide_is_run_or_checked(page: Path) -> None:
-    kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
+    kinds = {kind for language, kind, _ in BLOCK.findall(page.read_text()) if language == "sh"}
     assert kinds <= {"run", "check"}, "mark every sh block: ```sh run or ```sh check"
     assert blocks(page, "run") or blocks(page, "check")
 

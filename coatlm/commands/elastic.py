@@ -2,8 +2,10 @@
 
     python tools/elastic.py [torchrun's options] pretrain.py CONFIG.yaml [key=value ...]
 
-With --standalone nothing listens on the network: torchrun's own stores have no authentication and
-would listen on all interfaces. The ranks use rank 0's store on the loopback address instead.
+Rank 0 serves the ranks' store, a new one at every start. In a store that torchrun shares with them
+a node that comes back finds no address and waits for ever, as the address is published once. With
+--standalone nothing listens on the network: torchrun's own stores have no authentication and would
+listen on all interfaces, and rank 0's listens on the loopback address.
 
 torchrun itself is killed by SIGUSR1 and, under nohup, by SIGHUP, gives its ranks 30 seconds after
 SIGTERM, and always exits with 1 if a rank fails. This wrapper forwards SIGINT, SIGUSR1, SIGHUP and
@@ -69,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in process.handled(tuple(SIGNALS)):
         signal.signal(number, remember)
     threading.Thread(target=repeat, name="signals", daemon=True).start()
+    os.environ[UNSHARED] = "1"
     code = 0
     try:
         torchrun([LEFT_TO_TORCHRUN, *on_loopback(arguments)])
@@ -88,7 +91,6 @@ def on_loopback(arguments: list[str]) -> list[str]:
     """Replace --standalone by a rendezvous that does not listen on the network."""
     if "--standalone" not in arguments:
         return arguments
-    os.environ[UNSHARED] = "1"
     file, path = tempfile.mkstemp(prefix="coatlm-rendezvous-")  # readable by this user only
     os.close(file)
     atexit.register(lambda: Path(path).unlink(missing_ok=True))

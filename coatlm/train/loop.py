@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,13 +53,14 @@ class Loop:
         signals: StopSignal,
         watchdog: HangWatchdog,
         known: Known,
+        hosts: Sequence[str],  # of each rank
         lock: RunLock | None = None,  # of the run directory, on rank 0
         tasks: Tasks | None = None,
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
-        self.known, self.lock = known, lock  # known is saved in checkpoints
+        self.known, self.hosts, self.lock = known, hosts, lock  # known is saved in checkpoints
         self.groups: Groups = trainer.groups
         self.tasks = tasks
         self.predictor = Predictor(
@@ -164,9 +165,12 @@ class Loop:
         found = compare(times, group)
         if found.ms > factor * found.median_ms and group.rank() == 0:
             logger.warning(
-                "step %d: rank %d is slow in %s: %.1f ms of work per step, the median is %.1f ms",
+                "step %d: rank %d (%s) is slow in %s: %.1f ms of work per step, "
+                "the median is %.1f ms",
                 self.run.step,
-                *found,
+                found.rank,
+                self.hosts[found.rank],
+                *found[1:],
             )
         return found._asdict()
 

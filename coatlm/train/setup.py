@@ -142,7 +142,10 @@ def start_processes(
             seconds=start_timeout,
             rank=launch.rank,
         )
-        store = dist.PrefixStore(f"coatlm/{launch.attempt}", store)
+        # A store that the launcher holds outlives an attempt. Rank 0's does not, and a node that is
+        # replaced has been restarted less often than the others.
+        attempt = launch.attempt if launch.store_held else "0"
+        store = dist.PrefixStore(f"coatlm/{attempt}", store)
         hosts = meet(
             store,
             launch.rank,

@@ -127,7 +127,8 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     )
     loop = peers.agree(
         lambda: Loop(
-            config, trainer, data, run, open_metrics, signals, watchdog, known, lock, tasks
+            *(config, trainer, data, run, open_metrics, signals, watchdog, known),
+            *(peers.hosts, lock, tasks),
         )
     )
     stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics

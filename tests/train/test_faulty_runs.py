@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import platform
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -246,4 +247,4 @@ def test_a_slow_rank_is_reported_with_its_phase(root: Path, ends: dict[str, str]
         assert (report["rank"], report["phase"]) == (1, "data")
         assert report["ms"] > 300 > report["median_ms"]
     log = (root / "slow" / "train.log").read_text()
-    assert "step 20: rank 1 is slow in data: " in log
+    assert f"step 20: rank 1 ({platform.node()}) is slow in data: " in log
