@@ -46,6 +46,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
         "sp2 bf16 selective": {"parallel": SP, "train": {"recompute": "selective"}},
         "sp2 fp8-linear": {"parallel": SP, "precision": {"recipe": "fp8-linear"}},
         "sp2 coat": {"parallel": SP, **COAT},
+        "sp2 coat, split": {"parallel": {**SP, "tp_chunks": 4}, **COAT},
         "sp2 coat delayed": {"parallel": SP, "precision": {"recipe": "coat", "scaling": "delayed"}},
         "sp2 coat full": {"parallel": SP, **COAT, "train": {"recompute": "full"}},
         "sp2 coat-paper": {"parallel": SP, "precision": {"recipe": "coat-paper"}},

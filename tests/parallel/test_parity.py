@@ -56,7 +56,7 @@ FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
 FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"zero": 2},
     "tp2, split": {"tp": 2, "tp_chunks": 2},
-    "tp2 sp, split": {"tp": 2, "sequence_parallel": True, "tp_chunks": 4},
+    "tp2 sp, split": {"tp": 2, "sequence_parallel": True, "tp_chunks": 2},
     "tp2 pp2, split": {"tp": 2, "pp": 2, "sequence_parallel": True, "tp_chunks": 2},
     "tp2 cp2, split": {"tp": 2, "cp": 2, "sequence_parallel": True, "tp_chunks": 2},
     "tp4 sp": {"tp": 4, "sequence_parallel": True},
@@ -66,9 +66,9 @@ DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps cali
 FLOW_VARIANTS: dict[str, dict[str, Any]] = {
     "kept weights": {"precision": {"keep_weights": True}},
     "saved inputs": {"precision": {"keep_linear_inputs": True}},
-    "blocks": {"model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
+    "blocks": {"model": {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
     "delayed": DELAYED,
-    "four kv heads": {"model": {"kv_heads": 4}},
+    "four kv heads": {"model": {"kv_heads": 4, "ffn": 128}},
     "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
 }
 FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
@@ -100,9 +100,10 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
 SPLIT_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
         ("tp2, split", "plain", "coat"),
-        *(("tp2 sp, split", v, "coat") for v in ("plain", "delayed")),
-        *(("tp2 sp, split", v, "coat-lean") for v in ("qwen", "documents", "recompute", "tied")),
-        *(("tp2 sp, split", "plain", r) for r in ("fp8-linear", "coat-paper", "rowwise")),
+        ("tp2 sp, split", "delayed", "coat"),
+        *(("tp2 sp, split", v, "coat-lean") for v in ("qwen", "documents", "recompute")),
+        *(("tp2 sp, split", "plain", r) for r in ("fp8-linear", "coat-paper")),
+        ("tp2 sp, split", "blocks", "fp8-block"),
         ("tp2 sp, split", "saved inputs", "rowwise"),
     ],
     4: [
