@@ -119,12 +119,15 @@ class Flow:
         fast, dgrad = self.recipe.fast, self.recipe.dgrad
         bf16 = {name.partition(".")[0] for name in self.recipe.bf16}
         kinds: dict[str, Any] = {"a_fmt": format_of(dgrad.gradient), "b_fmt": E4M3}
+        parallel = self.parallel
+        own = tokens // parallel.size if parallel.scattered else tokens
+        pieces = {piece.stop - piece.start for piece in parallel.row_pieces(own)}
         for weight in weights:
             kinds["device"] = weight.device.index
             n, k = weight.shape
             kinds |= {"fast": "dgrad" in fast, "accumulate": False}
-            if "dgrad" not in bf16:
-                self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            for m in sorted({tokens, *pieces}) if "dgrad" not in bf16 else ():
+                self.plans.tune(m, k, n, out_dtype=torch.bfloat16, **kinds)
             kinds |= {"fast": "wgrad" in fast, "accumulate": True}
             summed = padded(tokens, self.recipe.wgrad.gradient.granularity)
             if "wgrad" not in bf16:
