@@ -13,7 +13,7 @@ backward, and what is all-gathered and in which format:
 Collectives overlap with GEMMs as follows; the third column needs `TensorParallel.chunks` > 1:
 
     collective                      overlaps with                     and, if GEMMs are split, with
-    all-gather of a norm output     the cast of W                     the forward GEMM of own rows
+    all-gather of a norm output     before qkv: the cast of W         the forward GEMM of own rows
     reduce-scatter of y, forward    after proj: the cast of fc1's W   the GEMMs of later columns
     all-gather of a gradient        the cast of W^T                   dgrad of own rows
     all-gather of a norm output     dgrad                             dgrad
