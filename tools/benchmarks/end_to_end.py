@@ -19,7 +19,8 @@ Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also
 PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3 and tp_chunks=1,2
 (each row runs with each of these as optim.recipe, parallel.zero and parallel.tp_chunks; the default
 is adamw-fp32, as the peer's, 1 and 1) and dotted options of a run, such as
-parallel.main_grads=bf16. With data.reset_attention_mask=true samples consist of documents of document=500 tokens.
+parallel.main_grads=bf16. With data.reset_attention_mask=true samples consist of documents of
+document=500 tokens.
 """
 
 from __future__ import annotations
