@@ -236,6 +236,15 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "data.seq_len=257 is not a multiple of parallel.tp*cp=2",
         ),
         ({"parallel": {"sequence_parallel": True}}, "needs parallel.tp > 1"),
+        ({"parallel": {"tp_chunks": 2}}, "parallel.tp_chunks=2 needs parallel.tp > 1 and FP8"),
+        (
+            {"parallel": {"tp": 2, "tp_chunks": 2}, "precision": {"recipe": "bf16"}},
+            "parallel.tp_chunks=2 needs parallel.tp > 1 and FP8 layers: precision.recipe=",
+        ),
+        (
+            {"parallel": {"tp": 2, "tp_chunks": 3}, "precision": {"recipe": "coat"}},
+            "is not a multiple of 16*parallel.tp_chunks=48",
+        ),
         (
             {"train": {"rollbacks": 1}, "checkpoint": {"every": 0}},
             "train.rollbacks=1 needs checkpoint.every > 0",

@@ -68,6 +68,11 @@ class Config(Section):
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
+        if p.tp_chunks > 1 and not (p.tp > 1 and self.precision.flow):
+            raise ValueError(
+                f"parallel.tp_chunks={p.tp_chunks} needs parallel.tp > 1 and FP8 layers: "
+                f"precision.recipe={' | '.join(RECIPES)}"
+            )
         if p.vpp > 1 and p.pp == 1:
             raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
         if self.train.rollbacks and not self.checkpoint.every:
@@ -174,6 +179,8 @@ class Config(Section):
         recipe = p.flow_recipe()
         size = p.group_size or 16  # FP8 tensor cores need multiples of 16 as well
         divides("model.hidden", m.hidden, "precision.group_size", size)
+        chunks, rows = self.parallel.tp_chunks, max(16, recipe.forward.weight.granularity.rows or 1)
+        divides("model.hidden", m.hidden, f"{rows}*parallel.tp_chunks", rows * chunks)
         divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
         for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
             width = heads * m.size_per_head // tp

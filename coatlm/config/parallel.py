@@ -20,6 +20,11 @@ class Parallel(Section):
     sequence_parallel: StrictBool = False
     """Shard norms and the residual stream along the sequence over the tensor-parallel ranks."""
 
+    tp_chunks: StrictInt = number(1, "chunks", ge=1, le=64)
+    """Above 1, FP8 layers split GEMMs so that they overlap with communication over the
+    tensor-parallel ranks: in this many chunks of columns where results are summed, and into the
+    rows of this rank and those of the others where inputs are all-gathered."""
+
     pp: StrictInt = number(1, "ranks", ge=1, le=10_000)
     """Pipeline-parallel size: the number of pipeline stages."""
 

@@ -34,6 +34,14 @@ class QTensor:
         """Bytes of all that is stored."""
         return self.codes.nbytes + self.scale.nbytes
 
+    def rows(self, piece: slice) -> "QTensor":
+        """Consecutive rows of a matrix, a view. They begin where a block of rows begins."""
+        size, scale = self.granularity.rows, self.scale
+        if size is not None:
+            assert piece.start % size == 0
+            scale = scale[piece.start // size : -(-piece.stop // size)]
+        return QTensor(self.codes[piece], scale, self.granularity, self.fmt)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """codes * scale, multiplied in fp32 and rounded once to `dtype`."""
         scale = self.granularity.spread(self.scale.float(), self.shape)

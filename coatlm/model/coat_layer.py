@@ -25,10 +25,13 @@ from coatlm.parallel.tensor import TensorParallel
 class CoatTransformerLayer(TransformerLayer):
     """megatron-core's layer, with its parameters and checkpoints, whose forward is the FP8 flow."""
 
-    def __init__(self, *args: Any, recipe: FlowRecipe, plans: Plans, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: FlowRecipe, plans: Plans, chunks: int = 1, **kwargs: Any
+    ) -> None:
+        """`chunks`: those of `TensorParallel`."""
         super().__init__(*args, **kwargs)
         group = self.self_attention.linear_qkv.tp_group
-        parallel = TensorParallel(group, self.config.sequence_parallel)
+        parallel = TensorParallel(group, self.config.sequence_parallel, chunks)
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
         self.in_bf16 = False
         for weight in self.linear_weights():

@@ -102,12 +102,13 @@ class NormQKV(torch.autograd.Function):
             saved=saved.norm_input if save else None,
             share=parallel.shared_scale,
         )
-        y, w = parallel.gather_rows(normed.y), flow.forward_weight(weight)
+        gathered, w = parallel.gather_rows(normed.y), flow.forward_weight(weight)
         flow.record("norm1_saved", normed.x, normed.saved)
         flow.record("qkv_input", norm_rows(normed.x, norm, flow.eps), normed.y)
         flow.record("qkv_weight", weight, w)
         normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
-        qkv = flow.project(y, w, weight, normed_values, bias=bias).unflatten(0, (-1, x.shape[1]))
+        y, qkv = flow.project_gathered(normed.y, gathered, w, weight, normed_values, bias=bias)
+        qkv = qkv.unflatten(0, (-1, x.shape[1]))
         _save(
             ctx,
             normed.x if normed.saved is None else normed.saved,
@@ -151,9 +152,9 @@ class NormQKV(torch.autograd.Function):
         if ctx.has_bias:
             rows = d.direct.dequantize() if isinstance(d.direct, QTensor) else d.direct.float()
             dbias = rows.sum(0).to(weight.dtype)
-        wait = flow.parallel.sum_partial(flow.input_gradient(d.direct, weight, w_scale))
         y_t = flow.norm_output_transposed(x, rstd, norm, y, y_scale)
-        dweight = flow.weight_gradient(weight, d.transposed, y_t)
+        wait = flow.parallel.sum_partial(flow.input_gradient(d.direct, weight, w_scale))
+        dweight = flow.weight_gradient(weight, d.transposed, y_t())
         dx, dnorm, _ = norm_backward(
             wait(), _readable(x), rstd, norm, dresidual=dresidual.flatten(0, 1).contiguous()
         )
@@ -187,8 +188,11 @@ class ProjMLP(torch.autograd.Function):
         o8, w = producers.as_operand(o_T, wanted), flow.forward_weight(proj)
         if parallel.size == 1:
             stream, add = flow.project(o8, w, proj, lambda: o_T, add=x_T), None
+            w1 = flow.forward_weight(fc1)
         else:
-            stream, add = parallel.sum_partial(flow.project(o8, w, proj, lambda: o_T))(), x_T
+            wait = flow.project_summed(o8, w)
+            w1 = flow.forward_weight(fc1)
+            stream, add = wait(), x_T
         normed = producers.norm_output(
             stream,
             norm,
@@ -198,9 +202,9 @@ class ProjMLP(torch.autograd.Function):
             add=add,
             share=parallel.shared_scale,
         )
-        y, w1 = parallel.gather_rows(normed.y), flow.forward_weight(fc1)
+        gathered = parallel.gather_rows(normed.y)
         normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
-        gate_up = flow.project(y, w1, fc1, normed_values)
+        y, gate_up = flow.project_gathered(normed.y, gathered, w1, fc1, normed_values)
         active = producers.swiglu_output(
             gate_up, wanted=wanted, saved=saved.gate_up if save else None
         )
@@ -208,8 +212,7 @@ class ProjMLP(torch.autograd.Function):
         if parallel.size == 1:
             out = flow.project(active.a, w2, fc2, partial(swiglu, gate_up), add=normed.x)
         else:
-            partial_sums = flow.project(active.a, w2, fc2, partial(swiglu, gate_up))
-            out = parallel.sum_partial(partial_sums)() + normed.x
+            out = flow.project_summed(active.a, w2)() + normed.x
         o_saved = o_T if o_codes is None or o_scale is None else _in_rows(o_codes, o_scale, o_T)
         flow.record("attention_output", o_T, o8)
         flow.record("attention_saved", o_T, o_saved)
@@ -246,8 +249,7 @@ class ProjMLP(torch.autograd.Function):
         source, wanted = recipe.forward.activation, recipe.wgrad.activation
         dout = dout.flatten(0, 1).contiguous()
 
-        d = flow.gradient("fc2_grad", dout)
-        da = flow.input_gradient(d.direct, fc2, w2_scale)
+        d_t, da = flow.output_gradient("fc2_grad", dout, fc2, w2_scale)
         codes, recomputed = producers.swiglu_gradient(
             da, gate_up, a_scale, recipe, with_output=a is None, **flow.slot("fc1_grad")
         )
@@ -257,23 +259,22 @@ class ProjMLP(torch.autograd.Function):
         if recomputed is None:
             recomputed = producers.codes_transposed(a, source, wanted)
         a_t = flow.input_transposed(recomputed, partial(producers.recomputed_swiglu, gate_up))
-        dfc2 = flow.weight_gradient(fc2, d.transposed, a_t)
-        del a_t, d, recomputed
+        dfc2 = flow.weight_gradient(fc2, d_t, a_t)
+        del a_t, d_t, recomputed
 
-        wait = flow.parallel.sum_partial(flow.input_gradient(g.direct, fc1, w1_scale))
         y_t = flow.norm_output_transposed(x1, rstd, norm, y, y_scale)
-        dfc1 = flow.weight_gradient(fc1, g.transposed, y_t)
+        wait = flow.parallel.sum_partial(flow.input_gradient(g.direct, fc1, w1_scale))
+        dfc1 = flow.weight_gradient(fc1, g.transposed, y_t())
         del g, y_t
         dx1, dnorm, amaxes = norm_backward(wait(), _readable(x1), rstd, norm, dresidual=dout)
 
-        d = flow.gradient("proj_grad", dx1, amaxes)
-        do = flow.input_gradient(d.direct, proj, w_scale)
+        d_t, do = flow.output_gradient("proj_grad", dx1, proj, w_scale, amaxes)
         if recipe.saved.projection_input:
             codes_t = producers.codes_transposed(o, source, wanted)
         else:
             codes_t = producers.input_transposed(o, wanted, o_scale)
         o_t = flow.input_transposed(codes_t, partial(producers.decoded, o))
-        dproj = flow.weight_gradient(proj, d.transposed, o_t)
+        dproj = flow.weight_gradient(proj, d_t, o_t)
         do = do.view(-1, shape[1], do.shape[-1])
         return (
             *(do, None, None, dx1.view(shape)),

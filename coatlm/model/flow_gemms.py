@@ -10,6 +10,16 @@ backward, and what is all-gathered and in which format:
     gradient, tensor-wise            -                  codes
     gradient, finer granularity      -                  BF16
 
+Collectives overlap with GEMMs as follows; the third column needs `TensorParallel.chunks` > 1:
+
+    collective                      overlaps with                     and, if GEMMs are split, with
+    all-gather of a norm output     before qkv: the cast of W         the forward GEMM of own rows
+    reduce-scatter of y, forward    after proj: the cast of fc1's W   the GEMMs of later columns
+    all-gather of a gradient        the cast of W^T                   dgrad of own rows
+    all-gather of a norm output     dgrad                             dgrad
+      for wgrad
+    reduce-scatter of dx, backward  wgrad                             wgrad
+
 An operand that `FlowRecipe.bf16` names enters its GEMM in BF16. Its codes are computed as well,
 because other operands take their scales, so each of those is the same as without it.
 """
@@ -17,13 +27,14 @@ because other operands take their scales, so each of those is the same as withou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.config.recipes import FlowRecipe, GemmName, Operand, OperandName
+from coatlm.config.recipes import FlowRecipe, GemmName, OperandName
 from coatlm.fp8 import producers
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import Plans, matmul, matmul_bf16
@@ -34,7 +45,7 @@ from coatlm.fp8.transpose import Codes, quantize_direct, quantize_transposed, tr
 from coatlm.model.numerics import Probe, RowSource
 from coatlm.model.rounding import LayerNoise
 from coatlm.model.scales import CurrentScales, Scales
-from coatlm.parallel.tensor import TensorParallel
+from coatlm.parallel.tensor import TensorParallel, Wait
 
 OPERAND_OF: dict[str, OperandName] = {  # the end of a tensor's name in the probe -> its operand
     "input": "forward.activation",
@@ -108,12 +119,15 @@ class Flow:
         fast, dgrad = self.recipe.fast, self.recipe.dgrad
         bf16 = {name.partition(".")[0] for name in self.recipe.bf16}
         kinds: dict[str, Any] = {"a_fmt": format_of(dgrad.gradient), "b_fmt": E4M3}
+        parallel = self.parallel
+        own = tokens // parallel.size if parallel.scattered else tokens
+        pieces = {piece.stop - piece.start for piece in parallel.row_pieces(own)}
         for weight in weights:
             kinds["device"] = weight.device.index
             n, k = weight.shape
             kinds |= {"fast": "dgrad" in fast, "accumulate": False}
-            if "dgrad" not in bf16:
-                self.plans.tune(tokens, k, n, out_dtype=torch.bfloat16, **kinds)
+            for m in sorted({tokens, *pieces}) if "dgrad" not in bf16 else ():
+                self.plans.tune(m, k, n, out_dtype=torch.bfloat16, **kinds)
             kinds |= {"fast": "wgrad" in fast, "accumulate": True}
             summed = padded(tokens, self.recipe.wgrad.gradient.granularity)
             if "wgrad" not in bf16:
@@ -157,11 +171,67 @@ class Flow:
         b = weight.detach() if "forward.weight" in self.recipe.bf16 else w
         return self._multiply("forward", a, b, **options)
 
+    def project_gathered(
+        self,
+        x: QTensor,
+        gathered: Callable[[], QTensor],
+        w: QTensor,
+        weight: Tensor,
+        values: Values,
+        **options: Any,
+    ) -> tuple[QTensor, Tensor]:
+        """`project` of a column-parallel linear, whose input is all-gathered meanwhile.
+
+        x [T/tp, K] are the rows of this rank, `gathered` waits for those of all. Returns these and
+        y [T, N].
+        """
+        if not self.parallel.scattered:
+            return x, self.project(x, w, weight, values, **options)
+        return self._multiply_gathered("forward", x, gathered, w, **options)
+
+    def project_summed(self, x: QTensor, w: QTensor) -> Wait:
+        """The forward GEMM of a row-parallel linear; starts to sum y over the ranks."""
+        return self.parallel.sum_columns(
+            lambda columns: self._multiply("forward", x, w.rows(columns)), w.shape[0]
+        )
+
     def input_gradient(self, dy: Matrix, weight: Tensor, scale: Tensor | None) -> Tensor:
         """The dgrad GEMM, dx = dy W."""
         exact = "dgrad.weight" in self.recipe.bf16
         w = weight.detach().t() if exact else self.backward_weight(weight, scale)
         return self._multiply("dgrad", dy, w)
+
+    def output_gradient(
+        self,
+        name: str,
+        dy: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        amaxes: Tensor | None = None,
+    ) -> tuple[Matrix, Tensor]:
+        """From dy of a row-parallel linear: wgrad's operand [K, T'], and dx = dy W of all tokens.
+
+        dy [T/tp, K] is all-gathered over the tokens; T' is T, padded. `name` is the gradient's name
+        among the scales and in the probe. `scale` is the `weight_scale` of forward. `amaxes` are
+        those of dy, if a kernel has computed them.
+        """
+        recipe, parallel = self.recipe, self.parallel
+        slot = self.slot(name)
+        if not recipe.tensor_wise_gradients:
+            dy = parallel.gather_values(dy)()
+        elif slot["scale"] is None:  # the largest of the ranks, each from its own tokens
+            slot["scale"] = parallel.shared_scale(producers.gradient_scale(dy, recipe, amaxes))
+        if not (parallel.scattered and recipe.tensor_wise_gradients):
+            both = producers.gradient(dy, recipe, **slot)
+            self.record(name, dy, both.direct)
+            d = self.as_gradient(both, lambda: dy)
+            return d.transposed, self.input_gradient(d.direct, weight, scale)
+        mine = producers.gradient_direct(dy, recipe, **slot)
+        gathered = parallel.gather_rows(mine)
+        self.record(name, dy, mine)
+        w = self.backward_weight(weight, scale)
+        whole, dx = self._multiply_gathered("dgrad", mine, gathered, w)
+        return transpose_codes(whole), dx
 
     def weight_gradient(self, weight: Tensor, dy_t: Matrix, x_t: Matrix) -> Tensor | None:
         """The wgrad GEMM, dW = dy^T x. It accumulates into `main_grad`, or overwrites a stale one.
@@ -181,6 +251,28 @@ class Flow:
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             return matmul(a, b, fast=name in self.recipe.fast, plans=self.plans, **options)
         return matmul_bf16(a, b, **options)
+
+    def _multiply_gathered(
+        self,
+        name: GemmName,
+        x: QTensor,
+        gathered: Callable[[], QTensor],
+        w: QTensor,
+        **options: Any,
+    ) -> tuple[QTensor, Tensor]:
+        """x w^T of the rows x of this rank, and then of the others. Returns all rows of both."""
+        own, *others = self.parallel.row_pieces(x.shape[0])
+        if not others:
+            whole = gathered()
+            return whole, self._multiply(name, whole, w, **options)
+        shape = x.shape[0] * self.parallel.size, w.shape[0]
+        y = torch.empty(shape, dtype=torch.bfloat16, device=x.codes.device)
+        options["accumulate"] = False
+        self._multiply(name, x, w, out=y[own], **options)
+        whole = gathered()
+        for piece in others:
+            self._multiply(name, whole.rows(piece), w, out=y[piece], **options)
+        return whole, y
 
     # --- activations and gradients ---
 
@@ -208,27 +300,6 @@ class Flow:
         beyond = padded(len(x), self.recipe.wgrad.gradient.granularity) - len(x)
         return (F.pad(x, (0, 0, 0, beyond)) if beyond else x).t()
 
-    def gradient(self, name: str, dy: Tensor, amaxes: Tensor | None = None) -> Gradient:
-        """The operands of dgrad [T, K] and wgrad [K, T'] from dy of a row-parallel linear.
-
-        They are all-gathered over the tokens; T' is T, padded. `name` is the gradient's name among
-        the scales and in the probe. `amaxes` are those of dy, if a kernel has computed them.
-        """
-        recipe, parallel = self.recipe, self.parallel
-        slot = self.slot(name)
-        if not recipe.tensor_wise_gradients:
-            dy = parallel.gather_values(dy)
-        elif slot["scale"] is None:  # the largest of the ranks, each from its own tokens
-            slot["scale"] = parallel.shared_scale(producers.gradient_scale(dy, recipe, amaxes))
-        if not (parallel.scattered and recipe.tensor_wise_gradients):
-            both = producers.gradient(dy, recipe, **slot)
-            self.record(name, dy, both.direct)
-            return self.as_gradient(both, lambda: dy)
-        mine = producers.gradient_direct(dy, recipe, **slot)
-        self.record(name, dy, mine)
-        whole = parallel.gather_rows(mine)
-        return Gradient(whole, transpose_codes(whole))
-
     def norm_output_transposed(
         self,
         x: Tensor | QTensor,
@@ -236,38 +307,35 @@ class Flow:
         weight: Tensor,
         y: QTensor | None,
         scale: Tensor | None,
-    ) -> Matrix:
+    ) -> Callable[[], Matrix]:
         """The operand [K, T'] of wgrad from the input of a column-parallel linear, of all tokens.
 
         This input is the output of RMSNorm: its codes `y` if they were saved, else recomputed from
-        the saved norm input `x`. `scale` is the `input_scale` of forward.
+        the saved norm input `x`. `scale` is the `input_scale` of forward. Under sequence
+        parallelism this starts the all-gather. The function that is returned does all the rest.
         """
+        values = partial(producers.recomputed_norm, x, weight, self.eps)
         if "wgrad.activation" in self.recipe.bf16:
-            return self._columns(producers.recomputed_norm(x, weight, self.eps))
+            return lambda: self._columns(values())
+        parallel, one = self.parallel, None if scale is None else scale.amax()
         source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation
         fused = (source, wanted) == (FUSED_ROWS, FUSED_OF_FORWARD)
-        if fused and scale is not None and (y is not None or producers.powers_of_two(x)):
+        if fused and one is not None and (y is not None or producers.powers_of_two(x)):
+            matrix = x if y is None else y.codes
+            factors: dict[str, Any] = {"row": rstd, "column": weight}
             if y is not None:
-                return self._fused_transposed(y.codes, scale.amax(), y.scale, None)
-            return self._fused_transposed(x, scale.amax(), rstd, weight)
+                factors = {"row": y.scale}
+            if not parallel.scattered:
+                return lambda: quantize_transposed(matrix, one, **factors)
+            codes = parallel.gather_rows(quantize_direct(matrix, one, **factors))
+            return lambda: transpose_codes(codes())
         if y is not None:
-            return producers.codes_transposed(self.parallel.gather_rows(y), source, wanted)
-        values = producers.recomputed_norm(x, weight, self.eps)
-        return self._values_transposed(values, wanted, scale)
-
-    def _fused_transposed(
-        self, x: Tensor | QTensor, scale: Tensor, row: Tensor, column: Tensor | None
-    ) -> QTensor:
-        """(x * row * column)^T, quantized with one power-of-two scale by one kernel."""
-        if not self.parallel.scattered:
-            return quantize_transposed(x, scale, row=row, column=column)
-        mine = quantize_direct(x, scale, row=row, column=column)
-        return transpose_codes(self.parallel.gather_rows(mine))
-
-    def _values_transposed(self, x: Tensor, wanted: Operand, scale: Tensor | None) -> QTensor:
-        if scale is None:
-            return emit_transposed(self.parallel.gather_values(x), wanted)
-        if not self.parallel.scattered:
-            return emit_transposed(x, wanted, scale=scale.amax())
-        mine = emit_direct(x, wanted, scale=scale.amax())
-        return transpose_codes(self.parallel.gather_rows(mine))
+            codes = parallel.gather_rows(y)
+            return lambda: producers.codes_transposed(codes(), source, wanted)
+        if not parallel.scattered:
+            return lambda: emit_transposed(values(), wanted, scale=one)
+        if one is not None:
+            codes = parallel.gather_rows(emit_direct(values(), wanted, scale=one))
+            return lambda: transpose_codes(codes())
+        gathered = parallel.gather_values(values())
+        return lambda: emit_transposed(gathered(), wanted)

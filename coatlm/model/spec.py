@@ -11,7 +11,6 @@ import importlib.util
 from typing import Any
 
 from coatlm.config import Config
-from coatlm.config.recipes import FlowRecipe
 from coatlm.fp8.gemm import Plans
 from coatlm.megatron import (
     AttnMaskType,
@@ -47,9 +46,13 @@ def block_spec(config: Config, first: int, count: int) -> TransformerBlockSubmod
     kinds = {windowed: make(config, windowed) for windowed in (False, True)}
     layers = [kinds[m.window is not None and m.window.covers(first + i)] for i in range(count)]
     if config.precision.flow:
-        recipe, plans = config.precision.flow_recipe(), Plans()
+        params = {
+            "recipe": config.precision.flow_recipe(),
+            "plans": Plans(),  # shared by the layers
+            "chunks": config.parallel.tp_chunks,
+        }
         layers = [
-            _flow_layer(layer, recipe, plans) if head <= first + i < m.layers - tail else layer
+            _flow_layer(layer, params) if head <= first + i < m.layers - tail else layer
             for i, layer in enumerate(layers)
         ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
@@ -66,11 +69,11 @@ def _local_layer(config: Config, windowed: bool) -> ModuleSpec:
     )
 
 
-def _flow_layer(local: ModuleSpec, recipe: FlowRecipe, plans: Plans) -> ModuleSpec:
+def _flow_layer(local: ModuleSpec, params: dict[str, Any]) -> ModuleSpec:
     """A layer with the modules, parameters and checkpoints of a local one, run as an FP8 flow."""
     return ModuleSpec(
         module=CoatTransformerLayer,
-        params={"recipe": recipe, "plans": plans},
+        params=params,
         submodules=local.submodules,
     )
 

@@ -12,6 +12,11 @@ partial sums are reduce-scattered. An all-gather sends an operand in FP8 where p
 If wgrad's operands have scales along the tokens, dgrad and wgrad need different codes of a
 gradient, and the scales of wgrad are not those of forward. Then backward gathers BF16 and every
 rank quantizes all tokens: two FP8 gathers of a gradient would send as many bytes as one in BF16.
+
+Collectives are asynchronous: each method that starts one returns a function that waits for it. The
+collectives of a group run in the order in which they are issued, so one that is needed early must
+not be issued behind one that is needed late. With `chunks` > 1 GEMMs are split, so that they
+overlap with the collective that they need or that needs them (coatlm/model/flow_gemms.py).
 """
 
 from __future__ import annotations
@@ -23,7 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.fp8.gemm import ALIGNMENT
 from coatlm.fp8.qtensor import TENSOR, QTensor
+
+Wait = Callable[[], Tensor]  # waits for a collective and returns its result
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class TensorParallel:
 
     group: dist.ProcessGroup
     sequence_parallel: bool = False
+    chunks: int = 1  # of columns, each with a GEMM and a sum over the ranks of its own
 
     @property
     def size(self) -> int:
@@ -42,20 +51,33 @@ class TensorParallel:
         """Whether tokens between linears are sharded over the group."""
         return self.sequence_parallel and self.size > 1
 
-    def gather_rows(self, x: QTensor) -> QTensor:
-        """All-gather this rank's rows [T/tp, K] to those of all ranks [T, K], in rank order.
+    def gather_rows(self, x: QTensor) -> Callable[[], QTensor]:
+        """Start to all-gather this rank's rows [T/tp, K] to those of all ranks [T, K], in order.
 
         Scales are tensor-wise (and equal on all ranks), row-wise, or block-wise within a row.
         """
         if not self.scattered:
-            return x
-        scale = x.scale if x.granularity == TENSOR else self._gather(x.scale)
-        codes = self._gather(x.codes.view(torch.uint8)).view(x.fmt.dtype)
-        return QTensor(codes, scale, x.granularity, x.fmt)
+            return lambda: x
+        codes = self._gather(x.codes.view(torch.uint8))
+        scale = (lambda: x.scale) if x.granularity == TENSOR else self._gather(x.scale)
+        return lambda: QTensor(codes().view(x.fmt.dtype), scale(), x.granularity, x.fmt)
 
-    def gather_values(self, x: Tensor) -> Tensor:
-        """All-gather the rows of a tensor that is not quantized."""
-        return self._gather(x) if self.scattered else x
+    def gather_values(self, x: Tensor) -> Wait:
+        """Start to all-gather the rows of a tensor that is not quantized."""
+        return self._gather(x) if self.scattered else lambda: x
+
+    def row_pieces(self, rows: int) -> list[slice]:
+        """The T rows of a gathered operand, this rank's first, for one GEMM per piece.
+
+        `rows`: of this rank, T/tp. All in one piece where GEMMs are not split, or where the fp32
+        scales of a piece would begin at an address that GEMMs do not take.
+        """
+        everything = slice(0, rows * (self.size if self.scattered else 1))
+        if not self.scattered or self.chunks == 1 or rows * torch.float32.itemsize % ALIGNMENT:
+            return [everything]
+        own = slice(self.group.rank() * rows, (self.group.rank() + 1) * rows)
+        pieces = (own, slice(0, own.start), slice(own.stop, everything.stop))
+        return [piece for piece in pieces if piece.start < piece.stop]
 
     def shared_scale(self, scale: Tensor) -> Tensor:
         """The largest scale of all ranks, for tensor-wise scaling of rows to be gathered."""
@@ -65,29 +87,49 @@ class TensorParallel:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
         return bits.view(torch.float32)
 
-    def sum_partial(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to sum the partial sums x[T, K] over the ranks, asynchronously.
+    def sum_partial(self, x: Tensor) -> Wait:
+        """Start to sum the partial sums x[T, K] over the ranks.
 
-        Returns a function that waits for the sum and returns it: [T, K], or under sequence
-        parallelism this rank's rows [T/tp, K].
+        The result is [T, K], or under sequence parallelism this rank's rows [T/tp, K].
         """
         if self.size == 1:
             return lambda: x
         if not self.scattered:
-            work = dist.all_reduce(x, group=self.group, async_op=True)
-            out = x
-        else:
-            out = x.new_empty(x.shape[0] // self.size, x.shape[1])
-            work = dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
-        assert work is not None
+            return _result(dist.all_reduce(x, group=self.group, async_op=True), x)
+        out = x.new_empty(x.shape[0] // self.size, x.shape[1])
+        return _result(dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True), out)
+
+    def sum_columns(self, compute: Callable[[slice], Tensor], width: int) -> Wait:
+        """`sum_partial` of x[T, width], of which `compute` returns some columns.
+
+        The sum of each of the `chunks` of columns runs while the next chunk is computed.
+        """
+        if self.chunks == 1:
+            return self.sum_partial(compute(slice(0, width)))
+        size = width // self.chunks
+        sums = [
+            self.sum_partial(compute(slice(first, first + size))) for first in range(0, width, size)
+        ]
 
         def wait() -> Tensor:
-            work.wait()
+            first = sums[0]()
+            out = first.new_empty(len(first), width)
+            for columns, part in zip(out.split(size, 1), sums, strict=True):
+                columns.copy_(part())
             return out
 
         return wait
 
-    def _gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+    def _gather(self, x: Tensor) -> Wait:
+        out, x = x.new_empty(x.shape[0] * self.size, *x.shape[1:]), x.contiguous()
+        return _result(dist.all_gather_into_tensor(out, x, group=self.group, async_op=True), out)
+
+
+def _result(work: dist.Work | None, out: Tensor) -> Wait:
+    assert work is not None
+
+    def wait() -> Tensor:
+        work.wait()
         return out
+
+    return wait

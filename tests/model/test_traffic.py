@@ -46,6 +46,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
         "sp2 bf16 selective": {"parallel": SP, "train": {"recompute": "selective"}},
         "sp2 fp8-linear": {"parallel": SP, "precision": {"recipe": "fp8-linear"}},
         "sp2 coat": {"parallel": SP, **COAT},
+        "sp2 coat, split": {"parallel": {**SP, "tp_chunks": 4}, **COAT},
         "sp2 coat delayed": {"parallel": SP, "precision": {"recipe": "coat", "scaling": "delayed"}},
         "sp2 coat full": {"parallel": SP, **COAT, "train": {"recompute": "full"}},
         "sp2 coat-paper": {"parallel": SP, "precision": {"recipe": "coat-paper"}},
@@ -98,6 +99,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.groups = {group.group_name: what for what, group in groups.items()}
         self.traffic = traffic
+        self.order: list[str] = []  # operator and dtype of each collective, over "tp"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -109,6 +111,8 @@ class Counting(TorchDispatchMode):
                 largest = max(tensors, key=lambda tensor: tensor.nbytes)
                 sent = SENT[func._opname](largest.nbytes, group.size())
                 self.traffic.add(self.groups[group.group_name], largest.dtype, sent)
+                if self.groups[group.group_name] == "tp":
+                    self.order.append(f"{func._opname} {largest.dtype}".replace("torch.", ""))
         return func(*args, **(kwargs or {}))
 
 
@@ -152,11 +156,11 @@ def train(rank: int, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, A
             counted = Traffic()
             if trainer.guard is not None and step == 1:
                 trainer.guard.restore({"in_bf16": [2]})
-            with Counting({"tp": groups.tp, "cp": groups.cp}, counted):
+            with Counting({"tp": groups.tp, "cp": groups.cp}, counted) as counting:
                 trainer.train_step(trainer.place(batches(c, groups, step)), lr=1e-3)
             reported = {k: v for k, v in trainer.comm_bytes.items() if "_tp" in k or "_cp" in k}
             counted_bytes = {k: v for k, v in counted.summary().items() if "_tp" in k or "_cp" in k}
-            found[name].append((counted_bytes, reported))
+            found[name].append((counted_bytes, reported, counting.order))
         trainer.close()
         release_groups()
     return found
@@ -177,8 +181,24 @@ def test_the_bytes_reported_are_those_of_the_collectives_that_were_issued(
     found: dict[str, list[Any]], name: str
 ) -> None:
     for rank in found[name]:
-        for counted, reported in rank:
+        for counted, reported, _ in rank:
             assert reported == counted and max(counted.values()) > 0
+
+
+@pytest.mark.parametrize(("name", "sums"), [("sp2 coat", 1), ("sp2 coat, split", 4)])
+def test_no_gather_of_a_layer_waits_behind_a_sum_that_wgrad_hides(
+    found: dict[str, list[Any]], name: str, sums: int
+) -> None:
+    """A process group runs collectives as they are issued; here those of a layer, in order."""
+    summed, codes, amax = "_reduce_scatter_base_ bfloat16", "_allgather_base_ uint8", "allreduce_"
+    inputs = [codes, "_allgather_base_ float32", *[summed] * sums]
+    gradients = [f"{amax} int32", codes, codes, summed]
+    layers = 2
+    for rank in found[name]:
+        for _, _, order in rank:
+            text = " > ".join(order)
+            for once in (inputs * 2 * layers, gradients * 2 * layers):
+                assert text.count(" > ".join(once)) == 4  # microbatches
 
 
 def test_every_precision_of_the_configuration_says_what_its_layers_gather() -> None:

@@ -43,6 +43,14 @@ CASES: dict[
         2,
         {"parallel": {"tp": 2, "sequence_parallel": True}, "precision": {"recipe": "coat"}},
     ),
+    "tp2, split": (
+        2,
+        2,
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True, "tp_chunks": 2},
+            "precision": {"recipe": "coat"},
+        },
+    ),
 }
 
 

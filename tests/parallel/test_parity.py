@@ -55,16 +55,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
 FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"zero": 2},
+    "tp2, split": {"tp": 2, "tp_chunks": 2},
+    "tp2 sp, split": {"tp": 2, "sequence_parallel": True, "tp_chunks": 2},
+    "tp2 pp2, split": {"tp": 2, "pp": 2, "sequence_parallel": True, "tp_chunks": 2},
+    "tp2 cp2, split": {"tp": 2, "cp": 2, "sequence_parallel": True, "tp_chunks": 2},
+    "tp4 sp": {"tp": 4, "sequence_parallel": True},
+    "tp4 sp, split": {"tp": 4, "sequence_parallel": True, "tp_chunks": 4},
 }
 DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps calibrates
 FP8_OUTPUT = {"precision": {"output_layer": "fp8"}}
 FLOW_VARIANTS: dict[str, dict[str, Any]] = {
     "kept weights": {"precision": {"keep_weights": True}},
     "saved inputs": {"precision": {"keep_linear_inputs": True}},
-    "blocks": {"model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
+    "blocks": {"model": {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
     "fp8 output": FP8_OUTPUT,
     "fp8 output, tied": FP8_OUTPUT | {"model": {"tie_embeddings": True}},
     "delayed": DELAYED,
+    "four kv heads": {"model": {"kv_heads": 4, "ffn": 128}},
     "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
 }
 FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
@@ -91,6 +98,23 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("tp2 cp2", "plain", "coat-lean"),
         ("tp2 pp2", "plain", "coat"),
         ("tp2 pp2", "delayed", "coat"),
+        ("tp4 sp", "four kv heads", "coat"),
+    ],
+}
+# GEMMs that are split and overlap with collectives; each is compared with its layout, not split
+SPLIT_CASES: dict[int, list[tuple[str, str, str]]] = {
+    2: [
+        ("tp2, split", "plain", "coat"),
+        ("tp2 sp, split", "delayed", "coat"),
+        *(("tp2 sp, split", v, "coat-lean") for v in ("qwen", "documents", "recompute")),
+        *(("tp2 sp, split", "plain", r) for r in ("fp8-linear", "coat-paper")),
+        ("tp2 sp, split", "blocks", "fp8-block"),
+        ("tp2 sp, split", "saved inputs", "rowwise"),
+    ],
+    4: [
+        ("tp2 pp2, split", "delayed", "coat"),
+        ("tp2 cp2, split", "plain", "coat-lean"),
+        ("tp4 sp, split", "four kv heads", "coat"),
     ],
 }
 # in these every FP8 number is that of one process
@@ -174,7 +198,7 @@ def cases_of(size: int) -> list[tuple[str, str]]:
 def flow_cases_of(size: int) -> list[tuple[str, str, str]]:
     """The cases with FP8 layers, and for one process all that they are compared with."""
     if size > 1:
-        return FLOW_CASES[size]
+        return FLOW_CASES[size] + SPLIT_CASES[size]
     compared = {("single", *rest) for n in FLOW_CASES for _, *rest in FLOW_CASES[n]}
     return sorted(compared)
 
@@ -217,6 +241,14 @@ def test_layout_trains_fp8_layers_like_one_process(
 def test_sequence_parallel_fp8_layers_train_like_tensor_parallel_ones(curves: Any) -> None:
     actual, expected = (torch.tensor(curves[f"{n}/plain/coat"]) for n in ("tp2 sp", "tp2"))
     torch.testing.assert_close(actual, expected, rtol=RELATIVE, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant", "recipe"), [c for n in (2, 4) for c in SPLIT_CASES[n]]
+)
+def test_split_gemms_change_no_bit(curves: Any, layout: str, variant: str, recipe: str) -> None:
+    whole = layout.removesuffix(", split")
+    assert curves[f"{layout}/{variant}/{recipe}"] == curves[f"{whole}/{variant}/{recipe}"]
 
 
 def test_cached_fp8_weights_change_no_curve(curves: Any) -> None:

@@ -16,10 +16,11 @@ trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with commun
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
-PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean and zero=1,3 (each row runs
-with each of these as optim.recipe and as parallel.zero; the default is adamw-fp32, as the peer's,
-and 1) and dotted options of a run, such as parallel.main_grads=bf16. With
-data.reset_attention_mask=true samples consist of documents of document=500 tokens.
+PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3 and tp_chunks=1,2
+(each row runs with each of these as optim.recipe, parallel.zero and parallel.tp_chunks; the default
+is adamw-fp32, as the peer's, 1 and 1) and dotted options of a run, such as
+parallel.main_grads=bf16. With data.reset_attention_mask=true samples consist of documents of
+document=500 tokens.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ OPTIONS = (
     "optim",
     "document",
     "zero",
+    "tp_chunks",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -79,7 +81,8 @@ PEERS = {  # row -> fp8, fp8_recipe of megatron-core
 }
 
 
-OPTIM, ZERO = ", optim ", ", zero "  # separate a row's name, its optim.recipe and parallel.zero
+# they separate a row's name, its optim.recipe, parallel.zero and parallel.tp_chunks
+OPTIM, ZERO, CHUNKS = ", optim ", ", zero ", ", tp_chunks "
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -87,7 +90,7 @@ def rows(options: dict[str, str]) -> list[str]:
     also = [name for name in options.get("also", "").split(",") if name]
     names = ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16"]
     names += ["megatron+te delayed", "coatlm coat", "coatlm coat-lean", *also]
-    for key, separator in (("optim", OPTIM), ("zero", ZERO)):
+    for key, separator in (("optim", OPTIM), ("zero", ZERO), ("tp_chunks", CHUNKS)):
         values = (
             [separator + value for value in options[key].split(",")] if key in options else [""]
         )
@@ -199,13 +202,14 @@ def coatlm_config(
     from coatlm.config import make_config, override
 
     hidden, layers, heads, ffn = shape
+    row, _, chunks = row.partition(CHUNKS)
     row, _, zero = row.partition(ZERO)
     name, _, optim = row.partition(OPTIM)
     spec, recipe = COATLM[name]
     sections = {
         "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
         "data": {"text": ["-"], "seq_len": seq},
-        "parallel": {"zero": int(zero or 1)},
+        "parallel": {"zero": int(zero or 1), "tp_chunks": int(chunks or 1)},
         "precision": {"recipe": recipe},
         "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
         "train": {"micro_batch": mbs, "global_batch": mbs},
