@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.convert import convert_states_, optimizer_on_host
 from coatlm.optim.offload import BUFFERS, Piece, StateOffload, cut_pieces, host_zeros
 from tests.optim.toy import NAMES, equal, optimizer, shard_of, snapshot, train, weights
@@ -20,7 +21,7 @@ PARAMS = (  # of each shard; fp8lm needs them whole, one is longer than a piece,
 )
 
 
-def pair(recipe: str, piece: int = 640) -> list:
+def pair(recipe: str, piece: int = 640) -> list[AdamW]:
     made = []
     for options in ({}, {"offload": True, "piece": piece}):
         shards = [
@@ -50,6 +51,7 @@ def test_buffers_have_room_for_three_pieces_and_no_more(recipe: str) -> None:
     longest = max(piece.stop - piece.start for piece in offloaded.pieces)
     scaled = recipe == "fp8lm"
     assert longest == (128 * 12 if scaled else 640)
+    assert offloaded.offload is not None
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for states in offloaded.offload.device
