@@ -32,6 +32,10 @@ class Optim(Section):
     adamw-bf16 6, adamw-bf16-fp32state 10, kahan 8, collage-light 8, collage-plus 10, fp8lm 7.1,
     coat 8.1, coat-lean 6.1, coat-24 5.1, fp8-plain 8.1."""
 
+    offload: Literal["none", "states"] = "none"
+    """What of the optimizer is in host memory between updates: nothing, or its states, which pass
+    through the GPU in pieces during the update. Results have the same bits."""
+
     lr: Real = number(1e-3, gt=0.0)
     """The peak learning rate, reached at the end of the warmup."""
 

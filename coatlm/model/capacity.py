@@ -28,6 +28,7 @@ CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the che
     ("parallel", "main_grads", "bf16"),
     ("optim", "recipe", "coat-lean"),
     ("optim", "recipe", "coat"),
+    ("optim", "offload", "states"),
     ("parallel", "zero", 3),
     ("train", "recompute", "full"),
     ("precision", "recipe", "coat-lean"),

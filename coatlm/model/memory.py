@@ -42,6 +42,8 @@ from coatlm.model.layer_memory import (
 )
 from coatlm.model.loss import default_chunk
 from coatlm.optim.adamw import bytes_per_parameter
+from coatlm.optim.offload import BUFFERS, PIECE
+from coatlm.optim.recipes import find_recipe
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
@@ -116,6 +118,21 @@ def optim_state_bytes(config: Config, count: int, data_parallel: int) -> int:
     each = bytes_per_parameter(config.optim.recipe, weight_dtype(config))
     ranks = data_parallel * config.parallel.cp if config.parallel.zero else 1
     return math.ceil(count * each / ranks)
+
+
+def device_state_bytes(config: Config, count: int, vocab: int, data_parallel: int) -> int:
+    """What of `optim_state_bytes` is on the GPU: with offload=states the buffers of pieces.
+
+    With tensor-wise scales a piece may be the largest parameter, an embedding or the MLP's first.
+    """
+    states = optim_state_bytes(config, count, data_parallel)
+    if config.optim.offload == "none":
+        return states
+    longest, m = PIECE, config.model
+    if find_recipe(config.optim.recipe).tensor_scaled:
+        longest = max(PIECE, m.hidden * max(vocab, 2 * m.ffn) // config.parallel.tp)
+    each = bytes_per_parameter(config.optim.recipe, weight_dtype(config))
+    return min(states, math.ceil(BUFFERS * longest * each))
 
 
 def chunks_in_flight(config: Config, stage: int, microbatches: int) -> int:
@@ -279,7 +296,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
         weights=weight_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
         fp8_weights=fp8_weight_bytes(config),
         main_grads=main_grad_bytes(config, count, data_parallel),
-        optim_states=optim_state_bytes(config, count, data_parallel),
+        optim_states=device_state_bytes(config, count, vocab, data_parallel),
         activations=activations,
         loss=loss,
         backward=backward,

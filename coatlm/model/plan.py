@@ -15,6 +15,7 @@ from coatlm.model.accounting import (
     matmul_parameters,
     model_vocab,
     parameters,
+    rank_parameters,
 )
 from coatlm.model.layer_memory import element_bytes, weight_dtype
 from coatlm.model.memory import (
@@ -24,6 +25,7 @@ from coatlm.model.memory import (
     fallback_bytes,
     highest_stage,
     microbatches_per_step,
+    optim_state_bytes,
     peak_bytes,
     rank_bytes,
     replaced,
@@ -183,6 +185,9 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     in_flight = chunks_in_flight(config, stage, microbatches_per_step(config, dp)) / p.vpp
     in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
     states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
+    if config.optim.offload == "states":
+        count = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
+        states += f"; {optim_state_bytes(config, count, dp) / GIB:.3f} in host memory"
     smaller = "(not in the sum: not live at the peak)"
     weights = "fp32" if config.precision.recipe == "fp32" else "bf16"
     if p.zero == 3 and dp * p.cp > 1:

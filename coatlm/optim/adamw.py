@@ -10,12 +10,14 @@ new moments before they are rounded to their storage format; the recipes of Coll
 The optimizer sees flat shards and no process groups. Whether a step is skipped is decided on the
 device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
+With `offload` the states are in host memory, and a step passes them through the device in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,8 @@ from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.optim import formats
 from coatlm.optim.formats import Stored
-from coatlm.optim.fused import FusedStep
+from coatlm.optim.fused import FusedStep, prepare
+from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
@@ -95,7 +98,11 @@ class Proposal(NamedTuple):
 
 
 class AdamW:
-    """The optimizer. It updates shards in place; `states[i]` are the flat states of shard i."""
+    """The optimizer. It updates shards in place; `states[i]` are the flat states of shard i.
+
+    With `offload` the states are in host memory, page-locked if the shards are on a GPU, and a step
+    passes at most `piece` elements at a time through the GPU. Results have the same bits.
+    """
 
     def __init__(
         self,
@@ -105,6 +112,8 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        offload: bool = False,
+        piece: int = PIECE,
     ) -> None:
         betas = (float(betas[0]), float(betas[1]))
         check_recipe(recipe, shards, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -112,23 +121,36 @@ class AdamW:
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         device = shards[0].weight.device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
-        flat = self._allocate(device)
-        self.states = [dict(zip(flat, parts, strict=True)) for parts in self._cut(flat.values())]
+        self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
+        n = self._starts[-1]
+        self._flat = self._allocate(device, offload=offload)
+        self._states = [parts(self._flat, *shard, n) for shard in pairwise(self._starts)]
         decayed = torch.cat([_decayed_blocks(shard) for shard in shards]).to(device)
-        self._decayed = [parts[0] for parts in self._cut([decayed])]
+        self._decayed = decayed.split([shard.weight.numel() // SCALE_BLOCK for shard in shards])
+        spans = tuple(self.spans(min(CHUNK, piece)))
+        self.pieces, self.offload = [Piece(0, n, spans)], None
+        if offload:
+            self.pieces = cut_pieces(spans, self._starts, piece)
+            self.offload = StateOffload(self._flat, self.pieces, n, device)
         self.reload_from_weights()
-        self.fused: FusedStep | None = None  # the reference runs without it
+        self.fused: list[FusedStep] = []  # one per piece; the reference runs without them
         if device.type == "cuda":
-            self.fused = FusedStep(
-                self.recipe,
-                weights=[shard.weight for shard in shards],
-                grads=[shard.grad for shard in shards],
-                spans=list(self.spans(sum(shard.weight.numel() for shard in shards))),
-                states=flat,
-                decayed=decayed,
-                betas=self.betas,
-                eps=eps,
-            )
+            self.scalars = torch.zeros(4, device=device)
+            device_states = [self._flat] if self.offload is None else self.offload.device
+            self.fused = [
+                FusedStep(
+                    self.recipe,
+                    weights=[shard.weight for shard in shards],
+                    grads=[shard.grad for shard in shards],
+                    spans=piece.spans,
+                    states=states,
+                    decayed=decayed[piece.start // SCALE_BLOCK : piece.stop // SCALE_BLOCK],
+                    first_block=piece.start // SCALE_BLOCK,
+                    betas=self.betas,
+                    eps=eps,
+                )
+                for piece, states in zip(self.pieces, device_states, strict=True)
+            ]
 
     @torch.no_grad()
     def step(self, *, lr: float, clip_coefficient: Tensor | None = None) -> None:
@@ -139,32 +161,47 @@ class AdamW:
         """
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
-        if self.fused is not None:
-            self.fused(
-                lr=lr,
-                decay=lr * self.weight_decay,
+        passes = iter([self._flat]) if self.offload is None else self.offload.passes()
+        if self.fused:
+            prepare(
+                self.scalars,
+                betas=self.betas,
                 clip_coefficient=clip_coefficient,
                 step_count=self.step_count,
             )
+            for _, fused in zip(passes, self.fused, strict=True):
+                fused(self.scalars, lr=lr, decay=lr * self.weight_decay)
             return
         clip = torch.ones_like(self.step_count, dtype=FP32)
         clip = clip if clip_coefficient is None else clip_coefficient
         go = clip.abs() < torch.inf
-        for i, start, stop in self.spans(CHUNK):
-            old = self.state_of(i, start, stop)
-            new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip)
-            for name, tensor in new.states.items():
-                old[name].copy_(torch.where(go, tensor, old[name]))
-            weight = self.shards[i].weight[start:stop]
-            weight.copy_(torch.where(go, new.weight, weight))
+        for states, piece in zip(passes, self.pieces, strict=True):
+            for i, start, stop in piece.spans:
+                at = self._starts[i] - piece.start
+                old = parts(states, at + start, at + stop, piece.stop - piece.start)
+                new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip, old=old)
+                for name, tensor in new.states.items():
+                    old[name].copy_(torch.where(go, tensor, old[name]))
+                weight = self.shards[i].weight[start:stop]
+                weight.copy_(torch.where(go, new.weight, weight))
         self.step_count += go
 
     @torch.no_grad()
     def propose(
-        self, i: int, start: int, stop: int, *, lr: float, clip_coefficient: Tensor
+        self,
+        i: int,
+        start: int,
+        stop: int,
+        *,
+        lr: float,
+        clip_coefficient: Tensor,
+        old: Stored | None = None,
     ) -> Proposal:
-        """The reference of a step: its result for elements [start, stop) of shard i, unwritten."""
-        recipe, old = self.recipe, self.state_of(i, start, stop)
+        """The reference of a step: its result for elements [start, stop) of shard i, unwritten.
+
+        `old` are their states on the device of the weights; None: a copy of `states`.
+        """
+        recipe, old = self.recipe, self.fetch(i, start, stop) if old is None else old
         weight = self.shards[i].weight[start:stop]
         g = self.shards[i].grad[start:stop].float() * clip_coefficient
         w = recipe.weight.decode(weight, named_state(old, MASTER))
@@ -196,6 +233,13 @@ class AdamW:
             for suffix, tensor in state.items():
                 self.state_of(i, start, stop)[MASTER + suffix].copy_(tensor)
 
+    @property
+    def states(self) -> list[Stored]:
+        """The states of each shard. With `offload`, waits for the last update."""
+        if self.offload is not None:
+            self.offload.synchronize()
+        return self._states
+
     def state_bytes(self) -> int:
         """Bytes of all states, without weights and gradients."""
         return sum(t.numel() * t.element_size() for states in self.states for t in states.values())
@@ -203,12 +247,13 @@ class AdamW:
     @torch.no_grad()
     def decode(self, i: int, name: str) -> Tensor:
         """fp32[n] of shard i: a moment, or for "fp32_param" the weight at its full precision."""
+        weight = self.shards[i].weight
+        states = self.fetch(i, 0, weight.numel())
         if name == MASTER:
-            state = named_state(self.states[i], MASTER)
-            return self.recipe.weight.decode(self.shards[i].weight, state).float()
+            return self.recipe.weight.decode(weight, named_state(states, MASTER)).float()
         if name not in self.recipe.moments:
             raise ValueError(f"name={name!r}: one of {(MASTER, *self.recipe.moments)}")
-        return self.recipe.moments[name].decode(named_state(self.states[i], name))
+        return self.recipe.moments[name].decode(named_state(states, name))
 
     @torch.no_grad()
     def decode_parts(self, name: str, state: Stored) -> Tensor:
@@ -238,31 +283,37 @@ class AdamW:
             else:
                 yield from ((i, at, min(at + longest, n)) for at in range(0, n, longest))
 
-    def _allocate(self, device: torch.device) -> dict[str, Tensor]:
-        """Zero states, those of all shards concatenated, so that one launch covers all shards."""
-        n = sum(shard.weight.numel() for shard in self.shards)
-        flat: dict[str, Tensor] = {}
+    def _allocate(self, device: torch.device, *, offload: bool) -> Stored:
+        """Initial states, those of all shards concatenated, so that one launch covers all shards.
+
+        Those of the weight are zeros, until `reload_from_weights`.
+        """
+        block: Stored = {}
         for name, moment in self.recipe.moments.items():
-            flat |= {name + suffix: tensor for suffix, tensor in moment.zeros(n, device).items()}
+            zeros = moment.zeros(SCALE_BLOCK, torch.device("cpu"))
+            block |= {name + suffix: tensor for suffix, tensor in zeros.items()}
         sample = self.recipe.weight.initial(self.shards[0].weight[:SCALE_BLOCK])
-        for suffix, tensor in sample.items():
-            size = n * tensor.numel() // SCALE_BLOCK
-            flat[MASTER + suffix] = torch.zeros(size, dtype=tensor.dtype, device=device)
+        block |= {
+            MASTER + suffix: torch.zeros_like(t, device="cpu") for suffix, t in sample.items()
+        }
+        flat: Stored = {}
+        for name, tensor in block.items():
+            size, dtype = self._starts[-1] * tensor.numel() // SCALE_BLOCK, tensor.dtype
+            if offload:
+                flat[name] = host_zeros(size, dtype)
+            else:
+                flat[name] = torch.empty(size, dtype=dtype, device=device)
+            flat[name].fill_(tensor[0])
         return flat
 
-    def _cut(self, flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield, for each shard, its views into tensors that concatenate all shards."""
-        n = sum(shard.weight.numel() for shard in self.shards)
-        start = 0
-        for shard in self.shards:
-            stop = start + shard.weight.numel()
-            yield [_part(tensor, start, stop, n) for tensor in flat]
-            start = stop
-
-    def state_of(self, i: int, start: int, stop: int) -> dict[str, Tensor]:
+    def state_of(self, i: int, start: int, stop: int) -> Stored:
         """Views of the states of elements [start, stop) of shard i; both are multiples of 128."""
-        n = self.shards[i].weight.numel()
-        return {name: _part(tensor, start, stop, n) for name, tensor in self.states[i].items()}
+        return parts(self.states[i], start, stop, self.shards[i].weight.numel())
+
+    def fetch(self, i: int, start: int, stop: int) -> Stored:
+        """`state_of` on the device of the weights: with `offload` on a GPU, copies."""
+        device = self.step_count.device
+        return {name: t.to(device) for name, t in self.state_of(i, start, stop).items()}
 
     def _inverse_correction(self, beta: float) -> Tensor:
         """1 / (1 - beta^t) of the current step, fp32."""
@@ -287,12 +338,6 @@ def _decayed_blocks(shard: FlatShard) -> Tensor:
 
 def _round_up(n: int) -> int:
     return -(-n // SCALE_BLOCK) * SCALE_BLOCK
-
-
-def _part(tensor: Tensor, start: int, stop: int, n: int) -> Tensor:
-    """The entries of elements [start, stop) of n, in a state of n entries or of one per block."""
-    each = n // tensor.numel()
-    return tensor[start // each : stop // each]
 
 
 def named_state(states: Mapping[str, Tensor], name: str) -> Stored:

@@ -124,7 +124,7 @@ def _sums(
     optimizer: AdamW, i: int, start: int, stop: int, lr: float, clip: Tensor
 ) -> dict[str, Tensor]:
     """The sums over elements [start, stop) of shard i."""
-    recipe, old = optimizer.recipe, optimizer.state_of(i, start, stop)
+    recipe, old = optimizer.recipe, optimizer.fetch(i, start, stop)
     new = optimizer.propose(i, start, stop, lr=lr, clip_coefficient=clip)
     weight = optimizer.shards[i].weight[start:stop]
     before = recipe.weight.decode(weight, named_state(old, MASTER))

@@ -231,13 +231,27 @@ def contracts(recipe: Recipe, grad: torch.dtype) -> bool:
     return expanded and grad == torch.bfloat16
 
 
+def prepare(
+    scalars: Tensor,
+    *,
+    betas: tuple[float, float],
+    clip_coefficient: Tensor | None,
+    step_count: Tensor,
+) -> None:
+    """Begin a step: count it in `step_count`, int64[], unless `clip_coefficient`, fp32[], is not
+    finite, and write `scalars`, fp32[4], which every `FusedStep` of the step reads.
+    """
+    _prepare_kernel[(1,)](step_count, clip_coefficient, scalars, *betas)
+
+
 class FusedStep:
-    """A step of all shards on the current stream: two launches, four with tensor-wise scales.
+    """A step of all shards, or of a piece of them: a launch, two with tensor-wise scales.
 
     `weights` and `grads` (fp32, BF16 or one-byte) are flat CUDA tensors, one per shard, whose
     addresses must not change. `spans` are (shard, start, stop) in elements; a program works on one
     span, and a tensor-wise scale covers one span. `states` are the states of all shards,
-    concatenated; `decayed` (uint8) has one entry for each of their blocks.
+    concatenated; `decayed` (uint8) has one entry for each of their blocks. Both may begin at block
+    `first_block` of these and end with the last span. `prepare` comes before a step.
     """
 
     def __init__(
@@ -251,10 +265,10 @@ class FusedStep:
         decayed: Tensor,
         betas: tuple[float, float],
         eps: float,
+        first_block: int = 0,
     ) -> None:
         self.weights, self.grads, self.spans = weights, grads, spans
-        self.decayed, self.betas = decayed, betas
-        self.scalars = torch.zeros(4, device=decayed.device)
+        self.decayed, self.first_block = decayed, first_block
         self.amax = torch.zeros(len(spans), 3, dtype=torch.int32, device=decayed.device)
         self.slots = [_slots(states, name) for name in (*recipe.moments, MASTER)]
         self.passes = (True, False) if recipe.tensor_scaled else (False,)
@@ -274,22 +288,21 @@ class FusedStep:
 
     def use(self, tile: TileLayout) -> None:
         """Set the layout of later launches; it affects speed only."""
-        span_of, table = _tables(self.weights, self.grads, self.spans, tile.blocks)
+        span_of, table = _tables(
+            self.weights, self.grads, self.spans, tile.blocks, self.first_block
+        )
         self.span_of, self.table = (t.to(self.decayed.device) for t in (span_of, table))
         self.constants |= {"TILE": tile, "num_warps": tile.warps}
 
-    def __call__(
-        self, *, lr: float, decay: float, clip_coefficient: Tensor | None, step_count: Tensor
-    ) -> None:
-        """Run a step; decay = lr * weight_decay, clip_coefficient fp32[], step_count int64[]."""
-        _prepare_kernel[(1,)](step_count, clip_coefficient, self.scalars, *self.betas)
+    def __call__(self, scalars: Tensor, *, lr: float, decay: float) -> None:
+        """Update on the current stream, by `scalars` of `prepare` and decay = lr * weight_decay."""
         if len(self.passes) > 1:
             self.amax.zero_()
         for measure in self.passes:
             _step_kernel[(self.span_of.numel(),)](
                 self.span_of,
                 self.table,
-                self.scalars,
+                scalars,
                 self.decayed,
                 self.amax,
                 *self.slots,
@@ -305,13 +318,14 @@ def _tables(
     grads: Sequence[Tensor | BlockFp8],
     spans: Sequence[tuple[int, int, int]],
     blocks: int,
+    first_block: int,
 ) -> tuple[Tensor, Tensor]:
     """The span of each program, int32[programs], and the table of spans of `_step_kernel`.
 
     Of each span: the weight's and the gradient's address, the first block, the number of blocks,
     the first program, and the address of the gradient's scales, 0 if it has none.
     """
-    starts = [0]
+    starts = [-first_block]
     for weight in weights:
         starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
     rows, programs, total = [], [], 0

@@ -114,7 +114,12 @@ class Trainer:
             clip_grad=o.clip_grad,
             make_shard=FlatShard,
             make_optimizer=partial(
-                AdamW, recipe=o.recipe, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+                AdamW,
+                recipe=o.recipe,
+                betas=o.betas,
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+                offload=o.offload == "states",
             ),
         )
         self.zero_checkpoint = ZeroCheckpoint(self.optimizer)

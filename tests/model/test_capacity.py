@@ -51,6 +51,11 @@ def test_a_remedy_is_a_configuration_that_needs_less_or_the_same() -> None:
     assert requirements(found["parallel.zero=1"], VOCAB, 2)[0] < requirements(c, VOCAB, 2)[0]
 
 
+def test_offload_is_named_where_smaller_states_do_not_suffice() -> None:
+    c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1}, optim={"recipe": "coat-lean"})
+    assert "try optim.offload=states (" in refusal(c, 40 * 2**30)
+
+
 def test_what_is_needed_just_fits() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
     needed, peak = requirements(c, VOCAB, 1)

@@ -259,6 +259,20 @@ def test_optimizer_state_bytes_are_those_the_optimizer_allocates(
     assert mem.optim_state_bytes(c, 1024, 4) == sum(t.nbytes for t in tensors)
 
 
+def test_offloaded_states_are_three_pieces_on_the_gpu_and_an_embedding_with_tensor_scales() -> None:
+    piece, count = 1 << 24, 10**9
+    sizes = {"hidden": 1024, "ffn": 64, "vocab": 32000}
+
+    def held(recipe: str, count: int) -> int:
+        c = config(sizes, optim={"recipe": recipe, "offload": "states"}, parallel={"zero": 0})
+        return mem.device_state_bytes(c, count, 32000, 1)
+
+    assert held("adamw-fp32", count) == 3 * piece * 12
+    assert held("adamw-fp32", piece) == piece * 12
+    each = 1 + 2 + 2 + 3 * 4 / 128  # codes of m, v and the master, and a scale of each per block
+    assert held("fp8lm", count) == 3 * 1024 * 32000 * each
+
+
 def test_zero_shards_states_over_data_and_context_parallel_ranks() -> None:
     whole = mem.optim_state_bytes(config(parallel={"zero": 0, "cp": 2}), 9600, 4)
     shard = mem.optim_state_bytes(config(parallel={"zero": 1, "cp": 2}), 9600, 4)

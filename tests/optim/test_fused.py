@@ -93,8 +93,10 @@ def step(
     )
     if tile is not None:
         launch.use(tile)
+    scalars = torch.zeros(4)
     for clip in (torch.ones(()), None):
-        launch(lr=1e-3, decay=1e-4, clip_coefficient=clip, step_count=opt.step_count)
+        fused.prepare(scalars, betas=opt.betas, clip_coefficient=clip, step_count=opt.step_count)
+        launch(scalars, lr=1e-3, decay=1e-4)
 
 
 def disassembled(compiled: Any, path: Path) -> tuple[Counter[str], str]:

@@ -96,11 +96,11 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str
         step = partial(optimizer.step, lr=1e-4, clip_coefficient=torch.ones((), device="cuda"))
     n = sum(weight.numel() for weight, _ in params)
     if kind == "tiles":
-        assert optimizer.fused is not None
+        (fused,) = optimizer.fused
         records = []
         for tile, fma in itertools.product(TILES, (False, True)):
-            optimizer.fused.use(tile)
-            optimizer.fused.constants["enable_fp_fusion"] = fma
+            fused.use(tile)
+            fused.constants["enable_fp_fusion"] = fma
             layout = {"row": row, "tile": str(tuple(tile)), "fma": fma}
             records.append(layout | timing(step, n, moved, copy, reps))
         return records
