@@ -27,11 +27,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 zero1, no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "dp2 zero3": {"zero": 3},
         "cp2": {"cp": 2},
+        "cp2 gathered": {"cp": 2, "cp_comm": "all_gather"},
     },
     4: {
         "tp2 pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
         "tp2 dp2 zero1": {"tp": 2},
         "tp2 cp2": {"tp": 2, "cp": 2, "sequence_parallel": True},
+        "cp4": {"cp": 4},
         "pp2 dp2": {"pp": 2, "zero": 0},
         "pp2 vpp2 dp2 zero1": {"pp": 2, "vpp": 2},
         "tp2 cp2 zero3": {"tp": 2, "cp": 2, "zero": 3},
