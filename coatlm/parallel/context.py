@@ -96,6 +96,11 @@ def exchange(x_RX: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     return finish
 
 
+def head_parts(kv_heads: int) -> int:
+    """The number of parts in which a rank attends with its `kv_heads` key and value heads."""
+    return PARTS if kv_heads % PARTS == 0 else 1
+
+
 def attend_with_own_heads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q_SBND: Tensor,
@@ -109,7 +114,7 @@ def attend_with_own_heads(
     samples, in the order of ranks. Differentiable in q, k and v.
     """
     ranks = group.size()
-    parts = PARTS if k_SBGD.shape[2] // ranks % PARTS == 0 else 1
+    parts = head_parts(k_SBGD.shape[2] // ranks)
     shares = [x.unflatten(2, (ranks, parts, -1)).unbind(3) for x in (q_SBND, k_SBGD, v_SBGD)]
     arriving = [
         [exchange(x_SBRnD.movedim(2, 0), group) for x_SBRnD in part]
