@@ -130,10 +130,11 @@ def attention(config: Config, e: float, x: float) -> float:
 def gathered_keys(config: Config, e: float) -> float:
     """Bytes per token that context parallelism adds to the keys and values that are saved.
 
-    Ranks that exchange heads save as many as without context parallelism. The all-gather writes the keys and values of all ranks to new tensors. The two prefixes that
-    queries attend to, r + 1 and 2 cp - r of 2 cp chunks long on rank r, are views of these tensors
-    in BF16, but in FP8 each prefix has its own codes. A rank's own keys and values are freed,
-    except where an FP8 flow applies RoPE in place: there they share memory with the queries.
+    Ranks that exchange heads save as many as without context parallelism. The all-gather writes the
+    keys and values of all ranks to new tensors. The two prefixes that queries attend to, r + 1 and
+    2 cp - r of 2 cp chunks long on rank r, are views of these tensors in BF16, but in FP8 each
+    prefix has its own codes. A rank's own keys and values are freed, except where an FP8 flow
+    applies RoPE in place: there they share memory with the queries.
     """
     m, cp = config.model, config.parallel.cp
     if cp == 1 or config.exchanges_heads:

@@ -108,7 +108,7 @@ def attend_with_own_heads(
     v_SBGD: Tensor,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """`attend(q_TBnD, k_TBgD, v_TBgD)`, the attention of whole samples, for all heads: [S, B, N, D].
+    """`attend(q_TBnD, k_TBgD, v_TBgD)`, attention of whole samples, for all heads: [S, B, N, D].
 
     Each rank attends with N / R and G / R heads, which R has to divide. It holds one chunk of the
     samples, in the order of ranks. Differentiable in q, k and v.

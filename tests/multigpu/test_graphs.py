@@ -43,6 +43,7 @@ CASES: dict[
         2,
         {"parallel": {"tp": 2, "sequence_parallel": True}, "precision": {"recipe": "coat"}},
     ),
+    "cp2": (2, 2, {"parallel": {"cp": 2, "cp_comm": "a2a"}, "precision": {"recipe": "coat-lean"}}),
 }
 
 

@@ -18,7 +18,11 @@ pytestmark = [
 # BF16 has 8 bits: a value is off by up to 2^-9. Losses average over many tokens; norms of small
 # models do not, and layouts round partial sums at other places.
 LOSS_RELATIVE, NORM_RELATIVE = 2e-3, 3e-2
-DELAYED = {1: ["single"], 2: ["tp2 sp", "pp2", "dp2 zero1"], 4: ["tp2 pp2"]}  # with FP8 layers
+DELAYED = {
+    1: ["single"],
+    2: ["tp2 sp", "pp2", "dp2 zero1", "cp2"],
+    4: ["tp2 pp2"],
+}  # with FP8 layers
 
 
 @pytest.fixture(scope="module")
