@@ -60,7 +60,8 @@ def train_both_ways(
     start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
     for name, (count, sections) in cases.items():
-        ranks = size // sections.get("parallel", {}).get("tp", 1)
+        parallel = sections.get("parallel", {})
+        ranks = size // (parallel.get("tp", 1) * parallel.get("cp", 1))
         both = []
         for cuda_graphs in (False, True):
             train = {"micro_batch": 2, "global_batch": 2 * ranks * count}

@@ -228,6 +228,11 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             {"data": {"text": ["a"], "seq_len": 258}, "parallel": {"cp": 2}},
             "data.seq_len=258 is not a multiple of 2*parallel.cp=4",
         ),
+        ({"parallel": {"cp_comm": "a2a"}}, "parallel: cp_comm=a2a needs cp > 1"),
+        (
+            {"model": {"heads": 4, "kv_heads": 1}, "parallel": {"cp": 2, "cp_comm": "a2a"}},
+            "model.kv_heads=1 is not a multiple of parallel.tp*cp=2",
+        ),
         (
             {
                 "data": {"text": ["a"], "seq_len": 257},

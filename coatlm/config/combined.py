@@ -53,6 +53,9 @@ class Config(Section):
             "train.micro_batch",
             self.train.micro_batch,
         )
+        if p.cp_comm == "a2a":
+            divides("model.heads", m.heads, "parallel.tp*cp", p.tp * p.cp)
+            divides("model.kv_heads", m.queries_groups, "parallel.tp*cp", p.tp * p.cp)
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
         for what, given in (
@@ -250,6 +253,13 @@ class Config(Section):
         ):
             if self.parallel.zero == 3 and value != allowed:
                 raise ValueError(f"parallel.zero=3 with {name}={value}: must be {allowed}")
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context-parallel ranks exchange heads: parallel.cp_comm with `auto` decided."""
+        m, p = self.model, self.parallel
+        divided = not (m.heads % (p.tp * p.cp) or m.queries_groups % (p.tp * p.cp))
+        return p.cp > 1 and divided and p.cp_comm != "all_gather"
 
     @property
     def cuda_graphs(self) -> bool:

@@ -34,6 +34,11 @@ class Parallel(Section):
     cp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Context-parallel size: the ranks over which the tokens of a sample are sharded."""
 
+    cp_comm: Literal["auto", "a2a", "all_gather"] = "auto"
+    """What context-parallel ranks exchange in attention: a2a exchanges heads for tokens by
+    all-to-all, so that each rank attends with some heads of all tokens; all_gather gathers the keys
+    and values of all tokens; auto is a2a where tp * cp divides model.heads and model.kv_heads."""
+
     zero: Literal[0, 1, 2, 3] = 1
     """The ZeRO stage, which is what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2
     gradients too, 3 weights too, which are gathered layer by layer, in forward and in backward."""
@@ -85,6 +90,8 @@ class Parallel(Section):
     def _size(self) -> Parallel:
         if self.tp * self.pp * self.cp > MOST_RANKS:
             raise ValueError(f"tp*pp*cp={self.tp}*{self.pp}*{self.cp} is above {MOST_RANKS}")
+        if self.cp_comm != "auto" and self.cp == 1:
+            raise ValueError(f"cp_comm={self.cp_comm} needs cp > 1")
         return self
 
     @model_validator(mode="after")

@@ -19,12 +19,25 @@ def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:
     return torch.cat((chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]))
 
 
-def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int) -> Microbatch:
+def rank_positions(seq_len: int, cp_rank: int, cp_size: int, *, zigzag: bool) -> Tensor:
+    """The positions [seq_len / cp_size] of a context-parallel rank, in its order.
+
+    Ranks that exchange heads hold one chunk each; otherwise the chunks are those of `zigzag`.
+    """
+    if zigzag:
+        return zigzag_positions(seq_len, cp_rank, cp_size)
+    if seq_len % cp_size:
+        raise ValueError(f"seq_len={seq_len} is not a multiple of cp_size={cp_size}")
+    return torch.arange(seq_len).view(cp_size, -1)[cp_rank]
+
+
+def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int, *, zigzag: bool) -> Microbatch:
     """Shard a microbatch over context-parallel ranks, all but its document_bounds."""
     if cp_size == 1:
         return batch
     tokens = batch["tokens"]
-    at = zigzag_positions(tokens.shape[1], cp_rank, cp_size).to(tokens.device, non_blocking=True)
+    at = rank_positions(tokens.shape[1], cp_rank, cp_size, zigzag=zigzag)
+    at = at.to(tokens.device, non_blocking=True)
     return Microbatch(
         tokens=tokens.index_select(1, at),
         labels=batch["labels"].index_select(1, at),

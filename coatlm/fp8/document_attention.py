@@ -182,6 +182,8 @@ def _flex_attention(
         block_mask=block_mask(first_BS, k_BGTD.shape[2]),
         scale=scale,
         enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],
+        # the kernel for decoding, which short samples would get, has no variant for some sizes
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     assert isinstance(out, Tensor)  # no statistics were asked for
     return out

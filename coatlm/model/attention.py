@@ -4,9 +4,11 @@ Shapes: S tokens of this rank, B samples, N query heads, G key/value heads, D el
 tokens of a whole sample. The core attention is torch's scaled_dot_product_attention; on a GPU the
 cuDNN backend is preferred.
 
-Context parallelism. Rank r of n holds the chunks r and 2n-1-r of 2n (zigzag), which balances the
-causal work. Keys and values are all-gathered. Each of the two query chunks attends to the prefix of
-the sequence that ends with this chunk: causal attention aligned at the lower right corner.
+Context parallelism. Ranks exchange heads where their number allows it (coatlm/parallel/context.py):
+each attends with some heads of whole samples, as without context parallelism. Else rank r of n
+holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Keys and values are
+all-gathered. Each of the two query chunks attends to the prefix of the sequence that ends with this
+chunk: causal attention aligned at the lower right corner.
 
 Documents, windows and soft caps are as coatlm/fp8/document_attention.py defines them.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
 from coatlm.model.layers import Branch, RMSNorm
+from coatlm.parallel.context import attend_with_own_heads, gather_zigzag
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -42,7 +46,9 @@ class CoreAttention(nn.Module):
     """Causal softmax(Q K^T / sqrt(D)) V on one or more cp ranks.
 
     `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
-    to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap).
+    to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap). With `exchange` the
+    ranks exchange heads, and each holds one chunk of a sample; otherwise they gather keys, and each
+    holds two chunks.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class CoreAttention(nn.Module):
         multiplier: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        exchange: bool = False,
         **__: Any,
     ):
         super().__init__()
@@ -62,7 +69,7 @@ class CoreAttention(nn.Module):
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"softcap={softcap}: must be above 0 and finite")
         self.cp_group, self.multiplier = pg_collection.cp, multiplier
-        self.window, self.softcap = window, softcap
+        self.window, self.softcap, self.exchange = window, softcap, exchange
 
     def forward(
         self,
@@ -84,6 +91,9 @@ class CoreAttention(nn.Module):
             )
         if size == 1:
             o_SBND = self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE)
+        elif self.exchange:
+            attend = partial(self._attend, bounds_BE=bounds_BE)
+            o_SBND = attend_with_own_heads(attend, q_SBND, k_SBGD, v_SBGD, self.cp_group)
         else:
             k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
             length = q_SBND.shape[0] // 2
@@ -207,19 +217,3 @@ class SelfAttention(MegatronSelfAttention):
         if not self.norm_all_heads:
             return norm(x_SBND)
         return norm(x_SBND.flatten(2)).view_as(x_SBND)
-
-
-def gather_zigzag(x_SB: Tensor, group: Any) -> Tensor:
-    """All-gather the two chunks of each rank, [S, B, ...] -> [T, B, ...] in sequence order.
-
-    In backward the gradients are reduce-scattered: each rank receives those of its own chunks.
-    """
-    gathered = tensor_parallel.gather_from_sequence_parallel_region(
-        x_SB.contiguous(), tensor_parallel_output_grad=True, group=group
-    )
-    size = group.size()
-    chunks = gathered.unflatten(0, (2 * size, -1)).unbind()
-    held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
-    order = sorted(range(2 * size), key=held.__getitem__)
-    # indexing a tensor with a list would synchronize with the GPU
-    return torch.cat([chunks[i] for i in order])

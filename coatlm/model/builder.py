@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.context_parallel import zigzag_positions
+from coatlm.data.context_parallel import rank_positions
 from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
@@ -126,7 +126,14 @@ class Llama(GPTModel):
         return self.shorter[seq_len]
 
     def _rotary_tables(self, seq_len: int) -> Tensor:
-        return rotary_tables(self.run, token_positions(seq_len, self.groups)).to(device())
+        return rotary_tables(self.run, self.token_positions(seq_len)).to(device())
+
+    def token_positions(self, seq_len: int) -> Tensor:
+        """Positions in a sample of `seq_len` tokens of this context-parallel rank's S tokens."""
+        cp = self.groups.cp
+        return rank_positions(
+            seq_len, cp.rank(), cp.size(), zigzag=cp.size() > 1 and not self.run.exchanges_heads
+        )
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.
@@ -223,13 +230,6 @@ def transformer_config(config: Config) -> TransformerConfig:
         overlap_p2p_comm=False,
         **options,
     )
-
-
-def token_positions(seq_len: int, groups: Groups) -> Tensor:
-    """Positions in the sequence of this context-parallel rank's tokens, in the rank's order."""
-    if groups.cp.size() == 1:
-        return torch.arange(seq_len)
-    return zigzag_positions(seq_len, groups.cp.rank(), groups.cp.size())
 
 
 def rotary_tables(config: Config, positions_S: Tensor) -> Tensor:

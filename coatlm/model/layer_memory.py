@@ -24,6 +24,7 @@ import torch
 from coatlm.config import Config
 from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
 from coatlm.model.accounting import key_size, query_size
+from coatlm.parallel.context import head_parts
 
 STATISTIC = 4  # bytes of an fp32 statistic or scale of a row
 ROW_SCALES = 4 * STATISTIC  # bytes per token of the scales of four linear inputs
@@ -111,7 +112,7 @@ def attention(config: Config, e: float, x: float) -> float:
 
     Attention saves q, k and v after RoPE and its output, `e` bytes per element; the projection
     saves its input, `x` bytes per element. Both are the same tensor if `x` = `e`, except under
-    context parallelism, where the output is concatenated from two halves. The norms of queries and
+    context parallelism, where the output is copied into one tensor. The norms of queries and
     keys save their inputs. With recompute=selective attention saves the output of qkv alone, and in
     an FP8 flow also the inputs of the norms of queries and keys. Not counted are document bounds,
     and the masks that attention with documents, windows or soft caps materializes in fp32.
@@ -129,13 +130,14 @@ def attention(config: Config, e: float, x: float) -> float:
 def gathered_keys(config: Config, e: float) -> float:
     """Bytes per token that context parallelism adds to the keys and values that are saved.
 
-    The all-gather writes the keys and values of all ranks to new tensors. The two prefixes that
-    queries attend to, r + 1 and 2 cp - r of 2 cp chunks long on rank r, are views of these tensors
-    in BF16, but in FP8 each prefix has its own codes. A rank's own keys and values are freed,
-    except where an FP8 flow applies RoPE in place: there they share memory with the queries.
+    Ranks that exchange heads save as many as without context parallelism. The all-gather writes the
+    keys and values of all ranks to new tensors. The two prefixes that queries attend to, r + 1 and
+    2 cp - r of 2 cp chunks long on rank r, are views of these tensors in BF16, but in FP8 each
+    prefix has its own codes. A rank's own keys and values are freed, except where an FP8 flow
+    applies RoPE in place: there they share memory with the queries.
     """
     m, cp = config.model, config.parallel.cp
-    if cp == 1:
+    if cp == 1 or config.exchanges_heads:
         return 0.0
     in_place = config.precision.flow and m.heads == m.queries_groups and not m.qk_norm
     copies = cp - 1 + (in_place if e == element_bytes(config) else 1 / 2)
@@ -198,13 +200,17 @@ def layer_backward_bytes(config: Config) -> float:
 def attention_gradients(config: Config) -> float:
     """Bytes per token of the gradients within attention at their peak: of the output, q, k and v.
 
-    Under context parallelism every rank holds the gradients of all keys and values. The second
-    prefix in the order of backward, at most half of the sequence, has gradients of its own until
-    they are added; by then the output and the statistics of the first prefix, half of those of a
-    rank, have been freed.
+    Ranks that exchange heads also hold the gradient of the output as it is received and, but for
+    the first part of the heads, as it is sent, and the other gradients of a part. Where keys and
+    values are all-gathered, every rank holds the gradients of all of them. The second prefix in the
+    order of backward, at most half of the sequence, has gradients of its own until they are added;
+    by then the output and the statistics of the first prefix, half of those of a rank, have been
+    freed.
     """
-    m, e = config.model, element_bytes(config)
-    q, keys = query_size(m), 2 * key_size(m) * config.parallel.cp
-    if config.parallel.cp == 1:
+    m, p, e = config.model, config.parallel, element_bytes(config)
+    q, keys = query_size(m), 2 * key_size(m)
+    if p.cp == 1:
         return (2 * q + keys) * e
-    return (2 * q + 1.5 * keys) * e - (q * e + STATISTIC * m.heads) / 2
+    if config.exchanges_heads:
+        return (3 * q + keys / head_parts(m.queries_groups // (p.tp * p.cp))) * e
+    return (2 * q + 1.5 * keys * p.cp) * e - (q * e + STATISTIC * m.heads) / 2

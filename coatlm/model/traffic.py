@@ -17,8 +17,10 @@ T tokens of h elements in the model's dtype.
 Without sequence parallelism nothing is gathered, and sums are all-reduces. `layer_gathers` has the
 format of a layer's all-gathers. recompute=full adds a layer's forward to its backward. Once per
 step the gradients of replicated weights are all-reduced, because each rank computes them from its
-own tokens or heads. Context parallelism all-gathers the keys and values of each layer in forward,
-and again if attention is recomputed, and reduce-scatters their gradients.
+own tokens or heads. Context parallelism exchanges queries, keys, values and the output of each
+layer's attention by all-to-all in forward, and again if attention is recomputed, and their
+gradients in backward. With parallel.cp_comm=all_gather it all-gathers keys and values instead, and
+reduce-scatters their gradients.
 
 TransformerEngine's layers gather FP8 codes under its FP8 recipes; the all-reduces of their amaxes,
 some bytes per layer, are not counted.
@@ -34,7 +36,7 @@ import torch
 from coatlm.config import Config
 from coatlm.config.recipes import TENSOR
 from coatlm.fp8.qtensor import Granularity
-from coatlm.model.accounting import key_size
+from coatlm.model.accounting import key_size, query_size
 from coatlm.model.layer_memory import weight_dtype
 from coatlm.model.memory import bf16_share, microbatch_tokens
 from coatlm.parallel.collectives import Traffic
@@ -161,9 +163,14 @@ class _Sender:
     def context_parallel(self) -> None:
         """Count a microbatch over the context-parallel group."""
         c, p = self.config, self.config.parallel
-        keys = self.tokens * p.cp * key_size(c.model) // p.tp
         forwards = 1 if c.train.recompute == "none" else 2
-        self._move(keys, self.dtype, 2 * (forwards + 1) * (c.model.layers // p.pp))
+        count = 2 * (forwards + 1) * (c.model.layers // p.pp)
+        keys = self.tokens * key_size(c.model) // p.tp
+        if c.exchanges_heads:
+            self._move(keys, self.dtype, count)
+            self._move(self.tokens * query_size(c.model) // p.tp, self.dtype, count)
+        else:
+            self._move(keys * p.cp, self.dtype, count)
 
     def _sum(self, count: int) -> None:
         """Count sums of x over the ranks: reduce-scatters under sequence parallelism."""
@@ -185,7 +192,7 @@ class _Sender:
         self._all_reduce(operand.amaxes, AMAX, count)
 
     def _move(self, elements: int, dtype: torch.dtype, count: int) -> None:
-        """Count all-gathers or reduce-scatters of `elements` in total."""
+        """Count all-gathers, reduce-scatters or all-to-alls of `elements` in total."""
         self._add(elements, dtype, count, 1)
 
     def _all_reduce(self, elements: int, dtype: torch.dtype, count: int = 1) -> None:

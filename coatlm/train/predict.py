@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from coatlm.model.builder import token_positions
 from coatlm.model.loss import IGNORE
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import predict_microbatches
@@ -111,7 +110,8 @@ class Predictor:
             tokens_RW[i, : len(row.tokens)] = torch.tensor(row.tokens)
             labels_RW[i, : len(row.labels)] = torch.tensor(row.labels)
             last_R[i] = len(row.tokens) - 1
-        at_S = token_positions(width, self.groups)
+        model = getattr(self.chunks[0], "module", self.chunks[0])
+        at_S = model.token_positions(width)
         tokens_RS, labels_RS = (x[:, at_S].to(device()) for x in (tokens_RW, labels_RW))
         last_RS = (at_S == last_R[:, None]).to(device())
         parts = zip(tokens_RS.split(samples), labels_RS.split(samples), strict=True)

@@ -252,8 +252,9 @@ class Trainer:
 
     def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
-        cp = self.groups.cp
-        return [{**context_parallel.cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
+        cp, zigzag = self.groups.cp, not self.config.exchanges_heads
+        cp_slice = partial(context_parallel.cp_slice, zigzag=zigzag)
+        return [{**cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 
     def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
         return run_microbatches(

@@ -23,7 +23,7 @@ from coatlm import megatron_hook
 from coatlm.config import Data, DataSource
 from coatlm.data import checksums, indexed
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
-from coatlm.data.context_parallel import cp_slice, zigzag_positions
+from coatlm.data.context_parallel import cp_slice, rank_positions, zigzag_positions
 from coatlm.data.dataset import (
     BatchIterator,
     Dataset,
@@ -670,12 +670,20 @@ def test_a_sequence_that_does_not_divide_is_an_error() -> None:
         zigzag_positions(10, 0, 2)
 
 
-def test_cp_slices_put_together_are_the_batch() -> None:
+def test_ranks_that_exchange_heads_hold_one_chunk_each() -> None:
+    assert rank_positions(8, 0, 2, zigzag=False).tolist() == [0, 1, 2, 3]
+    assert rank_positions(8, 1, 2, zigzag=False).tolist() == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match="seq_len=9 is not a multiple of cp_size=2"):
+        rank_positions(9, 0, 2, zigzag=False)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_cp_slices_put_together_are_the_batch(zigzag: bool) -> None:
     rows = [list(range(9)), [3, 0, 1, 0, 5, 6, 0, 8, 9]]
     batch = batch_of(rows, eod_mask_loss=True, reset_attention_mask=True)
-    assert cp_slice(batch, 0, 1) is batch
-    slices = [cp_slice(batch, rank, 2) for rank in range(2)]
-    order = torch.cat([zigzag_positions(8, rank, 2) for rank in range(2)]).argsort()
+    assert cp_slice(batch, 0, 1, zigzag=zigzag) is batch
+    slices = [cp_slice(batch, rank, 2, zigzag=zigzag) for rank in range(2)]
+    order = torch.cat([rank_positions(8, rank, 2, zigzag=zigzag) for rank in range(2)]).argsort()
     for key in ("tokens", "labels", "loss_mask"):
         joined = torch.cat([s[key] for s in slices], 1)[:, order]  # type: ignore[literal-required]
         assert torch.equal(joined, batch[key])  # type: ignore[literal-required]

@@ -43,14 +43,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, se
 }
 
 
-def make(name: str) -> Any:
+COMMS = ("a2a", "all_gather")
+GRADIENTS = ("coat, a key per query", "coat")  # two parts of heads are exchanged, and one
+
+
+def make(name: str, comm: str) -> Any:
     model, sections = CASES[name]
     sizes = {**TINY, "layers": 2, "head_dim": 32, "ffn": 64, **model}
-    return make_config({"model": sizes, "data": DATA, "parallel": {"cp": 2}, **sections})
+    parallel = {"cp": 2, "cp_comm": comm}
+    return make_config({"model": sizes, "data": DATA, "parallel": parallel, **sections})
 
 
 def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
-    """Bytes that autograd saves per token of this rank and layer."""
+    """Bytes that autograd saves per token of this rank and layer, by "NAME/cp_comm"."""
     from coatlm.model import attention
     from coatlm.parallel.groups import release_groups
     from coatlm.train.setup import Launch, start_processes
@@ -58,14 +63,17 @@ def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
 
     start_processes(Launch.from_environment())
     found = {}
-    for name in names:
+    for comm in COMMS:
+        for name in names:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
+                saved = saved_bytes_per_token_and_layer(make(name, comm), patch)
+                found[f"{name}/{comm}"] = saved
+            release_groups()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
-            found[name] = saved_bytes_per_token_and_layer(make(name), patch)
-        release_groups()
-    with pytest.MonkeyPatch.context() as patch:
-        found["gradients"] = peak_of_gradients(make("coat, a key per query"), patch)
-    release_groups()
+            for name in GRADIENTS:
+                found[f"gradients, {name}/{comm}"] = peak_of_gradients(make(name, comm), patch)
+                release_groups()
     return found
 
 
@@ -101,10 +109,13 @@ def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
     from coatlm.parallel.groups import make_groups
 
     patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
-    core = attention.CoreAttention(None, 1, pg_collection=make_groups(c.parallel).collection)
+    groups = make_groups(c.parallel).collection
+    core = attention.CoreAttention(None, 1, pg_collection=groups, exchange=c.exchanges_heads)
     tokens = 64 // 2 * c.train.micro_batch
-    shape = (64 // 2, c.train.micro_batch, c.model.heads, 32)
-    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(32, c.train.micro_batch, n, 32, dtype=torch.bfloat16, requires_grad=True)
+        for n in (c.model.heads, c.model.queries_groups, c.model.queries_groups)
+    )
     saved: list[Tensor] = []
 
     def record(x: Tensor) -> Tensor:
@@ -125,23 +136,26 @@ def measured() -> list[dict[str, float]]:
     return run_ranks(2, f"{__name__}:measure", list(CASES))
 
 
+@pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("name", CASES)
 def test_layers_save_the_bytes_autograd_saves_on_both_ranks(
-    measured: list[dict[str, float]], name: str
+    measured: list[dict[str, float]], name: str, comm: str
 ) -> None:
-    c = make(name)
+    c = make(name, comm)
     m, tokens = c.model, c.train.micro_batch * c.data.seq_len // 2
     q, k = m.heads * 32, m.queries_groups * 32
     weight_rows = (q + 2 * k) + m.hidden + 2 * m.ffn + m.hidden if c.precision.flow else 0
     for rank in measured:
-        assert rank[name] - 4 * weight_rows / tokens == layer.layer_activation_bytes(c)
+        assert rank[f"{name}/{comm}"] - 4 * weight_rows / tokens == layer.layer_activation_bytes(c)
 
 
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_the_gradients_within_attention_are_the_bytes_that_its_backward_adds(
-    measured: list[dict[str, float]],
+    measured: list[dict[str, float]], name: str, comm: str
 ) -> None:
     """On the rank with the longest second prefix; the gradient of the output is there before."""
-    c = make("coat, a key per query")
+    c = make(name, comm)
     output = 2 * c.model.heads * 32
-    highest = max(rank["gradients"] for rank in measured)
+    highest = max(rank[f"gradients, {name}/{comm}"] for rank in measured)
     assert highest == layer.attention_gradients(c) - output

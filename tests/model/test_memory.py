@@ -205,18 +205,25 @@ def test_sequence_parallel_divides_all_activations_and_tensor_parallel_not_the_n
     assert tp - sp == (8 * 32 + 2 * 4) / 2  # of two norms: inputs and outputs in BF16, statistics
 
 
-def test_context_parallel_divides_all_but_keys_and_values() -> None:
-    one, two = (mem.activation_bytes(config(parallel={"cp": cp}), 0, 4) for cp in (1, 2))
+@pytest.mark.parametrize("comm", ["a2a", "all_gather"])
+def test_context_parallel_divides_all_but_the_output_and_gathered_keys_and_values(
+    comm: str,
+) -> None:
+    one, two = (
+        mem.activation_bytes(config(parallel=parallel), 0, 4)
+        for parallel in ({}, {"cp": 2, "cp_comm": comm})
+    )
     tokens, q, k = 4 * 64 // 2, 64, 32
-    # keys and values are those of all ranks; the output is saved in two halves and whole
-    assert two - one / 2 == 4 * tokens * (2 * k + q) * 2
+    # gathered keys and values are those of all ranks; the output is saved in parts and whole
+    gathered = 2 * k if comm == "all_gather" else 0
+    assert two - one / 2 == 4 * tokens * (gathered + q) * 2
 
 
 def test_the_peak_of_a_7b_model_under_context_parallelism_is_that_measured_on_two_h200() -> None:
     c = config(
         LLAMA2_7B,
         seq_len=16384,
-        parallel={"cp": 2, "main_grads": "bf16"},
+        parallel={"cp": 2, "cp_comm": "all_gather", "main_grads": "bf16"},
         precision={"recipe": "coat", "scaling": "delayed"},
         optim={"recipe": "coat-lean"},
         train={"micro_batch": 1, "global_batch": 2},
@@ -227,7 +234,8 @@ def test_the_peak_of_a_7b_model_under_context_parallelism_is_that_measured_on_tw
 
 def test_backward_holds_the_gradients_of_all_keys_where_they_outgrow_those_of_the_mlp() -> None:
     def backward(cp: int) -> float:
-        c = config({"kv_heads": 4, "ffn": 64}, parallel={"cp": cp}, train={"micro_batch": 1})
+        parallel = {"cp": cp, "cp_comm": "all_gather" if cp > 1 else "auto"}
+        c = config({"kv_heads": 4, "ffn": 64}, parallel=parallel, train={"micro_batch": 1})
         return mem.backward_bytes(c) / (64 // cp)
 
     h, f, q, k = 32, 64, 64, 64

@@ -76,6 +76,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
         "sp2 coat qk_norm": {"parallel": SP, **COAT, "model": {"qk_norm": True}},
         "cp2 fp32": {"parallel": {"cp": 2}, "precision": {"recipe": "fp32"}},
         "cp2 coat": {"parallel": {"cp": 2}, **COAT},
+        "cp2 coat gathered": {"parallel": {"cp": 2, "cp_comm": "all_gather"}, **COAT},
         "cp2 bf16 selective": {"parallel": {"cp": 2}, "train": {"recompute": "selective"}},
         "cp2 coat full": {"parallel": {"cp": 2}, **COAT, "train": {"recompute": "full"}},
     },

@@ -51,6 +51,7 @@ CASES: dict[
             "precision": {"recipe": "coat"},
         },
     ),
+    "cp2": (2, 2, {"parallel": {"cp": 2, "cp_comm": "a2a"}, "precision": {"recipe": "coat-lean"}}),
 }
 
 

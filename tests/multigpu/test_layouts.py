@@ -20,7 +20,7 @@ pytestmark = [
 LOSS_RELATIVE, NORM_RELATIVE = 2e-3, 3e-2
 DELAYED = {
     1: ["single"],
-    2: ["tp2 sp", "tp2, split", "tp2 sp, split", "pp2", "dp2 zero1"],
+    2: ["tp2 sp", "tp2, split", "tp2 sp, split", "pp2", "dp2 zero1", "cp2"],
     4: ["tp2 pp2", "tp2 pp2, split", "tp2 cp2, split"],
 }  # with FP8 layers
 

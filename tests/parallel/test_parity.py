@@ -27,11 +27,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 zero1, no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "dp2 zero3": {"zero": 3},
         "cp2": {"cp": 2},
+        "cp2 gathered": {"cp": 2, "cp_comm": "all_gather"},
     },
     4: {
         "tp2 pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
         "tp2 dp2 zero1": {"tp": 2},
         "tp2 cp2": {"tp": 2, "cp": 2, "sequence_parallel": True},
+        "cp4": {"cp": 4},
         "pp2 dp2": {"pp": 2, "zero": 0},
         "pp2 vpp2 dp2 zero1": {"pp": 2, "vpp": 2},
         "tp2 cp2 zero3": {"tp": 2, "cp": 2, "zero": 3},
@@ -43,7 +45,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen": {"model": {"qkv_bias": True, "qk_norm": True}},
     "documents": {"data": {"reset_attention_mask": True}},
     "recompute": {"train": {"recompute": "full"}},
+    "window": {"model": {"window": {"size": 9, "period": 2}, "attention_softcap": 2.0}},
+    "mha": {"model": {"kv_heads": 4}, "train": {"recompute": "selective"}},
 }
+CONTEXT = ("window", "mha")  # variants for context parallelism; mha exchanges heads in two parts
 # FP8 layers. Tensor-parallel ranks scale their own parts: rows of attention's and SwiGLU's outputs,
 # rows of the weights that take them, and in backward a weight's and a gradient's one scale. Where
 # scales are powers of two, codes differ from one process only where another scale makes a number
@@ -79,6 +84,8 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *((layout, "plain", "coat") for layout in ("tp2", "tp2 sp", "pp2", "dp2 zero1", "cp2")),
         *(("tp2 sp", v, "coat-lean") for v in ("qwen", "documents", "recompute", "tied")),
         ("tp2 sp", "plain", "fp8-linear"),
+        *(("cp2", v, "coat-lean") for v in ("documents", "mha")),
+        ("cp2 gathered", "plain", "coat-lean"),
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
         ("pp2 vpp2", "kept weights", "coat"),
@@ -191,6 +198,8 @@ def cases_of(size: int) -> list[tuple[str, str]]:
     for variant in VARIANTS:
         if variant != "plain":
             chosen = {1: ["single"], 2: ["tp2 sp", "pp2", "cp2"], 4: ["tp2 pp2"]}[size]
+            if variant in CONTEXT:
+                chosen = {1: ["single"], 2: ["cp2", "cp2 gathered"], 4: ["cp4"]}[size]
             cases += [(layout, variant) for layout in chosen]
     return cases
 

@@ -49,6 +49,7 @@ def gpus(options: dict[str, str]) -> int:
 
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """One record per backend: milliseconds of forward and backward, ratio and error."""
+    torch._functorch.config.donated_buffer = False  # backward of the same graph, many times
     case, kind, head_dim = row.split()
     what, *sizes = case.split(":")
     length, limit, batch = (int(size) for size in sizes)

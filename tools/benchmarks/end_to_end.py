@@ -10,17 +10,19 @@ the device memory in use then, including NCCL and CUDA.
 
 With gpus=N a row runs on N data-parallel processes, with ZeRO-1 on both sides and overlapped
 gradient reduction and weight all-gather; tokens per second are per GPU, and the peak is that of the
-rank with the highest.
+rank with the highest. Ranks that share samples (parallel.cp, parallel.tp of coatlm's rows) do
+`microbatches` times as many steps of forward and backward as there are such ranks, so that each GPU
+computes as many tokens per step as with data parallelism alone.
 trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with communication,
 `exposed_ms`, communication without other kernels, and `idle_ms`, no kernels. Tracing slows the
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
-PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3 and tp_chunks=1,2
-(each row runs with each of these as optim.recipe, parallel.zero and parallel.tp_chunks; the default
-is adamw-fp32, as the peer's, 1 and 1) and dotted options of a run, such as
-parallel.main_grads=bf16. With data.reset_attention_mask=true samples consist of documents of
-document=500 tokens.
+PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3, tp_chunks=1,2 and
+cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe, parallel.zero,
+parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1, 1 and auto) and
+dotted options of a run, such as parallel.main_grads=bf16. With data.reset_attention_mask=true
+samples consist of documents of document=500 tokens.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ OPTIONS = (
     "document",
     "zero",
     "tp_chunks",
+    "cp_comm",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -81,8 +84,9 @@ PEERS = {  # row -> fp8, fp8_recipe of megatron-core
 }
 
 
-# they separate a row's name, its optim.recipe, parallel.zero and parallel.tp_chunks
-OPTIM, ZERO, CHUNKS = ", optim ", ", zero ", ", tp_chunks "
+# they separate a row's name and its values of these keys
+OPTIM, ZERO, CHUNKS, CP_COMM = ", optim ", ", zero ", ", tp_chunks ", ", cp_comm "
+SEPARATORS = {"optim": OPTIM, "zero": ZERO, "tp_chunks": CHUNKS, "cp_comm": CP_COMM}
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -90,7 +94,7 @@ def rows(options: dict[str, str]) -> list[str]:
     also = [name for name in options.get("also", "").split(",") if name]
     names = ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16"]
     names += ["megatron+te delayed", "coatlm coat", "coatlm coat-lean", *also]
-    for key, separator in (("optim", OPTIM), ("zero", ZERO), ("tp_chunks", CHUNKS)):
+    for key, separator in SEPARATORS.items():
         values = (
             [separator + value for value in options[key].split(",")] if key in options else [""]
         )
@@ -189,9 +193,9 @@ def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Ev
     return events
 
 
-def random_tokens(mbs: int, seq: int) -> Callable[[], torch.Tensor]:
-    """Draw [mbs, seq + 1] tokens per call, the same for every row and different on each rank."""
-    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+def random_tokens(mbs: int, seq: int, rank: int) -> Callable[[], torch.Tensor]:
+    """Draw [mbs, seq + 1] tokens per call, the same for every row, different on each data rank."""
+    generator = torch.Generator("cuda").manual_seed(rank)
     return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
 
 
@@ -202,6 +206,7 @@ def coatlm_config(
     from coatlm.config import make_config, override
 
     hidden, layers, heads, ffn = shape
+    row, _, cp_comm = row.partition(CP_COMM)
     row, _, chunks = row.partition(CHUNKS)
     row, _, zero = row.partition(ZERO)
     name, _, optim = row.partition(OPTIM)
@@ -209,7 +214,11 @@ def coatlm_config(
     sections = {
         "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
         "data": {"text": ["-"], "seq_len": seq},
-        "parallel": {"zero": int(zero or 1), "tp_chunks": int(chunks or 1)},
+        "parallel": {
+            "zero": int(zero or 1),
+            "tp_chunks": int(chunks or 1),
+            "cp_comm": cp_comm or "auto",
+        },
         "precision": {"recipe": recipe},
         "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
         "train": {"micro_batch": mbs, "global_batch": mbs},
@@ -221,7 +230,7 @@ def coatlm_step(
     config: Any, mbs: int, seq: int, microbatches: int = 1, document: int = 500
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
-    from coatlm.data.dataset import document_bounds
+    from coatlm.data.dataset import Microbatch, document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -229,23 +238,24 @@ def coatlm_step(
     quiet_megatron()
     start_processes(Launch.from_environment())
     trainer = Trainer(config, make_groups(config.parallel), VOCAB)
-    draw = random_tokens(mbs, seq)
+    draw = random_tokens(mbs, seq, trainer.groups.dp.rank())
+    count = microbatches * dist.get_world_size() // trainer.groups.dp.size()
     mask = torch.ones(mbs, seq, device="cuda")
     bounds = None
     if config.data.reset_attention_mask:
         bounds = document_bounds((torch.arange(seq) // document).expand(mbs, -1)).cuda()
 
-    def batch() -> dict[str, Any]:
+    def batch() -> Microbatch:
         tokens = draw()
-        return {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "loss_mask": mask,
-            "document_bounds": bounds,
-        }
+        return Microbatch(
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            loss_mask=mask,
+            document_bounds=bounds,
+        )
 
     def step() -> Any:
-        return trainer.train_step([batch() for _ in range(microbatches)], 1e-4)[0]
+        return trainer.train_step(trainer.place([batch() for _ in range(count)]), 1e-4)[0]
 
     return step, trainer.optimizer, lambda: trainer.comm_bytes
 
@@ -259,7 +269,8 @@ def fsdp_step(
     start_processes(Launch.from_environment())
     hidden, layers, heads, ffn = shape
     sizes = Shape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
-    return fsdp_peer.fsdp_step(row, sizes, layers, VOCAB, random_tokens(mbs, seq), microbatches)
+    draw = random_tokens(mbs, seq, dist.get_rank())
+    return fsdp_peer.fsdp_step(row, sizes, layers, VOCAB, draw, microbatches)
 
 
 def peer_step(
@@ -351,7 +362,7 @@ def peer_step(
     )
     config.grad_scale_func = optimizer.scale_loss
     schedule = get_forward_backward_func()
-    draw = random_tokens(mbs, seq)
+    draw = random_tokens(mbs, seq, dist.get_rank())
     positions = torch.arange(seq, device="cuda")[None].expand(mbs, -1)
 
     def forward_step(data: Any, chunk: Any) -> Any:
