@@ -174,7 +174,7 @@ class Train(Section):
     """Activations that backward recomputes instead of saving them: none, those of attention, or
     those of whole layers."""
 
-    logits: Literal["auto", "save", "recompute"] = "recompute"
+    logits: Literal["auto", "save", "recompute"] = "auto"
     """The logits of a microbatch: forward saves them for backward, or backward recomputes them in
     chunks of the vocabulary. Results have the same bits. Saving spares one of the output layer's
     four GEMMs. auto saves them if the estimated peak leaves room on the GPU."""

@@ -18,10 +18,10 @@ trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with commun
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
-PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3, tp_chunks=1,2 and
-cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe, parallel.zero,
-parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1, 1 and auto) and
-dotted options of a run, such as parallel.main_grads=bf16. With data.reset_attention_mask=true
+PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3, tp_chunks=1,2
+and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe, parallel.zero,
+parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1, 1 and auto)
+and dotted options of a run, such as parallel.main_grads=bf16. With data.reset_attention_mask=true
 samples consist of documents of document=500 tokens.
 """
 
