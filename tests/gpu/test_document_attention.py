@@ -47,7 +47,7 @@ def bounds_of(documents: bool) -> Tensor | None:
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], dout: Tensor) -> None:
-    """Gradients of q and k of a token that sees only itself are zero; fp32 leaves rounding errors."""
+    """`least`: gradients of q and k of a token that sees only itself are zero but for rounding."""
     least = 2.0**-20 * dout.float().norm()
     for actual, wanted in zip(found, expected, strict=True):
         assert actual.shape == wanted.shape
