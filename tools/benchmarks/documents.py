@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -49,7 +50,7 @@ def gpus(options: dict[str, str]) -> int:
 
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """One record per backend: milliseconds of forward and backward, ratio and error."""
-    torch._functorch.config.donated_buffer = False  # backward of the same graph, many times
+    functorch.donated_buffer = False  # backward of the same graph, many times
     case, kind, head_dim = row.split()
     what, *sizes = case.split(":")
     length, limit, batch = (int(size) for size in sizes)
