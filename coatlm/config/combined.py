@@ -183,7 +183,8 @@ class Config(Section):
         size = p.group_size or 16  # FP8 tensor cores need multiples of 16 as well
         divides("model.hidden", m.hidden, "precision.group_size", size)
         chunks, rows = self.parallel.tp_chunks, max(16, recipe.forward.weight.granularity.rows or 1)
-        divides("model.hidden", m.hidden, f"{rows}*parallel.tp_chunks", rows * chunks)
+        if chunks > 1:
+            divides("model.hidden", m.hidden, f"{rows}*parallel.tp_chunks", rows * chunks)
         divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
         for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
             width = heads * m.size_per_head // tp

@@ -130,7 +130,8 @@ def test_plan_says_what_saved_logits_add_or_that_they_are_in_the_sum() -> None:
     assert more > 0 and f"{more:.3f}" in line
     text = plan(saving, 1)
     assert "all of them" in text and "all logits" not in text
-    assert "all logits" not in plan(config({"vocab": 128256}), 1)
+    recomputed = config({"vocab": 128256}, train={"logits": "recompute"})
+    assert "all logits" not in plan(recomputed, 1)
 
 
 def test_plan_names_the_memory_of_cuda_graphs() -> None:
