@@ -84,9 +84,7 @@ PEERS = {  # row -> fp8, fp8_recipe of megatron-core
 }
 
 
-# they separate a row's name and its values of these keys
-OPTIM, ZERO, CHUNKS, CP_COMM = ", optim ", ", zero ", ", tp_chunks ", ", cp_comm "
-SEPARATORS = {"optim": OPTIM, "zero": ZERO, "tp_chunks": CHUNKS, "cp_comm": CP_COMM}
+VARIED = ("optim", "zero", "tp_chunks", "cp_comm")  # in a row's name: ", KEY VALUE", in this order
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -94,9 +92,9 @@ def rows(options: dict[str, str]) -> list[str]:
     also = [name for name in options.get("also", "").split(",") if name]
     names = ["megatron+te bf16", "coatlm te bf16", "coatlm local bf16"]
     names += ["megatron+te delayed", "coatlm coat", "coatlm coat-lean", *also]
-    for key, separator in SEPARATORS.items():
+    for key in VARIED:
         values = (
-            [separator + value for value in options[key].split(",")] if key in options else [""]
+            [f", {key} {value}" for value in options[key].split(",")] if key in options else [""]
         )
         names = [
             row
@@ -206,21 +204,19 @@ def coatlm_config(
     from coatlm.config import make_config, override
 
     hidden, layers, heads, ffn = shape
-    row, _, cp_comm = row.partition(CP_COMM)
-    row, _, chunks = row.partition(CHUNKS)
-    row, _, zero = row.partition(ZERO)
-    name, _, optim = row.partition(OPTIM)
+    name, *given = row.split(", ")
+    varied = dict(word.split(" ") for word in given)
     spec, recipe = COATLM[name]
     sections = {
         "model": {"spec": spec, "hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn},
         "data": {"text": ["-"], "seq_len": seq},
         "parallel": {
-            "zero": int(zero or 1),
-            "tp_chunks": int(chunks or 1),
-            "cp_comm": cp_comm or "auto",
+            "zero": int(varied.get("zero", 1)),
+            "tp_chunks": int(varied.get("tp_chunks", 1)),
+            "cp_comm": varied.get("cp_comm", "auto"),
         },
         "precision": {"recipe": recipe},
-        "optim": {"recipe": optim or "adamw-fp32", "lr": 1e-4},
+        "optim": {"recipe": varied.get("optim", "adamw-fp32"), "lr": 1e-4},
         "train": {"micro_batch": mbs, "global_batch": mbs},
     }
     return make_config(override(sections, overrides))
