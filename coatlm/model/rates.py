@@ -71,6 +71,9 @@ class Rates(Section):
     optimizer: dict[str, Positive]
     """Milliseconds of an update of 10^9 parameters by optim.recipe, from BF16 gradients."""
 
+    host_gb_per_s: Positive
+    """10^9 bytes per second between GPU and host memory, in each direction while both are busy."""
+
     update_ms: Positive
     """Milliseconds of a step besides layers, output layer, the update of parameters and exposed
     communication."""

@@ -33,7 +33,14 @@ from coatlm.model.accounting import (
     query_size,
     rank_parameters,
 )
-from coatlm.model.memory import bf16_share, microbatch_tokens, microbatches_per_step, replaced
+from coatlm.model.grad_memory import EACH
+from coatlm.model.memory import (
+    bf16_share,
+    microbatch_tokens,
+    microbatches_per_step,
+    optim_state_bytes,
+    replaced,
+)
 from coatlm.model.rates import Link, Rates, interpolated, nearest
 from coatlm.model.traffic import step_traffic
 from coatlm.parallel.buckets import bucket_elements
@@ -42,7 +49,6 @@ from coatlm.parallel.finalize_grads import TensorParallelSums
 TERA = 1e12
 FORWARD = 1 / 3  # the share of a layer's GEMMs and elementwise bytes that forward has
 GRADIENTS = {"fp32": 4.0, "bf16": 2.0, "fp8-nccl": 1.0, "fp8-a2a": 1 + 4 / 128}  # bytes on the wire
-MAIN_GRADS = {"fp32": 4.0, "bf16": 2.0}  # bytes of a gradient in memory
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0}  # bytes per element of a layer's matrices in an all-gather
 MEASURED_GRADS = 2  # bytes of a gradient with which Rates.optimizer is measured
 NO_SUMS = TensorParallelSums(gradients=0, mus=0)  # of replicated weights: a few megabytes
@@ -265,7 +271,7 @@ def output_layer(config: Config, vocab: int, rates: Rates) -> float:
     h, tokens = config.model.hidden, microbatch_tokens(config)
     gemms = 3 if config.train.logits == "save" else 4
     flops = 2 * gemms * tokens * h * vocab / config.parallel.tp
-    return flops / (TERA * interpolated(rates.output["bf16"], h))
+    return flops / (TERA * interpolated(rates.output[config.precision.output_layer], h))
 
 
 # --- once per step -------------------------------------------------------------------------------
@@ -329,7 +335,11 @@ def _update(config: Config, vocab: int, rates: Rates, dp: int) -> float:
         for stage in {0, p.pp - 1}
     )
     shard = count / (dp * p.cp if p.zero else 1)
-    grads = MAIN_GRADS[p.main_grads]
+    grads, _ = EACH[p.main_grads]
     read = (2 * grads - MEASURED_GRADS) / (TERA * rates.tb_per_s)  # the norm reads gradients too
     each = 1e-12 * rates.optimizer[config.optim.recipe] + read
-    return shard * each + 1e-3 * rates.update_ms
+    seconds = shard * each
+    if config.optim.offload == "states":  # both directions at once, beside the update
+        moved = optim_state_bytes(config, count, dp)
+        seconds = max(seconds, moved / (1e9 * rates.host_gb_per_s))
+    return seconds + 1e-3 * rates.update_ms

@@ -49,7 +49,7 @@ from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
 
 logger = logging.getLogger("coatlm")
-GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # in transit
 
 
 class Trainer:
@@ -68,7 +68,7 @@ class Trainer:
         owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.sum_noise = sum_noise(config, len(modules), groups)
         noises = [None] * len(modules) if self.sum_noise is None else [*self.sum_noise.noise]
-        grad_dtype = GRAD_DTYPES.get(p.main_grads, torch.bfloat16)
+        grad_dtype = GRAD_DTYPES[p.main_grads]
         self.chunks = [
             FlatModel(
                 module,

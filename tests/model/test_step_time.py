@@ -60,6 +60,22 @@ def test_rates_are_interpolated_over_the_logarithm_and_constant_outside() -> Non
     assert [interpolated(table, n) for n in (512, 1024, 2048, 8192)] == [100, 100, 200, 300]
 
 
+def test_every_format_of_gradients_and_the_output_layer_and_offloaded_states_have_a_time() -> None:
+    cluster = Cluster(load_rates("h200"), 1)
+    words = ["train.micro_batch=4", "train.global_batch=16", "parallel.main_grads=bf16"]
+
+    def time(*more: str) -> Any:
+        config = load_config("llama3.2-3b", [*words, "optim.recipe=coat-lean", *more])
+        return forecast(config, 128256, cluster).time
+
+    plain = time()
+    one_byte, fp32 = time("parallel.main_grads=fp8"), time("parallel.main_grads=fp32")
+    assert one_byte.update < plain.update < fp32.update
+    assert time("precision.output_layer=fp8").output_layer < 0.8 * plain.output_layer
+    moved = 3_212_749_824 * (4 + 10 / 128) / 46e9  # 4.08 bytes of states per parameter
+    assert time("optim.offload=states").update == pytest.approx(moved + 6e-3, rel=0.02)
+
+
 @cache
 def first(gpus: int) -> Any:
     config = load_config("llama3.1-70b")
