@@ -47,6 +47,7 @@ class ZeroOptimizer:
         self.counted = [p for b in self.buckets for p in _counted(b, self.regions[b])]
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
 
     def step(
         self,
@@ -70,6 +71,7 @@ class ZeroOptimizer:
             coefficient = torch.where(accepts(norm), coefficient, torch.nan)
         if observe is not None:
             observe(coefficient)
+        self.before_update()
         enter("update")
         self.optimizer.step(lr=lr, clip_coefficient=coefficient)
         for chunk in self.chunks:

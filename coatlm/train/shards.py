@@ -6,9 +6,10 @@ file and an offset. A checkpoint can be read with any other sharding: each reque
 assembled from the parts of stored shards that it overlaps. Values are copied bit by bit, so the
 stored and requested types must be equal.
 
-torch.distributed.checkpoint (DCP) plans and performs the input and output. Its two uses of pickle
-are restricted: `.metadata` is read with an allow-list of types (see `metadata`), and tensors are
-read with torch's `weights_only` unpickler. `common.pt` is for megatron and never read here.
+torch.distributed.checkpoint (DCP) plans input and output and writes the files; `tensor_reader`
+reads them. Both uses of pickle are restricted: `.metadata` is read with an allow-list of types (see
+`metadata`), and tensors with torch's `weights_only` unpickler. `common.pt` is for megatron and
+never read here.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from coatlm.train.agreement import Group, describe_failures, together
 from coatlm.train.manifest import CheckpointError, write_file
 from coatlm.train.metadata import read_metadata
 from coatlm.train.reports import error_line
+from coatlm.train.tensor_reader import TensorReader
 
 
 def write_tensors(
@@ -333,7 +335,7 @@ class _Writer(filesystem.FileSystemWriter):
             raise
 
 
-class _Reader(filesystem.FileSystemReader):
+class _Reader(TensorReader):
     """Reads an untrusted checkpoint."""
 
     def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:

@@ -80,8 +80,8 @@ def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "give either CONFIG or --table7"),
-        ([LLAMA, "--table7"], "give either CONFIG or --table7"),
+        ([], "give either CONFIG, --table7 or --fits"),
+        ([LLAMA, "--table7"], "give either CONFIG, --table7 or --fits"),
         ([LLAMA, "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
         ([LLAMA, "--ranks", "3"], "train.global_batch=1024 is not a multiple"),
         ([LLAMA, "--ranks", "0"], "--ranks 0: at least 1"),
