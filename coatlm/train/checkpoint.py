@@ -148,10 +148,10 @@ class Checkpointer:
             self.poll()
             return
         copies = self._copies.start([_data(piece) for piece in pieces])
-        pieces = [replace(piece, data=copy) for piece, copy in zip(pieces, copies, strict=True)]
+        copied = (replace(p, data=copy) for p, copy in zip(pieces, copies, strict=True))
         self._thread = threading.Thread(
             target=self._run,
-            args=(step, pieces, text, begin),
+            args=(step, copied, text, begin),
             kwargs={"ready": self._copies.finish},
             name="checkpoint",
         )
@@ -203,7 +203,7 @@ class Checkpointer:
     def _run(
         self,
         step: int,
-        pieces: list[ShardedTensor],
+        pieces: Iterable[ShardedTensor],
         state: str,
         begin: float,
         *,

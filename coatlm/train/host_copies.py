@@ -93,7 +93,7 @@ class HostCopies:
         if stream is not None:
             torch.cuda.set_device(stream.device)  # of this thread
             lock_pages(memory)
-            weakref.finalize(self, unlock_pages, memory.data_ptr(), stream)
+            weakref.finalize(memory, unlock_pages, memory.data_ptr(), stream)
         return memory
 
 

@@ -117,7 +117,7 @@ class TensorReader(filesystem.FileSystemReader):
             if not (region.is_contiguous() and target.is_contiguous()):
                 yield partial(_read_shard, file, shard, item, target)
                 continue
-            first = shard.offset + region.storage_offset() * region.itemsize
+            first = shard.offset + int(region.storage_offset()) * region.itemsize
             bytes_ = target.reshape(-1).view(torch.uint8)
             for start in range(0, len(bytes_), SPAN):
                 span = bytes_[start : start + SPAN]
@@ -187,7 +187,7 @@ def _read_span(file: int, offset: int, target: Tensor, buffers: SimpleQueue[Tens
 
 def _read(file: int, offset: int, target: Tensor) -> None:
     """Read len(target) bytes into uint8 memory of the host. Raises EOFError if there are fewer."""
-    left = memoryview(target.numpy())
+    left = target.numpy().data
     while left:
         count = os.preadv(file, [left], offset)
         if not count:
