@@ -267,7 +267,9 @@ class AdamW:
 
     def _scaled_format(self, name: str) -> formats.ExpandedFp8 | formats.TensorScaled:
         """The format of a state with scales: only there it matters which elements form a block."""
-        found = formats.MASTER16 if name == MASTER else self.recipe.moments[name]
+        weight = self.recipe.weight
+        master = weight.scaled if isinstance(weight, formats.TensorScaledMaster) else weight
+        found = master if name == MASTER else self.recipe.moments[name]
         assert isinstance(found, formats.ExpandedFp8 | formats.TensorScaled), name
         return found
 
