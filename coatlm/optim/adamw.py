@@ -11,82 +11,33 @@ The optimizer sees flat shards and no process groups. Whether a step is skipped 
 device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
+
+A tensor-wise scale is that of a whole parameter. The ranks whose shards have parts of one share it:
+scales grow with the amax, so that of the whole is the largest of the parts'. One all-reduce per
+step covers all parameters that are cut; on a GPU it is of amaxes, and the update of the others runs
+beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coatlm.fp8.accumulate import BlockFp8
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim import formats
 from coatlm.optim.formats import Stored
 from coatlm.optim.fused import FusedStep, prepare
 from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
+from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, round_up
+
+__all__ = ["AdamW", "FlatShard", "Proposal", "bytes_per_parameter", "named_state"]
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
-
-
-@dataclass(frozen=True)
-class FlatShard:
-    """A contiguous flat range of n weights and their gradients, which this rank updates.
-
-    n is a multiple of 128. Each parameter inside starts at a multiple of 128; gaps between
-    parameters are zero padding.
-    """
-
-    weight: Tensor  # [n] view into the parameter buffer, bf16 or fp32; updated in place
-    grad: Tensor | BlockFp8  # [n] view of the reduced gradients, fp32, bf16 or E4M3; only read
-    decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
-    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter, for fp8lm
-
-
-def check_recipe(
-    recipe: str | Recipe,
-    shards: Sequence[FlatShard],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Raise ValueError, with the field and what is allowed, for arguments AdamW cannot run with."""
-    allowed = find_recipe(recipe).weights
-    if not shards:
-        raise ValueError("shards=(): there is nothing to update")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas}: each is in [0, 1)")
-    if not eps > 0.0:
-        raise ValueError(f"eps={eps}: must be > 0, or zero padding becomes 0 / 0")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"weight_decay={weight_decay}: must be >= 0")
-    for i, shard in enumerate(shards):
-        n = shard.weight.numel()
-        if n % SCALE_BLOCK or shard.weight.shape != (n,) or shard.grad.shape != (n,):
-            shapes = f"{tuple(shard.weight.shape)} and {tuple(shard.grad.shape)}"
-            raise ValueError(
-                f"shards[{i}]: shapes {shapes} must be one (n,), n % {SCALE_BLOCK} == 0"
-            )
-        if shard.weight.dtype not in allowed:
-            raise ValueError(f"shards[{i}].weight is {shard.weight.dtype}: recipe needs {allowed}")
-        if shard.grad.dtype not in (BF16, FP32, E4M3.dtype):
-            allowed_grads = (BF16, FP32, E4M3.dtype)
-            raise ValueError(f"shards[{i}].grad is {shard.grad.dtype}: one of {allowed_grads}")
-        kind = [(t.dtype, t.device) for t in (shard.weight, shard.grad)]
-        if kind != [(t.dtype, t.device) for t in (shards[0].weight, shards[0].grad)]:
-            raise ValueError(f"shards[{i}]: dtype or device differs from that of shards[0]")
-        for start, end in (*shard.decay, *shard.params):
-            if start % SCALE_BLOCK or not 0 <= start <= end <= n:
-                raise ValueError(
-                    f"shards[{i}]: [{start}, {end}) must lie in [0, {n}) and start at a multiple "
-                    f"of {SCALE_BLOCK}"
-                )
 
 
 class Proposal(NamedTuple):
@@ -102,6 +53,8 @@ class AdamW:
 
     With `offload` the states are in host memory, page-locked if the shards are on a GPU, and a step
     passes at most `piece` elements at a time through the GPU. Results have the same bits.
+    `cut` is the number of parameters that are cut, the same on all ranks; `share` starts to
+    all-reduce a tensor [cut, 3] to its maxima, in place, and returns a handle with `wait`.
     """
 
     def __init__(
@@ -114,18 +67,21 @@ class AdamW:
         weight_decay: float,
         offload: bool = False,
         piece: int = PIECE,
+        cut: int = 0,
+        share: Callable[[Tensor], Any] | None = None,
     ) -> None:
         betas = (float(betas[0]), float(betas[1]))
         check_recipe(recipe, shards, betas=betas, eps=eps, weight_decay=weight_decay)
         self.shards, self.recipe = tuple(shards), find_recipe(recipe)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.cut, self.share = cut, share if cut and self.recipe.tensor_scaled else None
         device = shards[0].weight.device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
         self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
         n = self._starts[-1]
         self._flat = self._allocate(device, offload=offload)
         self._states = [parts(self._flat, *shard, n) for shard in pairwise(self._starts)]
-        decayed = torch.cat([_decayed_blocks(shard) for shard in shards]).to(device)
+        decayed = torch.cat([decayed_blocks(shard) for shard in shards]).to(device)
         self._decayed = decayed.split([shard.weight.numel() // SCALE_BLOCK for shard in shards])
         spans = tuple(self.spans(min(CHUNK, piece)))
         self.pieces, self.offload = [Piece(0, n, spans)], None
@@ -134,23 +90,33 @@ class AdamW:
             self.offload = StateOffload(self._flat, self.pieces, n, device)
         self.reload_from_weights()
         self.fused: list[FusedStep] = []  # one per piece; the reference runs without them
+        self.fused_cut: list[tuple[FusedStep, Tensor]] = []  # likewise, with numbers of parameters
         if device.type == "cuda":
             self.scalars = torch.zeros(4, device=device)
             device_states = [self._flat] if self.offload is None else self.offload.device
-            self.fused = [
-                FusedStep(
-                    self.recipe,
-                    weights=[shard.weight for shard in shards],
-                    grads=[shard.grad for shard in shards],
-                    spans=piece.spans,
-                    states=states,
-                    decayed=decayed[piece.start // SCALE_BLOCK : piece.stop // SCALE_BLOCK],
-                    first_block=piece.start // SCALE_BLOCK,
-                    betas=self.betas,
-                    eps=eps,
-                )
-                for piece, states in zip(self.pieces, device_states, strict=True)
-            ]
+            for piece, states in zip(self.pieces, device_states, strict=True):
+                spans = [span for span in piece.spans if self._number(*span) is None]
+                self.fused.append(self._fused_step(piece, spans, states, decayed))
+                spans = [span for span in piece.spans if self._number(*span) is not None]
+                numbers = torch.tensor([self._number(*span) for span in spans], dtype=torch.int64)
+                step = self._fused_step(piece, spans, states, decayed)
+                self.fused_cut.append((step, numbers.to(device)))
+
+    def _fused_step(
+        self, piece: Piece, spans: Sequence[tuple[int, int, int]], states: Stored, decayed: Tensor
+    ) -> FusedStep:
+        """The fused step of `spans`, which are those of a piece or some of them."""
+        return FusedStep(
+            self.recipe,
+            weights=[shard.weight for shard in self.shards],
+            grads=[shard.grad for shard in self.shards],
+            spans=spans,
+            states=states,
+            decayed=decayed[piece.start // SCALE_BLOCK : piece.stop // SCALE_BLOCK],
+            first_block=piece.start // SCALE_BLOCK,
+            betas=self.betas,
+            eps=self.eps,
+        )
 
     @torch.no_grad()
     def step(self, *, lr: float, clip_coefficient: Tensor | None = None) -> None:
@@ -161,7 +127,6 @@ class AdamW:
         """
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
-        passes = iter([self._flat]) if self.offload is None else self.offload.passes()
         if self.fused:
             prepare(
                 self.scalars,
@@ -169,22 +134,63 @@ class AdamW:
                 clip_coefficient=clip_coefficient,
                 step_count=self.step_count,
             )
-            for _, fused in zip(passes, self.fused, strict=True):
-                fused(self.scalars, lr=lr, decay=lr * self.weight_decay)
+            self._fused_update(lr=lr, decay=lr * self.weight_decay)
             return
         clip = torch.ones_like(self.step_count, dtype=FP32)
         clip = clip if clip_coefficient is None else clip_coefficient
         go = clip.abs() < torch.inf
-        for states, piece in zip(passes, self.pieces, strict=True):
+        scales = self.cut_scales(lr=lr, clip_coefficient=clip)
+        for states, piece in zip(self._passes(), self.pieces, strict=True):
             for i, start, stop in piece.spans:
                 at = self._starts[i] - piece.start
                 old = parts(states, at + start, at + stop, piece.stop - piece.start)
-                new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip, old=old)
+                new = self.propose(
+                    i, start, stop, lr=lr, clip_coefficient=clip, old=old, scales=scales
+                )
                 for name, tensor in new.states.items():
                     old[name].copy_(torch.where(go, tensor, old[name]))
                 weight = self.shards[i].weight[start:stop]
                 weight.copy_(torch.where(go, new.weight, weight))
         self.step_count += go
+
+    def _passes(self) -> Iterator[Stored]:
+        """The states of each piece on the device, which are copied back after their turn."""
+        return iter([self._flat]) if self.offload is None else self.offload.passes()
+
+    def _fused_update(self, **rates: float) -> None:
+        """The step on a GPU. With `offload` and cut parameters, states pass through it twice."""
+        shared: Any = None
+        if self.share is not None:
+            amax = torch.zeros(self.cut, 3, dtype=torch.int32, device=self.scalars.device)
+            for _, (fused, numbers) in zip(self._passes(), self.fused_cut, strict=True):
+                fused(self.scalars, **rates, passes=(True,))
+                amax[numbers] = fused.amax
+            shared = self.share(amax)
+        steps = zip(self._passes(), self.fused, self.fused_cut, strict=True)
+        for _, whole, (fused, numbers) in steps:
+            whole(self.scalars, **rates)
+            if shared is not None:
+                shared.wait()
+                fused.amax.copy_(amax[numbers])
+                fused(self.scalars, **rates, passes=(False,))
+
+    @torch.no_grad()
+    def cut_scales(self, *, lr: float, clip_coefficient: Tensor) -> Tensor:
+        """The scales of m, v and master after a step of the reference, fp32[cut, 3]; collective."""
+        scales = torch.zeros(self.cut, 3, device=self.step_count.device)
+        for i, start, stop in self.spans(CHUNK):
+            if (number := self._number(i, start, stop)) is not None:
+                new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip_coefficient)
+                for column, name in enumerate((M, V, MASTER)):
+                    if name + ".scale" in new.states:
+                        scales[number, column] = new.states[name + ".scale"][0]
+        if self.share is not None:
+            self.share(scales).wait()
+        return scales
+
+    def _number(self, i: int, start: int, _: int) -> int | None:
+        """The number of the parameter of a span among those that are cut; None for a whole one."""
+        return None if self.share is None else self.shards[i].cut.get(start)
 
     @torch.no_grad()
     def propose(
@@ -196,12 +202,16 @@ class AdamW:
         lr: float,
         clip_coefficient: Tensor,
         old: Stored | None = None,
+        scales: Tensor | None = None,
     ) -> Proposal:
         """The reference of a step: its result for elements [start, stop) of shard i, unwritten.
 
-        `old` are their states on the device of the weights; None: a copy of `states`.
+        `old` are their states on the device of the weights; None: a copy of `states`. `scales` are
+        those of `cut_scales`; None: a part of a parameter has scales of its own.
         """
         recipe, old = self.recipe, self.fetch(i, start, stop) if old is None else old
+        if scales is not None and (number := self._number(i, start, stop)) is not None:
+            recipe = recipe.at_least(*scales[number])
         weight = self.shards[i].weight[start:stop]
         g = self.shards[i].grad[start:stop].float() * clip_coefficient
         w = recipe.weight.decode(weight, named_state(old, MASTER))
@@ -281,7 +291,7 @@ class AdamW:
         for i, shard in enumerate(self.shards):
             n = shard.weight.numel()
             if self.recipe.tensor_scaled:
-                yield from ((i, start, _round_up(end)) for start, end in shard.params or ((0, n),))
+                yield from ((i, start, round_up(end)) for start, end in shard.params or ((0, n),))
             else:
                 yield from ((i, at, min(at + longest, n)) for at in range(0, n, longest))
 
@@ -328,18 +338,6 @@ def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) 
     shard = FlatShard(weight, weight, decay=())
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return optimizer.state_bytes() / SCALE_BLOCK
-
-
-def _decayed_blocks(shard: FlatShard) -> Tensor:
-    """uint8[n / 128]: 1 for blocks with weight decay. An end is rounded up, into zero padding."""
-    decayed = torch.zeros(shard.weight.numel() // SCALE_BLOCK, dtype=torch.uint8)
-    for start, end in shard.decay:
-        decayed[start // SCALE_BLOCK : _round_up(end) // SCALE_BLOCK] = 1
-    return decayed
-
-
-def _round_up(n: int) -> int:
-    return -(-n // SCALE_BLOCK) * SCALE_BLOCK
 
 
 def named_state(states: Mapping[str, Tensor], name: str) -> Stored:

@@ -294,11 +294,19 @@ class FusedStep:
         self.span_of, self.table = (t.to(self.decayed.device) for t in (span_of, table))
         self.constants |= {"TILE": tile, "num_warps": tile.warps}
 
-    def __call__(self, scalars: Tensor, *, lr: float, decay: float) -> None:
-        """Update on the current stream, by `scalars` of `prepare` and decay = lr * weight_decay."""
-        if len(self.passes) > 1:
+    def __call__(
+        self, scalars: Tensor, *, lr: float, decay: float, passes: Sequence[bool] | None = None
+    ) -> None:
+        """Update on the current stream, by `scalars` of `prepare` and decay = lr * weight_decay.
+
+        `passes`: True finds `amax`, False updates by it; None: those that the recipe needs.
+        """
+        if not self.spans:
+            return
+        passes = self.passes if passes is None else passes
+        if True in passes:
             self.amax.zero_()
-        for measure in self.passes:
+        for measure in passes:
             _step_kernel[(self.span_of.numel(),)](
                 self.span_of,
                 self.table,
@@ -339,7 +347,8 @@ def _tables(
         programs.append(triton.cdiv(count, blocks))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)
-    return span_of.repeat_interleave(torch.tensor(programs)), torch.tensor(rows)
+    count = torch.tensor(programs, dtype=torch.int64)
+    return span_of.repeat_interleave(count), torch.tensor(rows, dtype=torch.int64)
 
 
 def _grad_addresses(grad: Tensor | BlockFp8) -> tuple[int, int]:

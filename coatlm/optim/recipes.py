@@ -38,16 +38,14 @@ class Recipe:
 
     def at_least(self, m: Tensor, v: Tensor, weight: Tensor) -> Recipe:
         """The recipe whose tensor-wise scales are at least these, each fp32 []."""
-        parts = {"m": (self.m, m), "v": (self.v, v), "weight": (self.weight, weight)}
-        scaled = (formats.TensorScaled, formats.TensorScaledMaster)
-        return replace(
-            self,
-            **{
-                name: part.at_least(scale)
-                for name, (part, scale) in parts.items()
-                if isinstance(part, scaled)
-            },
-        )
+        scales = {"m": m, "v": v, "weight": weight}
+        found = {name: getattr(self, name) for name in scales}
+        changed = {
+            name: each.at_least(scales[name])
+            for name, each in found.items()
+            if each.kind == "scaled"
+        }
+        return replace(self, **changed)
 
     @property
     def moments(self) -> dict[str, MomentFormat]:

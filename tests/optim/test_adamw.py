@@ -197,7 +197,7 @@ def test_saved_states_continue_bit_for_bit(recipe: str) -> None:
 def test_shards_can_be_cut_anywhere_on_multiples_of_128(recipe: str) -> None:
     """What resharding relies on: an element's states do not depend on the shard it is in.
 
-    FP8-LM's scales are those of a rank's part of a tensor, so it is no part of this.
+    Tensor-wise scales are shared over ranks: `test_cut`.
     """
     start, generator = weights(1024), torch.Generator()
     whole = optimizer([shard_of(start.clone())], recipe)
