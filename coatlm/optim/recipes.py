@@ -36,6 +36,11 @@ class Recipe:
         return any(part.kind == "scaled" for part in (self.m, self.v, self.weight))
 
     @property
+    def expanded(self) -> bool:
+        """Whether a moment is in COAT's expanded FP8."""
+        return any(moment.kind == "expanded" for moment in (self.m, self.v))
+
+    @property
     def moments(self) -> dict[str, MomentFormat]:
         return {M: self.m, V: self.v}
 
