@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import context_parallel, dataset
+from coatlm.data import context_parallel
+from coatlm.data.batches import Microbatch
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
@@ -250,7 +251,7 @@ class Trainer:
             chunk.eval()
         return self._run(batches, forward_only=True)
 
-    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
+    def place(self, batches: Sequence[Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
         cp, zigzag = self.groups.cp, not self.config.exchanges_heads
         cp_slice = partial(context_parallel.cp_slice, zigzag=zigzag)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
-from coatlm.data.dataset import document_bounds
+from coatlm.data.batches import document_bounds
 from coatlm.platform import device
 from tests.distributed import run_ranks
 
