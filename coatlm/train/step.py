@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
+from coatlm.config.recipes import ROW
 from coatlm.data import context_parallel
 from coatlm.data.batches import Microbatch
 from coatlm.fp8.accumulate import SumNoise
@@ -82,7 +83,8 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow and config.precision.flow_recipe().gathers_codes,
+                    fp8_rows=config.precision.flow
+                    and config.precision.flow_recipe().forward.weight.granularity == ROW,
                     noise=noise,
                 ),
                 wire=make_wire(p, groups, self.traffic),
