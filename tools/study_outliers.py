@@ -53,7 +53,8 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError
 from coatlm.config.recipes import PRECISION_RECIPES, TE_RECIPES
 from coatlm.console import Parser, fail, progress
-from coatlm.data.dataset import Microbatch, microbatches, open_datasets
+from coatlm.data.batches import Microbatch, microbatches
+from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import check_output, whole_file
 from coatlm.platform import device

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.optim import formats
-from coatlm.optim.formats import Stored
 from coatlm.optim.fused import FusedStep, prepare
+from coatlm.optim.moment_formats import ExpandedFp8, Stored, TensorScaled
 from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
+from coatlm.optim.weight_formats import MASTER16
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
@@ -265,10 +265,10 @@ class AdamW:
         """The stored tensors, by suffix, of fp32 `values` [n]; n is a multiple of 128."""
         return self._scaled_format(name).encode(values)
 
-    def _scaled_format(self, name: str) -> formats.ExpandedFp8 | formats.TensorScaled:
+    def _scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
         """The format of a state with scales: only there it matters which elements form a block."""
-        found = formats.MASTER16 if name == MASTER else self.recipe.moments[name]
-        assert isinstance(found, formats.ExpandedFp8 | formats.TensorScaled), name
+        found = MASTER16 if name == MASTER else self.recipe.moments[name]
+        assert isinstance(found, ExpandedFp8 | TensorScaled), name
         return found
 
     def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import context_parallel, dataset
+from coatlm.config.recipes import ROW
+from coatlm.data import context_parallel
+from coatlm.data.batches import Microbatch
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
@@ -81,7 +83,8 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow and config.precision.flow_recipe().gathers_codes,
+                    fp8_rows=config.precision.flow
+                    and config.precision.flow_recipe().forward.weight.granularity == ROW,
                     noise=noise,
                 ),
                 wire=make_wire(p, groups, self.traffic),
@@ -250,7 +253,7 @@ class Trainer:
             chunk.eval()
         return self._run(batches, forward_only=True)
 
-    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
+    def place(self, batches: Sequence[Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
         cp, zigzag = self.groups.cp, not self.config.exchanges_heads
         cp_slice = partial(context_parallel.cp_slice, zigzag=zigzag)
