@@ -1,6 +1,6 @@
-"""Steps that are replayed as one CUDA graph, on a CPU.
+"""Steps that are replayed as one CUDA graph, on a CPU; tests/gpu/test_step_graph.py has the same.
 
-A stand-in runs the step where a GPU would capture it and, at each later replay, runs what was
+Without a GPU, a stand-in runs the step where a GPU would capture it and, at each later replay, runs what was
 captured again: with the static inputs, and with whatever arguments the captured call had. Results
 that differ from those of plain steps then show what a step takes from elsewhere than the device.
 """
@@ -18,10 +18,14 @@ from torch import Tensor
 
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, StepGraph
 from tests.distributed import run_ranks
-from tests.graphs import checksum
+from tests.graphs import checksum, graphs_of
 
 MICROBATCHES, STEPS = 3, 8
 NAN, MEASURED, OBSERVED, EVALUATED = 3, 4, 5, 6  # what happens in some steps, or before
+MODEL = (
+    {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96},
+    {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},  # on a GPU
+)
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"recipe": "bf16"}, "optim": {"recipe": "collage-plus"}},
     "documents": {"data": {"reset_attention_mask": True}, "optim": {"recipe": "fp8lm"}},
@@ -32,6 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
         "optim": {"recipe": "coat-lean"},
     },
     "spikes": {"train": {"spike_sigma": 0.5, "spike_window": 2}, "optim": {"clip_grad": 0.1}},
+}
+
+USUAL = ["eager", "capture", "replay", "replay", "eager", "eager", "replay", "replay", "reset"]
+EVENTS = {
+    "coat": ["eager", "eager", "capture", *USUAL[3:]],  # the first step calibrates
+    # the fifth step has a sample with more documents than any before it
+    "documents": [*USUAL[:4], "reset", "eager", "eager", "eager", "capture", "reset"],
 }
 
 
@@ -71,74 +82,80 @@ class EagerMicrobatches(MicrobatchGraphs):
         return self._forward_backward(inputs)
 
 
-def train(rank: int, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Bits of every step and of the end of a run, plain and replayed, and what was replayed."""
+def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str, Any]:
+    """Bits of every step and of the end of a run, for some of CASES, plain and "replayed"."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
     from coatlm.train.step import Trainer
-    from tests.parallel.test_parity import batches
 
     start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
-    for name, sections in cases.items():
-        sizes = {"micro_batch": 2, "global_batch": 2 * MICROBATCHES}
+    for name, way in itertools.product(*asked):
+        sections, replayed = CASES[name], way == "replayed"
+        captured = replayed and torch.cuda.is_available()
+        sizes = {"micro_batch": 2, "global_batch": 2 * MICROBATCHES, "cuda_graphs": captured}
         config = make_config(
             {
-                "model": {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96},
-                "data": {"text": ["unused"], "seq_len": 32} | sections.get("data", {}),
-                **{k: v for k, v in sections.items() if k not in ("data", "train")},
+                **sections,
+                "model": MODEL[torch.cuda.is_available()],
+                "data": {"text": ["unused"], "seq_len": 64} | sections.get("data", {}),
                 "train": sizes | sections.get("train", {}),
             }
         )
-        for way in ("plain", "replayed"):
-            groups = make_groups(config.parallel)
-            trainer = Trainer(config, groups, vocab=128)
-            if way == "replayed":
-                trainer.graphs = EagerMicrobatches(trainer.chunks[0])
-                trainer.step_graph = CpuStepGraph()
-            steps, seen = [], []
-            for number in range(STEPS):
-                placed = trainer.place(batches(config, groups, number))
-                if number == NAN:
-                    placed[1]["loss_mask"][0, 0] = torch.nan
-                if number == EVALUATED:
-                    seen.append(float(trainer.evaluate(placed)))
-                lr, observe = 1e-3 / (1 + number), None
-                if number == OBSERVED:
-
-                    def observe(clip: Tensor, trainer: Any = trainer, lr: float = lr) -> None:
-                        seen.append(trainer.measure_states(lr, clip))
-
-                if number == MEASURED:
-                    with trainer.watch_numerics() as probes:
-                        result = trainer.train_step(placed, lr, observe=observe)
-                    seen.append(trainer.measure_numerics(probes))
-                else:
-                    result = trainer.train_step(placed, lr, observe=observe)
-                steps.append([*map(float.hex, map(float, result)), bool(trainer.spike)])
-            found[f"{name} {way}"] = [steps, repr(seen), checksum(trainer)]
-            if trainer.step_graph is not None:
-                trainer.change_layers(())
-                found[f"{name} events"] = trainer.step_graph.events
-            trainer.close()
-            release_groups()
+        groups = make_groups(config.parallel)
+        trainer = Trainer(config, groups, vocab=128)
+        if replayed and not captured:
+            trainer.graphs = EagerMicrobatches(trainer.chunks[0])
+            trainer.step_graph = CpuStepGraph()
+        found[f"{name}, {way}"] = [*train_steps(trainer, config, groups), checksum(trainer)]
+        if isinstance(trainer.step_graph, CpuStepGraph):
+            trainer.change_layers(())
+            found[f"{name}, events"] = trainer.step_graph.events
+        else:
+            assert graphs_of(trainer) == captured
+        trainer.close()
+        release_groups()
     return found
+
+
+def train_steps(trainer: Any, config: Any, groups: Any) -> tuple[list[Any], str]:
+    """Loss, gradient norm and spike of every step, and what was measured between them."""
+    from tests.parallel.test_parity import batches
+
+    steps: list[Any] = []
+    seen: list[Any] = []
+    for number in range(STEPS):
+        placed, lr = trainer.place(batches(config, groups, number)), 1e-3 / (1 + number)
+
+        def measure(clip: Tensor, lr: float = lr) -> None:
+            seen.append(trainer.measure_states(lr, clip))
+
+        if number == NAN:
+            placed[1]["loss_mask"][0, 0] = torch.nan
+        if number == EVALUATED:
+            seen.append(float(trainer.evaluate(placed)))
+        if number == MEASURED:
+            with trainer.watch_numerics() as probes:
+                result = trainer.train_step(placed, lr)
+            seen.append(trainer.measure_numerics(probes))
+        else:
+            result = trainer.train_step(placed, lr, observe=measure if number == OBSERVED else None)
+        steps.append([*(float(x).hex() for x in result), bool(trainer.spike)])
+    return steps, repr(seen)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    (result,) = run_ranks(1, f"{__name__}:train", CASES)
+    (result,) = run_ranks(1, f"{__name__}:train", [list(CASES), ["plain", "replayed"]])
     return result
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_steps_compute_the_bits_of_plain_ones(found: dict[str, Any], name: str) -> None:
-    plain, replayed = (found[f"{name} {way}"] for way in ("plain", "replayed"))
+    plain, replayed = (found[f"{name}, {way}"] for way in ("plain", "replayed"))
     assert replayed == plain
     steps, _, _ = plain
     assert [number for number, step in enumerate(steps) if "nan" in step[:2]] == [NAN]
     assert any(step[2] for step in steps) == (name == "spikes")
-    early = ["eager", "eager", "capture"] if name == "coat" else ["eager", "capture", "replay"]
-    measured = ["replay", "eager", "eager", "replay", "replay"]
-    assert found[f"{name} events"] == [*early, *measured, "reset"]
+    assert found[f"{name}, events"] == EVENTS.get(name, USUAL)
