@@ -19,7 +19,8 @@ the pool exists beside the memory of a microbatch that runs eagerly: a step of f
 microbatches captures its third, and then runs its last one eagerly, which is of another kind
 because it reduces gradients. A microbatch whose numerics are measured always runs eagerly. The
 graph of a whole step has static inputs of all its microbatches, and its pool exists beside an eager
-step whose numerics or optimizer states are measured. torch counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does not include it.
+step whose numerics or optimizer states are measured. torch counts a pool as reserved memory, not as
+allocated: peak_mem_gib of a run does not include it.
 """
 
 from __future__ import annotations

@@ -12,13 +12,15 @@ measurement, run eagerly.
 
 Microbatches (`MicrobatchGraphs`). With several processes, whose collectives are then in the graphs,
 with states in host memory, or with many microbatches per step, each microbatch is replayed, and the
-update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and overwrites stale
-gradients, the last reduces gradients during backward. So there are up to three kinds of
-microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
-its kernels; the second is captured and replayed; for all later ones, the inputs are copied into the
-static inputs of the graphs and the graph is replayed. Document bounds that are wider than the
-static ones, because a sample has more documents than any before it, let all ranks capture again:
-an eager microbatch issues its collectives in another order than a graph.
+update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and
+overwrites stale gradients, the last reduces gradients during backward. So there are up to three
+kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
+compiles its kernels; the second is captured and replayed.
+
+For all later ones, the inputs are copied into the static inputs of a graph and the graph is
+replayed. Document bounds that are wider than the static ones, because a sample has more documents
+than any before it, let all ranks capture again: an eager microbatch issues its collectives in
+another order than a graph.
 
 Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.

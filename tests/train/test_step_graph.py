@@ -1,8 +1,9 @@
 """Steps that are replayed as one CUDA graph, on a CPU; tests/gpu/test_step_graph.py has the same.
 
-Without a GPU, a stand-in runs the step where a GPU would capture it and, at each later replay, runs what was
-captured again: with the static inputs, and with whatever arguments the captured call had. Results
-that differ from those of plain steps then show what a step takes from elsewhere than the device.
+Without a GPU, a stand-in runs the step where a GPU would capture it and, at each later replay, runs
+what was captured again: with the static inputs, and with whatever arguments the captured call had.
+Results that differ from those of plain steps then show what a step takes from elsewhere than the
+device.
 """
 
 from __future__ import annotations
