@@ -44,7 +44,7 @@ def lookup(tokens: Tensor, weight_VH: Tensor) -> Tensor:
     return found
 
 
-class Embedding(tensor_parallel.VocabParallelEmbedding):  # type: ignore[misc]
+class Embedding(tensor_parallel.VocabParallelEmbedding):
     """megatron-core's embedding, of the vocabulary entries of this tensor-parallel rank."""
 
     def forward(self, input_: Tensor) -> Tensor:
