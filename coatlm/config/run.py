@@ -185,8 +185,8 @@ class Train(Section):
 
     cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key
-    excludes it."""
+    by kernel launches; on one GPU a whole step with its update, of at most 32 microbatches. auto
+    does so on a GPU if model.hidden is at most 2048 and no other key excludes it."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""

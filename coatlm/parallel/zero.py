@@ -48,9 +48,12 @@ class ZeroOptimizer:
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
 
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of later steps. Does not wait for the device."""
+        self.optimizer.set_rate(lr)
+
     def step(
         self,
-        lr: float,
         *,
         accepts: Callable[[Tensor], Tensor] | None = None,
         observe: Callable[[Tensor], None] | None = None,
@@ -71,7 +74,7 @@ class ZeroOptimizer:
         if observe is not None:
             observe(coefficient)
         enter("update")
-        self.optimizer.step(lr=lr, clip_coefficient=coefficient)
+        self.optimizer.update(coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
         enter(None)
