@@ -30,7 +30,7 @@ from coatlm.optim.fused import FusedStep, prepare
 from coatlm.optim.moment_formats import ExpandedFp8, Stored, TensorScaled
 from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
-from coatlm.optim.weight_formats import MASTER16
+from coatlm.optim.weight_formats import TensorScaledMaster
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
@@ -281,7 +281,9 @@ class AdamW:
 
     def _scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
         """The format of a state with scales: only there it matters which elements form a block."""
-        found = MASTER16 if name == MASTER else self.recipe.moments[name]
+        weight = self.recipe.weight
+        master = weight.scaled if isinstance(weight, TensorScaledMaster) else weight
+        found = master if name == MASTER else self.recipe.moments[name]
         assert isinstance(found, ExpandedFp8 | TensorScaled), name
         return found
 

@@ -42,6 +42,7 @@ from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import run_microbatches
+from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
@@ -129,6 +130,12 @@ class Trainer:
             ),
         )
         self.zero_checkpoint = ZeroCheckpoint(self.optimizer)
+        self.reduction_scales: ReductionScales | None = None
+        if p.grad_comm_scaling == "delayed" and groups.dp_cp.size() > 1:
+            per_bucket, keys = p.grad_comm_scale == "bucket", self.zero_checkpoint.keys
+            self.reduction_scales = ReductionScales(
+                self.chunks, groups, keys=keys, per_bucket=per_bucket
+            )
 
     def close(self) -> None:
         """Release CUDA graphs before the process groups: NCCL blocks on captured communicators."""
@@ -159,7 +166,9 @@ class Trainer:
         self.traffic.sent.clear()
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graphs is not None:
-            self.graphs.paused = calibrating or self.step_graph is not None
+            shared = self.reduction_scales
+            eager = calibrating or (shared is not None and shared.calibrating)
+            self.graphs.paused = eager or self.step_graph is not None
         self.model_traffic = partial(
             step_traffic,
             self.config,
@@ -200,6 +209,8 @@ class Trainer:
         norm = self.optimizer.step(accepts=accepts, observe=observe, enter=enter)
         if self.scales is not None:
             self.scales.update_()
+        if self.reduction_scales is not None:
+            self.reduction_scales.update_(norm)
         return loss, norm
 
     @property
