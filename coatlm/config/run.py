@@ -98,8 +98,8 @@ class Data(Section):
     does not count in the loss."""
 
     cache_dir: UserPath = Path(".cache/coatlm")
-    """The directory of the datasets tokenized from text, and of the blocks that are read from URLs
-    in paths, shared by all runs."""
+    """The directory of the datasets tokenized from text, of the blocks that are read from URLs in
+    paths, and of the GEMM algorithms that precision.tune_gemms chose, shared by all runs."""
 
     remote_cache: StrictInt = number(64 << 30, "bytes", ge=1 << 20, le=2**50)
     """The most bytes of blocks of datasets at URLs that cache_dir holds, beside their indexes and

@@ -6,7 +6,7 @@ weight. States are those of `moment_formats`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -94,7 +94,7 @@ class TensorScaledMaster:
     """FP8-LM: a master weight with tensor-wise scaling, FP16 in the paper's optimizer."""
 
     kind: ClassVar[str] = "scaled"
-    scaled: TensorScaled = TensorScaled(torch.float16)
+    scaled: TensorScaled = field(default_factory=lambda: TensorScaled(torch.float16))
 
     @property
     def fp8(self) -> bool:

@@ -25,7 +25,6 @@ from coatlm.model.coat_layer import (
     CoatTransformerLayer,
     change_layers,
     flows_of,
-    tune_layers,
 )
 from coatlm.model.fits import with_logits
 from coatlm.model.rounding import GradientNoise
@@ -47,6 +46,7 @@ from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, device_memory
+from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -56,9 +56,19 @@ GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloa
 
 
 class Trainer:
-    """All state that a training step changes. `vocab` is the padded vocabulary size."""
+    """All state that a training step changes. `vocab` is the padded vocabulary size.
 
-    def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+    `lap` is called with the name of each part of the set-up when it is done.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        vocab: int,
+        *,
+        lap: Callable[[str], None] = lambda part: None,
+    ) -> None:
         memory = device_memory(device(), 1)[0] if device().type == "cuda" else 0
         config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
@@ -104,10 +114,10 @@ class Trainer:
             if t.spike_sigma
             else None
         )
-        if config.precision.tune_gemms:
-            tokens = config.train.micro_batch * config.data.seq_len // p.cp
-            for chunk in self.chunks:
-                tune_layers(chunk.module.decoder.layers, tokens, grad_dtype)
+        lap("model")
+        if config.precision.tune_gemms and config.precision.flow and device().type == "cuda":
+            tune_gemms(config, self._layers(), grad_dtype, groups.control)
+            lap("GEMM algorithms")
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.step_graph = None
         if cuda_graphs and config.captures_steps(groups.world.size()):
@@ -136,6 +146,7 @@ class Trainer:
             self.reduction_scales = ReductionScales(
                 self.chunks, groups, keys=keys, per_bucket=per_bucket
             )
+        lap("optimizer states")
 
     def close(self) -> None:
         """Release CUDA graphs before the process groups: NCCL blocks on captured communicators."""
