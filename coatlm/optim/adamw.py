@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -336,6 +337,7 @@ class AdamW:
         return (1.0 / (1.0 - beta ** (self.step_count + 1).double())).float()
 
 
+@cache
 def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
     """Bytes per parameter of all states, without the weight and its gradient."""
     weight = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)
