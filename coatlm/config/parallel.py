@@ -14,6 +14,13 @@ GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 class Parallel(Section):
     """Parallelism, sharding and communication. Data-parallel size = processes / (tp * pp * cp)."""
 
+    layout: Literal["given", "auto"] = "given"
+    """Who chooses the layout, which is tp, sequence_parallel, cp, pp, vpp, zero and
+    train.recompute. given: these keys say it. auto: a run that starts on GPUs chooses those that
+    are not set, so that the predicted step is the shortest that fits their memory. As an override
+    auto also replaces those that the file sets. On a CPU they have their defaults. A run that
+    resumes has the same layout again if the number of GPUs allows it."""
+
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""
 

@@ -97,6 +97,22 @@ def test_only_bf16_recipes_round_gradients_to_bf16(recipe: str) -> None:
     assert torch.equal(*moments) or not strict
 
 
+@pytest.mark.parametrize("recipe", NAMES)
+def test_rates_on_the_device_give_the_bits_of_python_numbers(recipe: str) -> None:
+    """At rates that fp32 cannot represent, as it cannot their products with weight decay."""
+    opt = optimizer([shard_of(weights(1024), decay=((0, 512),))], recipe)
+    train(opt, range(2))
+    fill(opt.shards, 2)
+    for lr in (1e-3 / 3, 0.7e-5, 0.1):
+        opt.set_rate(lr)
+        on_device, python = (
+            opt.propose(0, 0, 1024, lr=rate, clip_coefficient=torch.tensor(0.7))
+            for rate in (None, lr)
+        )
+        assert torch.equal(bits(on_device.update), bits(python.update))
+        assert torch.equal(bits(on_device.weight), bits(python.weight))
+
+
 def test_coat_24_keeps_24_bits_of_the_master() -> None:
     opt = optimizer([shard_of(weights(1024))], "coat-24")
     train(opt, range(3))

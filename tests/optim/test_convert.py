@@ -12,7 +12,7 @@ from coatlm.fp8.expand import M_E4M3, V_E4M3, Expansion, expand_quantize_ref
 from coatlm.fp8.formats import E4M3
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.convert import convert_states_, optimizer_on_host
-from coatlm.optim.formats import nearest_bf16
+from coatlm.optim.weight_formats import nearest_bf16
 from tests.optim.toy import BF16, FP32, NAMES, equal, optimizer, shard_of, snapshot, train, weights
 
 M, V, MASTER = "exp_avg", "exp_avg_sq", "fp32_param"
