@@ -96,12 +96,12 @@ class AdamW:
         if device.type == "cuda":
             self.scalars = torch.zeros(4, device=device)
             device_states = [self._flat] if self.offload is None else self.offload.device
-            for piece, states in zip(self.pieces, device_states, strict=True):
-                spans = [span for span in piece.spans if self._number(*span) is None]
-                self.fused.append(self._fused_step(piece, spans, states, decayed))
-                spans = [span for span in piece.spans if self._number(*span) is not None]
-                numbers = torch.tensor([self._number(*span) for span in spans]).long().to(device)
-                self.fused_cut.append((self._fused_step(piece, spans, states, decayed), numbers))
+            for part, states in zip(self.pieces, device_states, strict=True):
+                whole = [span for span in part.spans if self._number(*span) is None]
+                self.fused.append(self._fused_step(part, whole, states, decayed))
+                rest = [span for span in part.spans if self._number(*span) is not None]
+                numbers = torch.tensor([self._number(*span) for span in rest]).long().to(device)
+                self.fused_cut.append((self._fused_step(part, rest, states, decayed), numbers))
 
     def _fused_step(
         self, piece: Piece, spans: Sequence[tuple[int, int, int]], states: Stored, decayed: Tensor

@@ -43,7 +43,8 @@ def optimizer_on_host(optimizer: AdamW, recipe: str | Recipe) -> AdamW:
 def convert_states_(optimizer: AdamW, source: AdamW) -> None:
     """Set weights and states of `optimizer` from its weights and the states of `source`.
 
-    `source` is of `optimizer_on_host`; its weights are not read.
+    `source` is of `optimizer_on_host`; its weights are not read. The parts of a parameter that
+    shards cut have tensor-wise scales of their own until the next update.
     """
     old, new = source.recipe, optimizer.recipe
     for i, start, stop in optimizer.spans(CHUNK):

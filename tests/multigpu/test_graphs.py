@@ -32,6 +32,11 @@ CASES: dict[
         },
     ),
     "bf16, library's sum": (4, 3, {"parallel": {"grad_comm": "bf16", **SMALL}}),
+    "delayed sums": (
+        2,
+        2,
+        {"parallel": {"grad_comm": "fp8-nccl", "grad_comm_scaling": "delayed", **SMALL}},
+    ),
     "not sharded": (2, 2, {"parallel": {"zero": 0, **SMALL}}),
     "after backward": (
         2,
