@@ -101,6 +101,8 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
                 **sections,
                 "model": MODEL[torch.cuda.is_available()],
                 "data": {"text": ["unused"], "seq_len": 64} | sections.get("data", {}),
+                # algorithms of GEMMs that are chosen by time may differ between trainers
+                "precision": {"tune_gemms": False} | sections.get("precision", {}),
                 "train": sizes | sections.get("train", {}),
             }
         )
