@@ -7,8 +7,7 @@ With zero=3 all weights of a rank, as which the model is built before it is shar
 
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
 peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
-activations. With recompute=full the last layer recomputes its activations there; they are part of
-`backward`. Not counted are the CUDA context, buffers that NCCL allocates outside of torch, buffers
+activations. Not counted are the CUDA context, buffers that NCCL allocates outside of torch, buffers
 of gradient buckets that are being reduced, the amax histories of delayed scaling (0.3 kB per
 layer), and fragmentation.
 
@@ -242,9 +241,8 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
-    With documents a microbatch has the tables of RoPE once more for each of its samples.
-    The hidden states are those that pipeline stages receive and send, and those that are
-    all-gathered under sequence parallelism.
+    With documents a microbatch has the tables of RoPE once more for each of its samples. The hidden
+    states are those that pipeline stages receive and send, and that sequence parallelism gathers.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)

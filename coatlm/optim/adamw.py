@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -26,11 +27,11 @@ from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.optim import formats
-from coatlm.optim.formats import Stored
 from coatlm.optim.fused import FusedStep, prepare
+from coatlm.optim.moment_formats import ExpandedFp8, Stored, TensorScaled
 from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
+from coatlm.optim.weight_formats import TensorScaledMaster
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
@@ -279,10 +280,12 @@ class AdamW:
         """The stored tensors, by suffix, of fp32 `values` [n]; n is a multiple of 128."""
         return self._scaled_format(name).encode(values)
 
-    def _scaled_format(self, name: str) -> formats.ExpandedFp8 | formats.TensorScaled:
+    def _scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
         """The format of a state with scales: only there it matters which elements form a block."""
-        found = formats.MASTER16 if name == MASTER else self.recipe.moments[name]
-        assert isinstance(found, formats.ExpandedFp8 | formats.TensorScaled), name
+        weight = self.recipe.weight
+        master = weight.scaled if isinstance(weight, TensorScaledMaster) else weight
+        found = master if name == MASTER else self.recipe.moments[name]
+        assert isinstance(found, ExpandedFp8 | TensorScaled), name
         return found
 
     def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:
@@ -334,6 +337,7 @@ class AdamW:
         return (1.0 / (1.0 - beta ** (self.step_count + 1).double())).float()
 
 
+@cache
 def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
     """Bytes per parameter of all states, without the weight and its gradient."""
     weight = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)

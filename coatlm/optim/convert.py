@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from coatlm.optim.adamw import CHUNK, AdamW, FlatShard, named_state
-from coatlm.optim.formats import Stored
+from coatlm.optim.moment_formats import Stored
 from coatlm.optim.recipes import MASTER, Recipe
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from coatlm.fp8.formats import decode_table
 from coatlm.optim.adamw import AdamW, named_state
-from coatlm.optim.formats import ExpandedFp8
+from coatlm.optim.moment_formats import ExpandedFp8
 from coatlm.optim.recipes import MASTER, Recipe
 
 PIECE = 1 << 20  # elements measured at a time; 110 bytes of temporaries each, 0.12 GB in all

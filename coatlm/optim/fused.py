@@ -33,14 +33,9 @@ from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.expand import expand_encode
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.optim import collage, tiles
-from coatlm.optim.formats import ExpandedFp8
 from coatlm.optim.recipes import MASTER, Recipe
 
-TYPES = {
-    torch.float32: gl.float32,
-    torch.bfloat16: gl.bfloat16,
-    E4M3.dtype: gl.float8e4nv,
-}
+TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, E4M3.dtype: gl.float8e4nv}
 
 
 class TileLayout(NamedTuple):
@@ -213,10 +208,9 @@ def fastest_tile(recipe: Recipe, grad: torch.dtype) -> TileLayout:
     are then contiguous. Arithmetic per block is cheaper with more.
     """
     fp32 = [part.kind in ("fp32", "master") for part in (recipe.m, recipe.v, recipe.weight)]
-    expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))
     if not any(fp32):
         return TileLayout()
-    if expanded:
+    if recipe.expanded:
         return TileLayout(run=8 if grad == torch.bfloat16 else 16)
     return TileLayout(run=4)
 
@@ -227,8 +221,7 @@ def contracts(recipe: Recipe, grad: torch.dtype) -> bool:
     COAT's recipes with BF16 gradients are bound by instructions and gain 3 %; their approximate
     logarithms differ from the reference's in any case.
     """
-    expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))
-    return expanded and grad == torch.bfloat16
+    return recipe.expanded and grad == torch.bfloat16
 
 
 def prepare(

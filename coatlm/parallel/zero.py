@@ -47,6 +47,7 @@ class ZeroOptimizer:
         self.counted = [p for b in self.buckets for p in _counted(b, self.regions[b])]
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of later steps. Does not wait for the device."""
@@ -73,6 +74,7 @@ class ZeroOptimizer:
             coefficient = torch.where(accepts(norm), coefficient, torch.nan)
         if observe is not None:
             observe(coefficient)
+        self.before_update()
         enter("update")
         self.optimizer.update(coefficient)
         for chunk in self.chunks:

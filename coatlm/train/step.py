@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import context_parallel, dataset
+from coatlm.config.recipes import ROW
+from coatlm.data import context_parallel
+from coatlm.data.batches import Microbatch
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
@@ -23,7 +25,6 @@ from coatlm.model.coat_layer import (
     CoatTransformerLayer,
     change_layers,
     flows_of,
-    tune_layers,
 )
 from coatlm.model.fits import with_logits
 from coatlm.model.rounding import GradientNoise
@@ -40,10 +41,12 @@ from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import run_microbatches
+from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, device_memory
+from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -53,9 +56,19 @@ GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloa
 
 
 class Trainer:
-    """All state that a training step changes. `vocab` is the padded vocabulary size."""
+    """All state that a training step changes. `vocab` is the padded vocabulary size.
 
-    def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+    `lap` is called with the name of each part of the set-up when it is done.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        vocab: int,
+        *,
+        lap: Callable[[str], None] = lambda part: None,
+    ) -> None:
         memory = device_memory(device(), 1)[0] if device().type == "cuda" else 0
         config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
@@ -81,7 +94,8 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow and config.precision.flow_recipe().gathers_codes,
+                    fp8_rows=config.precision.flow
+                    and config.precision.flow_recipe().forward.weight.granularity == ROW,
                     noise=noise,
                 ),
                 wire=make_wire(p, groups, self.traffic),
@@ -100,10 +114,10 @@ class Trainer:
             if t.spike_sigma
             else None
         )
-        if config.precision.tune_gemms:
-            tokens = config.train.micro_batch * config.data.seq_len // p.cp
-            for chunk in self.chunks:
-                tune_layers(chunk.module.decoder.layers, tokens, grad_dtype)
+        lap("model")
+        if config.precision.tune_gemms and config.precision.flow and device().type == "cuda":
+            tune_gemms(config, self._layers(), grad_dtype, groups.control)
+            lap("GEMM algorithms")
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.step_graph = None
         if cuda_graphs and config.captures_steps(groups.world.size()):
@@ -126,6 +140,13 @@ class Trainer:
             ),
         )
         self.zero_checkpoint = ZeroCheckpoint(self.optimizer)
+        self.reduction_scales: ReductionScales | None = None
+        if p.grad_comm_scaling == "delayed" and groups.dp_cp.size() > 1:
+            per_bucket, keys = p.grad_comm_scale == "bucket", self.zero_checkpoint.keys
+            self.reduction_scales = ReductionScales(
+                self.chunks, groups, keys=keys, per_bucket=per_bucket
+            )
+        lap("optimizer states")
 
     def close(self) -> None:
         """Release CUDA graphs before the process groups: NCCL blocks on captured communicators."""
@@ -156,7 +177,9 @@ class Trainer:
         self.traffic.sent.clear()
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graphs is not None:
-            self.graphs.paused = calibrating or self.step_graph is not None
+            shared = self.reduction_scales
+            eager = calibrating or (shared is not None and shared.calibrating)
+            self.graphs.paused = eager or self.step_graph is not None
         self.model_traffic = partial(
             step_traffic,
             self.config,
@@ -197,6 +220,8 @@ class Trainer:
         norm = self.optimizer.step(accepts=accepts, observe=observe, enter=enter)
         if self.scales is not None:
             self.scales.update_()
+        if self.reduction_scales is not None:
+            self.reduction_scales.update_(norm)
         return loss, norm
 
     @property
@@ -277,7 +302,7 @@ class Trainer:
             chunk.eval()
         return self._run(batches, forward_only=True, enter=ignore)
 
-    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
+    def place(self, batches: Sequence[Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
         cp, zigzag = self.groups.cp, not self.config.exchanges_heads
         cp_slice = partial(context_parallel.cp_slice, zigzag=zigzag)

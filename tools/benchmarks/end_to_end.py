@@ -1,12 +1,10 @@
 """Tokens per second and peak memory of whole training steps: coatlm, megatron-core + TE, FSDP2.
 
-Random tokens; a step is forward, backward, gradient norm, clipping and the
-update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
-DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
-master weights and moments, fp32 gradients. Nothing waits for the device between steps: a step's
-time is that between the ends of two updates, `host_ms` the minimum time of the host to launch one.
-`peak_gib` is the peak of tensors, `reserved_gib` the allocator's memory at the end, `device_gib`
-the device memory in use then, including NCCL and CUDA.
+Random tokens; a step is forward, backward, gradient norm, clipping and the update. The peers are
+megatron-core's own training stack (megatron_peer.py) and FSDP2 (fsdp_peer.py). Nothing waits for
+the device between steps: a step's time is that between the ends of two updates, `host_ms` the
+minimum time of the host to launch one. `peak_gib` is the peak of tensors, `reserved_gib` the
+allocator's memory at the end, `device_gib` the device memory in use then, including NCCL and CUDA.
 
 With gpus=N a row runs on N data-parallel processes, with ZeRO-1 on both sides and overlapped
 gradient reduction and weight all-gather; tokens per second are per GPU, and the peak is that of the
@@ -18,11 +16,12 @@ trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with commun
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
-PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3, tp_chunks=1,2
-and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe, parallel.zero,
-parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1, 1 and auto),
-graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of whole steps; the
-default is none), vocab=32000 and dotted options of a run, such as parallel.main_grads=bf16. With
+megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
+tp_chunks=1,2 and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe,
+parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
+1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of
+whole steps; the default is none), vocab=32000 and dotted options of a run, such as
+parallel.main_grads=bf16. With
 data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
@@ -32,7 +31,6 @@ import itertools
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
-from tools.benchmarks import fsdp_peer
+from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import Shape
 from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
@@ -81,20 +79,8 @@ COATLM = {  # row -> model.spec, precision.recipe
     "coatlm te-current": ("te", "te-current"),
     **{f"coatlm {name}": ("local", name) for name in FLOW_RECIPES},
 }
-PEERS = {  # row -> fp8, fp8_recipe of megatron-core
-    "megatron+te bf16": (None, None),
-    "megatron+te delayed": ("hybrid", "delayed"),
-    "megatron+te current": ("hybrid", "tensorwise"),
-}
 
-
-VARIED = (
-    "optim",
-    "zero",
-    "tp_chunks",
-    "cp_comm",
-    "graphs",
-)  # in a row's name: ", KEY VALUE", in this order
+VARIED = ("optim", "zero", "tp_chunks", "cp_comm", "graphs")  # ", KEY VALUE" in a row's name
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -133,10 +119,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
     layers = int(options.get("layers", layers))
     shape, microbatches = (hidden, layers, heads, ffn), int(options.get("microbatches", 1))
-    if row in PEERS:
+    if row in megatron_peer.ROWS or row in fsdp_peer.ROWS:
         step, optimizer, sent = *peer_step(row, shape, *size, microbatches), dict
-    elif row in fsdp_peer.ROWS:
-        step, optimizer, sent = *fsdp_step(row, shape, *size, microbatches), dict
     else:
         overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
         gpus = int(options.get("gpus", 1))
@@ -269,7 +253,7 @@ def coatlm_step(
 
     Without `whole_steps` CUDA graphs, if any, are those of microbatches.
     """
-    from coatlm.data.dataset import Microbatch, document_bounds
+    from coatlm.data.batches import Microbatch, document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
@@ -301,149 +285,21 @@ def coatlm_step(
     return step, trainer.optimizer, lambda: trainer.comm_bytes
 
 
-def fsdp_step(
+def peer_step(
     row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
 ) -> tuple[Callable[[], Any], Any]:
-    """A step of FSDP2."""
+    """A step of a peer, and its optimizer."""
+    make = fsdp_peer.fsdp_step
+    if row in megatron_peer.ROWS:
+        make = megatron_peer.megatron_step
+        megatron_peer.provide_fused_weight_gradient()  # before anything imports megatron-core
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())
     hidden, layers, heads, ffn = shape
     sizes = Shape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
     draw = random_tokens(mbs, seq, dist.get_rank())
-    return fsdp_peer.fsdp_step(row, sizes, layers, VOCAB, draw, microbatches)
-
-
-def peer_step(
-    row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
-) -> tuple[Callable[[], Any], Any]:
-    """A step of megatron-core with TransformerEngine layers in their usual configuration."""
-    provide_fused_weight_gradient()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from coatlm.model.attention import CoreAttention
-    from coatlm.train.setup import Launch, start_processes
-
-    start_processes(Launch.from_environment())
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    hidden, layers, heads, ffn = shape
-    fp8, fp8_recipe = PEERS[row]
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        ffn_hidden_size=ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=True,
-        bias_activation_fusion=True,
-        apply_rope_fusion=True,
-        masked_softmax_fusion=True,
-        cross_entropy_loss_fusion=True,
-        **({"fp8": fp8, "fp8_recipe": fp8_recipe} if fp8 else {}),
-    )
-    spec = get_gpt_layer_with_transformer_engine_spec()
-    # cuDNN attention through torch for both sides: TE's own choice depends on how it was built
-    spec.submodules.self_attention.submodules.core_attention = CoreAttention
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=seq,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).cuda()
-    ddp = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=dist.get_world_size() > 1,
-            overlap_param_gather=dist.get_world_size() > 1,
-        ),
-        module=model,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = ddp.no_sync
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-4,
-            min_lr=1e-5,
-            weight_decay=0.1,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-            clip_grad=1.0,
-            overlap_param_gather=dist.get_world_size() > 1,
-        ),
-        [ddp],
-    )
-    config.grad_scale_func = optimizer.scale_loss
-    schedule = get_forward_backward_func()
-    draw = random_tokens(mbs, seq, dist.get_rank())
-    positions = torch.arange(seq, device="cuda")[None].expand(mbs, -1)
-
-    def forward_step(data: Any, chunk: Any) -> Any:
-        tokens = next(data)
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        output = chunk(inputs, positions, None, labels=labels)
-
-        def loss_function(out: torch.Tensor) -> Any:
-            loss = out.float().mean()  # the schedule divides by num_microbatches
-            return loss, {"loss": loss.detach().clone()}
-
-        return output, loss_function
-
-    def step() -> Any:
-        ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        results = schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter([draw() for _ in range(microbatches)]),
-            model=[ddp],
-            num_microbatches=microbatches,
-            seq_length=seq,
-            micro_batch_size=mbs,
-            forward_only=False,
-        )
-        optimizer.step()
-        return results[-1]["loss"]
-
-    return step, optimizer
-
-
-def provide_fused_weight_gradient() -> None:
-    """Replace megatron's output layer, which requires apex for fused gradient accumulation."""
-    module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
-
-    def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
-        main_grad.add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
-
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
-    sys.modules.setdefault("fused_weight_gradient_mlp_cuda", module)
+    return make(row, sizes, layers, VOCAB, draw, microbatches)
 
 
 def main() -> None:
