@@ -28,10 +28,10 @@ from coatlm.commands.estimate import sizes_of
 from coatlm.config import MOST_RANKS, Config, ConfigError
 from coatlm.console import Parser, fail
 from coatlm.hf.run_config import load_run_config
-from coatlm.model.layouts import Choice, describe, highest_peak, ranked
-from coatlm.model.memory import GIB
+from coatlm.model.layouts import Choice, describe, predicted, ranked
+from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import known, load_rates
-from coatlm.model.step_time import Cluster, forecast
+from coatlm.model.step_time import Cluster
 
 PEAK_BF16 = 989e12  # FLOP/s of H100 and H200
 
@@ -63,6 +63,11 @@ def overrides(config: Config) -> list[str]:
     return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]
 
 
+def any_graphs(config: Config) -> bool | str:
+    """CUDA graphs that a layout without them does not exclude: `true` becomes `auto`."""
+    return "auto" if config.train.cuda_graphs is True else config.train.cuda_graphs
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "plan")
@@ -80,10 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--top {options.top}: at least 1")
         config = load_run_config(options.config, options.overrides)
         if options.keep:
-            vocab, dp = sizes_of(config, cluster.gpus)
-            peak = highest_peak(config, vocab, dp)
-            choices = [Choice(config, forecast(config, vocab, cluster), peak)]
+            vocab, _ = sizes_of(config, cluster.gpus)
+            choices = [predicted(config, vocab, cluster)]
         else:
+            config = replaced(
+                config,
+                parallel={"layout": "given"},
+                train={"micro_batch": 1, "cuda_graphs": any_graphs(config)},
+            )
             vocab, _ = sizes_of(config, None)
             choices = list(islice(ranked(config, vocab, cluster), options.top))
     except (ValueError, OSError) as error:

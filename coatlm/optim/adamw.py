@@ -9,6 +9,7 @@ new moments before they are rounded to their storage format; the recipes of Coll
 
 The optimizer sees flat shards and no process groups. Whether a step is skipped is decided on the
 device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
+The learning rate is on the device as well, so that replays of a CUDA graph read the newest one.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from coatlm.optim.fused import FusedStep, prepare
 from coatlm.optim.moment_formats import ExpandedFp8, Stored, TensorScaled
 from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
-from coatlm.optim.weight_formats import MASTER16
+from coatlm.optim.weight_formats import TensorScaledMaster
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
@@ -121,6 +123,7 @@ class AdamW:
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         device = shards[0].weight.device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
+        self.rates = torch.zeros(2, device=device)  # learning rate; that times weight_decay
         self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
         n = self._starts[-1]
         self._flat = self._allocate(device, offload=offload)
@@ -154,13 +157,25 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, *, lr: float, clip_coefficient: Tensor | None = None) -> None:
-        """Update all shards with learning rate `lr` >= 0; gradients are multiplied by
-        `clip_coefficient` (fp32[], 1 if None).
+        """`set_rate(lr)`, then `update(clip_coefficient)`."""
+        self.set_rate(lr)
+        self.update(clip_coefficient)
 
-        If the coefficient is NaN or Inf, nothing changes, not even `step_count`.
-        """
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of later updates, >= 0. Does not wait for the device."""
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
+        self.rates[0].fill_(lr)
+        self.rates[1].fill_(lr * self.weight_decay)
+
+    @torch.no_grad()
+    def update(self, clip_coefficient: Tensor | None = None) -> None:
+        """Update all shards at the rate of `set_rate`; gradients are multiplied by
+        `clip_coefficient` (fp32[], 1 if None).
+
+        If the coefficient is NaN or Inf, nothing changes, not even `step_count`. Without `offload`
+        a CUDA graph can capture this, once the kernels are compiled.
+        """
         passes = iter([self._flat]) if self.offload is None else self.offload.passes()
         if self.fused:
             prepare(
@@ -170,7 +185,7 @@ class AdamW:
                 step_count=self.step_count,
             )
             for _, fused in zip(passes, self.fused, strict=True):
-                fused(self.scalars, lr=lr, decay=lr * self.weight_decay)
+                fused(self.scalars, self.rates)
             return
         clip = torch.ones_like(self.step_count, dtype=FP32)
         clip = clip if clip_coefficient is None else clip_coefficient
@@ -179,7 +194,7 @@ class AdamW:
             for i, start, stop in piece.spans:
                 at = self._starts[i] - piece.start
                 old = parts(states, at + start, at + stop, piece.stop - piece.start)
-                new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip, old=old)
+                new = self.propose(i, start, stop, clip_coefficient=clip, old=old)
                 for name, tensor in new.states.items():
                     old[name].copy_(torch.where(go, tensor, old[name]))
                 weight = self.shards[i].weight[start:stop]
@@ -193,14 +208,16 @@ class AdamW:
         start: int,
         stop: int,
         *,
-        lr: float,
         clip_coefficient: Tensor,
+        lr: float | None = None,
         old: Stored | None = None,
     ) -> Proposal:
         """The reference of a step: its result for elements [start, stop) of shard i, unwritten.
 
-        `old` are their states on the device of the weights; None: a copy of `states`.
+        `lr` is the learning rate; None: that of `set_rate`. `old` are the states of the elements on
+        the device of the weights; None: a copy of `states`.
         """
+        rate, weight_decay = self.rates if lr is None else (lr, lr * self.weight_decay)
         recipe, old = self.recipe, self.fetch(i, start, stop) if old is None else old
         weight = self.shards[i].weight[start:stop]
         g = self.shards[i].grad[start:stop].float() * clip_coefficient
@@ -213,10 +230,8 @@ class AdamW:
         # torch's fp32 root is not correctly rounded on every CPU; through fp64 it is
         root = (v * scale_v).double().sqrt().float()
         direction = (m * scale_m) / (root + self.eps)
-        decay = self._decayed[i][start // SCALE_BLOCK : stop // SCALE_BLOCK] * (
-            lr * self.weight_decay
-        )
-        update = -lr * direction - decay.repeat_interleave(SCALE_BLOCK) * w
+        decay = self._decayed[i][start // SCALE_BLOCK : stop // SCALE_BLOCK] * weight_decay
+        update = -rate * direction - decay.repeat_interleave(SCALE_BLOCK) * w
         new_weight, new_w = recipe.weight.add(weight, named_state(old, MASTER), update)
         states = {M + suffix: tensor for suffix, tensor in new_m.items()}
         states |= {V + suffix: tensor for suffix, tensor in new_v.items()}
@@ -267,7 +282,9 @@ class AdamW:
 
     def _scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
         """The format of a state with scales: only there it matters which elements form a block."""
-        found = MASTER16 if name == MASTER else self.recipe.moments[name]
+        weight = self.recipe.weight
+        master = weight.scaled if isinstance(weight, TensorScaledMaster) else weight
+        found = master if name == MASTER else self.recipe.moments[name]
         assert isinstance(found, ExpandedFp8 | TensorScaled), name
         return found
 
@@ -320,6 +337,7 @@ class AdamW:
         return (1.0 / (1.0 - beta ** (self.step_count + 1).double())).float()
 
 
+@cache
 def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
     """Bytes per parameter of all states, without the weight and its gradient."""
     weight = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)

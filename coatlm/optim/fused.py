@@ -110,8 +110,7 @@ def _step_kernel(
     m,
     v,
     w,
-    lr,
-    decay,  # lr * weight_decay
+    rate_ptr,  # fp32[2]: learning rate; that times weight decay
     M: gl.constexpr,
     V: gl.constexpr,
     W: gl.constexpr,
@@ -128,6 +127,7 @@ def _step_kernel(
     program = gl.program_id(0)
     go, clip = gl.load(scalar_ptr), gl.load(scalar_ptr + 1)
     scale_m, scale_v = gl.load(scalar_ptr + 2), gl.load(scalar_ptr + 3)
+    lr, decay = gl.load(rate_ptr), gl.load(rate_ptr + 1)
     span = gl.load(span_of_ptr + program)
     span_ptr, amax_ptr = span_ptr + span * 6, amax_ptr + span * 3
     skipped = (program - gl.load(span_ptr + 4)) * TILE.blocks  # blocks of earlier programs
@@ -287,8 +287,10 @@ class FusedStep:
         self.span_of, self.table = (t.to(self.decayed.device) for t in (span_of, table))
         self.constants |= {"TILE": tile, "num_warps": tile.warps}
 
-    def __call__(self, scalars: Tensor, *, lr: float, decay: float) -> None:
-        """Update on the current stream, by `scalars` of `prepare` and decay = lr * weight_decay."""
+    def __call__(self, scalars: Tensor, rates: Tensor) -> None:
+        """Update on the current stream, by `scalars` of `prepare` and `rates`, fp32[2]: the
+        learning rate, and that times weight decay.
+        """
         if len(self.passes) > 1:
             self.amax.zero_()
         for measure in self.passes:
@@ -299,8 +301,7 @@ class FusedStep:
                 self.decayed,
                 self.amax,
                 *self.slots,
-                lr,
-                decay,
+                rates,
                 MEASURE=measure,
                 **self.constants,
             )

@@ -13,7 +13,7 @@ collective, comparison and file format supports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -151,12 +151,13 @@ class ExpandedFp8:
 class TensorScaled:
     """FP8-LM: codes with tensor-wise scaling; the scale is stored once per block.
 
-    x is a parameter, or the shard of it on this rank. The scale is a power of two, so that a
-    representable value keeps its bits when the scale changes.
+    The scale is a power of two, so that a representable value keeps its bits when the scale
+    changes. Where x is only a part of a parameter, `least` is the scale of the whole.
     """
 
     kind: ClassVar[str] = "scaled"
     dtype: torch.dtype  # float8_e4m3fn or float16
+    least: Tensor | None = None  # fp32 []
 
     @property
     def fp8(self) -> bool:
@@ -175,13 +176,19 @@ class TensorScaled:
         return code.float() * state[".scale"].repeat_interleave(SCALE_BLOCK)
 
     def encode(self, x: Tensor) -> Stored:
-        """Codes and scales; max|x| / scale is in (MAX / 2, MAX] of the format."""
+        """Codes and scales; max|x| / scale is in (MAX / 2, MAX] of the format, without `least`."""
         scale = _power_of_two_above(x.abs().amax() / self.max)
+        if self.least is not None:
+            scale = torch.maximum(scale, self.least)
         return _code_and_scale((x / scale).to(self.dtype), scale.expand(x.numel() // SCALE_BLOCK))
 
     def ema(self, state: State, x: Tensor, beta: float) -> tuple[Tensor, Stored]:
         moment = beta * self.decode(state) + (1 - beta) * x
         return moment, self.encode(moment)
+
+    def at_least(self, scale: Tensor) -> TensorScaled:
+        """The format whose scales are at least `scale`, fp32 []."""
+        return replace(self, least=scale)
 
 
 def _code_and_scale(code: Tensor, scale: Tensor) -> Stored:

@@ -8,9 +8,10 @@ tests/optim/test_recipes.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from coatlm.fp8.expand import M_E4M3, V_E4M3, Expansion
 from coatlm.fp8.formats import E4M3
@@ -51,6 +52,19 @@ class Recipe:
         """Whether a state has one scale per parameter tensor, as FP8-LM's have."""
         return any(part.kind == "scaled" for part in (self.m, self.v, self.weight))
 
+    def at_least(self, m: Tensor, v: Tensor, weight: Tensor) -> Recipe:
+        """The recipe whose tensor-wise scales are at least these, each fp32 []."""
+        parts = {"m": (self.m, m), "v": (self.v, v), "weight": (self.weight, weight)}
+        scaled = (TensorScaled, TensorScaledMaster)
+        return replace(
+            self,
+            **{
+                name: part.at_least(scale)
+                for name, (part, scale) in parts.items()
+                if isinstance(part, scaled)
+            },
+        )
+
     @property
     def expanded(self) -> bool:
         """Whether a moment is in COAT's expanded FP8."""
@@ -74,7 +88,10 @@ def _recipes() -> dict[str, Recipe]:
         "kahan": Recipe(bf16, bf16, Kahan(), strict=True),
         "collage-light": Recipe(bf16, bf16, Pair(), strict=True),  # B
         "collage-plus": Recipe(bf16, pair, Pair(), strict=True),  # C
-        "fp8lm": Recipe(fp8, fp16, TensorScaledMaster()),
+        "fp8lm": Recipe(fp8, fp16, TensorScaledMaster()),  # FP8-LM's ablation: #2a
+        "fp8lm-bf16": Recipe(fp8, fp16, Direct()),  # #2b, a BF16 master without a scale
+        "fp8lm-fp8-master": Recipe(fp8, fp16, TensorScaledMaster(fp8)),  # #3
+        "fp8lm-fp8-v": Recipe(fp8, fp8, TensorScaledMaster()),  # #4
         "coat": Recipe(m, v, master, both),
         "coat-lean": Recipe(m, v, Remainder(16)),
         "coat-24": Recipe(m, v, Remainder(8)),

@@ -6,7 +6,7 @@ weight. States are those of `moment_formats`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -89,28 +89,36 @@ class Remainder:
         return self.encode(self.decode(weight, state) + update, weight.dtype)
 
 
-MASTER16 = TensorScaled(torch.float16)
-
-
 @dataclass(frozen=True)
 class TensorScaledMaster:
-    """FP8-LM: an FP16 master weight with tensor-wise scaling."""
+    """FP8-LM: a master weight with tensor-wise scaling, FP16 in the paper's optimizer."""
 
     kind: ClassVar[str] = "scaled"
-    fp8: ClassVar[bool] = MASTER16.fp8
-    max: ClassVar[float] = MASTER16.max
+    scaled: TensorScaled = field(default_factory=lambda: TensorScaled(torch.float16))
+
+    @property
+    def fp8(self) -> bool:
+        return self.scaled.fp8
+
+    @property
+    def max(self) -> float:
+        return self.scaled.max
 
     def initial(self, weight: Tensor) -> Stored:
-        return MASTER16.encode(weight.float())
+        return self.scaled.encode(weight.float())
 
     def decode(self, weight: Tensor, state: State) -> Tensor:
-        return MASTER16.decode(state)
+        return self.scaled.decode(state)
 
     def encode(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Stored]:
-        return nearest_bf16(master), MASTER16.encode(master)
+        return nearest_bf16(master), self.scaled.encode(master)
 
     def add(self, weight: Tensor, state: State, update: Tensor) -> tuple[Tensor, Stored]:
         return self.encode(self.decode(weight, state) + update, weight.dtype)
+
+    def at_least(self, scale: Tensor) -> TensorScaledMaster:
+        """The format whose scales are at least `scale`, fp32 []."""
+        return TensorScaledMaster(self.scaled.at_least(scale))
 
 
 @dataclass(frozen=True)

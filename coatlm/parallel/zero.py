@@ -47,10 +47,14 @@ class ZeroOptimizer:
         self.counted = [p for b in self.buckets for p in _counted(b, self.regions[b])]
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
+
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of later steps. Does not wait for the device."""
+        self.optimizer.set_rate(lr)
 
     def step(
         self,
-        lr: float,
         *,
         accepts: Callable[[Tensor], Tensor] | None = None,
         observe: Callable[[Tensor], None] | None = None,
@@ -70,8 +74,9 @@ class ZeroOptimizer:
             coefficient = torch.where(accepts(norm), coefficient, torch.nan)
         if observe is not None:
             observe(coefficient)
+        self.before_update()
         enter("update")
-        self.optimizer.step(lr=lr, clip_coefficient=coefficient)
+        self.optimizer.update(coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
         enter(None)

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP) as `shards` uses it: how a save is planned, written and read.
 
-Both uses that DCP makes of pickle are restricted: `.metadata` is read with an allow-list of types
-(see `metadata`), and tensors are read with torch's `weights_only` unpickler.
+`tensor_reader` reads the tensors. Both uses of pickle are restricted: `.metadata` is read with an
+allow-list of types (see `metadata`), and tensors with torch's `weights_only` unpickler.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from coatlm.train.manifest import CheckpointError
 from coatlm.train.metadata import read_metadata
+from coatlm.train.tensor_reader import TensorReader
 
 
 class CoveringPlanner(DefaultSavePlanner):
@@ -103,7 +104,7 @@ class ShardWriter(filesystem.FileSystemWriter):
             raise
 
 
-class ShardReader(filesystem.FileSystemReader):
+class ShardReader(TensorReader):
     """Reads an untrusted checkpoint."""
 
     def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:

@@ -19,7 +19,9 @@ Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also
 megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
 tp_chunks=1,2 and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe,
 parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
-1 and auto) and dotted options of a run, such as parallel.main_grads=bf16. With
+1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of
+whole steps; the default is none), vocab=32000 and dotted options of a run, such as
+parallel.main_grads=bf16. With
 data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
@@ -43,6 +45,7 @@ from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
 
 SHAPES = {  # hidden, layers, heads, ffn
+    "0.5b": (896, 24, 14, 4864),
     "1b": (2048, 16, 16, 5504),
     "3b": (3072, 28, 24, 8192),
     "7b": (4096, 32, 32, 11008),
@@ -62,6 +65,8 @@ OPTIONS = (
     "zero",
     "tp_chunks",
     "cp_comm",
+    "graphs",
+    "vocab",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -75,7 +80,7 @@ COATLM = {  # row -> model.spec, precision.recipe
     **{f"coatlm {name}": ("local", name) for name in FLOW_RECIPES},
 }
 
-VARIED = ("optim", "zero", "tp_chunks", "cp_comm")  # in a row's name: ", KEY VALUE", in this order
+VARIED = ("optim", "zero", "tp_chunks", "cp_comm", "graphs")  # ", KEY VALUE" in a row's name
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -122,7 +127,14 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         overrides = [f"train.global_batch={gpus * size[0] * microbatches}", *overrides]
         config = coatlm_config(row, shape, *size, overrides)
         document = int(options.get("document", 500))
-        step, optimizer, sent = coatlm_step(config, *size, microbatches, document)
+        step, optimizer, sent = coatlm_step(
+            config,
+            *size,
+            microbatches,
+            document,
+            vocab=int(options.get("vocab", VOCAB)),
+            whole_steps=not row.endswith("graphs microbatch"),
+        )
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -153,7 +165,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[WARMUP:]), 1),
         "tokens_per_s": round(size[0] * size[1] * microbatches / seconds),
-        "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
+        **update_ms(updates[WARMUP:]),
         "peak_gib": round(float(peak[0]), 1),
         "reserved_gib": round(float(peak[1]), 1),
         "device_gib": round(float(peak[2]), 1),
@@ -165,11 +177,16 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Record events around every call of `optimizer.step`: norm, clipping and update."""
+    """Record events around every call of `optimizer.step`: norm, clipping and update.
+
+    An update that is captured in a graph of the whole step is not called again.
+    """
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     inner = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return inner(*args, **kwargs)
         events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         events[-1][0].record()
         result = inner(*args, **kwargs)
@@ -180,10 +197,17 @@ def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Ev
     return events
 
 
-def random_tokens(mbs: int, seq: int, rank: int) -> Callable[[], torch.Tensor]:
+def update_ms(updates: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> dict[str, float]:
+    """The median time of an update, where updates run apart from other work."""
+    if not updates:
+        return {}
+    return {"update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates), 1)}
+
+
+def random_tokens(mbs: int, seq: int, rank: int, vocab: int = VOCAB) -> Callable[[], torch.Tensor]:
     """Draw [mbs, seq + 1] tokens per call, the same for every row, different on each data rank."""
     generator = torch.Generator("cuda").manual_seed(rank)
-    return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
+    return lambda: torch.randint(0, vocab, (mbs, seq + 1), device="cuda", generator=generator)
 
 
 def coatlm_config(
@@ -206,15 +230,29 @@ def coatlm_config(
         },
         "precision": {"recipe": recipe},
         "optim": {"recipe": varied.get("optim", "adamw-fp32"), "lr": 1e-4},
-        "train": {"micro_batch": mbs, "global_batch": mbs},
+        "train": {
+            "micro_batch": mbs,
+            "global_batch": mbs,
+            "cuda_graphs": varied.get("graphs", "none") != "none",
+        },
     }
     return make_config(override(sections, overrides))
 
 
 def coatlm_step(
-    config: Any, mbs: int, seq: int, microbatches: int = 1, document: int = 500
+    config: Any,
+    mbs: int,
+    seq: int,
+    microbatches: int = 1,
+    document: int = 500,
+    *,
+    vocab: int = VOCAB,
+    whole_steps: bool = True,
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
-    """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
+    """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent.
+
+    Without `whole_steps` CUDA graphs, if any, are those of microbatches.
+    """
     from coatlm.data.batches import Microbatch, document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
@@ -222,8 +260,10 @@ def coatlm_step(
 
     quiet_megatron()
     start_processes(Launch.from_environment())
-    trainer = Trainer(config, make_groups(config.parallel), VOCAB)
-    draw = random_tokens(mbs, seq, trainer.groups.dp.rank())
+    trainer = Trainer(config, make_groups(config.parallel), vocab)
+    if not whole_steps:
+        trainer.step_graph = None
+    draw = random_tokens(mbs, seq, trainer.groups.dp.rank(), vocab)
     count = microbatches * dist.get_world_size() // trainer.groups.dp.size()
     mask = torch.ones(mbs, seq, device="cuda")
     bounds = None
