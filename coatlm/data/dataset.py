@@ -1,7 +1,7 @@
 """Prepared tokens -> samples.
 
-A sample of a `Dataset` has S + 1 token ids, in the order of `coatlm.data.order`; `microbatches`
-makes inputs, labels and masks of them.
+A sample of a `Dataset` has S + 1 token ids, in the order of `coatlm.data.order`; `batches` makes
+inputs, labels and masks of them.
 """
 
 from __future__ import annotations

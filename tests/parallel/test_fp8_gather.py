@@ -112,7 +112,7 @@ def flow_config(sections: dict[str, Any], gather: str) -> Any:
             ),
             "precision": section("precision", {"recipe": "coat"}),
             "optim": section("optim", {"recipe": "adamw-fp32", "clip_grad": 0.0}),
-            "train": section("train", {"micro_batch": 1, "global_batch": 8}),
+            "train": section("train", {"micro_batch": 2, "global_batch": 8}),
         }
     )
 
