@@ -54,9 +54,8 @@ def add_choices(path: Path, found: Mapping[str, Choices]) -> None:
                 known = _read(path)
             except ValueError:
                 known = {}
-            merged = {
-                name: {**found.get(name, {}), **known.get(name, {})} for name in known | found
-            }
+            names = {**known, **found}
+            merged = {name: {**found.get(name, {}), **known.get(name, {})} for name in names}
             if merged != known:
                 with whole_file(path) as temporary:
                     content = {"format": FORMAT, "machines": merged}

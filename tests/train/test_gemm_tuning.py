@@ -15,8 +15,9 @@ def tuned(rank: int, size: int, directory: str) -> list[dict[str, str]]:
 
     from coatlm.config import make_config
     from coatlm.train import gemm_tuning
+    from coatlm.train.setup import Launch, start_processes
 
-    config = make_config({"data": {"cache_dir": directory}})
+    config = make_config({"data": {"text": ["-"], "cache_dir": directory}})
     used: list[dict[str, str]] = []
 
     def tune_layers(layers: Any, tokens: int, dtype: Any, choices: dict[str, str]) -> None:
@@ -27,6 +28,7 @@ def tuned(rank: int, size: int, directory: str) -> list[dict[str, str]]:
 
     gemm_tuning.tune_layers = tune_layers
     torch.cuda.current_device = lambda: 0
+    start_processes(Launch.from_environment())
     group = dist.group.WORLD
     assert group is not None
     found = []
@@ -35,6 +37,7 @@ def tuned(rank: int, size: int, directory: str) -> list[dict[str, str]]:
         gemm_tuning.tune_gemms(config, [], torch.float32, group)
         found.append(used[-1])
         dist.barrier()
+    dist.destroy_process_group()
     return found
 
 
