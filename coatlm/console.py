@@ -62,6 +62,15 @@ def explain(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def duration(seconds: float) -> str:
+    """Seconds as text in one or two units, such as `2 h 5 min`."""
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= size:
+            parts = round(seconds / part)
+            return f"{parts * part // size} {unit} {parts % (size // part)} {smaller}"
+    return f"{round(seconds / 60)} min" if seconds >= 90 else f"{round(seconds)} s"
+
+
 def in_bytes(count: float) -> str:
     """A byte count for people: `1.234 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -76,6 +76,20 @@ def test_the_resolved_config_gives_the_same_run(forks: Forks, config: str, tmp_p
     assert losses[0] == losses[1]
 
 
+def test_an_automatic_microbatch_is_told_and_the_size_of_a_resumed_run(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    code, output = forks.run(config, "train.micro_batch=auto", f"run.dir={tmp_path / 'new'}")
+    assert code == 0, output
+    assert "Chosen for train.micro_batch=auto on a CPU: one rank" in output
+    assert "microbatches: 8 of 1 per rank" in output and "Expected on" not in output
+    assert forks.run(config, "train.steps=2")[0] == 0
+    code, output = forks.run(config, "train.micro_batch=auto")
+    assert code == 0, output
+    assert "microbatches: 2 of 4 per rank" in output and "changed since step 2: tr" in output
+    assert "train.micro_batch:" not in output and "all logits" not in output
+
+
 def test_srun_needs_no_torchrun(forks: Forks, config: str, tmp_path: Path) -> None:
     size = {
         "SLURM_NTASKS": "2",
@@ -155,6 +169,8 @@ def test_a_model_beyond_the_memory_is_refused_before_anything_is_built(
         (["--dry-run", "--ranks", str(10**30)], "1 to 1,048,576 processes"),
         (["--dry-run", "--ranks", "many"], "argument --ranks: invalid int value: 'many'"),
         (["--ranks", "8"], "--ranks 8 needs --dry-run"),
+        (["--gpu", "h100"], "--gpu h100 needs --dry-run"),
+        (["--dry-run", "--gpu", "a100"], "--gpu a100: must be one of h100, h200"),
         (["--dry-run", "--rank-count", "8"], "unrecognized arguments: --rank-count"),
         (["--dry-run", "model.layers=1000000"], "model.layers=1000000: "),
         (["--dry-run", f"run.seed={2**64}"], f"run.seed={2**64}: "),

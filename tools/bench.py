@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(options)` (names of
     # its rows), `gpus(options)` (GPUs that it needs) and `measure(row, options)`, which returns one
     # record or several. Optional: `prepare(row)` imports what a row needs, `summary(records)`
-    # adds a table, and TOGETHER joins the names of all rows, which one process then measures
+    # adds a table, TOGETHER joins the names of all rows, which one process then measures, and
+    # `text(records, options)` is what --out writes in place of JSON, if it is the only benchmark
     "data": "tools.benchmarks.data",
     "documents": "tools.benchmarks.documents",
     "end-to-end": "tools.benchmarks.end_to_end",
@@ -43,6 +44,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "optimizer": "tools.benchmarks.optimizer",
     "output-layer": "tools.benchmarks.output_layer",
     "quantize": "tools.benchmarks.quantize",
+    "rates": "tools.benchmarks.rates",
     "reduce": "tools.benchmarks.reduce",
 }
 COUNTS = (  # integer options of any benchmark
@@ -98,7 +100,7 @@ def main() -> None:
         if summary is not None:
             print_table(summary(found[name]))
         if args.out:
-            save(found, args.out)
+            save(found, args.out, args.options)
 
 
 def parse(name: str, options: list[str]) -> dict[str, str]:
@@ -131,11 +133,17 @@ def check_gpus(names: list[str], options: list[str]) -> None:
             )
 
 
-def save(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def save(found: dict[str, list[dict[str, Any]]], path: Path, options: list[str]) -> None:
     """Write the records measured so far. Exits with one line if the disk is full."""
+    text = json.dumps(found, indent=1) + "\n"
+    if len(found) == 1:
+        ((name, records),) = found.items()
+        benchmark = importlib.import_module(BENCHMARKS[name])
+        if hasattr(benchmark, "text"):
+            text = benchmark.text(records, parse(name, options))
     try:
         with whole_file(path) as file:
-            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
     except ValueError as error:
         sys.exit(fail(error))
 

@@ -56,12 +56,15 @@ def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
     except ConfigError:
         return 1, []
     parallel, train = config.parallel, config.train
+    if parallel.layout == "auto":
+        return gpus, []
+    size = train.smallest_micro_batch
     ranks = parallel.tp * parallel.pp * parallel.cp
     for dp in range(gpus // ranks, 0, -1):
         if train.global_batch % dp:
             continue
-        micro_batch = math.gcd(train.micro_batch, train.global_batch // dp)
-        same = micro_batch == train.micro_batch
+        micro_batch = math.gcd(size, train.global_batch // dp)
+        same = micro_batch == size
         return dp * ranks, [] if same else [f"train.micro_batch={micro_batch}"]
     return gpus, []
 

@@ -3,11 +3,15 @@
     coatlm plan llama3.1-70b --gpus 64 --gpu h200
     coatlm plan llama3-8b --gpus 8 --gpu h100 --top 3
     coatlm plan llama3-8b parallel.tp=2 --gpus 8 --gpu h100 --keep
+    coatlm plan llama3.1-405b --gpus 2048,16384 --tokens 15e12
 
 The number formats and the global batch are those of CONFIG; tp, cp, pp, vpp, zero, recompute and
 the microbatch are searched. --keep predicts CONFIG as it is. The times come from rates that were
 fitted to steps on one to four GPUs of a node (coatlm/rates/, coatlm/model/step_time.py); what more
-ranks and a network do to them is computed, not measured.
+ranks and a network do to them is computed, not measured. With several numbers of GPUs there is a
+line for the fastest layout of each: the bytes that a GPU sends per step, also with gradients and
+weights in BF16 in place of FP8, the days that --tokens take, the interruptions to expect in them,
+and the time between checkpoints that loses the least (coatlm/model/failures.py).
 
 Exit code: 0; 1 if no layout fits; 2 with one line per mistake.
 """
@@ -26,10 +30,11 @@ from itertools import islice
 from coatlm.commands.arguments import add_config
 from coatlm.commands.estimate import sizes_of
 from coatlm.config import MOST_RANKS, Config, ConfigError
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, duration, fail
 from coatlm.hf.run_config import load_run_config
-from coatlm.model.layouts import Choice, describe, highest_peak, ranked
-from coatlm.model.memory import GIB
+from coatlm.model.failures import DAY, checkpoint_interval, lost_share, time_between
+from coatlm.model.layouts import Choice, describe, predicted, ranked
+from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster, forecast
 
@@ -55,6 +60,34 @@ def lines_of(choices: Sequence[Choice], gpus: int) -> Iterator[str]:
     yield f"As overrides: {' '.join(overrides(choices[0].config))}"
 
 
+def scale_lines(
+    config: Config, vocab: int, clusters: Sequence[Cluster], tokens: float, save: float
+) -> Iterator[str]:
+    """A line with the fastest layout of each number of GPUs, and what a long run of it takes."""
+    yield (
+        "| GPUs | layout | step s | MFU | NVLink GB | network GB | in BF16 | days | failures | "
+        "save every | lost |"
+    )
+    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for cluster in clusters:
+        gpus = cluster.gpus
+        choice = next(ranked(config, vocab, cluster), None)
+        if choice is None:
+            yield f"| {gpus:,} | none fits |{' |' * 9}"
+            continue
+        found, between = choice.forecast, time_between(gpus)
+        wider = replaced(choice.config, parallel={"grad_comm": "bf16", "weight_gather": "bf16"})
+        sent = forecast(wider, vocab, cluster).sent
+        days = tokens / (found.tokens_per_s * gpus) / DAY
+        yield (
+            f"| {gpus:,} | {describe(choice.config, gpus)} | {found.time.total:.3g} | "
+            f"{found.mfu(PEAK_BF16):.2f} | {found.sent.nvlink / 1e9:.3g} | "
+            f"{found.sent.network / 1e9:.3g} | {sent.network / 1e9:.3g} | {days:,.0f} | "
+            f"{days * DAY / between:,.0f} | {duration(checkpoint_interval(save, between))} | "
+            f"{lost_share(save, between):.1%} |"
+        )
+
+
 def overrides(config: Config) -> list[str]:
     """The overrides that give CONFIG this layout."""
     p, t = config.parallel, config.train
@@ -63,28 +96,51 @@ def overrides(config: Config) -> list[str]:
     return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]
 
 
+def any_graphs(config: Config) -> bool | str:
+    """CUDA graphs that a layout without them does not exclude: `true` becomes `auto`."""
+    return "auto" if config.train.cuda_graphs is True else config.train.cuda_graphs
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "plan")
     add_config(parser)
-    parser.add_argument("--gpus", type=int, help="GPUs of the run")
+    parser.add_argument("--gpus", type=whole_numbers, help="GPUs of the run; several with commas")
     parser.add_argument("--gpu", default="h100", help=f"{' | '.join(known())} (default: h100)")
     parser.add_argument("--nodes", type=int, help="nodes (default: of 8 GPUs)")
     parser.add_argument("--network", type=float, help="GB/s per GPU (default: the rates')")
     parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
+    parser.add_argument("--tokens", type=float, default=15e12, help="of a run (default: 15e12)")
+    saving = "seconds by which a checkpoint delays training (default: 60)"
+    parser.add_argument("--save", type=float, default=60.0, help=saving)
     parser.add_argument("--keep", action="store_true", help="predict CONFIG's own layout")
     options = parser.parse(arguments)
     try:
-        cluster = cluster_of(options.gpus, options.gpu, options.nodes, options.network)
-        if options.top < 1:
-            raise ConfigError(f"--top {options.top}: at least 1")
+        clusters = [
+            cluster_of(gpus, options.gpu, options.nodes, options.network)
+            for gpus in options.gpus or [None]
+        ]
+        cluster = clusters[0]
+        for name, least in (("top", 1), ("tokens", 1.0), ("save", 0.001)):
+            if not least <= getattr(options, name) < float("inf"):
+                raise ConfigError(f"--{name} {getattr(options, name)}: at least {least}")
+        if options.keep and len(clusters) > 1:
+            raise ConfigError(f"--gpus {options.gpus}: one number with --keep")
         config = load_run_config(options.config, options.overrides)
         if options.keep:
-            vocab, dp = sizes_of(config, cluster.gpus)
-            peak = highest_peak(config, vocab, dp)
-            choices = [Choice(config, forecast(config, vocab, cluster), peak)]
+            vocab, _ = sizes_of(config, cluster.gpus)
+            choices = [predicted(config, vocab, cluster)]
         else:
+            config = replaced(
+                config,
+                parallel={"layout": "given"},
+                train={"micro_batch": 1, "cuda_graphs": any_graphs(config)},
+            )
             vocab, _ = sizes_of(config, None)
+            if len(clusters) > 1:
+                lines = scale_lines(config, vocab, clusters, options.tokens, options.save)
+                print("\n".join(lines))
+                return 0
             choices = list(islice(ranked(config, vocab, cluster), options.top))
     except (ValueError, OSError) as error:
         return fail(error)
@@ -93,6 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print("\n".join(lines_of(choices, cluster.gpus)))
     return 0
+
+
+def whole_numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def cluster_of(gpus: int | None, kind: str, nodes: int | None, network: float | None) -> Cluster:

@@ -163,7 +163,8 @@ def natural(text: str) -> int:
 
 def check(args: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError for errors that would otherwise appear only when the job runs."""
-    config.data_parallel_size(args.nodes * args.gpus_per_node)
+    if not config.undecided:
+        config.data_parallel_size(args.nodes * args.gpus_per_node)
     if args.time is not None and seconds(args.time) < 2 * args.save_before:
         raise ConfigError(
             f"--time={args.time} is less than twice --save-before={args.save_before} seconds: the "

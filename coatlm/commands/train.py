@@ -2,6 +2,7 @@
 
     coatlm train quickstart optim.lr=3e-4            # a shipped configuration, or any YAML file
     coatlm train llama3-8b --dry-run --ranks 64      # check, print configuration and plan, exit
+    coatlm train llama3-8b --dry-run --ranks 64 --gpu h100 parallel.layout=auto
     coatlm train llama3-8b preset=bf16               # in BF16, whatever formats the file has
     coatlm train --keys optim                        # every key of a section, with its meaning
 
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(keys_table(args.keys))
             return 0
         if args.dry_run:
-            return dry_run(load_run_config(args.config, args.overrides), args.ranks)
+            return dry_run(load_run_config(args.config, args.overrides), args.ranks, args.gpu)
     except ConfigError as error:
         return fail(error)
     try:
@@ -80,6 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="check, print config and plan, exit")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many processes")
+    parser.add_argument("--gpu", help="with --dry-run: the kind of GPU, such as h100")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="SECTION", help="print all keys, or a section's"
     )
@@ -90,23 +92,42 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("CONFIG is missing: a YAML file, or the name of a shipped configuration")
     if args.ranks is not None and not args.dry_run:
         parser.error(f"--ranks {args.ranks} needs --dry-run; torchrun or srun start processes")
+    if args.gpu is not None and not args.dry_run:
+        parser.error(f"--gpu {args.gpu} needs --dry-run; a run knows its GPUs")
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         parser.error(f"--ranks {args.ranks}: 1 to {MOST_RANKS:,} processes")
     return args
 
 
-def dry_run(config: Config, ranks: int | None) -> int:
+def dry_run(config: Config, ranks: int | None, kind: str | None) -> int:
     """Print the resolved configuration and the plan; needs neither GPU nor launcher.
 
-    Raises ConfigError if the configuration does not fit this number of ranks.
+    `kind` is that of the GPUs, 8 in a node; None plans for a CPU. Raises ConfigError if the
+    configuration does not fit this number of ranks.
     """
     from coatlm.data.tokenizer import make_tokenizer
-    from coatlm.model.plan import plan
+    from coatlm.model.accounting import model_vocab
+    from coatlm.model.decide import Gpu, cluster_of, decide, expectation
+    from coatlm.model.fits import with_logits
+    from coatlm.model.memory import GIB
+    from coatlm.model.plan import plan, wrapped
+    from coatlm.model.rates import load_rates
 
     try:
+        rates = None if kind is None else load_rates(kind)
+        gpu = None if rates is None else Gpu(rates.gpu, round(rates.memory_gib * GIB))
         known = config.model.vocab is not None  # then the tokenizer's files are not needed
-        vocab = None if known else make_tokenizer(config.data.tokenizer).vocab_size
-        text = plan(config, ranks, tokenizer_vocab=vocab)
+        tokens = None if known else make_tokenizer(config.data.tokenizer).vocab_size
+        vocab, p = model_vocab(config, tokens), config.parallel
+        ranks = p.tp * p.pp * p.cp if ranks is None else ranks
+        per_node = min(8, ranks)
+        config, chosen = decide(config, vocab, ranks=ranks, per_node=per_node, gpu=gpu)
+        dp, planned = config.data_parallel_size(ranks), config
+        if gpu is not None:
+            planned = with_logits(config, vocab, dp, gpu.memory)
+        text = plan(planned, ranks, tokenizer_vocab=tokens, chosen=chosen)
+        if (cluster := cluster_of(gpu, ranks, per_node)) is not None:
+            text += f"\n{wrapped(expectation(config, vocab, cluster, config.train.steps))}"
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(config.to_yaml())

@@ -15,7 +15,7 @@ mistake in one line, `path=value: reason`.
 Checks that need the number of processes are in `Config.data_parallel_size`.
 """
 
-from coatlm.config.combined import Config
+from coatlm.config.combined import LAYOUT, Config
 from coatlm.config.errors import ConfigError, shortened
 from coatlm.config.fields import MOST_RANKS
 from coatlm.config.keys import keys_table
@@ -31,6 +31,7 @@ from coatlm.config.yaml_text import dump_yaml
 
 __all__ = [
     "FP32_RECIPES",
+    "LAYOUT",
     "MOST_RANKS",
     "PRESETS",
     "Checkpoint",

@@ -22,6 +22,11 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
 # Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md); at 4096 it
 # was not, and the graphs' memory pool may exist beside the memory of an eager microbatch.
 GRAPHS_UP_TO = 2048
+MICROBATCHES_PER_GRAPH = 32  # of a step that is one graph: some 1e5 kernels in 48 layers
+LAYOUT = (  # the keys that parallel.layout=auto decides
+    *(("parallel", key) for key in ("tp", "sequence_parallel", "cp", "pp", "vpp", "zero")),
+    ("train", "recompute"),
+)
 
 
 class Config(Section):
@@ -47,12 +52,8 @@ class Config(Section):
         if m.vocab is not None:
             divides("model.vocab", m.vocab, "parallel.tp", p.tp)
         divides("model.layers", m.layers, "parallel.pp*vpp", p.pp * p.vpp)
-        divides(
-            "train.global_batch",
-            self.train.global_batch,
-            "train.micro_batch",
-            self.train.micro_batch,
-        )
+        size = self.train.smallest_micro_batch
+        divides("train.global_batch", self.train.global_batch, "train.micro_batch", size)
         if p.cp_comm == "a2a":
             divides("model.heads", m.heads, "parallel.tp*cp", p.tp * p.cp)
             divides("model.kv_heads", m.queries_groups, "parallel.tp*cp", p.tp * p.cp)
@@ -204,7 +205,7 @@ class Config(Section):
             divides("model.heads*head_dim/tp", queries, operands, summed)
             both = "model.(heads + 2*kv_heads)*head_dim/tp"
             divides(both, queries + 2 * keys, operands, summed)
-            tokens = self.train.micro_batch * self.data.seq_len // self.parallel.cp
+            tokens = self.train.smallest_micro_batch * self.data.seq_len // self.parallel.cp
             divides("train.micro_batch*data.seq_len/cp", tokens, "the rows of 1x128 blocks", 4)
 
     def _check_bf16_operands(self) -> None:
@@ -269,9 +270,26 @@ class Config(Section):
             return self.model.hidden <= GRAPHS_UP_TO and not any(self._graph_obstacles())
         return self.train.cuda_graphs
 
+    def captures_steps(self, world_size: int) -> bool:
+        """Whether CUDA graphs hold whole steps rather than microbatches: those of one process, with
+        states on the GPU and not too many microbatches.
+        """
+        few = self.train.global_batch <= MICROBATCHES_PER_GRAPH * self.train.micro_batch
+        return self.cuda_graphs and world_size == 1 and self.optim.offload == "none" and few
+
+    @property
+    def undecided(self) -> str:
+        """The keys that are still auto: text such as `train.micro_batch=auto`, or nothing."""
+        keys = ["parallel.layout=auto"] if self.parallel.layout == "auto" else []
+        if not isinstance(self.train.micro_batch, int):
+            keys.append("train.micro_batch=auto")
+        return " and ".join(keys)
+
     def data_parallel_size(self, world_size: int) -> int:
         """The data-parallel size. Raises ConfigError if `world_size` does not fit the layout."""
         p, t = self.parallel, self.train
+        if self.undecided:
+            raise ConfigError(f"{self.undecided}: must be given here; coatlm plan ranks layouts")
         ranks = p.tp * p.pp * p.cp
         if world_size % ranks:
             raise ConfigError(
@@ -298,8 +316,15 @@ class Config(Section):
         return dp
 
     def to_yaml(self) -> str:
-        """The resolved configuration as YAML; loading it gives an equal Config."""
-        return dump_yaml(self.model_dump(mode="json"))
+        """The resolved configuration as YAML; loading it gives an equal Config.
+
+        While parallel.layout is auto, keys of the layout that are not set are left out.
+        """
+        data = self.model_dump(mode="json", warnings=False)  # micro_batch may be auto
+        for section, key in LAYOUT if self.parallel.layout == "auto" else ():
+            if key not in getattr(self, section).model_fields_set:
+                del data[section][key]
+        return dump_yaml(data)
 
 
 def divides(name: str, value: int, by_name: str, by: int) -> None:

@@ -2,7 +2,8 @@
 
 An override is `section.key=value`. The value of a key that holds text or a path is taken literally,
 including ` #` and `: `, unless it is `null`, a list `[...]` or entirely in quotes. All other values
-are parsed as YAML. `preset=NAME` is the one override of a key without a section (presets.py).
+are parsed as YAML. `preset=NAME` is the one override of a key without a section (presets.py). It
+and `parallel.layout=auto` replace keys that the file gives; other overrides win over them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import pydantic
 
-from coatlm.config.combined import Config
+from coatlm.config.combined import LAYOUT, Config
 from coatlm.config.errors import ConfigError, one_line, printable, shown
 from coatlm.config.hints import hint
 from coatlm.config.keys import keys
-from coatlm.config.presets import with_preset, without_formats
+from coatlm.config.presets import with_preset, without, without_formats
 from coatlm.config.shipped import config_file, shipped
 from coatlm.config.urls import without_secrets
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
@@ -43,12 +44,15 @@ def make_config(data: Any) -> Config:
 def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Apply overrides `a.b=c` to a copy of `data`. Raises ConfigError for the first invalid one.
 
-    `preset=NAME` replaces the number formats that `data` gives; other overrides win over it.
+    `preset=NAME` replaces the number formats that `data` gives and `parallel.layout=auto` the
+    layout; other overrides win over both.
     """
     changes = [(_nested(item), item) for item in overrides]
     merged = dict(data)
     if any("preset" in change for change, _ in changes):
         merged = without_formats(merged)
+    if "parallel.layout=auto" in overrides:
+        merged = without(merged, LAYOUT)
     for change, item in changes:
         merged = _merged(merged, change, item)
     return merged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
@@ -291,25 +292,31 @@ class Precision(Section):
 
     def flow_recipe(self) -> FlowRecipe:
         """The recipe's entry of RECIPES, changed by the keys of this section. Requires `flow`."""
-        recipe, inputs = RECIPES[self.recipe], self.keep_linear_inputs
-        saved, dgrad, wgrad = recipe.saved, recipe.dgrad, recipe.wgrad
-        if self.group_size is not None:
-            saved = with_block_size(saved, self.group_size)
-        if inputs is not None:
-            saved = replace(saved, linear_input=inputs, projection_input=inputs)
-        gradients: list[Operand] = []
-        for gradient in (dgrad.gradient, wgrad.gradient):
-            if self.grad_format is not None:
-                gradient = replace(gradient, fmt=self.grad_format)
-            if self.scaling == "delayed" and gradient.granularity == TENSOR:
-                gradient = replace(gradient, scaling="delayed", power_of_two=True)
-            gradients.append(replace(gradient, rounding=self.grad_rounding))
-        changed = replace(
-            recipe,
-            saved=saved,
-            dgrad=replace(dgrad, gradient=gradients[0]),
-            wgrad=replace(wgrad, gradient=gradients[1]),
-            fast=frozenset(self.fast_accumulation),
-            keep_weights=self.keep_weights,
-        )
-        return with_bf16(changed, self.bf16_operands) if self.bf16_operands else changed
+        return _flow_recipe(self)
+
+
+@cache
+def _flow_recipe(precision: Precision) -> FlowRecipe:
+    """`Precision.flow_recipe`, which the search of layouts asks for thousands of times."""
+    recipe, inputs = RECIPES[precision.recipe], precision.keep_linear_inputs
+    saved, dgrad, wgrad = recipe.saved, recipe.dgrad, recipe.wgrad
+    if precision.group_size is not None:
+        saved = with_block_size(saved, precision.group_size)
+    if inputs is not None:
+        saved = replace(saved, linear_input=inputs, projection_input=inputs)
+    gradients: list[Operand] = []
+    for gradient in (dgrad.gradient, wgrad.gradient):
+        if precision.grad_format is not None:
+            gradient = replace(gradient, fmt=precision.grad_format)
+        if precision.scaling == "delayed" and gradient.granularity == TENSOR:
+            gradient = replace(gradient, scaling="delayed", power_of_two=True)
+        gradients.append(replace(gradient, rounding=precision.grad_rounding))
+    changed = replace(
+        recipe,
+        saved=saved,
+        dgrad=replace(dgrad, gradient=gradients[0]),
+        wgrad=replace(wgrad, gradient=gradients[1]),
+        fast=frozenset(precision.fast_accumulation),
+        keep_weights=precision.keep_weights,
+    )
+    return with_bf16(changed, precision.bf16_operands) if precision.bf16_operands else changed

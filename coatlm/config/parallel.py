@@ -14,6 +14,13 @@ GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 class Parallel(Section):
     """Parallelism, sharding and communication. Data-parallel size = processes / (tp * pp * cp)."""
 
+    layout: Literal["given", "auto"] = "given"
+    """Who chooses the layout, which is tp, sequence_parallel, cp, pp, vpp, zero and
+    train.recompute. given: these keys say it. auto: a run that starts on GPUs chooses those that
+    are not set, so that the predicted step is the shortest that fits their memory. As an override
+    auto also replaces those that the file sets. On a CPU they have their defaults. A run that
+    resumes has the same layout again if the number of GPUs allows it."""
+
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""
 
@@ -58,6 +65,11 @@ class Parallel(Section):
     grad_comm_scale: Literal["block", "tensor", "bucket"] = "block"
     """The scale granularity of fp8-a2a: one scale per block of 128 elements, or one per tensor or
     per bucket that all ranks share."""
+
+    grad_comm_scaling: Literal["current", "delayed"] = "current"
+    """How the scales that all ranks share are found, which fp8-nccl has, and fp8-a2a with a scale
+    per tensor or bucket: current from the gradients, which are read once more; delayed from those
+    of the last 16 steps."""
 
     grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"
     """The FP8 format of fp8-a2a with block scales: e4m3 has more range, e3m4 half the rounding
@@ -110,6 +122,11 @@ class Parallel(Section):
             if self.grad_comm_nodes not in (None, 1):
                 raise ValueError(f"grad_comm_nodes={self.grad_comm_nodes} needs grad_comm=fp8-a2a")
         blocks = self.grad_comm == "fp8-a2a" and self.grad_comm_scale == "block"
+        if self.grad_comm_scaling == "delayed" and (blocks or self.grad_comm in ("fp32", "bf16")):
+            raise ValueError(
+                "grad_comm_scaling=delayed needs grad_comm=fp8-nccl, or grad_comm=fp8-a2a with "
+                "grad_comm_scale=tensor or bucket: other formats have no scales that ranks share"
+            )
         if self.grad_comm_format != "e4m3" and not blocks:
             raise ValueError(
                 f"grad_comm_format={self.grad_comm_format} needs grad_comm=fp8-a2a and "

@@ -17,7 +17,7 @@ them, because the loss with BF16 accumulation has not been measured.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coatlm.config.errors import ConfigError, shown
@@ -68,8 +68,13 @@ def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_formats(data: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a configuration without `preset` and the keys that presets set."""
-    result = {key: value for key, value in data.items() if key != "preset"}
-    for section, key in KEYS:
+    return without({key: value for key, value in data.items() if key != "preset"}, KEYS)
+
+
+def without(data: Mapping[str, Any], keys: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """A copy of a configuration without these keys, given as (section, key)."""
+    result = dict(data)
+    for section, key in keys:
         given = result.get(section)
         if isinstance(given, Mapping):
             result[section] = {name: value for name, value in given.items() if name != key}

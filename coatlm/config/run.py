@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from coatlm.config.fields import (
     FOREVER,
@@ -157,7 +164,9 @@ class Train(Section):
     """Optimizer steps of the whole run, which are also the length of the learning-rate schedule."""
 
     micro_batch: StrictInt = number(4, "samples", ge=1, le=2**24)
-    """Samples per forward pass on each data-parallel rank."""
+    """Samples per forward pass on each data-parallel rank. auto is decided when the run starts: the
+    size with the shortest predicted step that fits the memory of the GPUs. On a CPU it is 1. A run
+    that resumes has the same size again if it divides the global batch."""
 
     global_batch: StrictInt = number(16, "samples", ge=1, le=2**30)
     """Samples per optimizer step over all ranks, a multiple of micro_batch times the data-parallel
@@ -185,8 +194,8 @@ class Train(Section):
 
     cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key
-    excludes it."""
+    by kernel launches; on one GPU a whole step with its update, of at most 32 microbatches. auto
+    does so on a GPU if model.hidden is at most 2048 and no other key excludes it."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""
@@ -201,6 +210,16 @@ class Train(Section):
 
     spike_window: StrictInt = number(128, "steps", ge=2, le=2**20)
     """Steps over which spike_sigma takes the mean and the standard deviation."""
+
+    @field_validator("micro_batch", mode="wrap")
+    @classmethod
+    def _auto(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        return value if value == "auto" else check(value)
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """`micro_batch`, or 1 while it is auto."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else 1
 
 
 class Eval(Section):

@@ -1,19 +1,22 @@
 """Search the layouts of a run on given GPUs: those that fit, by predicted tokens per second.
 
 A layout is tp (within a node, with sequence parallelism), cp, pp, vpp, zero, recompute and the
-microbatch; the global batch and all number formats stay as they are. A layout is valid if `Config`
-accepts it, and fits if the estimated peak (memory.py) leaves SPARE of the memory. Candidates are
-ordered by their predicted time (step_time.py), equal ones by their position in `layouts`, which
-begins with the simplest, so the order is the same on all ranks.
+microbatch, or some of these keys; the global batch and all number formats stay as they are. A
+layout is valid if `Config` accepts it, and fits if the estimated peak (memory.py) leaves SPARE of
+the memory. Logits are saved where a run with train.logits=auto would save them (fits.py).
+Candidates are ordered by their predicted time (step_time.py), equal ones by their position in
+`layouts`, which begins with the simplest, so the order is the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
-from coatlm.config import Config, ConfigError, make_config
+from coatlm.config import LAYOUT, Config, ConfigError, make_config
+from coatlm.model.fits import with_logits
 from coatlm.model.memory import GIB, micro_batches, rank_bytes, replaced
 from coatlm.model.step_time import Cluster, Forecast, forecast
 
@@ -23,6 +26,8 @@ MOST_CHUNKS = 8  # per pipeline stage
 SHORTEST = 2048  # tokens of a sample per context-parallel rank
 ZERO = (1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
+MICRO_BATCH = ("train", "micro_batch")
+EVERY = frozenset({*LAYOUT, MICRO_BATCH})  # the keys of a layout
 
 
 @dataclass(frozen=True)
@@ -44,18 +49,41 @@ def describe(config: Config, ranks: int) -> str:
     return f"{shown}{chunks}, zero {p.zero}, recompute {t.recompute}, micro_batch {t.micro_batch}"
 
 
-def ranked(config: Config, vocab: int, cluster: Cluster) -> Iterator[Choice]:
-    """Yield the layouts that fit the memory of a GPU, the fastest first."""
-    memory = cluster.rates.memory_gib * GIB
-    found = []
-    for number, candidate in enumerate(layouts(config, cluster)):
-        predicted = forecast(candidate, vocab, cluster)
-        found.append((predicted.time.total, number, candidate, predicted))
-    for _, _, candidate, predicted in sorted(found, key=lambda row: row[:2]):
-        dp = candidate.data_parallel_size(cluster.gpus)
-        peak = highest_peak(candidate, vocab, dp)
-        if peak <= memory * (1 - SPARE):
-            yield Choice(candidate, predicted, peak)
+def ranked(
+    config: Config, vocab: int, cluster: Cluster, free: Collection[tuple[str, str]] = EVERY
+) -> Iterator[Choice]:
+    """Yield the layouts that fit the memory of a GPU, the fastest first.
+
+    `free`: the keys, as (section, key), that may differ from those of `config`.
+    """
+    saving = {"logits": "save" if config.train.logits == "auto" else config.train.logits}
+    bounds = []  # of the time: whether logits can be saved is only computed for the first ones
+    for number, layout in enumerate(layouts(config, cluster, free)):
+        fastest = forecast(replaced(layout, train=saving), vocab, cluster)
+        bounds.append((fastest.time.total, number, layout))
+    found: list[tuple[float, int, Choice]] = []
+    for bound, number, layout in sorted(bounds, key=lambda row: row[:2]):
+        while found and found[0][0] <= bound:
+            yield heappop(found)[2]
+        choice = predicted(layout, vocab, cluster)
+        if choice.peak <= cluster.rates.memory_gib * GIB * (1 - SPARE) and _valid(layout):
+            heappush(found, (choice.forecast.time.total, number, choice))
+    yield from (choice for _, _, choice in sorted(found, key=lambda row: row[:2]))
+
+
+def predicted(config: Config, vocab: int, cluster: Cluster) -> Choice:
+    """The forecast and the peak of a layout, with `train.logits` decided."""
+    dp = config.data_parallel_size(cluster.gpus)
+    decided = with_logits(config, vocab, dp, cluster.rates.memory_gib * GIB)
+    return Choice(config, forecast(decided, vocab, cluster), highest_peak(decided, vocab, dp))
+
+
+def _valid(config: Config) -> bool:
+    """Whether zero and recompute agree with the other keys."""
+    with suppress(ConfigError):
+        make_config(config.model_dump(mode="json"))
+        return True
+    return False
 
 
 def highest_peak(config: Config, vocab: int, dp: int) -> int:
@@ -67,15 +95,22 @@ def highest_peak(config: Config, vocab: int, dp: int) -> int:
     return max(rank_bytes(config, vocab, stage=s, data_parallel=dp).total for s in stages)
 
 
-def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
-    """Yield the valid layouts of `config`, the simplest first."""
-    for base in _shapes(config, cluster):
+def layouts(
+    config: Config, cluster: Cluster, free: Collection[tuple[str, str]] = EVERY
+) -> Iterator[Config]:
+    """Yield the layouts of `config`, the simplest first.
+
+    zero and recompute are not yet compared with other keys.
+    """
+    t = config.train
+    for base in _shapes(config, cluster, free):
         p, dp = base.parallel, cluster.gpus // _model_ranks(base)
-        sizes = [n for n in reversed(micro_batches(base, dp)) if n <= LARGEST_MICRO_BATCH]
-        several = dp * p.cp > 1
-        for size in sizes:
+        several = dp * p.cp > 1 and ("parallel", "zero") in free
+        for size in reversed(micro_batches(base, dp)):
+            if size > LARGEST_MICRO_BATCH if MICRO_BATCH in free else size != t.micro_batch:
+                continue
             for zero in ZERO if several else [p.zero]:
-                for recompute in RECOMPUTE:
+                for recompute in RECOMPUTE if ("train", "recompute") in free else [t.recompute]:
                     yield replaced(
                         base,
                         parallel={"zero": zero},
@@ -88,31 +123,36 @@ def _model_ranks(config: Config) -> int:
     return p.tp * p.pp * p.cp
 
 
-def _shapes(config: Config, cluster: Cluster) -> Iterator[Config]:
+def _shapes(
+    config: Config, cluster: Cluster, free: Collection[tuple[str, str]]
+) -> Iterator[Config]:
     """Yield `config` with each valid tp, cp, pp and vpp, and a microbatch of one sample."""
-    m, gpus, data = config.model, cluster.gpus, config.model_dump(mode="json")
-    data["train"] |= {"micro_batch": 1, "cuda_graphs": _graphs(config)}
-    for tp in _divisors(min(cluster.per_node, gpus)):
-        for cp in _divisors(max(1, config.data.seq_len // SHORTEST)):
-            for pp in _divisors(m.layers):
+    p, gpus = config.parallel, cluster.gpus
+    data = replaced(config, train={"micro_batch": 1}).model_dump(mode="json")
+    data["parallel"]["layout"] = "given"
+    if ("parallel", "zero") in free:
+        data["parallel"]["zero"] = 1
+
+    def sizes(key: str, choices: list[int]) -> list[int]:
+        return choices if ("parallel", key) in free else [getattr(p, key)]
+
+    for tp in sizes("tp", _divisors(min(cluster.per_node, gpus))):
+        for cp in sizes("cp", _divisors(max(1, config.data.seq_len // SHORTEST))):
+            for pp in sizes("pp", _divisors(config.model.layers)):
                 ranks = tp * cp * pp
                 if gpus % ranks or config.train.global_batch % (gpus // ranks):
                     continue
-                for vpp in _divisors(m.layers // pp) if pp > 1 else [1]:
-                    if vpp > MOST_CHUNKS:
-                        continue
-                    shape = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
-                    data["parallel"] |= {**shape, "sequence_parallel": tp > 1, "zero": 1}
-                    data["train"]["recompute"] = "none"
+                chunks = [n for n in _divisors(config.model.layers // pp) if n <= MOST_CHUNKS]
+                for vpp in sizes("vpp", chunks if pp > 1 else [1]):
+                    data["parallel"] |= {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
+                    if ("parallel", "sequence_parallel") in free:
+                        data["parallel"]["sequence_parallel"] = tp > 1
+                    if ("train", "recompute") in free:
+                        data["train"]["recompute"] = "none"
                     with suppress(ConfigError):
                         valid = make_config(data)
                         valid.data_parallel_size(gpus)
                         yield valid
-
-
-def _graphs(config: Config) -> bool | str:
-    """CUDA graphs that a layout without them does not exclude: `true` becomes `auto`."""
-    return "auto" if config.train.cuda_graphs is True else config.train.cuda_graphs
 
 
 def _divisors(n: int) -> list[int]:

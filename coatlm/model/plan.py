@@ -49,12 +49,14 @@ def plan(
     *,
     tokenizer_vocab: int | None = None,
     device: str | None = None,
+    chosen: str = "",
 ) -> str:
     """Sentences and tables of what a run trains, its layout and memory, without a final newline.
 
     `world_size=None` plans for the fewest processes that hold the model, tp * pp * cp.
-    `tokenizer_vocab` is used if `model.vocab` is null; `device` names the memory of a rank. Raises
-    ConfigError if `world_size` does not fit the configuration or if the vocabulary is not known.
+    `tokenizer_vocab` is used if `model.vocab` is null; `device` names the memory of a rank;
+    `chosen` is the sentence of `decide`. Raises ConfigError if `world_size` does not fit the
+    configuration or if the vocabulary is not known.
     """
     m, p, t = config.model, config.parallel, config.train
     world_size = p.tp * p.pp * p.cp if world_size is None else world_size
@@ -77,13 +79,15 @@ def plan(
         ("run", f"{t.steps:,} steps, {short(t.steps * tokens)} tokens"),
         ("compute", f"{work[0]} per token, {work[1]} per step, {work[2]} in total"),
     ]
-    lines = [
-        line
-        for sentence in description(config, vocab, dp, device)
-        for line in textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    ]
+    lines = [wrapped(sentence) for sentence in description(config, vocab, dp, device)]
+    lines += [wrapped(chosen)] if chosen else []
     lines += [f"{name:<14}{text}" for name, text in rows] + memory_table(config, vocab, dp)
     return "\n".join(lines + (stage_table(config, vocab, dp) if p.pp > 1 else []))
+
+
+def wrapped(sentence: str) -> str:
+    """A sentence in lines of at most WIDTH columns."""
+    return textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def description(config: Config, vocab: int, dp: int, device: str | None) -> Iterator[str]:
@@ -219,18 +223,18 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     head = f"{'memory':<14}GiB on a rank of stage {stage}{which}"
     table = [f"  {name:<12}{size / GIB:10.3f}  {note}" for name, size, note in rows if size]
     if t.logits == "auto":
-        table.append(saved_logits_line(config, vocab, dp))
+        table += saved_logits_line(config, vocab, dp)
     if config.precision.guard == "fallback":
         table.append(fallback_line(config, stage, dp))
     return [head, *(line.rstrip() for line in table)]
 
 
-def saved_logits_line(config: Config, vocab: int, dp: int) -> str:
-    """What saving the logits adds to the highest peak."""
+def saved_logits_line(config: Config, vocab: int, dp: int) -> list[str]:
+    """What saving the logits adds to the highest peak, if it is a MiB or more."""
     saving = replaced(config, train={"logits": "save"})
-    more = peak_bytes(saving, vocab, dp) - peak_bytes(config, vocab, dp)
+    more = (peak_bytes(saving, vocab, dp) - peak_bytes(config, vocab, dp)) / GIB
     note = "not in the sum: all logits, which are saved where the GPU has room for them"
-    return f"  {'all logits':<12}{more / GIB:10.3f}  {note}"
+    return [f"  {'all logits':<12}{more:10.3f}  {note}"] if more >= 0.001 else []
 
 
 def fallback_line(config: Config, stage: int, dp: int) -> str:

@@ -42,6 +42,9 @@ class Link(Section):
 class Rates(Section):
     """What one GPU computes and moves per second, as a training step does it."""
 
+    gpu: str
+    """The GPU's name, as torch.cuda.get_device_name returns it."""
+
     memory_gib: Positive
     """The GPU's memory."""
 
@@ -111,6 +114,11 @@ def load_rates(name: str) -> Rates:
     if name not in known():
         raise ConfigError(f"--gpu {name}: must be one of {', '.join(known())}")
     return Rates.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
+
+
+def rates_of(gpu: str) -> Rates | None:
+    """The rates of the GPU that has this name; None if they are not known."""
+    return next((rates for rates in map(load_rates, known()) if rates.gpu == gpu), None)
 
 
 def known() -> list[str]:

@@ -8,15 +8,15 @@ fills and drains the other stages once, interleaved stages in pieces of 1 / vpp.
 
     t_s = max(layers (GEMMs + elementwise + attention) + output layer, launches) + tp + cp
 
+(layer_time.py has what belongs to one layer.)
+
 Exposed: what layers exchange over tensor- and context-parallel ranks (bytes of `traffic`); of the
 reduction of gradients what exceeds the backward passes beside which it runs, and its last bucket;
 of the all-gather of weights what exceeds a forward pass, and its first bucket. Overlapped
 communication delays computation by `Rates.contention` of its time. Ranks are numbered tp, cp, dp,
 pp, so that a process group spans nodes as soon as its members do; a reduction over several nodes
 sums inside each node first, and then each rank sends its shard of the sums over the network.
-
-Bytes per element that elementwise kernels read and write in forward and backward are counted from
-the kernels of docs/results/layer.md (PASSES). Documents in a sample count as one.
+Documents in a sample count as one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,20 @@ from coatlm.config import Config
 from coatlm.model.accounting import (
     attention_span,
     flops_per_token,
-    key_size,
     layer_matrices,
     query_size,
     rank_parameters,
 )
 from coatlm.model.grad_memory import EACH
+from coatlm.model.layer_time import (
+    FORWARD,
+    TERA,
+    hidden_by_chunks,
+    kind,
+    layer_elementwise,
+    layer_gemms,
+    output_layer,
+)
 from coatlm.model.memory import (
     bf16_share,
     microbatch_tokens,
@@ -46,24 +54,10 @@ from coatlm.model.traffic import step_traffic
 from coatlm.parallel.buckets import bucket_elements
 from coatlm.parallel.finalize_grads import TensorParallelSums
 
-TERA = 1e12
-FORWARD = 1 / 3  # the share of a layer's GEMMs and elementwise bytes that forward has
 GRADIENTS = {"fp32": 4.0, "bf16": 2.0, "fp8-nccl": 1.0, "fp8-a2a": 1 + 4 / 128}  # bytes on the wire
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0}  # bytes per element of a layer's matrices in an all-gather
 MEASURED_GRADS = 2  # bytes of a gradient with which Rates.optimizer is measured
 NO_SUMS = TensorParallelSums(gradients=0, mus=0)  # of replicated weights: a few megabytes
-
-
-class Passes(NamedTuple):
-    """Bytes that elementwise kernels move per microbatch, in forward and backward together."""
-
-    stream: float  # per token and element of the residual stream
-    qkv: float  # per token and element of queries, keys and values
-    mlp: float  # per token and element of ffn
-    weights: float  # per weight of a matrix: casts, transposes, sums of gradients
-
-
-PASSES = {"fp8": Passes(45, 7, 18, 5), "bf16": Passes(40, 8, 16, 12)}
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,10 @@ class Forecast:
 
 
 def forecast(config: Config, vocab: int, cluster: Cluster) -> Forecast:
-    """Predict a step on `cluster`. The configuration fits the number of GPUs."""
+    """Predict a step on `cluster`. The configuration fits the number of GPUs.
+
+    With train.logits=auto the logits are recomputed; `fits.with_logits` decides before.
+    """
     p = config.parallel
     dp = config.data_parallel_size(cluster.gpus)
     m = microbatches_per_step(config, dp)
@@ -210,46 +207,23 @@ def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
                 slower *= rates.layer["current"]
             gemms += slower * layer_gemms(one, rates)
             elementwise += slower * layer_elementwise(one, rates)
-            launches += layers * share * repeated * 1e-6 * rates.launch_us[_kind(one)]
+            launches += layers * share * repeated * 1e-6 * rates.launch_us[kind(one)]
     attention = _attention(config, rates, stage)
     output = output_layer(config, vocab, rates) if stage == p.pp - 1 else 0.0
     busy = gemms + elementwise + attention + output
     traffic = step_traffic(config, stage=stage, microbatches=1, once=NO_SUMS).summary()
     sent_tp, sent_cp = traffic["comm_bytes_tp"], traffic.get("comm_bytes_cp", 0)
     collectives = layers * (10 + 4 * (config.train.recompute == "full"))
-    tensor = cluster.link(1, p.tp).seconds(sent_tp, collectives) if p.tp > 1 else 0.0
+    tensor = 0.0
+    if p.tp > 1:
+        link = cluster.link(1, p.tp)
+        tensor = link.seconds(sent_tp, collectives)
+        tensor -= layers * (1 - plain) * hidden_by_chunks(config, rates, link)
     context = cluster.link(p.tp, p.cp).seconds(sent_cp, 2 * layers) if p.cp > 1 else 0.0
     waits = 0.0 if config.cuda_graphs else max(0.0, launches - busy)
     return _Stage(
         gemms, elementwise, attention, output, waits, tensor, context, sent_tp, sent_cp, stage
     )
-
-
-def _kind(config: Config) -> str:
-    """The key of a recipe in tables by format: fp8 or bf16."""
-    return "bf16" if config.precision.recipe in ("bf16", "fp32") else "fp8"
-
-
-def layer_gemms(config: Config, rates: Rates) -> float:
-    """Seconds of the GEMMs of a layer on a rank, forward and backward."""
-    m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
-    q, k = query_size(m) // p.tp, key_size(m) // p.tp
-    ffn, table = m.ffn // p.tp, rates.gemm[_kind(config)]
-    shapes = ((q + 2 * k, m.hidden), (m.hidden, q), (2 * ffn, m.hidden), (m.hidden, ffn))
-    return sum(
-        6 * tokens * n * k / (TERA * interpolated(table, min(tokens, n, k))) for n, k in shapes
-    )
-
-
-def layer_elementwise(config: Config, rates: Rates) -> float:
-    """Seconds of the other kernels of a layer but attention, forward and backward."""
-    m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
-    passes = PASSES[_kind(config)]
-    split = p.tp if p.sequence_parallel else 1
-    qkv = (query_size(m) + 2 * key_size(m)) / p.tp
-    each = passes.stream * m.hidden / split + passes.qkv * qkv + passes.mlp * m.ffn / p.tp
-    moved = tokens * each + passes.weights * layer_matrices(m) / p.tp
-    return moved / (TERA * rates.tb_per_s)
 
 
 def _attention(config: Config, rates: Rates, stage: int) -> float:
@@ -264,14 +238,6 @@ def _attention(config: Config, rates: Rates, stage: int) -> float:
     seconds = flops / (TERA * interpolated(sizes, seq))
     seconds *= rates.context_parallel if p.cp > 1 else 1
     return seconds * (1 + FORWARD * (t.recompute != "none"))
-
-
-def output_layer(config: Config, vocab: int, rates: Rates) -> float:
-    """Seconds of the output layer and the loss of a microbatch, forward and backward."""
-    h, tokens = config.model.hidden, microbatch_tokens(config)
-    gemms = 3 if config.train.logits == "save" else 4
-    flops = 2 * gemms * tokens * h * vocab / config.parallel.tp
-    return flops / (TERA * interpolated(rates.output[config.precision.output_layer], h))
 
 
 # --- once per step -------------------------------------------------------------------------------

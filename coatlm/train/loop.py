@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.dataset import BatchIterator, Datasets, microbatches
+from coatlm.data.batches import BatchIterator, microbatches
+from coatlm.data.dataset import Datasets
 from coatlm.model.numerics import Probe, Record
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups

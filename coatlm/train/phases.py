@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +13,15 @@ from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
+from coatlm.model.decide import Gpu, Saved, decide
 from coatlm.model.memory import GIB
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
-from coatlm.train.agreement import Peers
+from coatlm.train.agreement import Peers, together
 from coatlm.train.faults import FLIGHT
 from coatlm.train.hf_weights import check_huggingface
-from coatlm.train.manifest import newest_first
+from coatlm.train.manifest import CheckpointError, newest_first
 from coatlm.train.remote_checkpoint import check_upload, discard_downloads
 from coatlm.train.resume import Origin, archive_attempt
 from coatlm.train.run_directory import read_environment, write_config, write_environment
@@ -31,6 +33,7 @@ from coatlm.train.setup import (
     record_collectives,
     start_processes,
 )
+from coatlm.train.state import read_run_state
 from coatlm.train.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -41,7 +44,8 @@ def join(config: Config, launch: Launch) -> Peers:
     """Wait for all ranks and check that the configuration fits their number."""
     refusal = None
     try:
-        config.data_parallel_size(launch.world_size)
+        if not config.undecided:
+            config.data_parallel_size(launch.world_size)
     except ConfigError as error:
         refusal = error
     record_collectives(config.run.dir / FLIGHT)
@@ -49,6 +53,46 @@ def join(config: Config, launch: Launch) -> Peers:
     with connecting(launch, config.parallel.start_timeout):
         control = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     return Peers(launch.rank, hosts, control)
+
+
+def gpu_of_all(peers: Peers, launch: Launch) -> Gpu | None:
+    """The GPU of every rank, with the least memory of them; None on CPUs or where they differ."""
+    memory = device_memory(choose_gpu(launch), launch.local_size)[0]
+    found = together(lambda: (device_name(), memory), peers.group)
+    name = found[0][0]
+    if name is None or any(other != name for other, _ in found):
+        return None
+    return Gpu(name, min(memory for _, memory in found))
+
+
+def decide_layout(
+    config: Config, vocab: int, launch: Launch, gpu: Gpu | None, peers: Peers
+) -> tuple[Config, str]:
+    """The configuration with parallel.layout and train.micro_batch decided, and why."""
+    if config.undecided and gpu is None and torch.cuda.is_available():
+        raise ConfigError(f"{config.undecided}: must be given where the ranks' GPUs differ")
+    earlier = together(
+        lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group
+    )
+    return decide(
+        config,
+        vocab,
+        ranks=launch.world_size,
+        per_node=launch.local_size,
+        gpu=gpu,
+        earlier=earlier[0],
+    )
+
+
+def earlier_config(config: Config, launch: Launch) -> Saved | None:
+    """The configuration in the newest readable checkpoint from which this run resumes, if any."""
+    if config.checkpoint.resume == "none" and not launch.restarted:
+        return None
+    for path in newest_first(config.run.dir / checkpoint.CHECKPOINTS):
+        with suppress(CheckpointError):
+            saved: Saved = read_run_state(path)["config"]
+            return saved
+    return None
 
 
 def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:

@@ -29,6 +29,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from coatlm.config import Config, ConfigError
+from coatlm.console import duration
 from coatlm.files import read_json, whole_file
 
 METRICS = "metrics.jsonl"
@@ -311,12 +312,7 @@ def time_left(record: Mapping[str, Any], steps: int) -> str:
 
     Evaluations and checkpoints come on top.
     """
-    seconds = (steps - record["step"]) * record["step_ms"] / 1000
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
-        if seconds >= size:
-            parts = round(seconds / part)
-            return f"{parts * part // size} {unit} {parts % (size // part)} {smaller} left"
-    return f"{round(seconds / 60)} min left" if seconds >= 90 else f"{round(seconds)} s left"
+    return f"{duration((steps - record['step']) * record['step_ms'] / 1000)} left"
 
 
 def speed(record: Mapping[str, Any]) -> Iterator[str]:

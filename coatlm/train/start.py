@@ -12,7 +12,9 @@ from coatlm.config import Config
 from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab
-from coatlm.model.plan import plan
+from coatlm.model.decide import cluster_of, expectation
+from coatlm.model.fits import with_logits
+from coatlm.model.plan import plan, wrapped
 from coatlm.platform import has_foreign_apex
 from coatlm.train.agreement import together
 from coatlm.train.ending import finish, nothing_to_do
@@ -25,7 +27,9 @@ from coatlm.train.phases import (
     check_inputs,
     check_parts,
     check_size,
+    decide_layout,
     device_name,
+    gpu_of_all,
     join,
     make_process_groups,
     named_memory,
@@ -56,7 +60,7 @@ def train(config: Config, launch: Launch) -> ExitCode:
             loop.metrics.close()
             loop.watchdog.close()
             if launch.rank == 0:
-                finish(config, loop.run, code)
+                finish(loop.config, loop.run, code)
     torch.distributed.destroy_process_group()
     # torchrun --max-restarts treats any other code as a failure and would start the run again
     return ExitCode.OK if launch.restarts else code
@@ -75,6 +79,8 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     startup.lap("ranks")
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
+    gpu = peers.agree(lambda: gpu_of_all(peers, launch))
+    config, chosen = peers.agree(lambda: decide_layout(config, vocab, launch, gpu, peers))
     peers.agree(lambda: check_size(config, launch, vocab))
     peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))
     lock = peers.agree(lambda: take_lock(config.run.dir, stack) if launch.rank == 0 else None)
@@ -94,12 +100,14 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     )
     peers.agree(lambda: check_parts(config, data))
     startup.lap("data")
+    memory = 0 if gpu is None else gpu.memory
     about = peers.agree(
         lambda: plan(
-            config,
+            with_logits(config, vocab, config.data_parallel_size(launch.world_size), memory),
             launch.world_size,
             tokenizer_vocab=tokenizer.vocab_size,
             device=named_memory(launch),
+            chosen=chosen,
         )
     )
     logger.info("%s", about)
@@ -114,6 +122,10 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
+    cluster = cluster_of(gpu, launch.world_size, launch.local_size)
+    if cluster is not None:
+        left = config.train.steps - run.step
+        logger.info("%s", wrapped(expectation(trainer.config, vocab, cluster, left)))
     peers.agree(lambda: write_description(config, launch, origin) if launch.rank == 0 else None)
     signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
     watchdog = HangWatchdog(

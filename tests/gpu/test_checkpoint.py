@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coatlm.train import shards, tensor_reader
+from coatlm.train import tensor_reader
 from coatlm.train.checkpoint import Checkpointer, load, tensor_checksum, tensor_checksums
+from coatlm.train.dcp import ShardReader
 from coatlm.train.host_copies import HostCopies
 from coatlm.train.shards import ShardedTensor
 
@@ -60,7 +61,7 @@ def test_page_locked_copies_leave_no_trace_in_the_checkpoint(tmp_path: Path) -> 
     saver = Checkpointer(tmp_path, keep=1, async_save=True)
     saver.save(1, pieces_of({"a": random_bits(torch.float32)}, 100), {})
     saver.wait()
-    [stored] = shards._Reader(tmp_path / "step_00000001").tensors().values()
+    [stored] = ShardReader(tmp_path / "step_00000001").tensors().values()
     assert not stored.properties.pin_memory
 
 

@@ -27,7 +27,6 @@ from coatlm.model.step_time import Cluster, forecast
 
 FILE = Path(__file__).with_name("measured_steps.yaml")
 ROWS = yaml.safe_load(FILE.read_text())["rows"]
-MISSED_MEMORY = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B")  # measured 6, 10, 12 % higher
 
 
 def configured(row: dict[str, Any]) -> Config:
@@ -45,7 +44,7 @@ def test_a_measured_step_is_predicted_within_10_percent_and_its_memory_within_5(
     found = forecast(config, config.model.vocab, Cluster(load_rates(row["gpu"]), ranks))
     assert found.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.10)
     peak = peak_bytes(config, config.model.vocab, config.data_parallel_size(ranks)) / GIB
-    assert (peak == pytest.approx(row["gib"], rel=0.05)) != (row["name"] in MISSED_MEMORY)
+    assert peak == pytest.approx(row["gib"], rel=0.05)
 
 
 @pytest.mark.parametrize("kind", known())
@@ -74,6 +73,33 @@ def test_every_format_of_gradients_and_the_output_layer_and_offloaded_states_hav
     assert time("precision.output_layer=fp8").output_layer < 0.8 * plain.output_layer
     moved = 3_212_749_824 * (4 + 10 / 128) / 46e9  # 4.08 bytes of states per parameter
     assert time("optim.offload=states").update == pytest.approx(moved + 6e-3, rel=0.02)
+
+
+def test_chunks_hide_all_but_the_last_of_a_sum_and_all_gathers_beside_own_rows() -> None:
+    sizes = ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch=4"]
+    words = [*sizes, "train.micro_batch=4", "parallel.main_grads=bf16"]
+
+    def tensor_parallel(*more: str, recipe: str = "coat") -> float:
+        config = load_config("llama2-7b", [*words, f"precision.recipe={recipe}", *more])
+        found = forecast(config, 32000, Cluster(load_rates("h200"), 2))
+        return found.time.tensor_parallel
+
+    # 16,384 tokens x 4096 codes of which half are sent, at 165 GB/s, and 25 us: less than the GEMMs
+    # of a rank's own rows but for the projection's; sums send two bytes, and that of down is hidden
+    # by its GEMM, that of the projection not. Delayed computation leaves 0.65 of what is hidden.
+    codes = 16_384 * 4096 / 2 / 165e9 + 25e-6
+    projection = 2 * 16_384 * 4096 * 2048 / 1230e12
+    one = tensor_parallel()
+    for chunks, later in ((2, 1 / 2), (4, 3 / 4)):
+        sums = later * (2 * codes + projection)
+        hidden = 0.65 * 32 * (3 * codes + projection / 2 + sums)
+        split = tensor_parallel(f"parallel.tp_chunks={chunks}")
+        assert one - split == pytest.approx(hidden, rel=1e-6)
+        assert split > 0
+    rows, two = {"recipe": "fp8-block"}, "parallel.tp_chunks=2"
+    scaling = "precision.scaling=current"
+    fewer = tensor_parallel(scaling, **rows) - tensor_parallel(scaling, two, **rows)
+    assert fewer == pytest.approx(0.65 * 32 * (2 * codes + codes + projection / 2), rel=1e-6)
 
 
 @cache

@@ -1,0 +1,97 @@
+"""The time of the parts of a layer, and of the output layer, from the rates of a GPU (rates.py).
+
+GEMMs have a rate by format and by the smallest of their sizes; other kernels that of the memory.
+Bytes per element that they read and write in forward and backward are counted from the kernels of
+docs/results/layer.md (PASSES).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from coatlm.config import Config
+from coatlm.model.accounting import key_size, layer_matrices, query_size
+from coatlm.model.memory import microbatch_tokens
+from coatlm.model.rates import Link, Rates, interpolated
+
+TERA = 1e12
+FORWARD = 1 / 3  # the share of a layer's GEMMs and elementwise bytes that forward has
+
+
+class Passes(NamedTuple):
+    """Bytes that elementwise kernels move per microbatch, in forward and backward together."""
+
+    stream: float  # per token and element of the residual stream
+    qkv: float  # per token and element of queries, keys and values
+    mlp: float  # per token and element of ffn
+    weights: float  # per weight of a matrix: casts, transposes, sums of gradients
+
+
+PASSES = {"fp8": Passes(45, 7, 18, 5), "bf16": Passes(40, 8, 16, 12)}
+
+
+def kind(config: Config) -> str:
+    """The key of a recipe in tables by format: fp8 or bf16."""
+    return "bf16" if config.precision.recipe in ("bf16", "fp32") else "fp8"
+
+
+def layer_gemms(config: Config, rates: Rates) -> float:
+    """Seconds of the GEMMs of a layer on a rank, forward and backward."""
+    return sum(linear_gemms(config, rates).values())
+
+
+def linear_gemms(config: Config, rates: Rates) -> dict[str, float]:
+    """Seconds of the three GEMMs of each linear of a layer on a rank."""
+    m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
+    q, k = query_size(m) // p.tp, key_size(m) // p.tp
+    ffn, table = m.ffn // p.tp, rates.gemm[kind(config)]
+    shapes = {
+        "qkv": (q + 2 * k, m.hidden),
+        "projection": (m.hidden, q),
+        "gate_up": (2 * ffn, m.hidden),
+        "down": (m.hidden, ffn),
+    }
+    return {
+        name: 6 * tokens * n * k / (TERA * interpolated(table, min(tokens, n, k)))
+        for name, (n, k) in shapes.items()
+    }
+
+
+def hidden_by_chunks(config: Config, rates: Rates, link: Link) -> float:
+    """Seconds per layer of collectives over tensor-parallel ranks that tp_chunks overlaps.
+
+    All-gathers of codes are overlapped with the GEMM of a rank's own rows, reduce-scatters of
+    forward with the GEMMs of later chunks, all but the last chunk of each; GEMMs of chunks count as
+    fast as whole ones. Without sequence parallelism nothing is gathered or scattered.
+    """
+    p, ranks = config.parallel, config.parallel.tp
+    if p.tp_chunks == 1 or not p.sequence_parallel:
+        return 0.0
+    gemm = {name: FORWARD * time for name, time in linear_gemms(config, rates).items()}
+    codes = link.seconds(microbatch_tokens(config) * config.model.hidden * (ranks - 1) / ranks)
+    gathered = ["qkv", "gate_up"]
+    if config.precision.flow_recipe().tensor_wise_gradients:
+        gathered += ["projection", "down"]  # their gradients, in backward
+    own = sum(min(codes, gemm[name] / ranks) for name in gathered)
+    later = 1 - 1 / p.tp_chunks
+    summed = sum(later * min(2 * codes, gemm[name]) for name in ("projection", "down"))
+    return (1 - rates.contention) * (own + summed)
+
+
+def layer_elementwise(config: Config, rates: Rates) -> float:
+    """Seconds of the other kernels of a layer but attention, forward and backward."""
+    m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
+    passes = PASSES[kind(config)]
+    split = p.tp if p.sequence_parallel else 1
+    qkv = (query_size(m) + 2 * key_size(m)) / p.tp
+    each = passes.stream * m.hidden / split + passes.qkv * qkv + passes.mlp * m.ffn / p.tp
+    moved = tokens * each + passes.weights * layer_matrices(m) / p.tp
+    return moved / (TERA * rates.tb_per_s)
+
+
+def output_layer(config: Config, vocab: int, rates: Rates) -> float:
+    """Seconds of the output layer and the loss of a microbatch, forward and backward."""
+    h, tokens = config.model.hidden, microbatch_tokens(config)
+    gemms = 3 if config.train.logits == "save" else 4
+    flops = 2 * gemms * tokens * h * vocab / config.parallel.tp
+    return flops / (TERA * interpolated(rates.output[config.precision.output_layer], h))

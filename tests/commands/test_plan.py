@@ -1,0 +1,74 @@
+"""`coatlm plan` with several numbers of GPUs, failures, and the tables of the page on planning."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from coatlm.commands.plan import main
+from coatlm.model.failures import checkpoint_interval, lost_share, time_between
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/guides/planning.md"
+BLOCK = re.compile(r"^\.venv/bin/coatlm plan (.*,.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [found[1] for found in BLOCK.finditer(PAGE.read_text())])
+def test_a_table_of_the_page_is_what_its_command_prints(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (table,) = (found[2] for found in BLOCK.finditer(PAGE.read_text()) if found[1] == command)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == table
+
+
+def test_the_page_has_three_models() -> None:
+    assert len(BLOCK.findall(PAGE.read_text())) == 3
+
+
+def test_a_number_of_gpus_that_nothing_fits_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["llama3.1-405b", "--gpus", "1,2"]) == 0
+    head, _, one, two = capsys.readouterr().out.splitlines()
+    assert one.startswith("| 1 | none fits | ") and two.startswith("| 2 | none fits | ")
+    assert one.count("|") == head.count("|")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpus", "8,x"], "argument --gpus: invalid whole_numbers value: '8,x'"),
+        (["--gpus", "8,0"], "--gpus 0: 1 to"),
+        (["--gpus", "8,16", "--keep"], "--gpus [8, 16]: one number with --keep"),
+        (["--gpus", "8,16", "--tokens", "0"], "--tokens 0.0: at least 1"),
+        (["--gpus", "8,16", "--save", "inf"], "--save inf: at least 0.001"),
+    ],
+)
+def test_wrong_numbers_are_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["llama3-8b", *words])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    error = capsys.readouterr().err
+    assert code == 2 and told in error and error.count("\n") == 1
+
+
+def test_interruptions_of_llama_3_are_reproduced() -> None:
+    assert 54 * 86400 / time_between(16384) == pytest.approx(419)
+    assert time_between(2 * 16384) == time_between(16384) / 2
+
+
+def test_the_interval_loses_the_least() -> None:
+    """Daly's model: an interval of work succeeds, with its save, between exponential failures."""
+    save, between = 60.0, 11_000.0
+
+    def time_of(interval: float) -> float:  # relative to the work, without restarts
+        return between * (2.718281828 ** ((interval + save) / between) - 1) / interval
+
+    best = checkpoint_interval(save, between)
+    assert min((time_of(x), x) for x in range(100, 5000, 10))[1] == pytest.approx(best, abs=10)
+    assert time_of(best) - 1 == pytest.approx(lost_share(save, between), rel=0.15)
+    assert checkpoint_interval(500.0, 100.0) == 100.0
