@@ -1,11 +1,12 @@
 # Needs Python 3.11, 3.12 or 3.13 and PyPI. Everything it installs goes into .venv.
 #   make train CONFIG=configs/llama-125m.yaml ARGS="optim.lr=3e-4 train.steps=100"
-#   make test ARGS="tests/optim -k schedule"
+#   make test ARGS="tests/optim -k schedule" JOBS=0
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 MINUTES ?= 10
+JOBS ?= auto
 
 # Threads that wait sleep: where others use the CPU too, spinning ones cost many times the speed.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -14,6 +15,9 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --constrain
 INSTALLED := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
+PYTEST := $(VENV)/bin/python -m pytest
+# Several processes share the tests; those of a file stay together, because they share fixtures.
+PARALLEL := --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 BANDIT := $(VENV)/bin/bandit --quiet --configfile pyproject.toml --recursive coatlm tools pretrain.py
 # torch 2.11 brings this one, constraints.txt the newest.
 OLDEST_TRITON := 3.6.0
@@ -21,7 +25,7 @@ OLDEST_TRITON := 3.6.0
 .PHONY: help install train test numerics check audit kernels fuzz drill bench format docs
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
-	@echo "make test     run the tests; those that need GPUs or SLURM are skipped without"
+	@echo "make test     run the tests, in JOBS processes ($(JOBS)); those for GPUs or SLURM where there are any"
 	@echo "make numerics run the tests that depend on the order of sums as on another CPU"
 	@echo "make check    lint, formatting, types, who may import whom, and insecure code"
 	@echo "make audit    known vulnerabilities of the pinned packages; asks PyPI"
@@ -54,7 +58,7 @@ train: $(INSTALLED)
 	@$(VENV)/bin/python tools/launch.py $(CONFIG) $(ARGS)
 
 test: $(DEV)
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(PYTEST) $(PARALLEL) $(ARGS)
 
 # Vector units of other widths add in another order, and a tolerance may hold on one CPU only. These
 # tests run as on a CPU without vector instructions; make test covers those of this machine.
@@ -67,7 +71,7 @@ numerics: $(DEV)
 	@own=$$($(VENV)/bin/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())'); \
 	if [ "$$own" = DEFAULT ]; then echo "This CPU has no wider vectors: make test covers it."; exit; fi; \
 	echo "CPU capability default; the machine's own is $$own"; \
-	$(NO_VECTORS) $(VENV)/bin/python -m pytest $(NUMERICS) -k 'not sm90 and not compile and not interpreter' $(ARGS)
+	$(NO_VECTORS) $(PYTEST) $(PARALLEL) $(NUMERICS) -k 'not sm90 and not compile and not interpreter' $(ARGS)
 
 check: $(DEV)
 	$(VENV)/bin/ruff check
@@ -85,10 +89,10 @@ audit: $(DEV)
 kernels: $(DEV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
 		--target $(VENV)/triton triton==$(OLDEST_TRITON)
-	PYTHONPATH=$(VENV)/triton $(VENV)/bin/python -m pytest tests/fp8 tests/model tests/optim -k 'sm90 or compile'
+	PYTHONPATH=$(VENV)/triton $(PYTEST) $(PARALLEL) tests/fp8 tests/model tests/optim -k 'sm90 or compile'
 
 fuzz: $(DEV)
-	@FUZZ_MINUTES=$(MINUTES) $(VENV)/bin/python -m pytest -s tests/fuzz $(ARGS)
+	@FUZZ_MINUTES=$(MINUTES) $(PYTEST) -s tests/fuzz $(ARGS)
 
 drill: $(INSTALLED)
 	@$(VENV)/bin/python tools/drill.py $(ARGS)

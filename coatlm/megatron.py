@@ -5,8 +5,6 @@ this module installs it above the imports. Packages that work without megatron-c
 `fp8`, `optim`) do not import this module.
 """
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from types import ModuleType
@@ -15,32 +13,33 @@ from coatlm import megatron_hook
 
 megatron_hook.install()
 
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
-from megatron.core.dist_checkpointing.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+with megatron_hook.without_trackers():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig
+    from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
+    from megatron.core.dist_checkpointing.strategies.checkpointable import (
+        CheckpointableShardedTensor,
+        LocalShardsContainer,
+    )
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
 
 __all__ = [
     "MLP",

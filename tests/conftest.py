@@ -30,6 +30,10 @@ import torch
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
+# Files of these names take up to minutes each. With several workers they begin first, so that all
+# workers end at about the same time.
+LONG = tuple(f"tests/{name}" for name in ("tools", "parallel", "train", "test_", "fuzz", "convert"))
+
 if importlib.util.find_spec("hypothesis"):  # GPU machines run tests/gpu without it
     from hypothesis import settings
 
@@ -57,8 +61,18 @@ def no_log_of_another_test() -> Iterator[None]:
         run_directory.stop_logging()
 
 
+@pytest.hookimpl(optionalhook=True)  # GPU machines run tests/gpu without xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes `make test` starts: one per core, up to eight; none where there are GPUs.
+
+    Most tests would use the first GPU.
+    """
+    return 0 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), 8)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose mark names something that this machine lacks."""
+    """Put files that start programs first; skip tests whose mark names what this machine lacks."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     gpus = torch.cuda.device_count()
     lacking = {
         "gpu": None if gpus >= 1 else "needs a CUDA device",

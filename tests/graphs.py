@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from tests.distributed import run_ranks
 from tests.parallel.test_parity import batches
@@ -29,9 +32,26 @@ def train_steps(
         placed = trainer.place(batches(config, groups, number))
         evaluated = float(trainer.evaluate(placed)) if number in evaluate else 0.0
         loss, norm = trainer.train_step(placed, lr=1e-3)
-        graphs = 0 if trainer.graphs is None else len(trainer.graphs.graphs)
-        steps.append(Step((float(loss), float(norm), evaluated), trainer.comm_bytes, graphs))
+        steps.append(
+            Step((float(loss), float(norm), evaluated), trainer.comm_bytes, graphs_of(trainer))
+        )
     return steps
+
+
+def graphs_of(trainer: Any) -> int:
+    """The number of graphs, of microbatches or of the step, that the trainer holds."""
+    microbatches = 0 if trainer.graphs is None else len(trainer.graphs.graphs)
+    return microbatches + (trainer.step_graph is not None and trainer.step_graph.graph is not None)
+
+
+def checksum(trainer: Any) -> str:
+    """A digest of the bits of all weights and optimizer states, and the count of updates."""
+    optimizer = trainer.optimizer.optimizer
+    digest = hashlib.sha256(str(int(optimizer.step_count)).encode())
+    for shard, states in zip(optimizer.shards, optimizer.states, strict=True):
+        for tensor in (shard.weight, *(states[name] for name in sorted(states))):
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run_both_ways(ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]]) -> list[Any]:

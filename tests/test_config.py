@@ -169,6 +169,14 @@ def test_a_value_out_of_range_is_reported_with_what_is_allowed(
             "grad_comm_format=e3m4 needs grad_comm=fp8-a2a and grad_comm_scale=block",
         ),
         (
+            {"parallel": {"grad_comm_scaling": "delayed"}},
+            "grad_comm_scaling=delayed needs grad_comm=fp8-nccl, or grad_comm=fp8-a2a with",
+        ),
+        (
+            {"parallel": {"grad_comm": "fp32", "grad_comm_scaling": "delayed"}},
+            "grad_comm_scaling=delayed needs grad_comm=fp8-nccl, or grad_comm=fp8-a2a with",
+        ),
+        (
             {"parallel": {"grad_comm": "fp8-nccl", "grad_comm_nodes": 2}},
             "grad_comm_nodes=2 needs grad_comm=fp8-a2a",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -36,3 +37,14 @@ def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
     megatron_hook.install()
     assert sum(type(finder) is megatron_hook._Finder for finder in sys.meta_path) == 1
     assert torch.cuda.current_device is before
+
+
+def test_a_run_imports_neither_trackers_nor_compilers_that_it_does_not_use() -> None:
+    unused = ["wandb", "tensorboard", "transformers", "matplotlib"]
+    if not torch.cuda.is_available():  # there megatron-core compiles functions
+        unused.append("torch._dynamo")
+    code = "import sys, coatlm.train.start; print(*sys.modules); import wandb; wandb.init"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not set(unused) & set(done.stdout.split())

@@ -53,7 +53,8 @@ from torch import Tensor
 from coatlm.config import Config, ConfigError
 from coatlm.config.recipes import PRECISION_RECIPES, TE_RECIPES
 from coatlm.console import Parser, fail, progress
-from coatlm.data.dataset import Microbatch, microbatches, open_datasets
+from coatlm.data.batches import Microbatch, microbatches
+from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import check_output, whole_file
 from coatlm.platform import device
@@ -180,10 +181,11 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the standard error of the mean; NaN for a single value."""
-    if len(values) < 2:
-        return values[0], math.nan
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    """The mean and its standard error: NaN for a single value and where one is not finite."""
+    mean = statistics.fmean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return mean, math.nan
+    return mean, statistics.stdev(values) / math.sqrt(len(values))
 
 
 def chosen_configs(saved: Config, recipes: Sequence[str] | None) -> dict[str, Config]:

@@ -3,6 +3,7 @@
     coatlm estimate llama2-7b optim.recipe=coat --ranks 8
     coatlm estimate llama2-7b --ranks 8 --memory-gib 80
     coatlm estimate --table7
+    coatlm estimate --fits
 
 Prints weights, gradients, states, activations, logits, buffers and CUDA graphs of a rank of every
 pipeline stage (coatlm/model/memory.py has the formulas; `coatlm train --dry-run` prints the same),
@@ -13,7 +14,8 @@ train.micro_batch that fits, a divisor of the global batch, so that the run stay
 fragmentation.
 
 --table7 takes the models, GPUs and batches of COAT's Table 7 (arXiv 2410.19313) and tries layouts
-from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown.
+from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown. --fits shows from
+which formats on models of 8B to 70B fit GPUs of 80 and 141 GB.
 
 Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with one line per mistake.
 """
@@ -29,6 +31,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
+from coatlm.commands import fitting
 from coatlm.commands.arguments import add_config
 from coatlm.config import (
     Config,
@@ -235,10 +238,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory-gib", type=float, help="of a GPU (--table7: 80)")
     parser.add_argument("--reserve-gib", type=float, default=2.0, help="left free (default: 2)")
     parser.add_argument("--table7", action="store_true", help="COAT's Table 7, without CONFIG")
+    parser.add_argument("--fits", action="store_true", help="what fits 80 and 141 GB; no CONFIG")
     options = parser.parse(arguments)
     try:
-        if options.table7 == bool(options.config):
-            raise ConfigError("give either CONFIG or --table7")
+        if options.table7 + options.fits + bool(options.config) != 1:
+            raise ConfigError("give either CONFIG, --table7 or --fits")
         if options.ranks is not None and options.ranks < 1:
             raise ConfigError(f"--ranks {options.ranks}: at least 1")
         given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib
@@ -247,6 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--memory-gib {given} must be above --reserve-gib {options.reserve_gib} >= 0"
             )
+        if options.fits:
+            print("\n".join(fitting.table(options.reserve_gib)))
+            return 0
         if options.table7:
             assert memory is not None
             print("\n".join(table7(memory)))

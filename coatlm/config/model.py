@@ -260,8 +260,8 @@ class Precision(Section):
     per step instead of one per use."""
 
     tune_gemms: StrictBool = True
-    """Time cuBLASLt's algorithms at the start and use the fastest; false uses the first that its
-    heuristic suggests."""
+    """Time cuBLASLt's algorithms at the first start and use the fastest; later starts find them in
+    data.cache_dir. false uses the first that its heuristic suggests."""
 
     bf16_layers: tuple[Layers, Layers] = (0, 0)
     """How many of the first and of the last layers compute in BF16, as [first, last]; together at

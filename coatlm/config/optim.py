@@ -16,6 +16,9 @@ OptimRecipe = Literal[  # how weights and moments are stored: coatlm.optim.recip
     "collage-light",
     "collage-plus",
     "fp8lm",
+    "fp8lm-bf16",
+    "fp8lm-fp8-master",
+    "fp8lm-fp8-v",
     "coat",
     "coat-lean",
     "coat-24",
@@ -30,7 +33,8 @@ class Optim(Section):
     recipe: OptimRecipe = "adamw-fp32"
     """How weights and moments are stored. Bytes per parameter with BF16 weights: adamw-fp32 14,
     adamw-bf16 6, adamw-bf16-fp32state 10, kahan 8, collage-light 8, collage-plus 10, fp8lm 7.1,
-    coat 8.1, coat-lean 6.1, coat-24 5.1, fp8-plain 8.1."""
+    fp8lm-bf16 5.1, fp8lm-fp8-master 6.1, fp8lm-fp8-v 6.1, coat 8.1, coat-lean 6.1, coat-24 5.1,
+    fp8-plain 8.1."""
 
     offload: Literal["none", "states"] = "none"
     """What of the optimizer is in host memory between updates: nothing, or its states, which pass

@@ -66,6 +66,11 @@ class Parallel(Section):
     """The scale granularity of fp8-a2a: one scale per block of 128 elements, or one per tensor or
     per bucket that all ranks share."""
 
+    grad_comm_scaling: Literal["current", "delayed"] = "current"
+    """How the scales that all ranks share are found, which fp8-nccl has, and fp8-a2a with a scale
+    per tensor or bucket: current from the gradients, which are read once more; delayed from those
+    of the last 16 steps."""
+
     grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"
     """The FP8 format of fp8-a2a with block scales: e4m3 has more range, e3m4 half the rounding
     error."""
@@ -117,6 +122,11 @@ class Parallel(Section):
             if self.grad_comm_nodes not in (None, 1):
                 raise ValueError(f"grad_comm_nodes={self.grad_comm_nodes} needs grad_comm=fp8-a2a")
         blocks = self.grad_comm == "fp8-a2a" and self.grad_comm_scale == "block"
+        if self.grad_comm_scaling == "delayed" and (blocks or self.grad_comm in ("fp32", "bf16")):
+            raise ValueError(
+                "grad_comm_scaling=delayed needs grad_comm=fp8-nccl, or grad_comm=fp8-a2a with "
+                "grad_comm_scale=tensor or bucket: other formats have no scales that ranks share"
+            )
         if self.grad_comm_format != "e4m3" and not blocks:
             raise ValueError(
                 f"grad_comm_format={self.grad_comm_format} needs grad_comm=fp8-a2a and "

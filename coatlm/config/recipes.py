@@ -241,10 +241,12 @@ class FlowRecipe:
         """Whether weights can be all-gathered as FP8 without changing a code of a GEMM.
 
         The received codes must determine those of forward, and those of forward must determine
-        those of dgrad. coatlm/parallel/fp8_gather.py shows it for powers of two per row.
+        those of dgrad. coatlm/parallel/fp8_gather.py shows it for powers of two per row, and for
+        amax / MAX per tensor.
         """
         codes = self.bf16.isdisjoint(("forward.weight", "dgrad.weight"))
-        return codes and self.forward.weight == ROWS and self.dgrad.weight.scaling == "forward"
+        cast = self.forward.weight in (ROWS, EXACT)
+        return codes and cast and self.dgrad.weight.scaling == "forward"
 
 
 ROWS = Operand("e4m3", ROW)

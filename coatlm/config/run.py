@@ -105,8 +105,8 @@ class Data(Section):
     does not count in the loss."""
 
     cache_dir: UserPath = Path(".cache/coatlm")
-    """The directory of the datasets tokenized from text, and of the blocks that are read from URLs
-    in paths, shared by all runs."""
+    """The directory of the datasets tokenized from text, of the blocks that are read from URLs in
+    paths, and of the GEMM algorithms that precision.tune_gemms chose, shared by all runs."""
 
     remote_cache: StrictInt = number(64 << 30, "bytes", ge=1 << 20, le=2**50)
     """The most bytes of blocks of datasets at URLs that cache_dir holds, beside their indexes and
@@ -194,8 +194,8 @@ class Train(Section):
 
     cuda_graphs: Literal[True, False, "auto"] = False
     """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches. auto does so on a GPU if model.hidden is at most 2048 and no other key
-    excludes it."""
+    by kernel launches; on one GPU a whole step with its update, of at most 32 microbatches. auto
+    does so on a GPU if model.hidden is at most 2048 and no other key excludes it."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""

@@ -34,7 +34,7 @@ from coatlm.hf.tokenizer import (
     moved,
     tokenizer_of,
 )
-from coatlm.train.manifest import STATE, File, sha256, write_file, write_manifest
+from coatlm.train.manifest import STATE, describe, write_file, write_manifest
 from coatlm.train.shards import write_layout, write_one_by_one
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # what coatlm trains in
@@ -109,7 +109,7 @@ def from_huggingface(
         write_file(
             directory / "config.yaml", _start_yaml(config, destination, tokenized=bool(fingerprint))
         )
-        files = {p.name: File(p.stat().st_size, sha256(p)) for p in directory.iterdir()}
+        files = {p.name: describe(p) for p in directory.iterdir()}
         write_manifest(directory, destination.parent, files)
     return report
 

@@ -34,7 +34,7 @@ from coatlm.hf.files import Described, Report
 from coatlm.hf.layout import check_layers, entries
 from coatlm.hf.tokenizer import check_rows
 from coatlm.optim.recipes import MASTER, M, V
-from coatlm.train.manifest import STATE, File, sha256, write_file, write_manifest
+from coatlm.train.manifest import STATE, describe, write_file, write_manifest
 from coatlm.train.shards import write_layout, write_one_by_one
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -102,7 +102,7 @@ def from_megatron(
         write_file(directory / STATE, _state(run, fingerprint, stored.header, bool(states)))
         start = _start_yaml(run, sections, destination, bool(fingerprint), bool(states))
         write_file(directory / "config.yaml", start)
-        files = {p.name: File(p.stat().st_size, sha256(p)) for p in directory.iterdir()}
+        files = {p.name: describe(p) for p in directory.iterdir()}
         write_manifest(directory, destination.parent, files)
     return report
 

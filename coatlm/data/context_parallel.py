@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coatlm.data.dataset import Microbatch
+from coatlm.data.batches import Microbatch
 
 
 def zigzag_positions(seq_len: int, cp_rank: int, cp_size: int) -> Tensor:

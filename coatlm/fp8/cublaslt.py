@@ -57,6 +57,12 @@ class Kind(NamedTuple):
     bias: bool
     device: int
 
+    @property
+    def name(self) -> str:
+        """All but the device, in words."""
+        values = self._asdict() | {"a_scale": self.a_scale.name, "b_scale": self.b_scale.name}
+        return " ".join(f"{key}={values[key]}" for key in self._fields[:-1])
+
 
 class Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t; it begins with the algorithm."""
@@ -68,6 +74,11 @@ class Heuristic(ctypes.Structure):
         ("waves", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
     )
+
+    @property
+    def name(self) -> str:
+        """The algorithm in hexadecimal, which identifies it to one version of cuBLASLt."""
+        return bytes(self.algo).hex()
 
 
 _one, _zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -162,6 +173,11 @@ def make_plan(kind: Kind) -> Plan:
     return plan
 
 
+def version() -> int:
+    """The version of cuBLASLt, such as 120804."""
+    return _library().cublasLtGetVersion()
+
+
 def _destroy(operation: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]) -> None:
     """Free the descriptors of a plan."""
     _call("cublasLtMatmulDescDestroy", operation)
@@ -190,6 +206,7 @@ def _library() -> Any:
     library.cublasLtMatmulPreferenceDestroy.argtypes = [pointer]
     library.cublasLtMatmulAlgoGetHeuristic.argtypes = [*[pointer] * 7, ctypes.c_int, *[pointer] * 2]
     library.cublasLtMatmul.argtypes = [*[pointer] * 14, size, pointer]
+    library.cublasLtGetVersion.restype = size
     library.cublasLtGetStatusName.argtypes = [ctypes.c_int]
     library.cublasLtGetStatusName.restype = ctypes.c_char_p
     return library

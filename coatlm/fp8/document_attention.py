@@ -237,7 +237,7 @@ def document_attention(
 ) -> Tensor:
     """Attention as the module's docstring defines it; returns [B, S, N, D].
 
-    `bounds_BE`: int32, see `coatlm.data.dataset.document_bounds`; None if each sample is a single
+    `bounds_BE`: int32, see `coatlm.data.batches.document_bounds`; None if each sample is a single
     document. `scale` is 1 / sqrt(D) unless given; `window` is in keys, the query's own included.
     `backend` is a name in BACKENDS; by default it follows from the device, the dtype and `softcap`.
     """

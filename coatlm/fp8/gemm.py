@@ -23,14 +23,14 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.fp8 import cublaslt
-from coatlm.fp8.cublaslt import Kind, Plan, ScaleMode
+from coatlm.fp8.cublaslt import Heuristic, Kind, Plan, ScaleMode
 from coatlm.fp8.formats import Fp8Format
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor
 
@@ -66,7 +66,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Kind, Plan] = {}
-        self._tuned: set[Kind] = set()
+        self._tuned: dict[Kind, str] = {}  # the names of the algorithms
 
     def plan(self, kind: Kind) -> Plan:
         """The plan of a kind of GEMM, created at its first use."""
@@ -86,34 +86,33 @@ class Plans:
         fast: bool,
         accumulate: bool,
         device: int,
+        choices: dict[str, str] | None = None,
     ) -> None:
-        """Time cuBLASLt's candidates for a[m, k] b[n, k]^T with TENSOR scales; keep the fastest.
+        """Time cuBLASLt's candidates for a[m, k] b[n, k]^T with TENSOR scales; use the fastest.
 
         cuBLASLt's first guess was up to 15 % slower than its best on H200. Takes a tenth of a
         second and the memory of the operands, once per kind. The candidates sum in different
-        orders, so results may differ in their last bits from one process to another.
+        orders, so results may differ in their last bits from one process to another, unless these
+        share `choices`: the algorithm that it names for this kind of GEMM is used untimed, and one
+        that was timed is added.
         """
         tensor = ScaleMode.TENSOR
         kind = Kind(
             m, n, k, a_fmt.dtype, b_fmt.dtype, out_dtype, tensor, tensor, fast, False, device
         )
-        if kind in self._tuned:
+        choices = {} if choices is None else choices
+        if (
+            kind in self._tuned
+            and choices.setdefault(kind.name, self._tuned[kind]) == (self._tuned[kind])
+        ):
             return
         plan = self.plan(kind)
-        scale = torch.ones((), device=f"cuda:{device}")
-        a, b = (
-            fmt.encode(torch.randn(rows, k, device=scale.device))
-            for rows, fmt in ((m, a_fmt), (n, b_fmt))
-        )
-        out = torch.zeros(m, n, dtype=out_dtype, device=scale.device)
-        add = out if accumulate else None
-        candidates = plan.candidates(CANDIDATES)
-        times = []
-        for candidate in candidates:
-            plan.heuristic = candidate
-            times.append(_milliseconds(lambda: plan.run(a, b, scale, scale, out, add=add)))
-        plan.heuristic = candidates[times.index(min(times))]
-        self._tuned.add(kind)
+        candidates = {candidate.name: candidate for candidate in plan.candidates(CANDIDATES)}
+        if choices.get(kind.name) not in candidates:
+            times = _times(plan, candidates, a_fmt, b_fmt, accumulate=accumulate)
+            choices[kind.name] = min(times, key=times.__getitem__)
+        self._tuned[kind] = choices[kind.name]
+        plan.heuristic = candidates[choices[kind.name]]
 
 
 def padded_rows(m: int, block: int = 1) -> int:
@@ -254,6 +253,30 @@ def scales_in_order(x: QTensor) -> Tensor:
         if scale.stride() != (length, 1):
             scale = F.pad(scale, (0, length - scale.shape[1]))
     return scale
+
+
+def _times(
+    plan: Plan,
+    candidates: Mapping[str, Heuristic],
+    a_fmt: Fp8Format,
+    b_fmt: Fp8Format,
+    *,
+    accumulate: bool,
+) -> dict[str, float]:
+    """The milliseconds that each of the algorithms takes for random operands."""
+    kind = plan.kind
+    scale = torch.ones((), device=f"cuda:{kind.device}")
+    a, b = (
+        fmt.encode(torch.randn(rows, kind.k, device=scale.device))
+        for rows, fmt in ((kind.m, a_fmt), (kind.n, b_fmt))
+    )
+    out = torch.zeros(kind.m, kind.n, dtype=kind.out_dtype, device=scale.device)
+    add = out if accumulate else None
+    times = {}
+    for name, candidate in candidates.items():
+        plan.heuristic = candidate
+        times[name] = _milliseconds(lambda: plan.run(a, b, scale, scale, out, add=add))
+    return times
 
 
 def _milliseconds(work: Callable[[], None]) -> float:

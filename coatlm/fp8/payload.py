@@ -6,7 +6,9 @@
 A payload holds n codes and, unless the ranks share scales, behind them the fp32 scales S of its
 blocks (S = amax / MAX by the rules of scaling.py). A block is 128 consecutive elements of a flat
 buffer and takes 132 bytes. Each function is one kernel, which reads and writes every element once.
-A shared scale belongs to a tensor; `Shared` says which tensor a block belongs to.
+A shared scale belongs to a tensor; `Shared` says which tensor a block belongs to. Values may exceed
+a shared scale that was fixed before they were known: they saturate, `pack` records their tensor's
+amax for later scales, and a block with a NaN or an infinity becomes NaN.
 
 A rank does not round its own values in a sum: `pack` skips their payload, and `unpack` adds the
 values themselves (`Own`) to the decoded payloads of the others. The skipped payload keeps its place
@@ -31,6 +33,7 @@ from coatlm.fp8.codes import decode, encode
 from coatlm.fp8.formats import E3M4, SCALE_BLOCK, Coding
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
+from coatlm.fp8.segments import raise_largest, raise_largest_ref
 
 ALIGN = 16  # bytes: every payload starts where vector accesses are possible
 ROWS = 32  # blocks per program: 4096 elements and 128 bytes of scales
@@ -44,6 +47,7 @@ class Shared:
 
     scale: Tensor  # fp32 [T]
     owner: Tensor  # int32 [A, B, blocks], any view whose rows are contiguous
+    amax: Tensor | None = None  # int32 [T], bits that `pack` raises to those of the largest |x|
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +85,12 @@ class Layout:
 
 
 def pack_ref(
-    x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None = None, divide: bool = False
+    x: Tensor,
+    payloads: Tensor,
+    layout: Layout,
+    shared: Shared | None = None,
+    divide: bool = False,
+    skip: int = -1,
 ) -> None:
     """The definition of `pack`, and its CPU path."""
     n = layout.elements
@@ -90,6 +99,11 @@ def pack_ref(
         payloads[..., n : n + 4 * layout.blocks] = scale.contiguous().view(torch.uint8)
     else:
         scale = shared.scale[shared.owner.long()].view(*x.shape[:-1], -1)
+        if shared.amax is not None:
+            finite = group_amax_ref(x, SCALE_BLOCK).isfinite()
+            scale = torch.where(finite, scale, torch.nan)
+            sent = torch.arange(len(x)) != skip
+            raise_largest_ref(shared.amax, x[sent], shared.owner[sent])
     blocked = x.float().unflatten(-1, (-1, SCALE_BLOCK))
     scale = _nan_unless_finite(scale)[..., None]
     scaled = blocked / scale if divide else blocked * (1.0 / scale).clamp(max=LARGEST)
@@ -137,6 +151,7 @@ def _pack_kernel(
     scale_ptr,  # the scales of the first payload, or None
     shared_ptr,  # fp32 [T], or None
     owner_ptr,
+    amax_ptr,  # int32 [T], or None
     blocks,  # per payload
     inner,  # B
     outer_stride, inner_stride,  # of x, in elements
@@ -160,8 +175,12 @@ def _pack_kernel(
         tl.store(scale_ptr + payload * (bytes_each // 4) + g, scale, mask=some)
     else:
         owners = owner_ptr + a * owner_outer_stride + b * owner_inner_stride
-        owner = tl.load(owners + g, mask=some, other=0)
-        scale = tl.load(shared_ptr + owner)
+        owner = tl.load(owners + g, mask=some, other=-1)
+        scale = tl.load(shared_ptr + owner, mask=some, other=1.0)
+        if amax_ptr is not None:
+            amax = amax_of(x, 1)
+            raise_largest(amax_ptr, amax, owner)
+            scale = tl.where(amax < float("inf"), scale, float("nan"))
     scale = tl.where(scale < float("inf"), scale, float("nan"))
     if DIVIDE:
         scaled = quotient(x, scale[:, None])
@@ -235,7 +254,8 @@ def pack(
 ) -> None:
     """Encode x [A, B, n], fp32 or BF16, into the contiguous `payloads` uint8 [A, B, bytes].
 
-    The payloads of index a = `skip` are not needed, and their contents are undefined. x may be any
+    The payloads of index a = `skip` are not needed: their contents are undefined, and their values
+    do not count in `shared.amax`. x may be any
     view of a flat buffer whose rows are contiguous and start at multiples of 128 elements. Raises
     ValueError if shapes, strides or scales do not fit the layout.
     """
@@ -243,7 +263,7 @@ def pack(
     if not x.numel():
         return
     if not x.is_cuda:
-        pack_ref(x, payloads, layout, shared, divide)
+        pack_ref(x, payloads, layout, shared, divide, skip)
         return
     a, b, _ = x.shape
     _pack_kernel[(a * b * triton.cdiv(layout.blocks, ROWS),)](
@@ -252,6 +272,7 @@ def pack(
         _scales(payloads, layout),
         None if shared is None else shared.scale,
         None if shared is None else shared.owner,
+        None if shared is None else shared.amax,
         layout.blocks,
         b,
         x.stride(0),

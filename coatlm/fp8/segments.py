@@ -28,8 +28,14 @@ def largest_magnitudes_ref(values: Tensor, owner: Tensor, count: int) -> Tensor:
     largest = torch.zeros(count, dtype=torch.int32)
     if not len(values):
         return largest
+    raise_largest_ref(largest, values, owner)
+    return largest
+
+
+def raise_largest_ref(largest: Tensor, values: Tensor, owner: Tensor) -> None:
+    """The definition of `raise_largest`: `values` [..., n], `owner` [..., n / 128]."""
     bits = group_amax_ref(values, SCALE_BLOCK).view(torch.int32)
-    return largest.scatter_reduce_(0, owner.long(), bits, "amax")
+    largest.scatter_reduce_(0, owner.long().flatten(), bits.flatten(), "amax")
 
 
 def count_saturated_ref(codes: Tensor, owner: Tensor, counts: Tensor, fmt: Fp8Format) -> None:
@@ -40,33 +46,46 @@ def count_saturated_ref(codes: Tensor, owner: Tensor, counts: Tensor, fmt: Fp8Fo
 
 @triton.jit
 def _owners(owner_ptr, blocks, ROWS: tl.constexpr):
-    """A program's blocks, their owners (-1 beyond the last block), the first and the last owner."""
+    """A program's blocks and their owners, -1 beyond the last block."""
     g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    owner = tl.load(owner_ptr + g, mask=g < blocks, other=-1)
-    last = tl.max(owner, 0)
-    first = tl.min(tl.where(owner < 0, last, owner), 0)
-    return g, owner, first, last
+    return g, tl.load(owner_ptr + g, mask=g < blocks, other=-1)
 
 
 @triton.jit
-def _largest_kernel(x_ptr, owner_ptr, largest_ptr, blocks, ROWS: tl.constexpr):
-    g, owner, first, last = _owners(owner_ptr, blocks, ROWS)
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + at, mask=(g < blocks)[:, None], other=0.0).to(tl.float32)
-    bits = amax_of(x, 1).to(tl.int32, bitcast=True)
+def _first_and_last(owner):
+    """The smallest owner and the largest of a tile, without -1; 0 and -1 if there is no other."""
+    last = tl.max(owner, 0)
+    first = tl.min(tl.where(owner < 0, last, owner), 0)
+    return tl.maximum(first, 0), last
+
+
+@triton.jit
+def raise_largest(largest_ptr, amax, owner):
+    """Raise the bits of each owner's largest magnitude by the amaxes of the blocks of a tile."""
+    bits = amax.to(tl.int32, bitcast=True)
+    first, last = _first_and_last(owner)
     for tensor in tl.range(first, last + 1):
         largest = tl.max(tl.where(owner == tensor, bits, 0), 0)
         tl.atomic_max(largest_ptr + tensor, largest, sem="relaxed")
 
 
 @triton.jit
+def _largest_kernel(x_ptr, owner_ptr, largest_ptr, blocks, ROWS: tl.constexpr):
+    g, owner = _owners(owner_ptr, blocks, ROWS)
+    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + at, mask=(g < blocks)[:, None], other=0.0).to(tl.float32)
+    raise_largest(largest_ptr, amax_of(x, 1), owner)
+
+
+@triton.jit
 def _saturated_kernel(
     code_ptr, owner_ptr, count_ptr, blocks, TOP: tl.constexpr, ROWS: tl.constexpr
 ):
-    g, owner, first, last = _owners(owner_ptr, blocks, ROWS)
+    g, owner = _owners(owner_ptr, blocks, ROWS)
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     code = tl.load(code_ptr + at, mask=(g < blocks)[:, None], other=0)
     full = tl.sum(((code & 0x7F) == TOP).to(tl.int32), 1)
+    first, last = _first_and_last(owner)
     for tensor in tl.range(first, last + 1):
         count = tl.sum(tl.where(owner == tensor, full, 0), 0)
         tl.atomic_add(count_ptr + tensor, count.to(tl.int64), sem="relaxed")

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from coatlm.fp8.document_attention import document_attention
 from coatlm.fp8.rope import rope, split_qkv_rope
@@ -123,12 +122,17 @@ class CoreAttention(nn.Module):
             return o_BSND.transpose(0, 1)
         queries, keys = q_SBND.shape[0], k_TBGD.shape[0]
         q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD))
+        mask = None
+        if queries != keys:
+            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
+
+            mask = causal_lower_right(queries, keys)
         with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
             o_BNSD = F.scaled_dot_product_attention(
                 q_BNSD,
                 k_BGTD,
                 v_BGTD,
-                attn_mask=None if queries == keys else causal_lower_right(queries, keys),
+                attn_mask=mask,
                 is_causal=queries == keys,
                 scale=self.multiplier,
                 enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],

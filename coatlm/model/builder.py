@@ -23,6 +23,7 @@ from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
+from coatlm.model.embedding import Embedding
 from coatlm.model.loss import all_logits, largest_logits, linear_cross_entropy
 from coatlm.model.output_gemms import output_gemms
 from coatlm.model.spec import block_spec
@@ -49,6 +50,8 @@ class Llama(GPTModel):
     ) -> None:
         super().__init__(config=config, position_embedding_type="none", **kwargs)
         model = run.model
+        if self.pre_process:  # of GPTModel, which takes no spec for it
+            self.embedding.word_embeddings.__class__ = Embedding
         self.run, self.groups, self.tp_group = run, groups, groups.tp
         self.shorter: dict[int, Tensor] = {}
         self.cos_sin = self._rotary_tables(run.data.seq_len)

@@ -145,12 +145,14 @@ def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
     }
 
 
-def tune_layers(layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype) -> None:
-    """Choose the algorithms of the FP8 layers' GEMMs for microbatches of `tokens` tokens.
+def tune_layers(
+    layers: Iterable[nn.Module], tokens: int, grad_dtype: torch.dtype, choices: dict[str, str]
+) -> None:
+    """Choose the algorithms of the FP8 layers' GEMMs for microbatches of `tokens` tokens, on a GPU.
 
-    `grad_dtype` is the dtype of main gradients. Other layers are skipped; a CPU has no choice.
+    `grad_dtype` is the dtype of main gradients, `choices` as for `Plans.tune`. Other layers are
+    skipped.
     """
     for layer in layers:
-        if not isinstance(layer, CoatTransformerLayer) or not torch.cuda.is_available():
-            continue
-        layer.flow.tune(layer.linear_weights(), tokens, grad_dtype)
+        if isinstance(layer, CoatTransformerLayer):
+            layer.flow.tune(layer.linear_weights(), tokens, grad_dtype, choices)

@@ -7,18 +7,19 @@ With zero=3 all weights of a rank, as which the model is built before it is shar
 
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
 peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
-activations. With recompute=full the last layer recomputes its activations there; they are part of
-`backward`. Not counted are the CUDA context, buffers that NCCL allocates outside of torch, buffers
+activations. Not counted are the CUDA context, buffers that NCCL allocates outside of torch, buffers
 of gradient buckets that are being reduced, the amax histories of delayed scaling (0.3 kB per
 layer), and fragmentation.
 
-CUDA graphs of microbatches (train.cuda_graphs) allocate activations and temporaries in a private
-memory pool instead of the default one. All graphs share this pool, because no two run at the same
+CUDA graphs (train.cuda_graphs) allocate activations and temporaries in a private memory pool
+instead of the default one. Those of microbatches share this pool, because no two run at the same
 time. Once every kind of microbatch has its graph, graphs add only their static inputs. Before that,
 the pool exists beside the memory of a microbatch that runs eagerly: a step of four or more
 microbatches captures its third, and then runs its last one eagerly, which is of another kind
-because it reduces gradients. A microbatch whose numerics are measured always runs eagerly. torch
-counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does not include it.
+because it reduces gradients. A microbatch whose numerics are measured always runs eagerly. The
+graph of a whole step has static inputs of all its microbatches, and its pool exists beside an eager
+step whose numerics or optimizer states are measured. torch counts a pool as reserved memory, not as
+allocated: peak_mem_gib of a run does not include it.
 """
 
 from __future__ import annotations
@@ -240,9 +241,8 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
-    With documents a microbatch has the tables of RoPE once more for each of its samples.
-    The hidden states are those that pipeline stages receive and send, and those that are
-    all-gathered under sequence parallelism.
+    With documents a microbatch has the tables of RoPE once more for each of its samples. The hidden
+    states are those that pipeline stages receive and send, and that sequence parallelism gathers.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
@@ -261,11 +261,13 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
     """
     if not config.cuda_graphs:
         return 0
-    reduces = data_parallel * config.parallel.cp > 1
-    eager = microbatches_per_step(config, data_parallel) >= EAGER_AFTER_CAPTURE
+    p, count = config.parallel, microbatches_per_step(config, data_parallel)
+    steps = config.captures_steps(data_parallel * p.tp * p.cp * p.pp)
+    reduces, eager = data_parallel * p.cp > 1, count >= EAGER_AFTER_CAPTURE
     measured = config.precision.guard != "off" or config.log.numerics_every
+    measured = measured or (steps and config.log.states_every)
     beside = microbatch if measured or (reduces and eager) else 0
-    return microbatch_tokens(config) * GRAPH_INPUTS + beside
+    return microbatch_tokens(config) * GRAPH_INPUTS * (count if steps else 1) + beside
 
 
 # --- a rank -------------------------------------------------------------------------------------

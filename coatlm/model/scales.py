@@ -30,6 +30,7 @@ from torch import Tensor
 from coatlm.fp8 import gemm
 from coatlm.fp8.delayed import DelayedScaling, ScaleSlot
 from coatlm.fp8.formats import Fp8Format
+from coatlm.parallel.collectives import all_reduce
 
 GRADIENTS = ("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad")
 
@@ -99,7 +100,7 @@ class DelayedScales:
         if not self.numbers:
             return
         if self.group is not None:  # NaN > Inf > numbers, as integers
-            dist.all_reduce(self.amax.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
+            all_reduce(self.amax.view(torch.int32), self.group, dist.ReduceOp.MAX)
         taken = self.rule.push_(self.history, self.amax)
         self.scale.copy_(self.rule.scale(self.history))
         self.amax.zero_()

@@ -9,85 +9,36 @@ new moments before they are rounded to their storage format; the recipes of Coll
 
 The optimizer sees flat shards and no process groups. Whether a step is skipped is decided on the
 device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
+The learning rate is on the device as well, so that replays of a CUDA graph read the newest one.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
+
+A tensor-wise scale is that of a whole parameter: scales grow with the amax, so ranks whose shards
+have parts of it take the largest of theirs. One all-reduce per step covers all parameters that are
+cut. On a GPU it is of amaxes, and the update of the others runs beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coatlm.fp8.accumulate import BlockFp8
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.optim import formats
-from coatlm.optim.formats import Stored
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim.fused import FusedStep, prepare
+from coatlm.optim.moment_formats import ExpandedFp8, Stored, TensorScaled, named_state
 from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
 from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
+from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, round_up
+from coatlm.optim.weight_formats import TensorScaledMaster
+
+__all__ = ["AdamW", "FlatShard", "Proposal", "bytes_per_parameter"]
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
-
-
-@dataclass(frozen=True)
-class FlatShard:
-    """A contiguous flat range of n weights and their gradients, which this rank updates.
-
-    n is a multiple of 128. Each parameter inside starts at a multiple of 128; gaps between
-    parameters are zero padding.
-    """
-
-    weight: Tensor  # [n] view into the parameter buffer, bf16 or fp32; updated in place
-    grad: Tensor | BlockFp8  # [n] view of the reduced gradients, fp32, bf16 or E4M3; only read
-    decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
-    params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter, for fp8lm
-
-
-def check_recipe(
-    recipe: str | Recipe,
-    shards: Sequence[FlatShard],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Raise ValueError, with the field and what is allowed, for arguments AdamW cannot run with."""
-    allowed = find_recipe(recipe).weights
-    if not shards:
-        raise ValueError("shards=(): there is nothing to update")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas}: each is in [0, 1)")
-    if not eps > 0.0:
-        raise ValueError(f"eps={eps}: must be > 0, or zero padding becomes 0 / 0")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"weight_decay={weight_decay}: must be >= 0")
-    for i, shard in enumerate(shards):
-        n = shard.weight.numel()
-        if n % SCALE_BLOCK or shard.weight.shape != (n,) or shard.grad.shape != (n,):
-            shapes = f"{tuple(shard.weight.shape)} and {tuple(shard.grad.shape)}"
-            raise ValueError(
-                f"shards[{i}]: shapes {shapes} must be one (n,), n % {SCALE_BLOCK} == 0"
-            )
-        if shard.weight.dtype not in allowed:
-            raise ValueError(f"shards[{i}].weight is {shard.weight.dtype}: recipe needs {allowed}")
-        if shard.grad.dtype not in (BF16, FP32, E4M3.dtype):
-            allowed_grads = (BF16, FP32, E4M3.dtype)
-            raise ValueError(f"shards[{i}].grad is {shard.grad.dtype}: one of {allowed_grads}")
-        kind = [(t.dtype, t.device) for t in (shard.weight, shard.grad)]
-        if kind != [(t.dtype, t.device) for t in (shards[0].weight, shards[0].grad)]:
-            raise ValueError(f"shards[{i}]: dtype or device differs from that of shards[0]")
-        for start, end in (*shard.decay, *shard.params):
-            if start % SCALE_BLOCK or not 0 <= start <= end <= n:
-                raise ValueError(
-                    f"shards[{i}]: [{start}, {end}) must lie in [0, {n}) and start at a multiple "
-                    f"of {SCALE_BLOCK}"
-                )
 
 
 class Proposal(NamedTuple):
@@ -103,6 +54,8 @@ class AdamW:
 
     With `offload` the states are in host memory, page-locked if the shards are on a GPU, and a step
     passes at most `piece` elements at a time through the GPU. Results have the same bits.
+    `cut` is the number of parameters that are cut, the same on all ranks; `share` starts to
+    all-reduce a tensor [cut, 3] to its maxima, in place, and returns a handle with `wait`.
     """
 
     def __init__(
@@ -115,18 +68,22 @@ class AdamW:
         weight_decay: float,
         offload: bool = False,
         piece: int = PIECE,
+        cut: int = 0,
+        share: Callable[[Tensor], Any] | None = None,
     ) -> None:
         betas = (float(betas[0]), float(betas[1]))
         check_recipe(recipe, shards, betas=betas, eps=eps, weight_decay=weight_decay)
         self.shards, self.recipe = tuple(shards), find_recipe(recipe)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.cut, self.share = cut, share if cut and self.recipe.tensor_scaled else None
         device = shards[0].weight.device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
+        self.rates = torch.zeros(2, device=device)  # learning rate; that times weight_decay
         self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
         n = self._starts[-1]
         self._flat = self._allocate(device, offload=offload)
         self._states = [parts(self._flat, *shard, n) for shard in pairwise(self._starts)]
-        decayed = torch.cat([_decayed_blocks(shard) for shard in shards]).to(device)
+        decayed = torch.cat([decayed_blocks(shard) for shard in shards]).to(device)
         self._decayed = decayed.split([shard.weight.numel() // SCALE_BLOCK for shard in shards])
         spans = tuple(self.spans(min(CHUNK, piece)))
         self.pieces, self.offload = [Piece(0, n, spans)], None
@@ -135,34 +92,54 @@ class AdamW:
             self.offload = StateOffload(self._flat, self.pieces, n, device)
         self.reload_from_weights()
         self.fused: list[FusedStep] = []  # one per piece; the reference runs without them
+        self.fused_cut: list[tuple[FusedStep, Tensor]] = []  # and the numbers of its parameters
         if device.type == "cuda":
             self.scalars = torch.zeros(4, device=device)
             device_states = [self._flat] if self.offload is None else self.offload.device
-            self.fused = [
-                FusedStep(
-                    self.recipe,
-                    weights=[shard.weight for shard in shards],
-                    grads=[shard.grad for shard in shards],
-                    spans=piece.spans,
-                    states=states,
-                    decayed=decayed[piece.start // SCALE_BLOCK : piece.stop // SCALE_BLOCK],
-                    first_block=piece.start // SCALE_BLOCK,
-                    betas=self.betas,
-                    eps=eps,
-                )
-                for piece, states in zip(self.pieces, device_states, strict=True)
-            ]
+            for part, states in zip(self.pieces, device_states, strict=True):
+                whole = [span for span in part.spans if self._number(*span) is None]
+                self.fused.append(self._fused_step(part, whole, states, decayed))
+                rest = [span for span in part.spans if self._number(*span) is not None]
+                numbers = torch.tensor([self._number(*span) for span in rest]).long().to(device)
+                self.fused_cut.append((self._fused_step(part, rest, states, decayed), numbers))
+
+    def _fused_step(
+        self, piece: Piece, spans: Sequence[tuple[int, int, int]], states: Stored, decayed: Tensor
+    ) -> FusedStep:
+        """The fused step of some spans of a piece."""
+        return FusedStep(
+            self.recipe,
+            weights=[shard.weight for shard in self.shards],
+            grads=[shard.grad for shard in self.shards],
+            spans=spans,
+            states=states,
+            decayed=decayed[piece.start // SCALE_BLOCK : piece.stop // SCALE_BLOCK],
+            first_block=piece.start // SCALE_BLOCK,
+            betas=self.betas,
+            eps=self.eps,
+        )
 
     @torch.no_grad()
     def step(self, *, lr: float, clip_coefficient: Tensor | None = None) -> None:
-        """Update all shards with learning rate `lr` >= 0; gradients are multiplied by
-        `clip_coefficient` (fp32[], 1 if None).
+        """`set_rate(lr)`, then `update(clip_coefficient)`."""
+        self.set_rate(lr)
+        self.update(clip_coefficient)
 
-        If the coefficient is NaN or Inf, nothing changes, not even `step_count`.
-        """
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of later updates, >= 0. Does not wait for the device."""
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
-        passes = iter([self._flat]) if self.offload is None else self.offload.passes()
+        self.rates[0].fill_(lr)
+        self.rates[1].fill_(lr * self.weight_decay)
+
+    @torch.no_grad()
+    def update(self, clip_coefficient: Tensor | None = None) -> None:
+        """Update all shards at the rate of `set_rate`; gradients are multiplied by
+        `clip_coefficient` (fp32[], 1 if None).
+
+        If the coefficient is NaN or Inf, nothing changes, not even `step_count`. Without `offload`
+        a CUDA graph can capture this, once the kernels are compiled.
+        """
         if self.fused:
             prepare(
                 self.scalars,
@@ -170,22 +147,61 @@ class AdamW:
                 clip_coefficient=clip_coefficient,
                 step_count=self.step_count,
             )
-            for _, fused in zip(passes, self.fused, strict=True):
-                fused(self.scalars, lr=lr, decay=lr * self.weight_decay)
+            self._fused_update()
             return
         clip = torch.ones_like(self.step_count, dtype=FP32)
         clip = clip if clip_coefficient is None else clip_coefficient
         go = clip.abs() < torch.inf
-        for states, piece in zip(passes, self.pieces, strict=True):
+        scales = self.cut_scales(clip_coefficient=clip)
+        for states, piece in zip(self._passes(), self.pieces, strict=True):
             for i, start, stop in piece.spans:
                 at = self._starts[i] - piece.start
                 old = parts(states, at + start, at + stop, piece.stop - piece.start)
-                new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip, old=old)
+                new = self.propose(i, start, stop, clip_coefficient=clip, old=old, scales=scales)
                 for name, tensor in new.states.items():
                     old[name].copy_(torch.where(go, tensor, old[name]))
                 weight = self.shards[i].weight[start:stop]
                 weight.copy_(torch.where(go, new.weight, weight))
         self.step_count += go
+
+    def _passes(self) -> Iterator[Stored]:
+        """The states of each piece on the device, which are copied back after their turn."""
+        return iter([self._flat]) if self.offload is None else self.offload.passes()
+
+    def _fused_update(self) -> None:
+        """The step on a GPU. With `offload` and cut parameters, states pass through it twice."""
+        shared: Any = None
+        if self.share is not None:
+            amax = torch.zeros(self.cut, 3, dtype=torch.int32, device=self.scalars.device)
+            for _, (fused, numbers) in zip(self._passes(), self.fused_cut, strict=True):
+                fused(self.scalars, self.rates, passes=(True,))
+                amax[numbers] = fused.amax
+            shared = self.share(amax)
+        passes = zip(self._passes(), self.fused, self.fused_cut, strict=True)
+        for _, whole, (fused, numbers) in passes:
+            whole(self.scalars, self.rates)
+            if shared is not None:
+                shared.wait()
+                fused.amax.copy_(amax[numbers])
+                fused(self.scalars, self.rates, passes=(False,))
+
+    @torch.no_grad()
+    def cut_scales(self, *, clip_coefficient: Tensor, lr: float | None = None) -> Tensor:
+        """The scales of m, v and master after a step of the reference, fp32[cut, 3]; collective."""
+        scales = torch.zeros(self.cut, 3, device=self.step_count.device)
+        for i, start, stop in self.spans(CHUNK):
+            if (number := self._number(i, start, stop)) is not None:
+                new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip_coefficient)
+                for column, name in enumerate((M, V, MASTER)):
+                    if name + ".scale" in new.states:
+                        scales[number, column] = new.states[name + ".scale"][0]
+        if self.share is not None:
+            self.share(scales).wait()
+        return scales
+
+    def _number(self, i: int, start: int, _: int) -> int | None:
+        """The number of the parameter of a span among those that are cut; None for a whole one."""
+        return None if self.share is None else self.shards[i].cut.get(start)
 
     @torch.no_grad()
     def propose(
@@ -194,15 +210,21 @@ class AdamW:
         start: int,
         stop: int,
         *,
-        lr: float,
         clip_coefficient: Tensor,
+        lr: float | None = None,
         old: Stored | None = None,
+        scales: Tensor | None = None,
     ) -> Proposal:
         """The reference of a step: its result for elements [start, stop) of shard i, unwritten.
 
-        `old` are their states on the device of the weights; None: a copy of `states`.
+        `lr` is the learning rate; None: that of `set_rate`. `old` are the states of the elements on
+        the device of the weights; None: a copy of `states`. `scales` are those of `cut_scales`;
+        None: a part of a parameter has scales of its own.
         """
+        rate, weight_decay = self.rates if lr is None else (lr, lr * self.weight_decay)
         recipe, old = self.recipe, self.fetch(i, start, stop) if old is None else old
+        if scales is not None and (number := self._number(i, start, stop)) is not None:
+            recipe = recipe.at_least(*scales[number])
         weight = self.shards[i].weight[start:stop]
         g = self.shards[i].grad[start:stop].float() * clip_coefficient
         w = recipe.weight.decode(weight, named_state(old, MASTER))
@@ -214,10 +236,8 @@ class AdamW:
         # torch's fp32 root is not correctly rounded on every CPU; through fp64 it is
         root = (v * scale_v).double().sqrt().float()
         direction = (m * scale_m) / (root + self.eps)
-        decay = self._decayed[i][start // SCALE_BLOCK : stop // SCALE_BLOCK] * (
-            lr * self.weight_decay
-        )
-        update = -lr * direction - decay.repeat_interleave(SCALE_BLOCK) * w
+        decay = self._decayed[i][start // SCALE_BLOCK : stop // SCALE_BLOCK] * weight_decay
+        update = -rate * direction - decay.repeat_interleave(SCALE_BLOCK) * w
         new_weight, new_w = recipe.weight.add(weight, named_state(old, MASTER), update)
         states = {M + suffix: tensor for suffix, tensor in new_m.items()}
         states |= {V + suffix: tensor for suffix, tensor in new_v.items()}
@@ -266,10 +286,12 @@ class AdamW:
         """The stored tensors, by suffix, of fp32 `values` [n]; n is a multiple of 128."""
         return self._scaled_format(name).encode(values)
 
-    def _scaled_format(self, name: str) -> formats.ExpandedFp8 | formats.TensorScaled:
+    def _scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
         """The format of a state with scales: only there it matters which elements form a block."""
-        found = formats.MASTER16 if name == MASTER else self.recipe.moments[name]
-        assert isinstance(found, formats.ExpandedFp8 | formats.TensorScaled), name
+        weight = self.recipe.weight
+        master = weight.scaled if isinstance(weight, TensorScaledMaster) else weight
+        found = master if name == MASTER else self.recipe.moments[name]
+        assert isinstance(found, ExpandedFp8 | TensorScaled), name
         return found
 
     def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:
@@ -280,7 +302,7 @@ class AdamW:
         for i, shard in enumerate(self.shards):
             n = shard.weight.numel()
             if self.recipe.tensor_scaled:
-                yield from ((i, start, _round_up(end)) for start, end in shard.params or ((0, n),))
+                yield from ((i, start, round_up(end)) for start, end in shard.params or ((0, n),))
             else:
                 yield from ((i, at, min(at + longest, n)) for at in range(0, n, longest))
 
@@ -328,21 +350,3 @@ def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) 
     shard = FlatShard(weight, weight, decay=())
     optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return optimizer.state_bytes() / SCALE_BLOCK
-
-
-def _decayed_blocks(shard: FlatShard) -> Tensor:
-    """uint8[n / 128]: 1 for blocks with weight decay. An end is rounded up, into zero padding."""
-    decayed = torch.zeros(shard.weight.numel() // SCALE_BLOCK, dtype=torch.uint8)
-    for start, end in shard.decay:
-        decayed[start // SCALE_BLOCK : _round_up(end) // SCALE_BLOCK] = 1
-    return decayed
-
-
-def _round_up(n: int) -> int:
-    return -(-n // SCALE_BLOCK) * SCALE_BLOCK
-
-
-def named_state(states: Mapping[str, Tensor], name: str) -> Stored:
-    """The tensors of the state `name`, by suffix, out of those of all states."""
-    parts = [key.partition(".") for key in states]
-    return {dot + rest: states[key + dot + rest] for key, dot, rest in parts if key == name}

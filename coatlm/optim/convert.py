@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from coatlm.optim.adamw import CHUNK, AdamW, FlatShard, named_state
-from coatlm.optim.formats import Stored
+from coatlm.optim.adamw import CHUNK, AdamW, FlatShard
+from coatlm.optim.moment_formats import Stored, named_state
 from coatlm.optim.recipes import MASTER, Recipe
 
 
@@ -43,7 +43,8 @@ def optimizer_on_host(optimizer: AdamW, recipe: str | Recipe) -> AdamW:
 def convert_states_(optimizer: AdamW, source: AdamW) -> None:
     """Set weights and states of `optimizer` from its weights and the states of `source`.
 
-    `source` is of `optimizer_on_host`; its weights are not read.
+    `source` is of `optimizer_on_host`; its weights are not read. The parts of a parameter that
+    shards cut have tensor-wise scales of their own until the next update.
     """
     old, new = source.recipe, optimizer.recipe
     for i, start, stop in optimizer.spans(CHUNK):

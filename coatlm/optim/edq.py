@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.formats import decode_table
-from coatlm.optim.adamw import AdamW, named_state
-from coatlm.optim.formats import ExpandedFp8
+from coatlm.optim.adamw import AdamW
+from coatlm.optim.moment_formats import ExpandedFp8, named_state
 from coatlm.optim.recipes import MASTER, Recipe
 
 PIECE = 1 << 20  # elements measured at a time; 110 bytes of temporaries each, 0.12 GB in all
@@ -61,8 +61,9 @@ def local_sums(
         name: torch.zeros(size, dtype=torch.float64, device=clip.device)
         for name, size in _sizes(optimizer.recipe).items()
     }
+    scales = optimizer.cut_scales(lr=lr, clip_coefficient=clip)
     for i, start, stop in _pieces(optimizer, counted):
-        for name, value in _sums(optimizer, i, start, stop, lr, clip).items():
+        for name, value in _sums(optimizer, i, start, stop, lr, clip, scales).items():
             sums[name] += value
     return sums
 
@@ -121,11 +122,11 @@ def _pieces(optimizer: AdamW, counted: Ranges | None) -> Iterator[tuple[int, int
 
 
 def _sums(
-    optimizer: AdamW, i: int, start: int, stop: int, lr: float, clip: Tensor
+    optimizer: AdamW, i: int, start: int, stop: int, lr: float, clip: Tensor, scales: Tensor
 ) -> dict[str, Tensor]:
     """The sums over elements [start, stop) of shard i."""
     recipe, old = optimizer.recipe, optimizer.fetch(i, start, stop)
-    new = optimizer.propose(i, start, stop, lr=lr, clip_coefficient=clip)
+    new = optimizer.propose(i, start, stop, lr=lr, clip_coefficient=clip, scales=scales)
     weight = optimizer.shards[i].weight[start:stop]
     before = recipe.weight.decode(weight, named_state(old, MASTER))
     after = recipe.weight.decode(new.weight, named_state(new.states, MASTER))

@@ -33,14 +33,9 @@ from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.expand import expand_encode
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 from coatlm.optim import collage, tiles
-from coatlm.optim.formats import ExpandedFp8
 from coatlm.optim.recipes import MASTER, Recipe
 
-TYPES = {
-    torch.float32: gl.float32,
-    torch.bfloat16: gl.bfloat16,
-    E4M3.dtype: gl.float8e4nv,
-}
+TYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, E4M3.dtype: gl.float8e4nv}
 
 
 class TileLayout(NamedTuple):
@@ -115,8 +110,7 @@ def _step_kernel(
     m,
     v,
     w,
-    lr,
-    decay,  # lr * weight_decay
+    rate_ptr,  # fp32[2]: learning rate; that times weight decay
     M: gl.constexpr,
     V: gl.constexpr,
     W: gl.constexpr,
@@ -133,6 +127,7 @@ def _step_kernel(
     program = gl.program_id(0)
     go, clip = gl.load(scalar_ptr), gl.load(scalar_ptr + 1)
     scale_m, scale_v = gl.load(scalar_ptr + 2), gl.load(scalar_ptr + 3)
+    lr, decay = gl.load(rate_ptr), gl.load(rate_ptr + 1)
     span = gl.load(span_of_ptr + program)
     span_ptr, amax_ptr = span_ptr + span * 6, amax_ptr + span * 3
     skipped = (program - gl.load(span_ptr + 4)) * TILE.blocks  # blocks of earlier programs
@@ -213,10 +208,9 @@ def fastest_tile(recipe: Recipe, grad: torch.dtype) -> TileLayout:
     are then contiguous. Arithmetic per block is cheaper with more.
     """
     fp32 = [part.kind in ("fp32", "master") for part in (recipe.m, recipe.v, recipe.weight)]
-    expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))
     if not any(fp32):
         return TileLayout()
-    if expanded:
+    if recipe.expanded:
         return TileLayout(run=8 if grad == torch.bfloat16 else 16)
     return TileLayout(run=4)
 
@@ -227,8 +221,7 @@ def contracts(recipe: Recipe, grad: torch.dtype) -> bool:
     COAT's recipes with BF16 gradients are bound by instructions and gain 3 %; their approximate
     logarithms differ from the reference's in any case.
     """
-    expanded = any(isinstance(moment, ExpandedFp8) for moment in (recipe.m, recipe.v))
-    return expanded and grad == torch.bfloat16
+    return recipe.expanded and grad == torch.bfloat16
 
 
 def prepare(
@@ -294,11 +287,16 @@ class FusedStep:
         self.span_of, self.table = (t.to(self.decayed.device) for t in (span_of, table))
         self.constants |= {"TILE": tile, "num_warps": tile.warps}
 
-    def __call__(self, scalars: Tensor, *, lr: float, decay: float) -> None:
-        """Update on the current stream, by `scalars` of `prepare` and decay = lr * weight_decay."""
-        if len(self.passes) > 1:
+    def __call__(self, scalars: Tensor, rates: Tensor, *, passes: Sequence[bool] = ()) -> None:
+        """Update on the current stream, by `scalars` of `prepare` and `rates`, fp32[2]: the
+        learning rate, and that times weight decay. Without spans there is nothing to do.
+
+        `passes`: True finds `amax`, False updates by it; (): those that the recipe needs.
+        """
+        passes = (passes or self.passes) if self.spans else ()
+        if True in passes:
             self.amax.zero_()
-        for measure in self.passes:
+        for measure in passes:
             _step_kernel[(self.span_of.numel(),)](
                 self.span_of,
                 self.table,
@@ -306,8 +304,7 @@ class FusedStep:
                 self.decayed,
                 self.amax,
                 *self.slots,
-                lr,
-                decay,
+                rates,
                 MEASURE=measure,
                 **self.constants,
             )
@@ -339,7 +336,8 @@ def _tables(
         programs.append(triton.cdiv(count, blocks))
         total += programs[-1]
     span_of = torch.arange(len(spans), dtype=torch.int32)
-    return span_of.repeat_interleave(torch.tensor(programs)), torch.tensor(rows)
+    repeats = torch.tensor(programs, dtype=torch.int64)
+    return span_of.repeat_interleave(repeats), torch.tensor(rows, dtype=torch.int64)
 
 
 def _grad_addresses(grad: Tensor | BlockFp8) -> tuple[int, int]:

@@ -101,8 +101,8 @@ class StateOffload:
             # the buffers' memory may still be in use by earlier work of the current stream
             self.streams[0].wait_stream(torch.cuda.current_stream())
             for tensor in host.values():
-                _lock(tensor.data_ptr(), tensor.nbytes)
-                weakref.finalize(self, _unlock, tensor.data_ptr(), self.streams[1])
+                lock_pages(tensor)
+                weakref.finalize(self, unlock_pages, tensor.data_ptr(), self.streams[1])
 
     def passes(self) -> Iterator[dict[str, Tensor]]:
         """Yield each piece's states on the device, to be updated in place on the current stream."""
@@ -140,11 +140,13 @@ def _copy_(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
         tensor.copy_(source[name], non_blocking=True)
 
 
-def _lock(pointer: int, size: int) -> None:
+def lock_pages(memory: Tensor) -> None:
+    """Page-lock memory of `host_zeros`, so that copies from and to a GPU are asynchronous."""
+    pointer, size = memory.data_ptr(), memory.nbytes
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pointer, size, 0))
 
 
-def _unlock(pointer: int, stream: torch.cuda.Stream) -> None:
+def unlock_pages(pointer: int, stream: torch.cuda.Stream) -> None:
     """Unlock host memory once no copy on `stream`, which makes the last ones, uses it any more."""
     stream.synchronize()
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pointer))

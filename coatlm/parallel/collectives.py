@@ -144,6 +144,12 @@ class Comm:
         self.traffic.add(self.what, x.dtype, sent)
 
 
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce x over `group`, in place; nothing for one rank, so that its graphs need no NCCL."""
+    if group.size() > 1:
+        dist.all_reduce(x, op, group=group)
+
+
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "an asynchronous collective returns its work"
     return work

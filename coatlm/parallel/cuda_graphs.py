@@ -1,15 +1,26 @@
-"""CUDA graphs of microbatches: capture forward and backward once, replay them in every step.
+"""CUDA graphs of steps and of microbatches: capture once, replay in every step.
 
-A microbatch launches some sixty kernels per layer; its replay is a single launch of the same
-kernels, with the same results. Models with pipeline stages are not supported.
+A microbatch launches some sixty kernels per layer; the replay of a graph is a single launch of the
+same kernels, with the same results. Models with pipeline stages are not supported.
 
-Microbatches of a step differ: the first all-gathers weights during forward and overwrites stale
-gradients, the last reduces gradients during backward. So there are up to three kinds of
-microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
-its kernels; the second is captured and replayed; for all later ones, the inputs are copied into the
-static inputs of the graphs and the graph is replayed. Document bounds that are wider than the
-static ones, because a sample has more documents than any before it, let all ranks capture again:
-an eager microbatch issues its collectives in another order than a graph.
+Whole steps (`StepGraph`). If a run has one process, a graph holds all microbatches of a step and
+the update. What differs between steps is on the device, at fixed addresses: tokens, the learning
+rate, the count of updates, the clip coefficient, delayed scales, the counters of random numbers. So
+is the decision to skip an update. The first step runs eagerly, which compiles its kernels; the
+second is captured and replayed. Steps that the host takes part in, for a calibration or a
+measurement, run eagerly.
+
+Microbatches (`MicrobatchGraphs`). With several processes, whose collectives are then in the graphs,
+with states in host memory, or with many microbatches per step, each microbatch is replayed, and the
+update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and
+overwrites stale gradients, the last reduces gradients during backward. So there are up to three
+kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
+compiles its kernels; the second is captured and replayed.
+
+For all later ones, the inputs are copied into the static inputs of a graph and the graph is
+replayed. Document bounds that are wider than the static ones, because a sample has more documents
+than any before it, let all ranks capture again: an eager microbatch issues its collectives in
+another order than a graph.
 
 Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.
@@ -18,9 +29,10 @@ autograd's accumulation nodes belong to a stream.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +43,7 @@ from coatlm.parallel.weight_gather import WeightGather
 from coatlm.platform import device
 
 Batch = dict[str, Any]  # tokens, labels, loss_mask [B, S]; document_bounds [B, n + 1] or None
+T = TypeVar("T")
 
 
 class MicrobatchKind(NamedTuple):
@@ -58,6 +71,71 @@ def captures(config: Config) -> bool:
     if config.train.cuda_graphs is True and not on_gpu:
         raise ValueError("train.cuda_graphs=true needs a GPU: use auto or false")
     return config.cuda_graphs and on_gpu
+
+
+class StepGraph:
+    """Runs the steps of a single process as one CUDA graph; see the module's docstring.
+
+    `stream`: the stream that the model was built for.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.stream = stream
+        self.graph: Any = None
+        self.results: tuple[Tensor, ...] = ()  # in the graph's memory, written by each replay
+        self.inputs: list[Batch] = []
+        self.width = 0  # of the static document bounds
+        self.warm = False
+
+    def run(
+        self,
+        work: Callable[[Sequence[Batch]], tuple[Tensor, ...]],
+        batches: Sequence[Batch],
+        *,
+        eager: bool,
+    ) -> tuple[Tensor, ...]:
+        """Return the results of `work(batches)`, a step: eagerly, or by capture and replay.
+
+        A replay repeats the kernels of the captured call and none of its Python.
+        """
+        width = _width(batches)
+        if self.graph is not None and (len(batches) != len(self.inputs) or width > self.width):
+            self.reset()
+        self.width = max(width, self.width)
+        if eager or not self.warm:
+            self.warm = self.warm or not eager
+            return self._eager(work, batches)
+        if self.graph is None:
+            self.inputs = [_static_copy(batch, self.width) for batch in batches]
+            self.graph, self.results = self._capture(work)
+        else:
+            for static, batch in zip(self.inputs, batches, strict=True):
+                _fill_(static, batch)
+        self.graph.replay()
+        return tuple(result.clone() for result in self.results)
+
+    def reset(self) -> None:
+        """Capture again: layers compute otherwise, and their new kernels have to be compiled."""
+        _synchronize()
+        self.close()
+        self.warm = False
+
+    def close(self) -> None:
+        """Release the graph and its memory."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self.results, self.inputs = None, (), []
+
+    def _eager(
+        self, work: Callable[[Sequence[Batch]], tuple[Tensor, ...]], batches: Sequence[Batch]
+    ) -> tuple[Tensor, ...]:
+        return _on_stream(self.stream, lambda: work(batches))
+
+    def _capture(
+        self, work: Callable[[Sequence[Batch]], tuple[Tensor, ...]]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """Capture a step. Returns the graph and its results, not yet computed."""
+        return _captured(self.stream, lambda: work(self.inputs))
 
 
 class MicrobatchGraphs:
@@ -110,8 +188,7 @@ class MicrobatchGraphs:
 
     def reset(self) -> None:
         """Capture again: layers compute otherwise, and their new kernels have to be compiled."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the memory of a graph that still runs must not be reused
+        _synchronize()
         self.close()
         self.warm.clear()
 
@@ -123,13 +200,7 @@ class MicrobatchGraphs:
         self.inputs = {}
 
     def _replay(self, captured: CapturedMicrobatch, inputs: Batch, kind: MicrobatchKind) -> Tensor:
-        for name, value in self.inputs.items():
-            if name == "document_bounds" and value is not None:
-                bounds = inputs[name]
-                value[:, : bounds.shape[1]] = bounds
-                value[:, bounds.shape[1] :] = bounds[:, -1:]
-            elif isinstance(value, Tensor):
-                value.copy_(inputs[name])
+        _fill_(self.inputs, inputs)
         captured.graph.replay()
         if kind.first:
             self.weights.mark_replayed()
@@ -140,23 +211,11 @@ class MicrobatchGraphs:
     def _capture(self, inputs: Batch, kind: MicrobatchKind) -> tuple[Any, Tensor]:
         """Capture a microbatch of this kind. Returns the graph and its loss, not yet computed."""
         if not self.inputs:
-            self.inputs = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in inputs.items()
-            }
-            if (bounds := inputs["document_bounds"]) is not None:
-                self.inputs["document_bounds"] = bounds[:, -1:].repeat(1, self.width)
-        graph = torch.cuda.CUDAGraph()
+            self.inputs = _static_copy(inputs, self.width)
+        # one pool for all graphs, as they never run at the same time
         pools = [captured.graph.pool() for captured in self.graphs.values()]
-        # thread_local: the watchdog of NCCL queries its events during the capture
-        with torch.cuda.graph(
-            graph,
-            pool=pools[0] if pools else None,  # shared, as graphs never run at the same time
-            stream=self.model.stream,
-            capture_error_mode="thread_local",
-        ):
-            loss = self._captured_work(kind)
-        return graph, loss
+        pool = pools[0] if pools else None
+        return _captured(self.model.stream, lambda: self._captured_work(kind), pool)
 
     def _captured_work(self, kind: MicrobatchKind) -> Tensor:
         """The work that a graph captures; returns the loss."""
@@ -166,16 +225,64 @@ class MicrobatchGraphs:
         return loss
 
     def _eager(self, inputs: Batch) -> Tensor:
-        stream, current = self.model.stream, torch.cuda.current_stream()
-        assert stream is not None
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            loss = self._forward_backward(inputs)
-        current.wait_stream(stream)
-        return loss
+        return _on_stream(self.model.stream, lambda: self._forward_backward(inputs))
 
     def _forward_backward(self, inputs: Batch) -> Tensor:
         loss_BS = self.model(inputs["tokens"], inputs["labels"], inputs["document_bounds"])
         loss = (loss_BS * inputs["loss_mask"]).sum() * inputs["share"]
         loss.backward()
         return loss.detach()
+
+
+def _synchronize() -> None:
+    """Wait for the GPU, if there is one: the memory of a graph that runs must not be reused."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
+    """Run `work` on a stream, between what precedes and what follows on the current one."""
+    assert stream is not None
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = work()
+    current.wait_stream(stream)
+    return result
+
+
+def _captured(
+    stream: torch.cuda.Stream | None, work: Callable[[], T], pool: Any = None
+) -> tuple[Any, T]:
+    """Capture `work` in a CUDA graph. Returns the graph and the result, not yet computed."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: the watchdog of NCCL queries its events during the capture
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        result = work()
+    return graph, result
+
+
+def _width(batches: Sequence[Batch]) -> int:
+    """The entries per sample of the widest document bounds; 0 without bounds."""
+    bounds = [batch["document_bounds"] for batch in batches]
+    return max((b.shape[1] for b in bounds if b is not None), default=0)
+
+
+def _static_copy(batch: Batch, width: int) -> Batch:
+    """The static inputs of a graph, with document bounds of `width` entries per sample."""
+    static = {k: x.clone() if isinstance(x, Tensor) else x for k, x in batch.items()}
+    if (bounds := batch["document_bounds"]) is not None:
+        static["document_bounds"] = bounds.new_empty(len(bounds), width)
+        _fill_(static, batch)
+    return static
+
+
+def _fill_(static: Batch, batch: Batch) -> None:
+    """Copy a batch into static inputs; the last of its document bounds fills wider static ones."""
+    for name, value in static.items():
+        if name == "document_bounds" and value is not None:
+            bounds = batch[name]
+            value[:, : bounds.shape[1]] = bounds
+            value[:, bounds.shape[1] :] = bounds[:, -1:]
+        elif isinstance(value, Tensor):
+            value.copy_(batch[name])

@@ -21,15 +21,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Coding
 from coatlm.fp8.payload import Layout, Own, Shared, pack, unpack
-from coatlm.fp8.scaling import scale_ref
-from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending
-from coatlm.parallel.wire import Steps, Sum
+from coatlm.parallel.wire import Steps, Sum, shared_scales
 
 Scaling = Literal["block", "tensor", "bucket"]
 PIECE = 1 << 27  # elements of a piece
@@ -48,8 +45,9 @@ class Fp8Exchange:
     """The gradient format of an FP8 all-to-all with sums in fp32.
 
     `scaling` is the scale granularity. "block": each rank sends its own scale per 128 elements.
-    "tensor", "bucket": the ranks first all-reduce the amax and share one scale, which costs another
-    read of the gradients, overlapped with backward. All-gathered sums always have block scales.
+    "tensor", "bucket": the ranks share one scale. With current scaling they first all-reduce the
+    amax, which costs another read of the gradients, overlapped with backward; with delayed scaling
+    (`reduction_scales`) they do not. All-gathered sums always have block scales.
     """
 
     fmt: Coding = E4M3
@@ -61,12 +59,8 @@ class Fp8Exchange:
     def steps(self, job: Sum, comm: Comm) -> Steps:
         shared = None
         if self.scaling != "block":
-            tensors = job.tensors
-            amax = largest_magnitudes(job.grads, tensors.owner, len(tensors.mu))
-            yield comm.all_reduce(amax, dist.ReduceOp.MAX)
-            if self.scaling == "bucket":
-                amax = amax.amax().expand(len(amax))
-            shared = scale_ref(amax.contiguous().view(torch.float32), self.fmt)
+            bucket = self.scaling == "bucket"
+            shared = yield from shared_scales(job, comm, self.fmt, per_bucket=bucket)
         if len(set(job.sizes)) > 1:
             yield from self._scatter_uneven(job, comm, shared)
             return
@@ -96,7 +90,8 @@ class Fp8Exchange:
         owner_RG = job.tensors.owner.view(comm.size, -1)
 
         def send(begin: int, end: int) -> tuple[Pending, Tensor]:
-            shared = _shared(scale, owner_RG[:, None, begin // SCALE_BLOCK : end // SCALE_BLOCK])
+            owner = owner_RG[:, None, begin // SCALE_BLOCK : end // SCALE_BLOCK]
+            shared = _shared(scale, owner, job.tensors.amax)
             return self._send(x_RP[:, None, begin:end], comm, shared)
 
         def land(begin: int, end: int, received: Tensor) -> None:
@@ -124,7 +119,8 @@ class Fp8Exchange:
         sums_NP = torch.empty(across.size, x_LNP.shape[2], dtype=torch.float32, device=grads.device)
 
         def send(begin: int, end: int) -> tuple[Pending, Tensor]:
-            shared = _shared(scale, owner_LNG[:, :, begin // SCALE_BLOCK : end // SCALE_BLOCK])
+            owner = owner_LNG[:, :, begin // SCALE_BLOCK : end // SCALE_BLOCK]
+            shared = _shared(scale, owner, job.tensors.amax)
             return self._send(x_LNP[:, :, begin:end], inside, shared)
 
         def land(begin: int, end: int, received: Tensor) -> None:
@@ -187,7 +183,7 @@ class Fp8Exchange:
         ):
             if rank == comm.rank:
                 continue
-            shared = _shared(scale, owner[None, None])
+            shared = _shared(scale, owner[None, None], job.tensors.amax)
             pack(x[None, None], payload[None, None], layout=layout, shared=shared)
         mine = layouts[comm.rank]
         received = torch.empty(comm.size * mine.nbytes, dtype=torch.uint8, device=sent.device)
@@ -223,8 +219,8 @@ class Fp8Exchange:
         return job.add and not job.whole
 
 
-def _shared(scale: Tensor | None, owner: Tensor) -> Shared | None:
-    return None if scale is None else Shared(scale, owner)
+def _shared(scale: Tensor | None, owner: Tensor, amax: Tensor | None = None) -> Shared | None:
+    return None if scale is None else Shared(scale, owner, amax)
 
 
 def _pieces(size: int, longest: int) -> Iterator[tuple[int, int]]:

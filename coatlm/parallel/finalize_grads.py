@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from coatlm.fp8.accumulate import BlockFp8
+from coatlm.parallel.collectives import all_reduce
 from coatlm.parallel.flat_model import FlatModel, tied_embedding
 from coatlm.parallel.fp8lm_scaling import adjust_automatic_scales
 from coatlm.parallel.groups import Groups
@@ -65,7 +66,7 @@ def grad_norm(
     one_byte = [part.square_sum() for part in parts if isinstance(part, BlockFp8)]
     if one_byte:
         total = total + torch.stack(one_byte).sum()
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group)
     return total.sqrt()
 
 

@@ -10,14 +10,14 @@ before the all-gather:
 The owner does not round its shard: the optimizer updates the exact weight, which the GEMM casts to
 the same codes. S is the scale that the layer uses, with one of two granularities:
 
-Row-wise and a power of two in the FP8 flow. `fp8/weight_rows.py` has the casts and shows why a
-layer derives the same scales and codes from the received weights. Its backward transposes the codes
-of forward, so they are the same as well (`fp8/transpose.py`).
+Row-wise and a power of two in most recipes of the FP8 flow. `fp8/weight_rows.py` has the casts and
+shows why a layer derives the same scales and codes from the received weights. Its backward
+transposes the codes of forward, so they are the same as well (`fp8/transpose.py`).
 
-Tensor-wise and amax / 448 with TransformerEngine's current scaling. A GEMM that casts the received
-weights finds the same amax: the largest code is 448, and 448 S, rounded to BF16, is amax. It finds
-the same codes: rounding to BF16 moves code * S by at most 2^-9 of its value, while codes are 2^-4
-apart.
+Tensor-wise and amax / 448 with `coat-paper` and TransformerEngine's current scaling. A GEMM that
+casts the received weights finds the same amax: the largest code is 448, and 448 S, rounded to BF16,
+is amax. It finds the same codes: rounding to BF16 moves code * S by at most 2^-9 of its value,
+while codes are 2^-4 apart.
 """
 
 from __future__ import annotations

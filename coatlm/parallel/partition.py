@@ -1,10 +1,10 @@
 """Assignment of whole tensors to ranks, instead of equal flat shards (FP8-LM, section 3.3).
 
-FP8 states with tensor-wise scales are simplest where no tensor is split, so FP8-LM assigns whole
-tensors to ranks: in order of size, largest first, each to the rank with the smallest load so far.
-This is Graham's rule (SIAM J. Appl. Math. 17, 1969): the largest load is at most 4/3 of the
-optimum. Memory is limited by the rank with the largest load; `waste`, max / mean - 1, is what that
-rank holds beyond an equal share.
+FP8 states with tensor-wise scales are simplest where no tensor is cut, so that ranks need not share
+scales. FP8-LM therefore assigns whole tensors to ranks: in order of size, largest first, each to
+the rank with the smallest load so far. This is Graham's rule (SIAM J. Appl. Math. 17, 1969): the
+largest load is at most 4/3 of the optimum. Memory is limited by the rank with the largest load;
+`waste`, max / mean - 1, is what that rank holds beyond an equal share.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.megatron import get_forward_backward_func
+from coatlm.parallel.collectives import Pending, Several, all_reduce
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
@@ -40,7 +41,9 @@ def run_microbatches(
     """
     enter(None)
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()
-    counted = dist.all_reduce(tokens, group=groups.dp_cp, async_op=True)
+    counted: Pending = Several(())
+    if groups.dp_cp.size() > 1:
+        counted = dist.all_reduce(tokens, group=groups.dp_cp, async_op=True)
 
     @cache
     def share() -> Tensor:
@@ -64,7 +67,7 @@ def run_microbatches(
         losses = [graphs.run(b, part, first=i == 0, last=i == ends) for i, b in enumerate(batches)]
         loss = torch.stack(losses).sum()
         enter(None)
-        dist.all_reduce(loss, group=groups.dp_cp)
+        all_reduce(loss, groups.dp_cp)
         return loss
 
     enter("forward_backward")

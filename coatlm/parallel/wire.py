@@ -16,7 +16,8 @@ compute stream, so that the host never waits; on a CPU up to the first wait, and
 result is needed.
 
 The ranks agree on scales on the device. The fp32 bits of amax are all-reduced as integers, whose
-order is NaN > Inf > numbers; a sum is NaN or Inf if the value of any rank was.
+order is NaN > Inf > numbers; a sum is NaN or Inf if the value of any rank was. With delayed scaling
+(`reduction_scales`) they agree after the step, on the scales of the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format, cast
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Coding, Fp8Format, cast
 from coatlm.fp8.payload import Layout, Shared, pack, unpack
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import count_saturated, largest_magnitudes
@@ -47,6 +48,9 @@ class Tensors:
     values: Tensor  # int64 [T]: elements, without padding
     saturated: Tensor  # int64 [T]: sums at +-MAX of this rank's shard since mu was adjusted
     nonfinite: Tensor  # bool [T]: whether there was NaN or Inf since mu was adjusted
+    # of delayed scaling (`reduction_scales`):
+    scale: Tensor | None = None  # fp32 [T], shared by all ranks; None: current scaling
+    amax: Tensor | None = None  # int32 [T]: bits of the largest |value| that this rank encoded
 
     @classmethod
     def of(cls, sizes: Sequence[int], blocks: int, device: torch.device) -> Tensors:
@@ -107,6 +111,23 @@ class Reduction:
             self.pending = next(self.steps, None)
 
 
+def shared_scales(
+    job: Sum, comm: Comm, fmt: Coding, *, per_bucket: bool = False
+) -> Generator[Pending, None, Tensor]:
+    """The scales fp32 [T] that all ranks share: delayed ones, or those of an all-reduced amax.
+
+    `per_bucket`: current scales are all that of the bucket's amax.
+    """
+    tensors = job.tensors
+    if tensors.scale is not None:
+        return tensors.scale
+    amax = largest_magnitudes(job.grads, tensors.owner, len(tensors.mu))
+    yield comm.all_reduce(amax, dist.ReduceOp.MAX)
+    if per_bucket:
+        amax = amax.amax().repeat(len(amax))
+    return scale_ref(amax.view(torch.float32), fmt)
+
+
 @dataclass(frozen=True)
 class Plain:
     """The collective library's own sum, in `dtype`."""
@@ -134,14 +155,13 @@ class Fp8Sum:
 
     def steps(self, job: Sum, comm: Comm) -> Steps:
         tensors, n = job.tensors, job.grads.numel()
-        amax = largest_magnitudes(job.grads, tensors.owner, len(tensors.mu))
-        yield comm.all_reduce(amax, dist.ReduceOp.MAX)
-        scale = scale_ref(amax.view(torch.float32), self.fmt) / tensors.mu
-        tensors.nonfinite.logical_or_(~scale.isfinite())
+        scale = (yield from shared_scales(job, comm, self.fmt)) / tensors.mu
         layout = Layout(n, self.fmt, scaled=False)
         codes = layout.empty(1, 1, device=job.grads.device)
-        shared = Shared(scale, tensors.owner[None, None])
+        shared = Shared(scale, tensors.owner[None, None], tensors.amax)
         pack(job.grads[None, None], codes, layout=layout, shared=shared)
+        known = scale if tensors.amax is None else tensors.amax.view(torch.float32)
+        tensors.nonfinite.logical_or_(~known.isfinite())
         begin, end = 0, n
         if job.grads.is_cuda:
             flat = codes.view(-1).view(self.fmt.dtype)

@@ -8,10 +8,13 @@ decides how their states are stored; `zero_checkpoint` saves and loads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.fp8.accumulate import BlockFp8
@@ -26,8 +29,9 @@ from coatlm.parallel.regions import Region
 class ZeroOptimizer:
     """Reduces and clips gradients, updates shards, starts the weight all-gather.
 
-    `make_shard` constructs the optimizer's shard of each bucket (`optim.adamw.FlatShard`), and
-    `make_optimizer(shards)` the optimizer that updates them.
+    `make_shard` constructs the optimizer's shard of each bucket (`optim.shards.FlatShard`), and
+    `make_optimizer(shards, cut=, share=)` the optimizer that updates them, which shares the scales
+    of the `cut` parameters that ends of shards cut.
     """
 
     def __init__(
@@ -36,21 +40,28 @@ class ZeroOptimizer:
         groups: Groups,
         *,
         clip_grad: float,
-        make_optimizer: Callable[[Sequence[Any]], Any],
+        make_optimizer: Callable[..., Any],
         make_shard: Callable[..., Any],
     ) -> None:
         self.chunks, self.groups, self.clip_grad = list(chunks), groups, clip_grad
         self.buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
         self.owned = [b for b in self.buckets if b.owned[0] < b.owned[1]]
-        self.optimizer = make_optimizer([_shard(make_shard, bucket) for bucket in self.owned])
+        cut = _cut_parameters(self.buckets) if chunks[0].sharded else {}
+        shards = [_shard(make_shard, bucket, cut) for bucket in self.owned]
+        share = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=groups.dp_cp, async_op=True)
+        self.optimizer = make_optimizer(shards, cut=len(cut), share=share)
         self.regions = {b: r for chunk in chunks for b, r in chunk.regions.items()}
         self.counted = [p for b in self.buckets for p in _counted(b, self.regions[b])]
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
+        self.before_update: Callable[[], None] = lambda: None  # called before weights change
+
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of later steps. Does not wait for the device."""
+        self.optimizer.set_rate(lr)
 
     def step(
         self,
-        lr: float,
         *,
         accepts: Callable[[Tensor], Tensor] | None = None,
         observe: Callable[[Tensor], None] | None = None,
@@ -70,8 +81,9 @@ class ZeroOptimizer:
             coefficient = torch.where(accepts(norm), coefficient, torch.nan)
         if observe is not None:
             observe(coefficient)
+        self.before_update()
         enter("update")
-        self.optimizer.step(lr=lr, clip_coefficient=coefficient)
+        self.optimizer.update(coefficient)
         for chunk in self.chunks:
             chunk.start_param_sync()
         enter(None)
@@ -111,8 +123,22 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     return iter(joined)
 
 
-def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:
-    """The optimizer's shard of a bucket on this rank, constructed by `make_shard`."""
+def _cut_parameters(buckets: Sequence[Bucket]) -> dict[nn.Parameter, int]:
+    """The parameters that ends of shards cut, numbered, the same on every rank of `dp_cp`."""
+    found: dict[nn.Parameter, int] = {}
+    for bucket in buckets:
+        ends = list(accumulate(bucket.sizes))
+        for param, (start, stop) in bucket.params.items():
+            if any(start < end < stop for end in ends):
+                found[param] = len(found)
+    return found
+
+
+def _shard(make_shard: Callable[..., Any], bucket: Bucket, cut: Mapping[nn.Parameter, int]) -> Any:
+    """The optimizer's shard of a bucket on this rank, constructed by `make_shard`.
+
+    `cut` are the numbers of the parameters that ends of shards cut.
+    """
     begin, end = bucket.owned
     inside = [
         (param, (max(start, begin) - begin, min(stop, end) - begin))
@@ -124,6 +150,7 @@ def _shard(make_shard: Callable[..., Any], bucket: Bucket) -> Any:
         grad=bucket.reduced,
         decay=tuple(span for param, span in inside if decays(param)),
         params=tuple(span for _, span in inside),
+        cut={start: cut[param] for param, (start, _) in inside if param in cut},
     )
 
 

@@ -103,20 +103,20 @@ class ZeroCheckpoint:
         """FP8-LM's mu of each tensor, for a checkpoint. A collective call."""
         mine: dict[str, float] = {}
         for bucket in self._automatic():
-            mine |= dict(zip(self._keys(bucket), bucket.tensors.mu.tolist(), strict=True))
+            mine |= dict(zip(self.keys(bucket), bucket.tensors.mu.tolist(), strict=True))
         return {key: mu for report in self._from_all_ranks(mine) for key, mu in report.items()}
 
     def set_automatic_scales(self, saved: Mapping[str, float]) -> None:
         """Set mu of every tensor that has one in a checkpoint."""
         for bucket in self._automatic():
             now = bucket.tensors.mu.tolist()
-            mu = [saved.get(key, old) for key, old in zip(self._keys(bucket), now, strict=True)]
+            mu = [saved.get(key, old) for key, old in zip(self.keys(bucket), now, strict=True)]
             bucket.tensors.mu.copy_(torch.tensor(mu))
 
     def _automatic(self) -> list[Bucket]:
         return [b for chunk in self.zero.chunks if chunk.wire.automatic for b in chunk.buckets]
 
-    def _keys(self, bucket: Bucket) -> list[str]:
+    def keys(self, bucket: Bucket) -> list[str]:
         """The checkpoint key of each parameter of a bucket: that of its first logical tensor."""
         starts = {start: i for i, (start, _) in enumerate(bucket.params.values())}
         first = {starts[r.start]: r.key for r in self.regions[bucket] if r.start in starts}

@@ -1,12 +1,13 @@
 """Sharded, asynchronous, atomic checkpoints.
 
-`Checkpointer.save` copies this rank's shards of tensors (see `shards`) to the host and returns; a
-thread writes them while training continues. The threads of all ranks communicate over a gloo group
-of their own:
+`Checkpointer.save` starts to copy this rank's shards of tensors (see `shards`) to the host and
+returns; a thread writes the copies while training continues. The threads of all ranks communicate
+over a gloo group of their own:
 
-    every rank   copy | (thread) write and fsync | checksums of its files |
-    rank 0            | create a directory       |                        | manifest, rename, prune
-                      save() returns
+    every rank   copy (see `host_copies`) | write and fsync    | checksums of its files |
+    rank 0                                | create a directory |                        | manifest,
+                                                                                          rename,
+                                                                                          prune
 
 With `upload`, the thread then copies the files to a URL: see `remote_checkpoint`.
 
@@ -29,7 +30,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,6 +45,7 @@ from coatlm.train.find_checkpoint import (
     read_state,
     saved_config,
 )
+from coatlm.train.host_copies import HostCopies
 from coatlm.train.manifest import (
     STATE,
     TEMPORARY,
@@ -52,9 +53,9 @@ from coatlm.train.manifest import (
     File,
     LostPeerError,
     clean,
+    describe,
     prune,
     publish,
-    sha256,
     step_name,
     verify,
     write_file,
@@ -126,6 +127,7 @@ class Checkpointer:
         self._rank = 0 if group is None else group.rank()
         self._before_commit = before_commit
         self._upload = None if upload is None else Location.of(upload)
+        self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._saved: Saved | None = None
@@ -134,22 +136,36 @@ class Checkpointer:
     def save(self, step: int, tensors: Sequence[ShardedTensor], state: dict[str, Any]) -> None:
         """Write a checkpoint of `tensors` and of rank 0's `state`, which consists of JSON values.
 
-        Waits for the previous checkpoint. With `async_save` it returns once the tensors are copied
-        (on CUDA: once the copies are queued on the current stream), so later work may change them;
-        errors are raised by `poll` or `wait`. Raises CheckpointError.
+        Waits for the previous checkpoint. With `async_save` the tensors may change only after
+        `wait_for_copies`, and errors are raised by `poll` or `wait`. Raises CheckpointError.
         """
         self.wait()
         begin = time.monotonic()
         text = json.dumps(state, indent=1)
         pieces = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         if not self._async:
-            self._run(step, pieces, None, text, begin)
+            self._run(step, pieces, text, begin, ready=lambda: None)
             self.poll()
             return
-        copies = [replace(piece, data=_host_copy(piece.data)) for piece in pieces]
-        arguments = (step, copies, _copies_queued(pieces), text, begin)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
+        copies = self._copies.start([_data(piece) for piece in pieces])
+        copied = (replace(p, data=copy) for p, copy in zip(pieces, copies, strict=True))
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(step, copied, text, begin),
+            kwargs={"ready": self._copies.finish},
+            name="checkpoint",
+        )
         self._thread.start()
+
+    def reserve(self, tensors: Sequence[ShardedTensor]) -> None:
+        """Start to allocate the host memory that `save` of these tensors on a GPU needs."""
+        if self._async and any(_data(tensor).is_cuda for tensor in tensors):
+            mine = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
+            self._copies.reserve([_data(tensor) for tensor in mine])
+
+    def wait_for_copies(self) -> None:
+        """Let later work of the current stream and of this thread change the saved tensors."""
+        self._copies.wait()
 
     def poll(self) -> None:
         """Log a finished save, or raise the CheckpointError of a failed one, once. Never blocks.
@@ -187,15 +203,18 @@ class Checkpointer:
     def _run(
         self,
         step: int,
-        pieces: list[ShardedTensor],
-        copied: torch.cuda.Event | None,
+        pieces: Iterable[ShardedTensor],
         state: str,
         begin: float,
+        *,
+        ready: Callable[[], None],
     ) -> None:
-        """Write a checkpoint; `poll` reports the outcome. `begin`: the time `save` was called."""
+        """Write a checkpoint; `poll` reports the outcome. `begin`: the time `save` was called.
+        `ready` waits for the data of `pieces`.
+        """
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
         try:
-            together(lambda: self._begin(temporary, copied, state), self._group)
+            together(lambda: self._begin(temporary, ready, state), self._group)
             write_tensors(temporary, pieces, self._group)
             parts = together(lambda: self._fingerprints(temporary), self._group)
             files = {name: file for part in parts for name, file in part.items()}
@@ -224,9 +243,8 @@ class Checkpointer:
             if self._rank == 0:
                 logger.info("uploaded %s in %.1f s", target.url, time.monotonic() - begin)
 
-    def _begin(self, temporary: Path, copied: torch.cuda.Event | None, state: str) -> None:
-        if copied is not None:
-            copied.synchronize()
+    def _begin(self, temporary: Path, ready: Callable[[], None], state: str) -> None:
+        ready()
         if self._rank == 0:
             temporary.mkdir()
             write_layout(temporary)
@@ -235,7 +253,7 @@ class Checkpointer:
     def _fingerprints(self, temporary: Path) -> dict[str, File]:
         """The sizes and checksums of the files that this rank wrote."""
         return {
-            path.name: File(path.stat().st_size, sha256(path))
+            path.name: describe(path)
             for path in temporary.iterdir()
             if path.name.startswith(f"__{self._rank}_")
             or (self._rank == 0 and path.suffix != ".distcp")
@@ -258,16 +276,6 @@ class Checkpointer:
         prune(self._directory, self._keep)
 
 
-def _host_copy(data: Tensor) -> Tensor:
-    """Copy to the host; a copy from CUDA is only queued, into pinned memory."""
-    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
-    return copy.copy_(data.detach(), non_blocking=True)
-
-
-def _copies_queued(pieces: Sequence[ShardedTensor]) -> torch.cuda.Event | None:
-    """Record an event after the copies on the current stream, for the thread to wait on."""
-    if not any(piece.data.is_cuda for piece in pieces if piece.data is not None):
-        return None
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    return event
+def _data(piece: ShardedTensor) -> Tensor:
+    assert piece.data is not None
+    return piece.data

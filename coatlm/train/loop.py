@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.dataset import BatchIterator, Datasets, microbatches
+from coatlm.data.batches import BatchIterator, microbatches
+from coatlm.data.dataset import Datasets
 from coatlm.model.numerics import Probe, Record
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups
@@ -30,6 +31,7 @@ from coatlm.train.lock import RunLock
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.predict import Predictor
 from coatlm.train.resume import Known, Progress, restore, state_to_save
+from coatlm.train.startup import Startup
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 from coatlm.train.stragglers import compare
@@ -56,13 +58,14 @@ class Loop:
         hosts: Sequence[str],  # of each rank
         lock: RunLock | None = None,  # of the run directory, on rank 0
         tasks: Tasks | None = None,
+        startup: Startup | None = None,
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
         self.known, self.hosts, self.lock = known, hosts, lock  # known is saved in checkpoints
         self.groups: Groups = trainer.groups
-        self.tasks = tasks
+        self.tasks, self.startup = tasks, startup
         self.predictor = Predictor(
             trainer.chunks,
             trainer.groups,
@@ -78,6 +81,9 @@ class Loop:
             group=self.groups.checkpoint,
             before_commit=lambda: lock.require() if lock is not None else None,
         )
+        trainer.optimizer.before_update = self.checkpoints.wait_for_copies
+        if config.checkpoint.every:
+            self.checkpoints.reserve(trainer.zero_checkpoint.tensors_to_save())
 
     def run_steps(self) -> ExitCode:
         """Run up to train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
@@ -138,7 +144,11 @@ class Loop:
         run.step += 1
         run.samples += config.train.global_batch
         run.tokens += config.train.global_batch * config.data.seq_len
-        self.metrics.advance()
+        self.metrics.advance()  # waits for the first step after a start
+        if self.startup is not None:
+            self.startup.lap("first step")
+            logger.info("%s", self.startup)
+            self.startup = None
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
             window, run.window = run.window, []

@@ -1,5 +1,7 @@
 """Checkpoint directories: a manifest lists every file with its size and SHA-256.
 
+Large files also have a SHA-256 of every 64 MiB, which threads and ranks compare at the same time.
+
     checkpoints/step_00000050/__0_0.distcp  .metadata  metadata.json  common.pt    megatron's layout
     checkpoints/step_00000050/state.json                                           coatlm's own
     checkpoints/step_00000050/manifest.json                                        written last
@@ -22,10 +24,11 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from coatlm.console import Advance, progress
+from coatlm.console import progress
 from coatlm.files import check_regular
 
 FORMAT = 1  # version of the manifest; readers refuse any other
@@ -35,6 +38,8 @@ LATEST = "latest"
 REQUIRED = frozenset({".metadata", "metadata.json", "common.pt", STATE})
 TEMPORARY = ".tmp-"
 BUFFER = 1 << 20  # bytes read at a time for a checksum
+PART = 1 << 26  # bytes with a checksum of their own, which threads compare at the same time
+THREADS = 8  # that read a checkpoint: disks answer several requests at once
 REPLACED = ".replaced-"  # prefix of an older checkpoint of a step that is written again
 STEP = re.compile(r"step_(\d{8,})")
 
@@ -49,10 +54,18 @@ class LostPeerError(CheckpointError):
 
 @dataclass(frozen=True)
 class File:
-    """The expected size and checksum of a checkpoint's file."""
+    """The expected size and checksums of a checkpoint's file."""
 
     bytes: int
-    sha256: str  # hexadecimal
+    sha256: str  # hexadecimal, of the whole file
+    parts: tuple[str, ...] = ()  # of every PART bytes; empty: a small file, or an older checkpoint
+
+    def sums(self) -> Iterator[tuple[int, int, str]]:
+        """Yield (start, stop, SHA-256) of ranges that together are the file."""
+        if not self.parts:
+            yield 0, self.bytes, self.sha256
+        for number, part in enumerate(self.parts):
+            yield number * PART, min((number + 1) * PART, self.bytes), part
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
         if version != FORMAT:
             raise CheckpointError(f"{path}: format {version!r}, this version reads {FORMAT}")
         files = {
-            name: File(int(file["bytes"]), str(file["sha256"]))
+            name: File(int(file["bytes"]), str(file["sha256"]), tuple(file.get("parts", ())))
             for name, file in content["files"].items()
         }
         manifest = CheckpointManifest(int(content["serial"]), files)
@@ -92,6 +105,9 @@ def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
         raise CheckpointError(f"{path} is damaged (nested too deeply)") from error
     if foreign := sorted(name for name in files if Path(name).name != name):
         raise CheckpointError(f"{path} lists {foreign[0]!r}, which is not a file's name")
+    for name, file in files.items():
+        if file.parts and len(file.parts) != -(-file.bytes // PART):
+            raise CheckpointError(f"{path} is damaged ({len(file.parts)} parts of {name})")
     if missing := sorted(REQUIRED - files.keys()):
         raise CheckpointError(f"{path} does not list {missing[0]}")
     return manifest
@@ -100,32 +116,48 @@ def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
 def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool = True) -> list[str]:
     """List the problems of a checkpoint, one line per problem; empty if it is intact.
 
-    Checks that every file exists with its size, and the checksum of every `world`-th file starting
-    at the `rank`-th, so that `world` ranks together read each byte once. Rank 0 shows progress.
+    Checks that every file exists with its size, and every `world`-th checksum starting at the
+    `rank`-th, so that `world` ranks together read each byte once. Rank 0 shows progress.
     """
     try:
         manifest = read_checkpoint_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
-    problems = []
-    files = sorted(manifest.files.items())
-    share = dict(files[rank::world]) if checksums else {}
-    total = sum(expected.bytes for expected in share.values())
-    with progress(f"verifying {checkpoint.name}", total, show=rank == 0) as advance:
-        for name, expected in files:
-            path = checkpoint / name
-            try:
-                check_regular(path)
-                size = path.stat().st_size
-                if size != expected.bytes:
-                    problems.append(f"{path} has {size} bytes, {expected.bytes} were written")
-                elif name in share and sha256(path, advance) != expected.sha256:
-                    problems.append(f"{path} is damaged: its checksum differs")
-            except FileNotFoundError:
-                problems.append(f"{path} is missing")
-            except OSError as error:
-                problems.append(f"{path}: {error.strerror}")
-    return problems
+    problems: dict[str, str] = {}  # by file
+    ranges: list[tuple[str, int, int, str]] = []
+    for name, expected in sorted(manifest.files.items()):
+        path = checkpoint / name
+        try:
+            check_regular(path)
+            size = path.stat().st_size
+            if size != expected.bytes:
+                problems[name] = f"{path} has {size} bytes, {expected.bytes} were written"
+        except FileNotFoundError:
+            problems[name] = f"{path} is missing"
+        except OSError as error:
+            problems[name] = f"{path}: {error.strerror}"
+        ranges += [(name, *found) for found in expected.sums()]
+    share = [found for found in ranges[rank::world] if checksums and found[0] not in problems]
+
+    def problem(name: str, start: int, stop: int, expected: str) -> str | None:
+        path = checkpoint / name
+        try:
+            differs = sha256(path, start, stop) != expected
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        return f"{path} is damaged: its checksum differs" if differs else None
+
+    total = sum(stop - start for _, start, stop, _ in share)
+    with (
+        progress(f"verifying {checkpoint.name}", total, show=rank == 0) as advance,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        found = pool.map(lambda arguments: problem(*arguments), share)
+        for (name, start, stop, _), line in zip(share, found, strict=True):
+            advance(stop - start)
+            if line is not None:
+                problems[name] = line
+    return [problems[name] for name in sorted(problems)]
 
 
 def newest_first(directory: Path) -> list[Path]:
@@ -137,15 +169,25 @@ def newest_first(directory: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
-def sha256(path: Path, advance: Advance | None = None) -> str:
-    """The hexadecimal SHA-256 of a file; `advance` is called with the number of bytes read."""
+def describe(path: Path) -> File:
+    """The size and the checksums of a file, which is read twice if it has parts."""
+    size = path.stat().st_size
+    starts = range(0, size, PART) if size > PART else ()
+    with ThreadPoolExecutor(THREADS) as pool:
+        parts = pool.map(lambda start: sha256(path, start, start + PART), starts)
+        return File(size, sha256(path), tuple(parts))
+
+
+def sha256(path: Path, start: int = 0, stop: int | None = None) -> str:
+    """The hexadecimal SHA-256 of bytes [start, stop) of a file, up to its end if it is shorter."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(BUFFER))
+    left = math.inf if stop is None else stop - start
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        file.seek(start)
+        while count := file.readinto(buffer[: int(min(BUFFER, left))]):
             digest.update(buffer[:count])
-            if advance is not None:
-                advance(count)
+            left -= count
     return digest.hexdigest()
 
 

@@ -89,6 +89,7 @@ def state_to_save(
     data: list[SourceIdentity],
 ) -> dict[str, Any]:
     """The content of state.json, for `restore` and `check_changes`. A collective call."""
+    shared = trainer.reduction_scales
     return {
         "step": run.step,
         "tokens": run.tokens,
@@ -105,6 +106,7 @@ def state_to_save(
         "flat_groups": trainer.zero_checkpoint.flat_blocks(),
         "automatic_scales": trainer.zero_checkpoint.automatic_scales(),
         "gradient_amaxes": trainer.gradient_amaxes(),
+        "reduction_amaxes": {} if shared is None else shared.state(),
         "config": config.model_dump(mode="json"),
     }
 
@@ -240,6 +242,8 @@ def restore(
     restore_guard(trainer.guard, state.get("guard"), trainer.config)
     if trainer.scales is not None:
         trainer.scales.restore(state.get("gradient_amaxes", {}), idle=trainer.fallen)
+    if trainer.reduction_scales is not None:
+        trainer.reduction_scales.restore(state.get("reduction_amaxes", {}))
     for noise in (trainer.noise, trainer.sum_noise):
         if noise is not None:
             noise.step = state["step"]

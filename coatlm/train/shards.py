@@ -6,9 +6,8 @@ file and an offset. A checkpoint can be read with any other sharding: each reque
 assembled from the parts of stored shards that it overlaps. Values are copied bit by bit, so the
 stored and requested types must be equal.
 
-torch.distributed.checkpoint (DCP) plans and performs the input and output. Its two uses of pickle
-are restricted: `.metadata` is read with an allow-list of types (see `metadata`), and tensors are
-read with torch's `weights_only` unpickler. `common.pt` is for megatron and never read here.
+torch.distributed.checkpoint plans and performs the input and output: see `dcp`. `common.pt` is for
+megatron and never read here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import io
 import json
 import math
 import pickle  # nosec B403 # for UnpicklingError only
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,20 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from coatlm.megatron import (
     CheckpointableShardedTensor,
@@ -49,8 +36,8 @@ from coatlm.megatron import (
     ShardedTensor,
 )
 from coatlm.train.agreement import Group, describe_failures, together
+from coatlm.train.dcp import CoveringPlanner, MakingPlanner, ShardReader, ShardWriter
 from coatlm.train.manifest import CheckpointError, write_file
-from coatlm.train.metadata import read_metadata
 from coatlm.train.reports import error_line
 
 
@@ -64,8 +51,8 @@ def write_tensors(
     try:
         save(
             _by_key(tensors),
-            storage_writer=_Writer(directory),
-            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            storage_writer=ShardWriter(directory),
+            planner=CoveringPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
@@ -100,7 +87,7 @@ def load(
     that is not stored with the requested shape and type, or that is stored and requested by no rank
     (unless `allow_extra`). Files are not compared with the manifest; `verify` does that.
     """
-    reader = _Reader(checkpoint)
+    reader = ShardReader(checkpoint)
     together(lambda: _check(reader, tensors), group)
     if not allow_extra and (unused := _unused(reader, tensors, group)):
         raise CheckpointError(
@@ -117,7 +104,7 @@ class StoredTensors:
     """
 
     def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:
-        self._reader = _Reader(checkpoint, files)
+        self._reader = ShardReader(checkpoint, files)
         self.described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             key: (stored.properties.dtype, tuple(stored.size))
             for key, stored in sorted(self._reader.tensors().items())
@@ -168,9 +155,9 @@ def write_one_by_one(
         key: torch.empty(shape, dtype=t, device="meta") for key, (t, shape) in described.items()
     }
     empty |= {key: [None] for key in nothing}
-    planner = _MakingPlanner(make)
+    planner = MakingPlanner(make)
     try:
-        save(empty, storage_writer=_Writer(directory), planner=planner, no_dist=True)
+        save(empty, storage_writer=ShardWriter(directory), planner=planner, no_dist=True)
     except CheckpointException as error:
         cause = error.failures[0][0]
         if isinstance(cause, ValueError | OSError):  # raised by `make`, or by the disk
@@ -202,7 +189,7 @@ def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, LocalShardsContainer]
     return {key: LocalShardsContainer(local) for key, local in shards.items()}
 
 
-def _check(reader: _Reader, tensors: Sequence[ShardedTensor]) -> None:
+def _check(reader: ShardReader, tensors: Sequence[ShardedTensor]) -> None:
     """Raise CheckpointError if one of `tensors` is not stored with the same shape and dtype."""
     found = {k: _describe(v.size, v.properties.dtype) for k, v in reader.tensors().items()}
     problems = []
@@ -216,7 +203,9 @@ def _check(reader: _Reader, tensors: Sequence[ShardedTensor]) -> None:
         raise CheckpointError(f"{reader.path} holds another model: {problems[0]}{_more(problems)}")
 
 
-def _unused(reader: _Reader, tensors: Sequence[ShardedTensor], group: Group | None) -> list[str]:
+def _unused(
+    reader: ShardReader, tensors: Sequence[ShardedTensor], group: Group | None
+) -> list[str]:
     """The stored keys that no rank requests."""
     stored = sorted(reader.tensors())
     local = {tensor.key for tensor in tensors}
@@ -226,7 +215,7 @@ def _unused(reader: _Reader, tensors: Sequence[ShardedTensor], group: Group | No
     return [key for key, used in zip(stored, wanted.tolist(), strict=True) if not used]
 
 
-def _fill(reader: _Reader, targets: Mapping[str, Tensor]) -> None:
+def _fill(reader: ShardReader, targets: Mapping[str, Tensor]) -> None:
     """Load stored values into `targets`. Each rank plans locally, without collectives."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
@@ -260,110 +249,3 @@ def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def _more(items: Sequence[str]) -> str:
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner with a check, also in a single process, that shards cover each tensor."""
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        for item in plan.items:  # a property of the host copy that is written, not of the tensor
-            if item.tensor_data is not None:  # else an object
-                item.tensor_data.properties.pin_memory = False
-        return plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        sizes: dict[str, int] = {}
-        covered: Counter[str] = Counter()
-        for item in (item for plan in all_plans for item in plan.items):
-            if item.tensor_data is None:  # an object
-                continue
-            sizes[item.index.fqn] = math.prod(item.tensor_data.size)
-            covered[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
-        for key, size in sizes.items():
-            if covered[key] != size:
-                raise CheckpointError(f"{covered[key]} of the {size} elements of {key} were given")
-        return super().create_global_plan(all_plans)
-
-
-class _MakingPlanner(_SavePlanner):
-    """Plans with meta tensors; computes each tensor when it is written, then frees it.
-
-    DCP alone would hold every tensor of a file until the file is complete.
-    """
-
-    def __init__(self, make: Callable[[str], Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._make = make
-        self._written = torch.empty(0)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.tensor_data is None:
-            return super().resolve_data(write_item)
-        self._written.untyped_storage().resize_(0)
-        tensor = self._make(write_item.index.fqn).contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
-        assert tensor.shape == write_item.tensor_data.size
-        assert tensor.dtype == write_item.tensor_data.properties.dtype
-        self._written = tensor
-        return tensor
-
-
-class _Writer(filesystem.FileSystemWriter):
-    """Writes one file per rank with fsync, in one thread: DCP loses exceptions of other threads.
-
-    DCP's copying ahead is off, because its thread would initialize CUDA on device 0.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
-
-    def storage_meta(self) -> StorageMeta:
-        """Return empty metadata, so that `.metadata` does not contain the temporary path."""
-        return StorageMeta()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As in DCP, but raise the OSError of a full disk, which torch's zip writer hides."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-
-
-class _Reader(filesystem.FileSystemReader):
-    """Reads an untrusted checkpoint."""
-
-    def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:
-        super().__init__(checkpoint)
-        self._files = files
-        self._metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`, once. Raises CheckpointError for types that are not allowed."""
-        if self._metadata is None:
-            self._metadata = read_metadata(Path(self.path), self._files)
-        return self._metadata
-
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The stored tensors by key."""
-        stored = self.read_metadata().state_dict_metadata
-        return {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
-
-    def read_object(self, key: str) -> bytes | None:
-        """The stored bytes of an object. Raises CheckpointError if the file is shorter."""
-        metadata = self.read_metadata()
-        if not isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata):
-            return None
-        place = (metadata.storage_data or {}).get(MetadataIndex(key))
-        if place is None:
-            raise CheckpointError(f"{key}: the checkpoint does not say where it is stored")
-        path, start, length = Path(self.path) / place.relative_path, place.offset, place.length
-        ends = type(start) is type(length) is int and 0 <= start <= start + length
-        if not ends or start + length > path.stat().st_size:
-            raise CheckpointError(f"{path} is damaged ({key} is said to lie outside)")
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(length)

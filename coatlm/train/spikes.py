@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coatlm.parallel.collectives import all_reduce
+
 
 class SpikeGuard:
     """The window of recent values, and whether the last step was a spike.
@@ -50,13 +52,13 @@ class SpikeGuard:
         """
         value_2 = torch.stack([loss, norm]).float()
         if self.group is not None:
-            dist.all_reduce(value_2, op=dist.ReduceOp.MAX, group=self.group)
+            all_reduce(value_2, self.group, dist.ReduceOp.MAX)
         window = self.values_2W.shape[1]
         full, finite = self.count >= window, value_2.isfinite().all()
         history_2W = self.values_2W.double()
         deviation_2 = history_2W.std(dim=1, correction=0)
         limit_2 = (history_2W.mean(dim=1) + self.sigma * deviation_2).float()
-        self.spike = full & finite & (value_2 > limit_2).any()
+        self.spike.copy_(full & finite & (value_2 > limit_2).any())
         entry_2 = torch.where(full, value_2.minimum(limit_2), value_2)
         place = (self.count % window).view(1)
         kept_2 = self.values_2W.index_select(1, place)[:, 0]

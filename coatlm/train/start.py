@@ -39,6 +39,7 @@ from coatlm.train.phases import (
 from coatlm.train.resume import Known, Progress, resume
 from coatlm.train.run_directory import prepare_directory, start_logging
 from coatlm.train.setup import Launch, quiet_megatron, recorded_collectives
+from coatlm.train.startup import Startup
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
@@ -72,7 +73,10 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     Returns None if the run has already done all its steps; such a start writes only to train.log.
     Raises ConfigError in a single process, AgreedError with several ranks.
     """
+    startup = Startup()
+    startup.lap("imports")
     peers = join(config, launch)
+    startup.lap("ranks")
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
     gpu = peers.agree(lambda: gpu_of_all(peers, launch))
@@ -88,11 +92,14 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
     tasks = peers.rank_zero_first(lambda: open_tasks(config.eval, tokenizer, config.data.seq_len))
+    startup.lap("tokenizer and run directory")
     groups = peers.agree(lambda: make_process_groups(config, launch, peers))
+    startup.lap("process groups")
     data = peers.rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
     peers.agree(lambda: check_parts(config, data))
+    startup.lap("data")
     memory = 0 if gpu is None else gpu.memory
     about = peers.agree(
         lambda: plan(
@@ -104,13 +111,14 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         )
     )
     logger.info("%s", about)
-    trainer = peers.agree(lambda: Trainer(config, groups, vocab))
+    trainer = peers.agree(lambda: Trainer(config, groups, vocab, lap=startup.lap))
     stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
     again = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
     origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=again))
+    startup.lap("checkpoint")
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
@@ -140,7 +148,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     loop = peers.agree(
         lambda: Loop(
             *(config, trainer, data, run, open_metrics, signals, watchdog, known),
-            *(peers.hosts, lock, tasks),
+            *(peers.hosts, lock, tasks, startup),
         )
     )
     stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics

@@ -100,6 +100,7 @@ class State(BaseModel):
     flat_groups: dict[str, list[list[dict[str, Any]]]] | None = None
     automatic_scales: dict[str, float] = {}
     gradient_amaxes: dict[str, dict[str, list[float]]] = {}
+    reduction_amaxes: dict[str, list[float]] = {}
     spikes: SavedSpikes | None = None
     guard: SavedGuard | None = None
 

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coatlm.config import Config, Parallel
-from coatlm.data import context_parallel, dataset
+from coatlm.config.recipes import ROW
+from coatlm.data import context_parallel
+from coatlm.data.batches import Microbatch
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
@@ -23,7 +25,6 @@ from coatlm.model.coat_layer import (
     CoatTransformerLayer,
     change_layers,
     flows_of,
-    tune_layers,
 )
 from coatlm.model.fits import with_logits
 from coatlm.model.rounding import GradientNoise
@@ -33,17 +34,19 @@ from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW, FlatShard
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
-from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, captures
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, StepGraph, captures
 from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import run_microbatches
+from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, device_memory
+from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -53,9 +56,19 @@ GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloa
 
 
 class Trainer:
-    """All state that a training step changes. `vocab` is the padded vocabulary size."""
+    """All state that a training step changes. `vocab` is the padded vocabulary size.
 
-    def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+    `lap` is called with the name of each part of the set-up when it is done.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        vocab: int,
+        *,
+        lap: Callable[[str], None] = lambda part: None,
+    ) -> None:
         memory = device_memory(device(), 1)[0] if device().type == "cuda" else 0
         config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
@@ -81,7 +94,8 @@ class Trainer:
                     bucket_size=p.bucket_size,
                     owner=owner,
                     fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow and config.precision.flow_recipe().gathers_codes,
+                    fp8_rows=config.precision.flow
+                    and config.precision.flow_recipe().forward.weight.granularity == ROW,
                     noise=noise,
                 ),
                 wire=make_wire(p, groups, self.traffic),
@@ -100,11 +114,14 @@ class Trainer:
             if t.spike_sigma
             else None
         )
-        if config.precision.tune_gemms:
-            tokens = config.train.micro_batch * config.data.seq_len // p.cp
-            for chunk in self.chunks:
-                tune_layers(chunk.module.decoder.layers, tokens, grad_dtype)
+        lap("model")
+        if config.precision.tune_gemms and config.precision.flow and device().type == "cuda":
+            tune_gemms(config, self._layers(), grad_dtype, groups.control)
+            lap("GEMM algorithms")
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
+        self.step_graph = None
+        if cuda_graphs and config.captures_steps(groups.world.size()):
+            self.step_graph = StepGraph(self.chunks[0].stream)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
         self.guard = make_guard(config, vocab, groups.dp.size(), change=self.change_layers)
@@ -123,17 +140,27 @@ class Trainer:
             ),
         )
         self.zero_checkpoint = ZeroCheckpoint(self.optimizer)
+        self.reduction_scales: ReductionScales | None = None
+        if p.grad_comm_scaling == "delayed" and groups.dp_cp.size() > 1:
+            per_bucket, keys = p.grad_comm_scale == "bucket", self.zero_checkpoint.keys
+            self.reduction_scales = ReductionScales(
+                self.chunks, groups, keys=keys, per_bucket=per_bucket
+            )
+        lap("optimizer states")
 
     def close(self) -> None:
         """Release CUDA graphs before the process groups: NCCL blocks on captured communicators."""
-        if self.graphs is not None:
-            self.graphs.close()
+        for graphs in (self.step_graph, self.graphs):
+            if graphs is not None:
+                graphs.close()
 
     @property
     def spike(self) -> Tensor:
         """Whether the last step was skipped as a spike: bool on the device."""
         guard = self.spikes
-        return torch.zeros((), dtype=torch.bool, device=device()) if guard is None else guard.spike
+        if guard is None:
+            return torch.zeros((), dtype=torch.bool, device=device())
+        return guard.spike.clone()
 
     def train_step(
         self,
@@ -148,12 +175,11 @@ class Trainer:
         gradients are complete. `comm_bytes` then has the bytes that this rank sent in the step.
         """
         self.traffic.sent.clear()
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graphs is not None:
-            self.graphs.paused = calibrating
+            shared = self.reduction_scales
+            eager = calibrating or (shared is not None and shared.calibrating)
+            self.graphs.paused = eager or self.step_graph is not None
         self.model_traffic = partial(
             step_traffic,
             self.config,
@@ -166,11 +192,37 @@ class Trainer:
         for noise in (self.noise, self.sum_noise):
             if noise is not None:
                 noise.begin_()
-        loss = self._run(batches, forward_only=False)
+        self.optimizer.set_rate(lr)
+        if self.step_graph is None:
+            return self._step(batches, observe=observe, enter=self.timer.enter)
+        assert self.graphs is not None
+        self.optimizer.before_update()  # a replay runs no Python between backward and update
+        eager = calibrating or self.graphs.observed or observe is not None
+        self.timer.enter("forward_backward")
+        loss, norm = self.step_graph.run(
+            partial(self._step, observe=observe, enter=ignore), batches, eager=eager
+        )
+        self.timer.enter(None)
+        return loss, norm
+
+    def _step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        observe: Callable[[Tensor], None] | None,
+        enter: Callable[[str | None], None],
+    ) -> tuple[Tensor, Tensor]:
+        """The work of a step on the device, at the rate that is set, which a graph can capture."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        loss = self._run(batches, forward_only=False, enter=enter)
         accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
-        norm = self.optimizer.step(lr, accepts=accepts, observe=observe, enter=self.timer.enter)
+        norm = self.optimizer.step(accepts=accepts, observe=observe, enter=enter)
         if self.scales is not None:
             self.scales.update_()
+        if self.reduction_scales is not None:
+            self.reduction_scales.update_(norm)
         return loss, norm
 
     @property
@@ -208,8 +260,9 @@ class Trainer:
     def change_layers(self, in_bf16: Collection[int]) -> None:
         """Let the FP8 layers with these numbers, and no others, compute in BF16 in later steps."""
         change_layers(self._layers(), in_bf16)
-        if self.graphs is not None:
-            self.graphs.reset()
+        for graphs in (self.step_graph, self.graphs):
+            if graphs is not None:
+                graphs.reset()
 
     def _layers(self) -> list[Any]:
         """The layers of this rank's stage."""
@@ -220,7 +273,7 @@ class Trainer:
         """Probe the layers of this rank in a step; no probes where dp > 0.
 
         `sampled`: only FP8 tensors, and only some of their rows. With CUDA graphs the first
-        microbatch of the step runs eagerly on all ranks.
+        microbatch of the step, or the whole step, runs eagerly on all ranks.
         """
         layers = [] if self.groups.dp.rank() else self._layers()
         inputs = {} if sampled else {layer.layer_number: layer for layer in layers}
@@ -248,22 +301,28 @@ class Trainer:
         """The mean loss per token over `batches`, fp32 on the device."""
         for chunk in self.chunks:
             chunk.eval()
-        return self._run(batches, forward_only=True)
+        return self._run(batches, forward_only=True, enter=ignore)
 
-    def place(self, batches: Sequence[dataset.Microbatch]) -> list[Batch]:
+    def place(self, batches: Sequence[Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
         cp, zigzag = self.groups.cp, not self.config.exchanges_heads
         cp_slice = partial(context_parallel.cp_slice, zigzag=zigzag)
         return [{**cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 
-    def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> Tensor:
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        *,
+        forward_only: bool,
+        enter: Callable[[str | None], None],
+    ) -> Tensor:
         return run_microbatches(
             self.chunks,
             batches,
             self.groups,
             seq_len=self.config.data.seq_len,
             forward_only=forward_only,
-            enter=ignore if forward_only else self.timer.enter,
+            enter=enter,
             graphs=self.graphs,
         )
 
@@ -300,7 +359,7 @@ def sum_noise(config: Config, chunks: int, groups: Groups) -> SumNoise | None:
 
 
 def ignore(phase: str | None) -> None:
-    """Ignore the phases of an evaluation, which is not timed."""
+    """Ignore the phases of an evaluation, which is not timed, or of a CUDA graph."""
 
 
 def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:

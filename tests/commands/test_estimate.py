@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coatlm.commands import fitting
 from coatlm.commands.estimate import CASES, TABLE7, best_layout, main
 from coatlm.config import load_config
 from coatlm.model.memory import GIB, peak_bytes, replaced
@@ -80,8 +81,8 @@ def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "give either CONFIG or --table7"),
-        ([LLAMA, "--table7"], "give either CONFIG or --table7"),
+        ([], "give either CONFIG, --table7 or --fits"),
+        ([LLAMA, "--table7"], "give either CONFIG, --table7 or --fits"),
         ([LLAMA, "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
         ([LLAMA, "--ranks", "3"], "train.global_batch=1024 is not a multiple"),
         ([LLAMA, "--ranks", "0"], "--ranks 0: at least 1"),
@@ -112,3 +113,16 @@ def test_table7_a_7b_model_on_one_gpu_needs_coat() -> None:
     fits = {recipes.name: best_layout(CASES[0], recipes, 78 * GIB)[2] > 0 for recipes in TABLE7}
     assert not fits["bf16, adamw-fp32"] and not fits["te-delayed, adamw-fp32"]
     assert fits["coat-lean, coat-lean, BF16 gradients"]
+
+
+def test_the_page_about_memory_has_the_table_of_what_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = run(capsys, "--fits")
+    assert "\n".join(lines) in (ROOT / "docs/results/memory.md").read_text()
+    assert len(lines) == 2 + len(fitting.ROWS)
+
+
+def test_a_peak_is_named_with_the_smallest_gpu_that_leaves_the_reserve() -> None:
+    cells = [fitting.cell(gib, 2.0) for gib in (77.1, 77.2, 137.8, 137.9)]
+    assert cells == ["77.1 (80)", "77.2 (141)", "137.8 (141)", "137.9 (no)"]

@@ -22,8 +22,8 @@ from coatlm.convert.megatron_args import left_out, read_arguments
 from coatlm.convert.megatron_files import RankFiles, TorchDist
 from coatlm.convert.to_megatron import to_megatron
 from coatlm.hf.layout import entries
-from coatlm.train import shards
 from coatlm.train.checkpoint import CheckpointError, read_state, tensor_checksums, verify
+from coatlm.train.dcp import ShardWriter
 from coatlm.train.shards import StoredTensors
 from tests.convert.megatron_writer import SIZES, STEPS, VOCAB, tokens
 from tests.distributed import run_ranks
@@ -296,7 +296,7 @@ def test_the_model_of_megatron_bridge_comes_from_its_run_config(root: Path, tmp_
 def save_objects(state: dict[str, Any], directory: Path) -> None:
     """Store tensors, and other values as one object each, as megatron-core does."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(state, storage_writer=shards._Writer(directory), planner=planner, no_dist=True)
+    dcp.save(state, storage_writer=ShardWriter(directory), planner=planner, no_dist=True)
 
 
 def test_arguments_are_read_from_a_distcp_file_where_megatron_core_0_19_puts_them(

@@ -1,13 +1,17 @@
-"""Tiny tokenizers, trained or written here: one file of each kind."""
+"""Tiny tokenizers, trained or written here, one file of each kind; and a prepared dataset."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from coatlm.data.preprocess import preprocess
+from coatlm.data.token_shard import Options
 from tests.bpe import train_bpe
 
 CORPUS = [
@@ -83,3 +87,21 @@ def spec(
         "sentencepiece": f"sentencepiece:{sentencepiece_file}",
         "tiktoken": f"tiktoken:{tiktoken_file}?pattern={PATTERN}",
     }[request.param]
+
+
+def write_text(path: Path, count: int = 60, seed: int = 0) -> Path:
+    """A prepared dataset of `count` documents of 1 .. 90 bytes."""
+    rng = np.random.default_rng(seed)
+    lines = [
+        json.dumps({"text": "".join(map(chr, rng.integers(97, 123, n)))})
+        for n in rng.integers(1, 90, count)
+    ]
+    source = path.with_suffix(".jsonl")
+    source.write_text("\n".join(lines))
+    preprocess([str(source)], path, Options(), workers=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "letters")

@@ -14,50 +14,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from coatlm import megatron_hook
 from coatlm.config import Data, DataSource
 from coatlm.data import checksums, indexed
+from coatlm.data.batches import BatchIterator
 from coatlm.data.checksums import BlockSums, CheckedFile, DatasetError
-from coatlm.data.context_parallel import cp_slice, rank_positions, zigzag_positions
-from coatlm.data.dataset import (
-    BatchIterator,
-    Dataset,
-    Microbatch,
-    document_bounds,
-    microbatches,
-    open_datasets,
-)
+from coatlm.data.dataset import open_datasets
 from coatlm.data.indexed import open_indexed
 from coatlm.data.order import PERIOD, Blend, Stream, shuffled, split_bounds
-from coatlm.data.preprocess import preprocess
-from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import ByteTokenizer
 
 BYTE = ByteTokenizer()
 SEQ_LEN = 16
-
-
-def write_text(path: Path, count: int = 60, seed: int = 0) -> Path:
-    """A prepared dataset of `count` documents of 1 .. 90 bytes."""
-    rng = np.random.default_rng(seed)
-    lines = [
-        json.dumps({"text": "".join(map(chr, rng.integers(97, 123, n)))})
-        for n in rng.integers(1, 90, count)
-    ]
-    source = path.with_suffix(".jsonl")
-    source.write_text("\n".join(lines))
-    preprocess([str(source)], path, Options(), workers=1)
-    return path
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("data") / "letters")
 
 
 @pytest.fixture
@@ -89,19 +60,6 @@ def stream_of(documents: list[list[int]], seq_len: int, seed: int = 0) -> Stream
     bounds = np.cumsum([0, *map(len, documents)]).astype(np.int64)
     tokens = np.asarray([t for d in documents for t in d], dtype=np.uint16)
     return Stream(lambda a, b: tokens[a:b], bounds, seq_len=seq_len, key=(seed, 0, 0))
-
-
-def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list[list[int]]:
-    """The token rows of a step of 8 samples, from all ranks, in the order of samples."""
-    ranks = [
-        list(
-            microbatches(
-                dataset, 8 * step, global_batch=8, micro_batch=micro, dp_rank=r, dp_size=dp_size
-            )
-        )
-        for r in range(dp_size)
-    ]
-    return [row for k in range(len(ranks[0])) for r in ranks for row in r[k]["tokens"].tolist()]
 
 
 # ---- opening what users have
@@ -517,35 +475,6 @@ def test_a_blend_of_datasets_mixes_their_tokens(prefix: Path, tmp_path: Path) ->
     assert kinds == {False: 300, True: 100}
 
 
-# ---- steps, ranks, resuming
-
-
-@pytest.fixture
-def train(prefix: Path) -> Dataset:
-    return open_datasets(options(prefix), BYTE, seed=7).train
-
-
-def test_a_step_reads_the_same_samples_for_any_number_of_ranks(train: Dataset) -> None:
-    for step in (0, 3, 40):
-        expected = [train[step * 8 + i][:-1].tolist() for i in range(8)]
-        for dp_size, micro in ((1, 1), (1, 8), (2, 2), (4, 1), (4, 2), (8, 1)):
-            assert step_rows(train, step, dp_size, micro) == expected
-
-
-def test_a_resumed_run_reads_what_a_straight_run_reads(prefix: Path, train: Dataset) -> None:
-    straight = [step_rows(train, step, 1) for step in range(60)]
-    for start in (1, 17, 59):
-        resumed = open_datasets(options(prefix), BYTE, seed=7).train
-        assert step_rows(resumed, start, 2) == straight[start]
-
-
-def test_training_depends_on_the_seed_and_validation_does_not(prefix: Path) -> None:
-    one, two = (open_datasets(options(prefix), BYTE, seed=seed) for seed in (1, 2))
-    assert step_rows(one.train, 0, 1) != step_rows(two.train, 0, 1)
-    assert one.validation is not None and two.validation is not None
-    assert step_rows(one.validation, 0, 1) == step_rows(two.validation, 0, 1)
-
-
 def test_no_sample_of_one_part_is_in_another(tmp_path: Path) -> None:
     foreign = write_foreign(tmp_path / "x", [[d] * 30 for d in range(200)])
     datasets = open_datasets(options(foreign), BYTE, seed=0)
@@ -571,120 +500,3 @@ def test_the_order_of_samples_is_the_same_in_every_version(tmp_path: Path) -> No
         for i in range(300):
             digest.update(part[i].astype("<i8").tobytes())
     assert digest.hexdigest()[:16] == "543f7107548554f2"
-
-
-def test_a_batch_that_does_not_divide_is_an_error(train: Dataset) -> None:
-    with pytest.raises(ValueError, match="global_batch=6 is not a multiple of micro_batch"):
-        list(microbatches(train, 0, global_batch=6, micro_batch=2, dp_rank=0, dp_size=2))
-
-
-SHAPE = dict(global_batch=8, micro_batch=2, dp_rank=1, dp_size=2)
-
-
-def equal(a: Microbatch, b: Microbatch) -> bool:
-    keys = ("tokens", "labels", "loss_mask")
-    return all(torch.equal(a[key], b[key]) for key in keys)  # type: ignore[literal-required]
-
-
-def test_reading_ahead_changes_nothing(train: Dataset) -> None:
-    with BatchIterator(train, first_sample=40, **SHAPE) as iterator:
-        for step, batches in zip(range(5, 30), iterator, strict=False):
-            expected = list(microbatches(train, 8 * step, **SHAPE))
-            assert len(batches) == len(expected) == 2
-            assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
-
-
-def test_an_error_while_reading_ahead_reaches_the_caller(train: Dataset) -> None:
-    with (
-        BatchIterator(train, **SHAPE | {"global_batch": 6}) as iterator,
-        pytest.raises(ValueError, match="global_batch=6"),
-    ):
-        next(iterator)
-
-
-# ---- what is in a batch
-
-
-def batch_of(rows: list[list[int]], **flags: bool) -> Microbatch:
-    """A batch whose samples are `rows`, eod = 0."""
-
-    class Rows(Dataset):
-        def __getitem__(self, sample: int) -> NDArray[np.int64]:
-            return np.asarray(rows[sample])
-
-    dataset = Rows([], Blend([1.0]), seq_len=len(rows[0]) - 1, eod=0, **flags)
-    shape = dict(global_batch=len(rows), micro_batch=len(rows), dp_rank=0, dp_size=1)
-    (batch,) = microbatches(dataset, 0, **shape)
-    return batch
-
-
-def test_labels_are_the_tokens_one_position_later() -> None:
-    batch = batch_of([[5, 6, 0, 7, 8]])
-    assert batch["tokens"].tolist() == [[5, 6, 0, 7]]
-    assert batch["labels"].tolist() == [[6, 0, 7, 8]]
-    assert batch["loss_mask"].tolist() == [[1, 1, 1, 1]]
-    assert batch["document_bounds"] is None
-    assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
-    assert batch["loss_mask"].dtype == torch.float32
-
-
-def test_eod_mask_loss_leaves_out_what_follows_an_eod() -> None:
-    batch = batch_of([[5, 0, 0, 7, 8], [0, 1, 2, 3, 0]], eod_mask_loss=True)
-    assert batch["loss_mask"].tolist() == [[1, 0, 0, 1], [0, 1, 1, 1]]
-
-
-def test_a_document_begins_behind_an_eod() -> None:
-    batch = batch_of([[5, 0, 0, 7, 8], [0, 1, 2, 0, 4]], reset_attention_mask=True)
-    assert batch["document_bounds"] is not None
-    assert batch["document_bounds"].tolist() == [[0, 2, 3, 4, 4], [0, 1, 4, 4, 4]]
-    assert batch["document_bounds"].dtype == torch.int32
-
-
-@pytest.mark.parametrize(("most", "width"), [(1, 2), (2, 3), (3, 5), (4, 5), (5, 9), (8, 9)])
-def test_bounds_are_as_wide_as_the_next_power_of_two(most: int, width: int) -> None:
-    documents = torch.stack([torch.zeros(8), torch.arange(8).clamp(max=most - 1)])
-    bounds = document_bounds(documents)
-    assert bounds.tolist() == [
-        [0] + [8] * (width - 1),
-        [*range(most), *[8] * (width - most)],
-    ]
-
-
-# ---- context parallelism
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_zigzag_gives_every_position_once_and_every_rank_the_same_work(cp_size: int) -> None:
-    positions = [zigzag_positions(32, rank, cp_size) for rank in range(cp_size)]
-    assert sorted(torch.cat(positions).tolist()) == list(range(32))
-    assert len({int((p + 1).sum()) for p in positions}) == 1  # keys that causal queries attend to
-
-
-def test_zigzag_takes_chunks_r_and_2n_1_r() -> None:
-    assert zigzag_positions(8, 0, 2).tolist() == [0, 1, 6, 7]
-    assert zigzag_positions(8, 1, 2).tolist() == [2, 3, 4, 5]
-
-
-def test_a_sequence_that_does_not_divide_is_an_error() -> None:
-    with pytest.raises(ValueError, match="seq_len=10 is not a multiple of 2"):
-        zigzag_positions(10, 0, 2)
-
-
-def test_ranks_that_exchange_heads_hold_one_chunk_each() -> None:
-    assert rank_positions(8, 0, 2, zigzag=False).tolist() == [0, 1, 2, 3]
-    assert rank_positions(8, 1, 2, zigzag=False).tolist() == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match="seq_len=9 is not a multiple of cp_size=2"):
-        rank_positions(9, 0, 2, zigzag=False)
-
-
-@pytest.mark.parametrize("zigzag", [False, True])
-def test_cp_slices_put_together_are_the_batch(zigzag: bool) -> None:
-    rows = [list(range(9)), [3, 0, 1, 0, 5, 6, 0, 8, 9]]
-    batch = batch_of(rows, eod_mask_loss=True, reset_attention_mask=True)
-    assert cp_slice(batch, 0, 1, zigzag=zigzag) is batch
-    slices = [cp_slice(batch, rank, 2, zigzag=zigzag) for rank in range(2)]
-    order = torch.cat([rank_positions(8, rank, 2, zigzag=zigzag) for rank in range(2)]).argsort()
-    for key in ("tokens", "labels", "loss_mask"):
-        joined = torch.cat([s[key] for s in slices], 1)[:, order]  # type: ignore[literal-required]
-        assert torch.equal(joined, batch[key])  # type: ignore[literal-required]
-    assert all(s["document_bounds"] is batch["document_bounds"] for s in slices)

@@ -16,9 +16,10 @@ import torch
 from coatlm.commands import prepare as preprocess_data
 from coatlm.config import ConfigError, Data, make_config
 from coatlm.data import shards as shards_module
+from coatlm.data.batches import microbatches
 from coatlm.data.chat import ChatFormat
 from coatlm.data.checksums import DatasetError
-from coatlm.data.dataset import Dataset, microbatches, open_datasets
+from coatlm.data.dataset import Dataset, open_datasets
 from coatlm.data.identity import content_hash
 from coatlm.data.indexed import open_checked, open_indexed
 from coatlm.data.manifest import MASK_SUFFIXES, SUFFIXES, read_dataset_manifest

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatlm.config import Data
-from coatlm.data.dataset import microbatches, open_datasets
+from coatlm.data.batches import microbatches
+from coatlm.data.dataset import open_datasets
 from coatlm.data.packing import PackedStream, best_fit, pieces
 from coatlm.data.tokenizer import ByteTokenizer
 from tests.data.test_dataset import write_foreign

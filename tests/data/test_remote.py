@@ -19,8 +19,9 @@ import pytest
 
 from coatlm import remote
 from coatlm.config import Data
+from coatlm.data.batches import BatchIterator
 from coatlm.data.checksums import DatasetError
-from coatlm.data.dataset import BatchIterator, Dataset, open_datasets
+from coatlm.data.dataset import Dataset, open_datasets
 from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import make_tokenizer

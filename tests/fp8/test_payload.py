@@ -137,6 +137,31 @@ def test_a_shared_scale_is_looked_up_by_the_block_in_the_view() -> None:
     assert torch.equal(travel(view, layout, shared), view)
 
 
+def test_values_beyond_a_shared_scale_saturate_and_raise_the_amax_of_their_tensor() -> None:
+    owner = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3], dtype=torch.int32)
+    amax = torch.tensor([1.0, 1.0, 9.0, 0.0]).view(torch.int32)
+    shared = Shared(torch.ones(4), owner.view(2, 2, 2).transpose(0, 1), amax)
+    x = torch.ones(8, SCALE_BLOCK)
+    x[1, 3], x[2, 5], x[5, 0], x[7, 9] = -1000.0, 2.0, torch.inf, torch.nan
+    view = x.view(2, 2, -1).transpose(0, 1)
+    y = travel(view, Layout(2 * SCALE_BLOCK, E4M3, scaled=False), shared).transpose(0, 1)
+    expected = x.clamp(-448, 448)
+    expected[[5, 7]] = torch.nan
+    torch.testing.assert_close(y.reshape(8, -1), expected, rtol=0, atol=0, equal_nan=True)
+    found = amax.view(torch.float32)
+    assert found[:3].tolist() == [1000.0, 2.0, torch.inf] and bool(found[3].isnan())
+
+
+def test_values_of_the_skipped_part_raise_no_amax() -> None:
+    amax = torch.zeros(2, dtype=torch.int32)
+    owner = torch.tensor([0, 1], dtype=torch.int32).view(2, 1, 1)
+    layout = Layout(SCALE_BLOCK, E4M3, scaled=False)
+    shared = Shared(torch.ones(2), owner, amax)
+    payloads = layout.empty(2, 1, device=CPU)
+    pack(torch.full((2, 1, SCALE_BLOCK), 3.0), payloads, layout=layout, shared=shared, skip=1)
+    assert amax.view(torch.float32).tolist() == [3.0, 0.0]
+
+
 def test_the_sign_of_zero_arrives() -> None:
     x = torch.full((1, 1, SCALE_BLOCK), -0.0)
     assert travel(x, Layout(SCALE_BLOCK, E4M3, scaled=True)).signbit().all()
@@ -242,14 +267,24 @@ OWNER = ("owner_outer_stride", "owner_inner_stride")
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3.dtype, E5M2.dtype, E3M4.dtype], ids=str)
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", ["", "current", "delayed"])
 @pytest.mark.parametrize("divide", [False, True])
 def test_pack_compiles_for_sm90_with_vector_accesses(
-    source: torch.dtype, fmt: torch.dtype, shared: bool, divide: bool
+    source: torch.dtype, fmt: torch.dtype, shared: str, divide: bool
 ) -> None:
     pointers = {"x_ptr": POINTER[source], "code_ptr": POINTER[fmt]}
-    absent = {"scale_ptr": None} if shared else {"shared_ptr": None, "owner_ptr": None}
-    pointers |= {"shared_ptr": "*fp32", "owner_ptr": "*i32"} if shared else {"scale_ptr": "*fp32"}
+    absent: dict[str, None] = {"scale_ptr": None}
+    if shared:
+        pointers |= {"shared_ptr": "*fp32", "owner_ptr": "*i32"}
+    else:
+        pointers, absent = (
+            pointers | {"scale_ptr": "*fp32"},
+            {"shared_ptr": None, "owner_ptr": None},
+        )
+    if shared == "delayed":
+        pointers["amax_ptr"] = "*i32"
+    else:
+        absent["amax_ptr"] = None
     compiled = compile_sm90(
         module._pack_kernel,
         pointers | dict.fromkeys((*INTEGERS, *OWNER, "inner", "skip"), "i32"),
@@ -263,6 +298,7 @@ def test_pack_compiles_for_sm90_with_vector_accesses(
         aligned=INTEGERS,
         num_warps=module.WARPS,
     )
+    assert ("atom" in compiled.asm["ptx"]) == (shared == "delayed")
     each = 4096 // 128  # elements a thread: loads of x, stores of codes
     assert access_bytes(compiled).count(16) == each * source.itemsize // 16 + each // 16
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from coatlm.fp8 import gemm
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8, dequantize_blocks
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, Plans, matmul
@@ -382,6 +383,20 @@ def test_tuned_gemms_are_as_exact_as_the_first_choice(accumulate: bool) -> None:
     out = before.cuda() if accumulate else None
     y = matmul(*on("cuda", (a, b)), out=out, plans=plans)
     close_product(y, a, b, before.double(), True)
+
+
+def test_a_gemm_is_tuned_once_and_its_algorithm_found_by_name_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds: dict[str, Any] = {"a_fmt": E5M2, "b_fmt": E4M3, "out_dtype": torch.float32, "fast": True}
+    choices: dict[str, str] = {}
+    kinds |= {"accumulate": True, "device": torch.cuda.current_device(), "choices": choices}
+    Plans().tune(384, 512, 1024, **kinds)
+    [name] = choices.values()
+    monkeypatch.setattr(gemm, "_times", None)  # a second timing fails
+    later = Plans()
+    later.tune(384, 512, 1024, **kinds)
+    assert [plan.heuristic.name for plan in later._plans.values()] == [name]
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS[2:])

@@ -108,3 +108,29 @@ def test_sums_are_those_of_the_reference(
     torch.testing.assert_close(
         (y.cpu().float() / scale), expected.float() / scale, rtol=rtol, atol=rtol, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@dtypes
+@pytest.mark.parametrize("skip", [-1, 1])
+def test_scales_fixed_before_give_the_codes_and_amaxes_of_the_reference(
+    fmt: Coding, dtype: torch.dtype, skip: int
+) -> None:
+    """Values far beyond their scale, a NaN and an infinity in tensors of four blocks and more."""
+    x = gradients(dtype)
+    layout = Layout(N, fmt, scaled=False)
+    owner = torch.arange(A * B * N // SCALE_BLOCK, dtype=torch.int32).div(4, rounding_mode="floor")
+    scale = torch.linspace(1e-3, 1.0, len(owner)) / fmt.max
+    found = []
+    for device in ("cpu", "cuda"):
+        amax = torch.full((len(owner),), 2.0, device=device).view(torch.int32)
+        shared = Shared(scale.to(device), owner.to(device).view(A, B, -1), amax)
+        payloads = layout.empty(A, B, device=torch.device(device))
+        there = torch.empty(B, A, N, dtype=dtype, device=device).transpose(0, 1)
+        pack(there.copy_(x), payloads, layout=layout, shared=shared, skip=skip)
+        codes = payloads[[a for a in range(A) if a != skip], :, :N].contiguous().cpu()
+        found.append((fmt.decode(codes.view(fmt.dtype)), amax.cpu().view(torch.float32)))
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+    spoiled = 1 if skip == 1 else 2  # the blocks of the NaN and, in x[1], of the infinity
+    assert int(found[0][0].isnan().sum()) == spoiled * SCALE_BLOCK

@@ -90,6 +90,6 @@ def test_a_replayed_microbatch_trains_like_an_eager_one() -> None:
     precision = {"recipe": "coat", "scaling": "delayed", "grad_rounding": "stochastic"}
     (found,) = run_both_ways(1, {"stochastic": (3, {"precision": precision})})
     eager, replayed = ([Step(*step) for step in way] for way in found["stochastic"])
-    assert [bool(step.graphs) for step in replayed] == [False, True, True, True, True]
+    assert [bool(step.graphs) for step in replayed] == [False, False, True, True, True]
     curves = (torch.tensor([step.curve for step in way]) for way in (replayed, eager))
     torch.testing.assert_close(*curves, rtol=2e-3, atol=0)

@@ -590,19 +590,21 @@ def test_runs_without_cuda_graphs_hold_nothing_of_them() -> None:
     assert mem.rank_bytes(config(), 256, stage=0, data_parallel=1).graphs == 0
 
 
-def test_cuda_graphs_hold_a_copy_of_a_microbatch() -> None:
+def test_cuda_graphs_hold_a_copy_of_a_microbatch_or_of_all_of_a_step() -> None:
     """The static inputs are those of `Trainer.place`, of which document bounds are not counted."""
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     inputs = [tokens, tokens, torch.ones(2, 64)]
-    c = config(train={"cuda_graphs": True, "micro_batch": 2})
-    assert mem.graph_bytes(c, 1, 0) == sum(x.nbytes for x in inputs)
+    c = config(train={"cuda_graphs": True, "micro_batch": 2, "global_batch": 12})
+    assert mem.graph_bytes(c, 2, 0) == sum(x.nbytes for x in inputs)
+    assert mem.graph_bytes(c, 1, 0) == 6 * sum(x.nbytes for x in inputs)
 
 
 def test_a_microbatch_that_runs_eagerly_has_its_activations_beside_the_pool_of_graphs() -> None:
     three, four = graphs(3, ranks=2), graphs(4, ranks=2)
     assert four.graphs - three.graphs == four.activations + max(four.loss, four.backward)
     assert four.total - three.total == four.graphs - three.graphs
-    assert graphs(4).graphs == three.graphs  # one rank reduces nothing: all of a kind by then
+    offloaded = graphs(4, optim={"offload": "states"})  # of microbatches, in one process too
+    assert offloaded.graphs == three.graphs  # one rank reduces nothing: all of a kind by then
 
 
 class Order(MicrobatchGraphs):
@@ -657,7 +659,12 @@ def test_after_a_reset_every_kind_runs_eagerly_once_and_is_captured_once() -> No
 
 
 @pytest.mark.parametrize(
-    "measured", [{"precision": {"recipe": "coat", "guard": "warn"}}, {"log": {"numerics_every": 5}}]
+    "measured",
+    [
+        {"precision": {"recipe": "coat", "guard": "warn"}},
+        {"log": {"numerics_every": 5}},
+        {"log": {"states_every": 5}},
+    ],
 )
 def test_graphs_of_a_run_that_measures_have_a_microbatch_beside_them(measured: Any) -> None:
     plain = graphs(1, precision={"recipe": "coat"})
@@ -676,4 +683,5 @@ def test_graphs_count_the_pool_where_a_microbatch_runs_eagerly_after_a_capture(
             order.run({}, torch.zeros(()), first=i == 0, last=i == count - 1)
     captured = order.events.index("capture")
     inputs = 2 * 64 * mem.GRAPH_INPUTS
-    assert (graphs(count, ranks=ranks).graphs > inputs) == ("eager" in order.events[captured:])
+    found = graphs(count, ranks=ranks, optim={"offload": "states"}).graphs
+    assert (found > inputs) == ("eager" in order.events[captured:])

@@ -82,7 +82,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
     },
     4: {
         "sp2 dp2 bf16": {"parallel": SP},
-        "sp2 dp2 fp8-nccl": {"parallel": {**SP, "grad_comm": "fp8-nccl"}, **COAT},
+        "sp2 dp2 fp8-nccl": {
+            "parallel": {**SP, "grad_comm": "fp8-nccl", "grad_comm_scaling": "delayed"},
+            **COAT,
+        },
         "sp2 cp2 coat": {"parallel": {**SP, "cp": 2}, **COAT},
         "sp2 pp2 coat": {
             "parallel": {**SP, "pp": 2},

@@ -32,6 +32,11 @@ CASES: dict[
         },
     ),
     "bf16, library's sum": (4, 3, {"parallel": {"grad_comm": "bf16", **SMALL}}),
+    "delayed sums": (
+        2,
+        2,
+        {"parallel": {"grad_comm": "fp8-nccl", "grad_comm_scaling": "delayed", **SMALL}},
+    ),
     "not sharded": (2, 2, {"parallel": {"zero": 0, **SMALL}}),
     "after backward": (
         2,
@@ -95,7 +100,13 @@ def train_to_the_end(rank: int, size: int, root: str) -> float:
         parallel={"grad_comm": "fp8-a2a"},
         precision={"recipe": "coat"},
         optim={"recipe": "coat"},
-        train={"steps": 20, "global_batch": 8, "eval_every": 0, "cuda_graphs": True},
+        train={
+            "steps": 20,
+            "micro_batch": 2,
+            "global_batch": 8,
+            "eval_every": 0,
+            "cuda_graphs": True,
+        },
         checkpoint={"every": 10},
     )
     assert start.train(config, Launch.from_environment()) == 0

@@ -52,7 +52,11 @@ def test_adamw_fp32_equals_torch_adamw(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_every_recipe_follows_adamw_within_its_precision(recipe: str) -> None:
-    """After 60 steps, at a rate that BF16 weights can resolve, the change is right to a tenth."""
+    """After 60 steps, at a rate that BF16 weights can resolve, the change is right to a tenth.
+
+    It is not with an FP8 master, which forgets updates, and an FP8 v, which has zeros: the rows of
+    FP8-LM's ablation that lose accuracy and that diverge.
+    """
     start = weights(8192)
     opt = optimizer([shard_of(start.clone())], recipe)
     reference = optimizer([shard_of(start.clone())], "adamw-fp32")
@@ -61,7 +65,10 @@ def test_every_recipe_follows_adamw_within_its_precision(recipe: str) -> None:
     expected = reference.decode(0, "fp32_param")
     change = (expected - start.float()).norm()
     error = (opt.decode(0, "fp32_param") - expected).norm() / change
-    assert error <= (0.0 if recipe == "adamw-fp32" else 0.1)
+    if recipe in ("fp8lm-fp8-master", "fp8lm-fp8-v"):
+        assert error > 0.1
+    else:
+        assert error <= (0.0 if recipe == "adamw-fp32" else 0.1)
 
 
 def test_coat_lean_equals_coat_bit_for_bit() -> None:
@@ -88,6 +95,22 @@ def test_only_bf16_recipes_round_gradients_to_bf16(recipe: str) -> None:
     strict = recipe in ("adamw-bf16", "kahan", "collage-light", "collage-plus")
     assert RECIPES[recipe].strict == strict
     assert torch.equal(*moments) or not strict
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_rates_on_the_device_give_the_bits_of_python_numbers(recipe: str) -> None:
+    """At rates that fp32 cannot represent, as it cannot their products with weight decay."""
+    opt = optimizer([shard_of(weights(1024), decay=((0, 512),))], recipe)
+    train(opt, range(2))
+    fill(opt.shards, 2)
+    for lr in (1e-3 / 3, 0.7e-5, 0.1):
+        opt.set_rate(lr)
+        on_device, python = (
+            opt.propose(0, 0, 1024, lr=rate, clip_coefficient=torch.tensor(0.7))
+            for rate in (None, lr)
+        )
+        assert torch.equal(bits(on_device.update), bits(python.update))
+        assert torch.equal(bits(on_device.weight), bits(python.weight))
 
 
 def test_coat_24_keeps_24_bits_of_the_master() -> None:
@@ -186,11 +209,11 @@ def test_saved_states_continue_bit_for_bit(recipe: str) -> None:
     assert equal(snapshot(opt), snapshot(other))
 
 
-@pytest.mark.parametrize("recipe", [n for n in NAMES if n != "fp8lm"])
+@pytest.mark.parametrize("recipe", [n for n in NAMES if not RECIPES[n].tensor_scaled])
 def test_shards_can_be_cut_anywhere_on_multiples_of_128(recipe: str) -> None:
     """What resharding relies on: an element's states do not depend on the shard it is in.
 
-    FP8-LM's scales are those of a rank's part of a tensor, so it is no part of this.
+    Tensor-wise scales are shared over ranks: `test_cut`.
     """
     start, generator = weights(1024), torch.Generator()
     whole = optimizer([shard_of(start.clone())], recipe)
@@ -265,9 +288,11 @@ def test_reload_from_weights_forgets_the_old_master() -> None:
         train(opt, range(3))
         opt.shards[0].weight.copy_(weights(256, seed=1))
         opt.reload_from_weights()
-        eps = 2.0**-11 if recipe == "fp8lm" else 0.0  # FP16 holds BF16's bits, but not its range
-        expected = weights(256, seed=1).float()
-        torch.testing.assert_close(opt.decode(0, "fp32_param"), expected, rtol=eps, atol=1e-8)
+        # FP16 holds BF16's bits, but not its range; the weights are at most 448 * 2^-12
+        eps = {"fp8lm": 2.0**-11, "fp8lm-fp8-v": 2.0**-11, "fp8lm-fp8-master": 2.0**-4}
+        atol = 2.0**-10 * 2.0**-12 if recipe == "fp8lm-fp8-master" else 1e-8
+        expected, found = weights(256, seed=1).float(), opt.decode(0, "fp32_param")
+        torch.testing.assert_close(found, expected, rtol=eps.get(recipe, 0.0), atol=atol)
 
 
 @pytest.mark.parametrize(

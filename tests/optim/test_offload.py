@@ -10,6 +10,7 @@ import torch
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.convert import convert_states_, optimizer_on_host
 from coatlm.optim.offload import BUFFERS, Piece, StateOffload, cut_pieces, host_zeros
+from coatlm.optim.recipes import RECIPES
 from tests.optim.toy import NAMES, equal, optimizer, shard_of, snapshot, train, weights
 
 SIZES = (128 * 7, 128, 128, 128 * 20)
@@ -49,8 +50,7 @@ def test_states_that_pass_in_pieces_get_the_same_bits(recipe: str) -> None:
 def test_buffers_have_room_for_three_pieces_and_no_more(recipe: str) -> None:
     _, offloaded = pair(recipe)
     longest = max(piece.stop - piece.start for piece in offloaded.pieces)
-    scaled = recipe == "fp8lm"
-    assert longest == (128 * 12 if scaled else 640)
+    assert longest == (128 * 12 if RECIPES[recipe].tensor_scaled else 640)
     assert offloaded.offload is not None
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

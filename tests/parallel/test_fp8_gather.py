@@ -53,6 +53,7 @@ FLOW_CASES: dict[int, dict[str, dict[str, Any]]] = {
         "coat whole-tensor zero2": {"parallel": {"partition": "whole-tensor", "zero": 2}},
         "coat-lean": {"precision": {"recipe": "coat-lean"}, "optim": {"recipe": "coat-lean"}},
         "fp8-linear": {"precision": {"recipe": "fp8-linear", "grad_format": "e4m3"}},
+        "coat-paper": {"precision": {"recipe": "coat-paper"}, "parallel": {"zero": 2}},
         "kept weights": {"precision": {"keep_weights": True}},
         "recompute": {"train": {"recompute": "full"}},
         "bf16 ends, biases": {
@@ -64,6 +65,7 @@ FLOW_CASES: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "tp2 dp2": {"parallel": {"tp": 2}},
         "tp2 dp2 sp zero2": {"parallel": {"tp": 2, "sequence_parallel": True, "zero": 2}},
+        "tp2 dp2 coat-paper": {"precision": {"recipe": "coat-paper"}, "parallel": {"tp": 2}},
         "tp2 dp2 whole-tensor": {"parallel": {"tp": 2, "partition": "whole-tensor", "zero": 2}},
         "dp4": {"optim": {"recipe": "adamw-bf16"}},
     },
@@ -110,7 +112,7 @@ def flow_config(sections: dict[str, Any], gather: str) -> Any:
             ),
             "precision": section("precision", {"recipe": "coat"}),
             "optim": section("optim", {"recipe": "adamw-fp32", "clip_grad": 0.0}),
-            "train": section("train", {"micro_batch": 1, "global_batch": 8}),
+            "train": section("train", {"micro_batch": 2, "global_batch": 8}),
         }
     )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
-from coatlm.data.dataset import document_bounds
+from coatlm.data.batches import document_bounds
 from coatlm.platform import device
 from tests.distributed import run_ranks
 
@@ -138,7 +138,7 @@ def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Con
             "parallel": {"bucket_size": 20000, "grad_comm": "fp32"} | parallel,
             "precision": {"recipe": precision} | extra.get("precision", {}),
             "optim": {"recipe": "adamw-fp32", "lr": 1e-3},
-            "train": {"micro_batch": 2, "global_batch": 16} | extra.get("train", {}),
+            "train": {"micro_batch": 4, "global_batch": 16} | extra.get("train", {}),
         }
     )
 

@@ -44,7 +44,11 @@ EXTRAS: dict[str, dict[str, Any]] = {  # grad_comm fp8-a2a and more
     "nodes": {"grad_comm_nodes": 2},
     "bf16 grads": {"main_grads": "bf16"},
     "one byte": {"main_grads": "fp8"},
+    "delayed": {"grad_comm_scaling": "delayed"},  # of fp8-nccl
+    "delayed tensor": {"grad_comm_scale": "tensor", "grad_comm_scaling": "delayed"},
+    "delayed bucket": {"grad_comm_scale": "bucket", "grad_comm_scaling": "delayed"},
 }
+DP4 = ("tensor", "bucket", "e3m4", "nodes", "bf16 grads", "one byte")
 ONE_BYTE = (("zero0", "fp8-a2a"), ("zero1", "fp8-nccl"), ("zero2", "fp32"), ("whole", "bf16"))
 LOSS = {"fp32": 1e-5, "bf16": 1e-4, "fp8-nccl": 3e-3, "fp8-a2a": 1e-3}
 NORM = {"fp32": 1e-5, "bf16": 1e-3, "fp8-nccl": 3e-2, "fp8-a2a": 1e-2}
@@ -63,9 +67,13 @@ def cases_of(size: int) -> list[Case]:
         }
         cases = [("dp2", stage, form, "") for stage, forms in formats.items() for form in forms]
         cases += [("dp2", stage, form, "one byte") for stage, form in ONE_BYTE]
+        cases += [("dp2", stage, "fp8-nccl", "delayed") for stage in ("zero0", "zero2")]
+        cases += [("dp2", "zero1", "fp8-a2a", scale) for scale in ("tensor", "delayed tensor")]
+        cases += [("dp2", "whole", "fp8-a2a", scale) for scale in ("bucket", "delayed bucket")]
         return [*cases, ("cp2", "zero1", "fp32", ""), ("cp2", "zero2", "fp8-a2a", "")]
     cases = [(layout, "zero1", "fp32", "") for layout in ("dp4", "tp2 dp2", "pp2 dp2")]
-    cases += [("dp4", "zero2", "fp8-a2a", extra) for extra in EXTRAS]
+    cases += [("dp4", "zero2", "fp8-a2a", extra) for extra in DP4]
+    cases += [(layout, "zero1", "fp8-nccl", "delayed") for layout in ("tp2 dp2", "pp2 dp2")]
     cases += [("dp4", "zero0", "fp8-a2a", extra) for extra in ("bucket", "nodes")]
     cases += [(layout, "zero1", "fp8-a2a", "one byte") for layout in ("tp2 dp2", "pp2 dp2")]
     cases += [("tp2 dp2", "zero0", "fp8-nccl", ""), ("tp2 dp2", "zero2", "fp8-a2a", "")]
@@ -111,11 +119,18 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
             placed = trainer.place(batches(config, groups, step))
             loss, norm = trainer.train_step(placed, lr=1e-3)
             curve.append((float(loss), float(norm)))
-        results["/".join(case)] = {
+        result = {
             "curve": curve,
             "mu": [float(b.tensors.mu.min()) for c in trainer.chunks for b in c.buckets],
             "factors": factors_of_mu(trainer, groups),
-            "skips": skips(trainer, rank, size, config, groups),
+            "histories": histories(trainer),
+        }
+        before = trainer.chunks[-1].buckets[-1].tensors.mu.clone()
+        skipped = skips(trainer, rank, size, config, groups)
+        results["/".join(case)] = result | {
+            "skips": skipped,
+            "after a skip": histories(trainer),
+            "factors of a skip": (trainer.chunks[-1].buckets[-1].tensors.mu / before).tolist(),
             "sent": trainer.comm_bytes,
             "numel": sum(len(b.weights) for chunk in trainer.chunks for b in chunk.buckets),
             "scales": scales_survive(trainer.zero_checkpoint),
@@ -148,6 +163,12 @@ def factors_of_mu(trainer: Any, groups: Any) -> list[list[float]]:
     before = [torch.stack(mu) for mu in held]
     adjust_automatic_scales(trainer.chunks, groups)
     return [(torch.stack(mu) / old).tolist() for mu, old in zip(held, before, strict=True)]
+
+
+def histories(trainer: Any) -> list[Any]:
+    """The amaxes of delayed scales of all ranks, and what this rank would save."""
+    shared = trainer.reduction_scales
+    return [] if shared is None else [shared.state(), shared.history.tolist(), shared.keys]
 
 
 def scales_survive(checkpoint: Any) -> tuple[int, bool]:
@@ -236,6 +257,56 @@ def test_automatic_scales_move_and_are_saved_for_every_parameter(found: Any, siz
                 assert all(mu != 0.5 for mu in result["mu"])  # where it started, 1 / ranks
             else:
                 assert result["scales"] == [0, True]
+
+
+@pytest.mark.parametrize("case", [c for n, c in ALL if n == 2 and c[2] == "fp8-nccl"], ids=str)
+def test_only_the_tensor_whose_sum_was_nan_keeps_its_mu(found: Any, case: Case) -> None:
+    for rank in found[2]:
+        spoiled, *others = rank["/".join(case)]["factors of a skip"]
+        assert spoiled == 1.0 and all(factor > 1.0 for factor in others)
+
+
+DELAYED = [each for each in ALL if "delayed" in each[1][3]]
+BOTH = [
+    (n, (*case, scales.removeprefix("delayed").strip()), (*case, scales))
+    for n, (*case, scales) in DELAYED
+]
+delayed = pytest.mark.parametrize(("size", "case"), DELAYED, ids=str)
+
+
+@pytest.mark.parametrize(
+    ("size", "current", "case"), [each for each in BOTH if each[:2] in ALL], ids=str
+)
+def test_delayed_scales_change_the_sums_from_the_second_step_on(
+    found: Any, size: int, current: Case, case: Case
+) -> None:
+    paths = "/".join(case), "/".join(current)
+    (first, second), expected = (found[size][0][path]["curve"] for path in paths)
+    assert first == expected[0] and second[0] == expected[1][0]
+    assert second[1] != expected[1][1]  # `test_training_stays_near_fp32` bounds both
+
+
+@delayed
+def test_histories_are_those_of_the_finite_steps_and_equal_on_all_ranks(
+    found: Any, size: int, case: Case
+) -> None:
+    results = [rank["/".join(case)] for rank in found[size]]
+    saved = results[0]["histories"][0]
+    assert len(saved) == 8 + 6
+    for history in saved.values():
+        assert [amax > 0 for amax in history] == [True] * STEPS + [False] * (16 - STEPS)
+    for result in results:
+        everything, mine, keys = result["histories"]
+        assert everything == saved and mine == [saved[key] for key in keys]
+        assert result["after a skip"] == result["histories"]
+
+
+@delayed
+def test_delayed_scales_are_agreed_on_once_a_step(found: Any, size: int, case: Case) -> None:
+    result = found[size][0]["/".join(case)]
+    ranks = 4 if case[0] == "dp4" else 2
+    amaxes = len(result["histories"][2])
+    assert result["sent"]["comm_bytes_grad_amax"] == 4 * amaxes * 2 * (ranks - 1) / ranks
 
 
 @pytest.mark.parametrize(("size", "case"), [each for each in ALL if "fp8-nccl" in each[1]], ids=str)

@@ -22,7 +22,7 @@ from torch import Tensor
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import TENSOR
 from coatlm.fp8.quantize import quantize
-from coatlm.optim.formats import nearest_bf16
+from coatlm.optim.weight_formats import nearest_bf16
 from tests.distributed import run_ranks
 
 

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from coatlm.convert.from_hf import from_huggingface
-from coatlm.data.dataset import Microbatch
+from coatlm.data.batches import Microbatch
 from coatlm.platform import device
 from coatlm.train.checkpoint import saved_config
 from coatlm.train.setup import quiet_megatron

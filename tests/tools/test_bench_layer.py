@@ -277,12 +277,12 @@ def test_end_to_end_runs_coatlm_with_each_optimizer_asked_for_and_peers_once() -
 
 def test_end_to_end_row_becomes_its_run() -> None:
     config = end_to_end.coatlm_config(
-        "coatlm local bf16, optim coat-lean, zero 3",
+        "coatlm local bf16, optim coat-lean, zero 1, graphs step",
         (64, 2, 2, 176),
         mbs=4,
         seq=32,
         overrides=["parallel.main_grads=bf16"],
     )
     assert (config.optim.recipe, config.parallel.main_grads) == ("coat-lean", "bf16")
-    assert config.parallel.zero == 3
+    assert (config.parallel.zero, config.train.cuda_graphs) == (1, True)
     assert (config.model.layers, config.train.micro_batch) == (2, 4)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from coatlm.data.dataset import Microbatch
+from coatlm.data.batches import Microbatch
 from tests.tools.stressed import BATCH, SEQ, Opened, open_stressed, relative
 from tools.studies.recipe_models import Result
 

@@ -132,6 +132,12 @@ def test_the_standard_error_is_that_of_the_mean() -> None:
     assert error == pytest.approx(math.sqrt(7.0 / 3.0))  # variance 7, three values
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_is_a_result(value: float) -> None:
+    mean, error = mean_and_error([0.5, value])
+    assert not math.isfinite(mean) and math.isnan(error)
+
+
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:
     found = Found("swiglu", 1, "coat", math.nan, 0.1, math.inf, 0.2, 0.3, "w")
     written = json.loads(as_json(Study([Point("swiglu", 1, 2.0, 0.0, 3.0)], [found]), {"step": 4}))

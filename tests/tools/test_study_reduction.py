@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.study_reduction import Found, RankGradients, main, study
+from tools.studies.gradient_sums import Found, RankGradients, study
+from tools.study_reduction import main
 
 GROUPS = 64
 

@@ -152,10 +152,10 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def flip(path: Path) -> None:
-    """One bit in the middle of a file."""
+def flip(path: Path, at: int | None = None) -> None:
+    """One bit in byte `at`, or in the middle, of a file."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)
 
 

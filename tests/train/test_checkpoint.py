@@ -79,6 +79,7 @@ def test_async_save_returns_before_writing_and_stores_the_values_of_that_moment(
     saver = saver_in(tmp_path, async_save=True)
     pieces = pieces_of(tensors_of(1), "copies")
     saver.save(1, pieces, {})
+    saver.wait_for_copies()
     for piece in pieces:
         bits(piece.data).fill_(0)
     saver.poll()

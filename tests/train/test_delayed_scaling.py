@@ -153,7 +153,8 @@ def test_ten_steps_with_delayed_scales_lose_what_current_ones_lose(runs: Path) -
 
 def bad_gradients(rank: int, size: int, job: dict[str, Any]) -> dict[str, Any]:
     """Histories after two steps and after one more with a NaN that arises on the last rank."""
-    from coatlm.data.dataset import microbatches, open_datasets
+    from coatlm.data.batches import microbatches
+    from coatlm.data.dataset import open_datasets
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, start_processes

@@ -21,7 +21,7 @@ LEFT_OUT = [10, 14]  # from the checkpoint of step 10 on, to the batch after the
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # sections in which rollbacks are tried too
     "zero2": {"parallel": {"zero": 2}},
     "zero2 in bf16": {"parallel": {"zero": 2, "main_grads": "bf16", "grad_comm": "bf16"}},
-    "fp8-nccl": {"parallel": {"grad_comm": "fp8-nccl"}},
+    "fp8-nccl": {"parallel": {"grad_comm": "fp8-nccl", "grad_comm_scaling": "delayed"}},
     "fp8-nccl zero2": {"parallel": {"grad_comm": "fp8-nccl", "zero": 2}},
     "fp8-a2a whole-tensor": {"parallel": {"grad_comm": "fp8-a2a", "partition": "whole-tensor"}},
     "coat": {

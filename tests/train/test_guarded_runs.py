@@ -55,7 +55,8 @@ def outlier_runs(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
 
     The guard sees every step.
     """
-    from coatlm.data.dataset import microbatches, open_datasets
+    from coatlm.data.batches import microbatches
+    from coatlm.data.dataset import open_datasets
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.parallel.groups import release_groups
     from coatlm.train.setup import Launch, start_processes

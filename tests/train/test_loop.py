@@ -32,7 +32,7 @@ def taken_down(rank: int, size: int, arguments: tuple[str, float]) -> list[str]:
         Path(root) / "run",
         "single",
         optim={"lr": rate, "warmup_steps": 0},
-        train={"steps": 8, "global_batch": 2, "eval_every": 0, "max_skipped": 2},
+        train={"steps": 8, "micro_batch": 2, "global_batch": 2, "eval_every": 0, "max_skipped": 2},
         checkpoint={"every": 0},
     )
     try:

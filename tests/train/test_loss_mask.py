@@ -46,7 +46,7 @@ def first_loss(rank: int, size: int, directory: str) -> dict[str, float]:
 
     import torch
 
-    from coatlm.data.dataset import microbatches
+    from coatlm.data.batches import microbatches
     from coatlm.train import start
     from coatlm.train.setup import Launch
 

@@ -33,7 +33,7 @@ def train_all(rank: int, size: int, root: str) -> None:
         config = run_config(
             Path(root) / name,
             "single",
-            train={"steps": STEPS, "global_batch": 2, "eval_every": 0},
+            train={"steps": STEPS, "micro_batch": 2, "global_batch": 2, "eval_every": 0},
             checkpoint={"every": 7, "keep": 9, "resume": resume},
             log={"every": every},
         )

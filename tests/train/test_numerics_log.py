@@ -185,7 +185,8 @@ def outlier_lines(rank: int, size: int, job: Line) -> list[list[Line]]:
     import torch
 
     from coatlm.config import make_config
-    from coatlm.data.dataset import microbatches, open_datasets
+    from coatlm.data.batches import microbatches
+    from coatlm.data.dataset import open_datasets
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, start_processes

@@ -18,7 +18,7 @@ from torch import Tensor
 from coatlm.config import Config, make_config
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_quantize_ref
 from coatlm.train.checkpoint import read_tensors, tensor_checksums
-from coatlm.train.manifest import STATE, File, sha256, write_file, write_manifest
+from coatlm.train.manifest import STATE, describe, write_file, write_manifest
 from coatlm.train.shards import write_layout, write_one_by_one
 from tests.distributed import run_ranks
 from tests.train.test_reblock import config_of, decoded
@@ -75,7 +75,7 @@ def rewrite(source: Path, target: Path, recipe: str) -> None:
     write_layout(target)
     write_one_by_one(target, described, tensors.__getitem__)
     write_file(target / STATE, json.dumps(state).encode())
-    files = {p.name: File(p.stat().st_size, sha256(p)) for p in target.iterdir()}
+    files = {p.name: describe(p) for p in target.iterdir()}
     write_manifest(target, target.parent, files)
 
 

@@ -54,7 +54,7 @@ def run_config(directory: Path, layout: str, **changes: Any) -> Config:
         "optim": {"recipe": "adamw-fp32", "lr": 1e-3, "warmup_steps": 2},
         "train": {
             "steps": STEPS,
-            "micro_batch": 2,
+            "micro_batch": 4,
             "global_batch": 16,
             "eval_every": 5,
             "eval_batches": 1,

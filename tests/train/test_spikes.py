@@ -58,6 +58,13 @@ def test_a_level_that_stays_becomes_the_new_normal() -> None:
     assert found[64] and not any(found[:64]) and not any(found[-64:])
 
 
+def test_the_verdict_is_written_in_place_where_a_graph_of_the_step_leaves_it() -> None:
+    guard = SpikeGuard(4.0, 2)
+    spike = guard.spike
+    verdicts(guard, [2.0, 2.0, 2.0], [1.0, 1.0, 9.0])
+    assert guard.spike is spike and bool(spike)
+
+
 def test_nan_is_left_to_the_optimizer_and_stays_out_of_the_window() -> None:
     guard, other = SpikeGuard(4.0, 4), SpikeGuard(4.0, 4)
     finite = [2.0, 2.1, 1.9, 2.0, 2.05]

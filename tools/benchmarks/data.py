@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.config import Data
-from coatlm.data.dataset import BatchIterator, open_datasets
+from coatlm.data.batches import BatchIterator
+from coatlm.data.dataset import open_datasets
 from coatlm.data.documents import stdlib_sources
 from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options

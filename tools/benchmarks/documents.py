@@ -20,7 +20,7 @@ from torch._functorch import config as functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from coatlm.data.dataset import document_bounds
+from coatlm.data.batches import document_bounds
 from coatlm.fp8.document_attention import (
     BACKENDS,
     ON_GPU,

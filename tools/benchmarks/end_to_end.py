@@ -1,12 +1,10 @@
 """Tokens per second and peak memory of whole training steps: coatlm, megatron-core + TE, FSDP2.
 
-Random tokens; a step is forward, backward, gradient norm, clipping and the
-update. The peer is megatron-core's own training stack: GPTModel of TransformerEngine layers, its
-DistributedDataParallel and its distributed optimizer with TransformerEngine's FusedAdam, fp32
-master weights and moments, fp32 gradients. Nothing waits for the device between steps: a step's
-time is that between the ends of two updates, `host_ms` the minimum time of the host to launch one.
-`peak_gib` is the peak of tensors, `reserved_gib` the allocator's memory at the end, `device_gib`
-the device memory in use then, including NCCL and CUDA.
+Random tokens; a step is forward, backward, gradient norm, clipping and the update. The peers are
+megatron-core's own training stack (megatron_peer.py) and FSDP2 (fsdp_peer.py). Nothing waits for
+the device between steps: a step's time is that between the ends of two updates, `host_ms` the
+minimum time of the host to launch one. `peak_gib` is the peak of tensors, `reserved_gib` the
+allocator's memory at the end, `device_gib` the device memory in use then, including NCCL and CUDA.
 
 With gpus=N a row runs on N data-parallel processes, with ZeRO-1 on both sides and overlapped
 gradient reduction and weight all-gather; tokens per second are per GPU, and the peak is that of the
@@ -18,11 +16,13 @@ trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with commun
 host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
-PEERS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3, tp_chunks=1,2
-and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe, parallel.zero,
-parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1, 1 and auto)
-and dotted options of a run, such as parallel.main_grads=bf16. With data.reset_attention_mask=true
-samples consist of documents of document=500 tokens.
+megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
+tp_chunks=1,2 and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe,
+parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
+1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of
+whole steps; the default is none), vocab=32000 and dotted options of a run, such as
+parallel.main_grads=bf16. With
+data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import itertools
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,13 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
-from tools.benchmarks import fsdp_peer
+from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import Shape
 from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
 
 SHAPES = {  # hidden, layers, heads, ffn
+    "0.5b": (896, 24, 14, 4864),
     "1b": (2048, 16, 16, 5504),
     "3b": (3072, 28, 24, 8192),
     "7b": (4096, 32, 32, 11008),
@@ -65,6 +65,8 @@ OPTIONS = (
     "zero",
     "tp_chunks",
     "cp_comm",
+    "graphs",
+    "vocab",
     "SECTION.KEY",
 )
 VOCAB = 32000
@@ -77,14 +79,8 @@ COATLM = {  # row -> model.spec, precision.recipe
     "coatlm te-current": ("te", "te-current"),
     **{f"coatlm {name}": ("local", name) for name in FLOW_RECIPES},
 }
-PEERS = {  # row -> fp8, fp8_recipe of megatron-core
-    "megatron+te bf16": (None, None),
-    "megatron+te delayed": ("hybrid", "delayed"),
-    "megatron+te current": ("hybrid", "tensorwise"),
-}
 
-
-VARIED = ("optim", "zero", "tp_chunks", "cp_comm")  # in a row's name: ", KEY VALUE", in this order
+VARIED = ("optim", "zero", "tp_chunks", "cp_comm", "graphs")  # ", KEY VALUE" in a row's name
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -123,17 +119,22 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
     layers = int(options.get("layers", layers))
     shape, microbatches = (hidden, layers, heads, ffn), int(options.get("microbatches", 1))
-    if row in PEERS:
+    if row in megatron_peer.ROWS or row in fsdp_peer.ROWS:
         step, optimizer, sent = *peer_step(row, shape, *size, microbatches), dict
-    elif row in fsdp_peer.ROWS:
-        step, optimizer, sent = *fsdp_step(row, shape, *size, microbatches), dict
     else:
         overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
         gpus = int(options.get("gpus", 1))
         overrides = [f"train.global_batch={gpus * size[0] * microbatches}", *overrides]
         config = coatlm_config(row, shape, *size, overrides)
         document = int(options.get("document", 500))
-        step, optimizer, sent = coatlm_step(config, *size, microbatches, document)
+        step, optimizer, sent = coatlm_step(
+            config,
+            *size,
+            microbatches,
+            document,
+            vocab=int(options.get("vocab", VOCAB)),
+            whole_steps=not row.endswith("graphs microbatch"),
+        )
     updates = record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
@@ -164,7 +165,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[WARMUP:]), 1),
         "tokens_per_s": round(size[0] * size[1] * microbatches / seconds),
-        "update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates[WARMUP:]), 1),
+        **update_ms(updates[WARMUP:]),
         "peak_gib": round(float(peak[0]), 1),
         "reserved_gib": round(float(peak[1]), 1),
         "device_gib": round(float(peak[2]), 1),
@@ -176,11 +177,16 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Record events around every call of `optimizer.step`: norm, clipping and update."""
+    """Record events around every call of `optimizer.step`: norm, clipping and update.
+
+    An update that is captured in a graph of the whole step is not called again.
+    """
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     inner = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return inner(*args, **kwargs)
         events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         events[-1][0].record()
         result = inner(*args, **kwargs)
@@ -191,10 +197,17 @@ def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Ev
     return events
 
 
-def random_tokens(mbs: int, seq: int, rank: int) -> Callable[[], torch.Tensor]:
+def update_ms(updates: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> dict[str, float]:
+    """The median time of an update, where updates run apart from other work."""
+    if not updates:
+        return {}
+    return {"update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates), 1)}
+
+
+def random_tokens(mbs: int, seq: int, rank: int, vocab: int = VOCAB) -> Callable[[], torch.Tensor]:
     """Draw [mbs, seq + 1] tokens per call, the same for every row, different on each data rank."""
     generator = torch.Generator("cuda").manual_seed(rank)
-    return lambda: torch.randint(0, VOCAB, (mbs, seq + 1), device="cuda", generator=generator)
+    return lambda: torch.randint(0, vocab, (mbs, seq + 1), device="cuda", generator=generator)
 
 
 def coatlm_config(
@@ -217,24 +230,40 @@ def coatlm_config(
         },
         "precision": {"recipe": recipe},
         "optim": {"recipe": varied.get("optim", "adamw-fp32"), "lr": 1e-4},
-        "train": {"micro_batch": mbs, "global_batch": mbs},
+        "train": {
+            "micro_batch": mbs,
+            "global_batch": mbs,
+            "cuda_graphs": varied.get("graphs", "none") != "none",
+        },
     }
     return make_config(override(sections, overrides))
 
 
 def coatlm_step(
-    config: Any, mbs: int, seq: int, microbatches: int = 1, document: int = 500
+    config: Any,
+    mbs: int,
+    seq: int,
+    microbatches: int = 1,
+    document: int = 500,
+    *,
+    vocab: int = VOCAB,
+    whole_steps: bool = True,
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
-    """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent."""
-    from coatlm.data.dataset import Microbatch, document_bounds
+    """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent.
+
+    Without `whole_steps` CUDA graphs, if any, are those of microbatches.
+    """
+    from coatlm.data.batches import Microbatch, document_bounds
     from coatlm.parallel.groups import make_groups
     from coatlm.train.setup import Launch, quiet_megatron, start_processes
     from coatlm.train.step import Trainer
 
     quiet_megatron()
     start_processes(Launch.from_environment())
-    trainer = Trainer(config, make_groups(config.parallel), VOCAB)
-    draw = random_tokens(mbs, seq, trainer.groups.dp.rank())
+    trainer = Trainer(config, make_groups(config.parallel), vocab)
+    if not whole_steps:
+        trainer.step_graph = None
+    draw = random_tokens(mbs, seq, trainer.groups.dp.rank(), vocab)
     count = microbatches * dist.get_world_size() // trainer.groups.dp.size()
     mask = torch.ones(mbs, seq, device="cuda")
     bounds = None
@@ -256,149 +285,21 @@ def coatlm_step(
     return step, trainer.optimizer, lambda: trainer.comm_bytes
 
 
-def fsdp_step(
+def peer_step(
     row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
 ) -> tuple[Callable[[], Any], Any]:
-    """A step of FSDP2."""
+    """A step of a peer, and its optimizer."""
+    make = fsdp_peer.fsdp_step
+    if row in megatron_peer.ROWS:
+        make = megatron_peer.megatron_step
+        megatron_peer.provide_fused_weight_gradient()  # before anything imports megatron-core
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())
     hidden, layers, heads, ffn = shape
     sizes = Shape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
     draw = random_tokens(mbs, seq, dist.get_rank())
-    return fsdp_peer.fsdp_step(row, sizes, layers, VOCAB, draw, microbatches)
-
-
-def peer_step(
-    row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
-) -> tuple[Callable[[], Any], Any]:
-    """A step of megatron-core with TransformerEngine layers in their usual configuration."""
-    provide_fused_weight_gradient()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from coatlm.model.attention import CoreAttention
-    from coatlm.train.setup import Launch, start_processes
-
-    start_processes(Launch.from_environment())
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    hidden, layers, heads, ffn = shape
-    fp8, fp8_recipe = PEERS[row]
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        ffn_hidden_size=ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=True,
-        bias_activation_fusion=True,
-        apply_rope_fusion=True,
-        masked_softmax_fusion=True,
-        cross_entropy_loss_fusion=True,
-        **({"fp8": fp8, "fp8_recipe": fp8_recipe} if fp8 else {}),
-    )
-    spec = get_gpt_layer_with_transformer_engine_spec()
-    # cuDNN attention through torch for both sides: TE's own choice depends on how it was built
-    spec.submodules.self_attention.submodules.core_attention = CoreAttention
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=seq,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).cuda()
-    ddp = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=dist.get_world_size() > 1,
-            overlap_param_gather=dist.get_world_size() > 1,
-        ),
-        module=model,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = ddp.no_sync
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-4,
-            min_lr=1e-5,
-            weight_decay=0.1,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-            clip_grad=1.0,
-            overlap_param_gather=dist.get_world_size() > 1,
-        ),
-        [ddp],
-    )
-    config.grad_scale_func = optimizer.scale_loss
-    schedule = get_forward_backward_func()
-    draw = random_tokens(mbs, seq, dist.get_rank())
-    positions = torch.arange(seq, device="cuda")[None].expand(mbs, -1)
-
-    def forward_step(data: Any, chunk: Any) -> Any:
-        tokens = next(data)
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        output = chunk(inputs, positions, None, labels=labels)
-
-        def loss_function(out: torch.Tensor) -> Any:
-            loss = out.float().mean()  # the schedule divides by num_microbatches
-            return loss, {"loss": loss.detach().clone()}
-
-        return output, loss_function
-
-    def step() -> Any:
-        ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        results = schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter([draw() for _ in range(microbatches)]),
-            model=[ddp],
-            num_microbatches=microbatches,
-            seq_length=seq,
-            micro_batch_size=mbs,
-            forward_only=False,
-        )
-        optimizer.step()
-        return results[-1]["loss"]
-
-    return step, optimizer
-
-
-def provide_fused_weight_gradient() -> None:
-    """Replace megatron's output layer, which requires apex for fused gradient accumulation."""
-    module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
-
-    def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
-        main_grad.add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
-
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
-    sys.modules.setdefault("fused_weight_gradient_mlp_cuda", module)
+    return make(row, sizes, layers, VOCAB, draw, microbatches)
 
 
 def main() -> None:

@@ -163,7 +163,7 @@ def coatlm_stack(
     )
 
     if config.precision.tune_gemms:
-        tune_layers(decoder.layers, shape.batch * shape.seq, torch.float32)
+        tune_layers(decoder.layers, shape.batch * shape.seq, torch.float32, {})
 
     def forward(x_SBH: Tensor) -> Tensor:
         return decoder(hidden_states=x_SBH, attention_mask=None, rotary_pos_emb=cos_sin)

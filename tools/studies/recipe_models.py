@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from coatlm.config import Config, make_config
 from coatlm.config.recipes import TE_RECIPES
-from coatlm.data.dataset import Microbatch
+from coatlm.data.batches import Microbatch
 from coatlm.model.builder import build_model
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Traffic

@@ -1,0 +1,69 @@
+"""What fits which GPUs: estimated peaks of large models with fewer and fewer bytes per parameter.
+
+`coatlm estimate --fits` prints the table, docs/results/memory.md has it. Each row keeps the changes
+of the rows above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from coatlm.hf.run_config import load_run_config
+from coatlm.model.memory import GIB, peak_bytes
+
+GPUS = {"80": 79.1, "141": 139.8}  # GB in the name of a GPU (H100, H200) -> GiB, as CUDA reports it
+SEQ_LEN = 4096
+
+
+class Case(NamedTuple):
+    """A column of the table: a shipped configuration on some GPUs, with a layout for them."""
+
+    name: str
+    config: str
+    gpus: int
+    layout: tuple[str, ...]
+
+
+ONE = ("parallel.tp=1", "parallel.sequence_parallel=false")
+CASES = (
+    Case("Llama 3.1 8B", "llama3.1-8b", 1, ONE),
+    Case("Qwen3 14B", "qwen3-14b", 1, ONE),
+    Case("Qwen3 32B", "qwen3-32b", 1, ONE),
+    Case("Llama 3.1 70B", "llama3.1-70b", 8, ("parallel.tp=8", "parallel.pp=1")),
+)
+ROWS = (
+    ("preset=bf16",),
+    ("preset=fp8",),
+    ("parallel.main_grads=bf16",),
+    ("precision.recipe=coat-lean", "train.recompute=full"),
+    ("parallel.main_grads=fp8",),
+    ("optim.recipe=coat-24",),
+    ("optim.offload=states",),
+)
+
+
+def table(reserve_gib: float) -> Iterator[str]:
+    """The table in Markdown; `reserve_gib` of each GPU is left free."""
+    heads = (f"{case.name}, {case.gpus} GPU{'s' * (case.gpus > 1)}" for case in CASES)
+    yield "| " + " | ".join(("and in addition", *heads)) + " |"
+    yield "|---|" + "---:|" * len(CASES)
+    for row, changes in zip(ROWS, accumulate(ROWS), strict=True):
+        cells = (cell(peak(case, changes) / GIB, reserve_gib) for case in CASES)
+        yield f"| {' '.join(f'`{change}`' for change in row)} | " + " | ".join(cells) + " |"
+
+
+def cell(gib: float, reserve_gib: float) -> str:
+    """A peak, and the smallest GPU that it fits."""
+    fits = (name for name, memory in GPUS.items() if gib <= memory - reserve_gib)
+    return f"{gib:.1f} ({next(fits, 'no')})"
+
+
+def peak(case: Case, changes: tuple[str, ...]) -> int:
+    """The estimated peak in bytes of a rank that trains one sample per microbatch."""
+    batch = (f"data.seq_len={SEQ_LEN}", "train.micro_batch=1", "train.global_batch=16")
+    config = load_run_config(case.config, [*changes, *case.layout, *batch])
+    vocab = config.model.vocab
+    assert vocab is not None  # of a shipped configuration
+    return peak_bytes(config, vocab, config.data_parallel_size(case.gpus))

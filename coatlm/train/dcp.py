@@ -1,0 +1,140 @@
+"""torch.distributed.checkpoint (DCP) as `shards` uses it: how a save is planned, written and read.
+
+`tensor_reader` reads the tensors. Both uses of pickle are restricted: `.metadata` is read with an
+allow-list of types (see `metadata`), and tensors with torch's `weights_only` unpickler.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from coatlm.train.manifest import CheckpointError
+from coatlm.train.metadata import read_metadata
+from coatlm.train.tensor_reader import TensorReader
+
+
+class CoveringPlanner(DefaultSavePlanner):
+    """DCP's planner with a check, also in a single process, that shards cover each tensor."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:  # a property of the host copy that is written, not of the tensor
+            if item.tensor_data is not None:  # else an object
+                item.tensor_data.properties.pin_memory = False
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        sizes: dict[str, int] = {}
+        covered: Counter[str] = Counter()
+        for item in (item for plan in all_plans for item in plan.items):
+            if item.tensor_data is None:  # an object
+                continue
+            sizes[item.index.fqn] = math.prod(item.tensor_data.size)
+            covered[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
+        for key, size in sizes.items():
+            if covered[key] != size:
+                raise CheckpointError(f"{covered[key]} of the {size} elements of {key} were given")
+        return super().create_global_plan(all_plans)
+
+
+class MakingPlanner(CoveringPlanner):
+    """Plans with meta tensors; computes each tensor when it is written, then frees it.
+
+    DCP alone would hold every tensor of a file until the file is complete.
+    """
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._make = make
+        self._written = torch.empty(0)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.tensor_data is None:
+            return super().resolve_data(write_item)
+        self._written.untyped_storage().resize_(0)
+        tensor = self._make(write_item.index.fqn).contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        assert tensor.shape == write_item.tensor_data.size
+        assert tensor.dtype == write_item.tensor_data.properties.dtype
+        self._written = tensor
+        return tensor
+
+
+class ShardWriter(filesystem.FileSystemWriter):
+    """Writes one file per rank with fsync, in one thread: DCP loses exceptions of other threads.
+
+    DCP's copying ahead is off, because its thread would initialize CUDA on device 0.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return empty metadata, so that `.metadata` does not contain the temporary path."""
+        return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As in DCP, but raise the OSError of a full disk, which torch's zip writer hides."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+class ShardReader(TensorReader):
+    """Reads an untrusted checkpoint."""
+
+    def __init__(self, checkpoint: Path, files: Collection[str] | None = None) -> None:
+        super().__init__(checkpoint)
+        self._files = files
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read `.metadata`, once. Raises CheckpointError for types that are not allowed."""
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path), self._files)
+        return self._metadata
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """The stored tensors by key."""
+        stored = self.read_metadata().state_dict_metadata
+        return {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+
+    def read_object(self, key: str) -> bytes | None:
+        """The stored bytes of an object. Raises CheckpointError if the file is shorter."""
+        metadata = self.read_metadata()
+        if not isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+            return None
+        place = (metadata.storage_data or {}).get(MetadataIndex(key))
+        if place is None:
+            raise CheckpointError(f"{key}: the checkpoint does not say where it is stored")
+        path, start, length = Path(self.path) / place.relative_path, place.offset, place.length
+        ends = type(start) is type(length) is int and 0 <= start <= start + length
+        if not ends or start + length > path.stat().st_size:
+            raise CheckpointError(f"{path} is damaged ({key} is said to lie outside)")
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
