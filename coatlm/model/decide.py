@@ -68,7 +68,8 @@ def decide(
     if earlier is not None:
         for fixed in (free, free & {MICRO_BATCH}):
             kept = with_saved(config, earlier, fixed)
-            for choice in ranked(kept, vocab, cluster, free - fixed) if fixed else ():
+            choice = next(ranked(kept, vocab, cluster, free - fixed), None) if fixed else None
+            if choice is not None:
                 what = describe(choice.config, ranks)
                 return choice.config, f"Chosen for {asked}: {what}, to continue as before."
     found = list(islice(ranked(config, vocab, cluster, free), 2))

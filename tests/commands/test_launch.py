@@ -53,6 +53,11 @@ def test_the_processes_are_a_multiple_of_the_model_parallel_ranks(config: str) -
     assert fit([config, "parallel.pp=2", "parallel.cp=2"], 7) == (4, [])
 
 
+def test_an_automatic_layout_takes_all_gpus_and_an_automatic_microbatch_stays(config: str) -> None:
+    assert fit([config, "parallel.layout=auto"], 7) == (7, [])
+    assert fit([config, "train.micro_batch=auto"], 7) == (4, [])
+
+
 def test_where_nothing_fits_every_gpu_is_started_and_pretrain_reports(config: str) -> None:
     assert fit([config, "parallel.tp=8"], 4) == (4, [])
 
