@@ -33,6 +33,7 @@ class HostCopies:
         self._memory: Future[Tensor] | None = None
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None  # the copies from the GPU are complete
+        self._awaited = True  # by `wait`
         self._pairs: list[tuple[Tensor, Tensor]] = []  # copies and tensors on the host
         self._done = threading.Event()  # the copies of tensors on the host are complete
         self._done.set()
@@ -67,6 +68,7 @@ class HostCopies:
                         copy.copy_(tensor, non_blocking=True)
                 self._copied = torch.cuda.Event(blocking=True)
                 self._copied.record()
+                self._awaited = False
         self._pairs = [(copy, tensor) for copy, tensor in pairs if not tensor.is_cuda]
         if self._pairs:
             self._done.clear()
@@ -83,9 +85,13 @@ class HostCopies:
             self._copied.synchronize()
 
     def wait(self) -> None:
-        """Let the current stream wait for the copies from the GPU, and the host for the others."""
-        if self._copied is not None:
+        """Let the current stream wait for the copies from the GPU, and the host for the others.
+
+        Once: a CUDA graph that is captured later must not wait for what was not captured with it.
+        """
+        if self._copied is not None and not self._awaited:
             torch.cuda.current_stream().wait_event(self._copied)
+            self._awaited = True
         self._done.wait()
 
     def _allocate(self, size: int, stream: torch.cuda.Stream | None) -> Tensor:

@@ -159,6 +159,7 @@ class Trainer:
         if self.step_graph is None:
             return self._step(batches, observe=observe, enter=self.timer.enter)
         assert self.graphs is not None
+        self.optimizer.before_update()  # a replay runs no Python between backward and update
         eager = calibrating or self.graphs.observed or observe is not None
         self.timer.enter("forward_backward")
         loss, norm = self.step_graph.run(

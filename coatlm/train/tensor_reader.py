@@ -12,6 +12,7 @@ What a shard is, its archive says: torch's `weights_only` unpickler reads that, 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import struct
@@ -187,7 +188,9 @@ def _read_span(file: int, offset: int, target: Tensor, buffers: SimpleQueue[Tens
 
 def _read(file: int, offset: int, target: Tensor) -> None:
     """Read len(target) bytes into uint8 memory of the host. Raises EOFError if there are fewer."""
-    left = target.numpy().data
+    # numpy's view of a tensor would make its storage impossible to free early
+    memory = (ctypes.c_char * len(target)).from_address(target.data_ptr())
+    left = memoryview(memory).cast("B")
     while left:
         count = os.preadv(file, [left], offset)
         if not count:

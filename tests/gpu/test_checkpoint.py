@@ -95,3 +95,15 @@ def test_tensors_of_several_spans_are_loaded_through_the_page_locked_buffers(
         tensor.view(torch.uint8).zero_()
     load(tmp_path / "step_00000001", pieces_of(tensors, 300))
     assert {key: tensor_checksum(tensor) for key, tensor in tensors.items()} == expected
+
+
+def test_a_graph_captured_after_a_save_does_not_wait_for_its_copies() -> None:
+    tensor, copies, graph = torch.ones(1 << 20, device="cuda"), HostCopies(), torch.cuda.CUDAGraph()
+    [copy] = copies.start([tensor])
+    copies.wait()
+    with torch.cuda.graph(graph):
+        copies.wait()  # would be an error: the event was recorded outside
+        tensor.zero_()
+    graph.replay()
+    copies.finish()
+    assert bool((copy == 1).all())

@@ -54,6 +54,16 @@ class CpuStepGraph(StepGraph):
     def __init__(self) -> None:
         super().__init__(None)
         self.events: list[str] = []
+        self.waited, self.waits = False, list[bool]()  # before the steps, for copies of weights
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def run(self, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        self.waits.append(self.waited)
+        results = super().run(*arguments, **options)
+        self.waited = False
+        return results
 
     def _eager(
         self, work: Callable[[Sequence[Batch]], tuple[Tensor, ...]], batches: Sequence[Batch]
@@ -110,10 +120,12 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
         if replayed and not captured:
             trainer.graphs = EagerMicrobatches(trainer.chunks[0])
             trainer.step_graph = CpuStepGraph()
+            trainer.optimizer.before_update = trainer.step_graph.wait
         found[f"{name}, {way}"] = [*train_steps(trainer, config, groups), checksum(trainer)]
         if isinstance(trainer.step_graph, CpuStepGraph):
             trainer.change_layers(())
             found[f"{name}, events"] = trainer.step_graph.events
+            found[f"{name}, waits"] = trainer.step_graph.waits
         else:
             assert graphs_of(trainer) == captured
         trainer.close()
@@ -161,6 +173,13 @@ def test_replayed_steps_compute_the_bits_of_plain_ones(found: dict[str, Any], na
     assert [number for number, step in enumerate(steps) if "nan" in step[:2]] == [NAN]
     assert any(step[2] for step in steps) == (name == "spikes")
     assert found[f"{name}, events"] == EVENTS.get(name, USUAL)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_wait_before_a_replay_for_copies_that_a_checkpoint_makes(
+    found: dict[str, Any], name: str
+) -> None:
+    assert found[f"{name}, waits"] == [True] * STEPS
 
 
 def test_another_number_of_microbatches_is_captured_again() -> None:
