@@ -14,8 +14,8 @@ train.micro_batch that fits, a divisor of the global batch, so that the run stay
 fragmentation.
 
 --table7 takes the models, GPUs and batches of COAT's Table 7 (arXiv 2410.19313) and tries layouts
-from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown. --fits shows from
-which formats on models of 8B to 70B fit GPUs of 80 and 141 GB.
+from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown. --fits shows
+with which formats models of 8B to 70B fit GPUs of 80 and 141 GB.
 
 Exit code: 0; 1 if --memory-gib is given and not even one sample fits; 2 with one line per mistake.
 """

@@ -63,7 +63,7 @@ def lines_of(choices: Sequence[Choice], gpus: int) -> Iterator[str]:
 def scale_lines(
     config: Config, vocab: int, clusters: Sequence[Cluster], tokens: float, save: float
 ) -> Iterator[str]:
-    """A line with the fastest layout of each number of GPUs, and what a long run of it takes."""
+    """A line per number of GPUs: the fastest layout, and what a run of `tokens` takes with it."""
     yield (
         "| GPUs | layout | step s | MFU | NVLink GB | network GB | in BF16 | days | failures | "
         "save every | lost |"
@@ -97,7 +97,7 @@ def overrides(config: Config) -> list[str]:
 
 
 def any_graphs(config: Config) -> bool | str:
-    """CUDA graphs that a layout without them does not exclude: `true` becomes `auto`."""
+    """train.cuda_graphs with `auto` for `true`, which would refuse layouts that exclude graphs."""
     return "auto" if config.train.cuda_graphs is True else config.train.cuda_graphs
 
 

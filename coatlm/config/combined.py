@@ -22,7 +22,7 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
 # Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md); at 4096 it
 # was not, and the graphs' memory pool may exist beside the memory of an eager microbatch.
 GRAPHS_UP_TO = 2048
-MICROBATCHES_PER_GRAPH = 32  # of a step that is one graph: some 1e5 kernels in 48 layers
+MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides
     *(("parallel", key) for key in ("tp", "sequence_parallel", "cp", "pp", "vpp", "zero")),
     ("train", "recompute"),
@@ -271,8 +271,8 @@ class Config(Section):
         return self.train.cuda_graphs
 
     def captures_steps(self, world_size: int) -> bool:
-        """Whether CUDA graphs hold whole steps rather than microbatches: those of one process, with
-        states on the GPU and not too many microbatches.
+        """Whether a CUDA graph holds a whole step rather than a microbatch: in one process, with
+        states on the GPU and at most MICROBATCHES_PER_GRAPH microbatches per step.
         """
         few = self.train.global_batch <= MICROBATCHES_PER_GRAPH * self.train.micro_batch
         return self.cuda_graphs and world_size == 1 and self.optim.offload == "none" and few

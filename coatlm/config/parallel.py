@@ -15,11 +15,11 @@ class Parallel(Section):
     """Parallelism, sharding and communication. Data-parallel size = processes / (tp * pp * cp)."""
 
     layout: Literal["given", "auto"] = "given"
-    """Who chooses the layout, which is tp, sequence_parallel, cp, pp, vpp, zero and
-    train.recompute. given: these keys say it. auto: a run that starts on GPUs chooses those that
-    are not set, so that the predicted step is the shortest that fits their memory. As an override
-    auto also replaces those that the file sets. On a CPU they have their defaults. A run that
-    resumes has the same layout again if the number of GPUs allows it."""
+    """How the layout is chosen: tp, sequence_parallel, cp, pp, vpp, zero and train.recompute.
+    given: by these keys. auto: a run that starts on GPUs chooses the keys that are not set, so that
+    the predicted step is the shortest that fits their memory. As an override auto also replaces the
+    keys that the file sets. On a CPU keys that are not set have their defaults. A run that resumes
+    has the same layout again if the number of GPUs allows it."""
 
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""
@@ -67,9 +67,9 @@ class Parallel(Section):
     per bucket that all ranks share."""
 
     grad_comm_scaling: Literal["current", "delayed"] = "current"
-    """How the scales that all ranks share are found, which fp8-nccl has, and fp8-a2a with a scale
-    per tensor or bucket: current from the gradients, which are read once more; delayed from those
-    of the last 16 steps."""
+    """How scales that all ranks share are computed: those of fp8-nccl, and of fp8-a2a with a scale
+    per tensor or bucket. current: from the gradients, which are read once more for this. delayed:
+    from the amaxes of the last 16 steps."""
 
     grad_comm_format: Literal["e4m3", "e3m4"] = "e4m3"
     """The FP8 format of fp8-a2a with block scales: e4m3 has more range, e3m4 half the rounding

@@ -193,9 +193,9 @@ class Train(Section):
     loss of each token in training, not in evaluation; 1e-4 is common, 0 means off."""
 
     cuda_graphs: Literal[True, False, "auto"] = False
-    """Capture a microbatch as a CUDA graph and replay it, which helps small models that are bound
-    by kernel launches; on one GPU a whole step with its update, of at most 32 microbatches. auto
-    does so on a GPU if model.hidden is at most 2048 and no other key excludes it."""
+    """Capture each microbatch as a CUDA graph and replay it, which helps small models that are
+    bound by kernel launches. On one GPU a step of up to 32 microbatches and its update are one
+    graph. auto: true on a GPU if model.hidden is at most 2048 and no other key excludes graphs."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""

@@ -92,9 +92,9 @@ class Plans:
 
         cuBLASLt's first guess was up to 15 % slower than its best on H200. Takes a tenth of a
         second and the memory of the operands, once per kind. The candidates sum in different
-        orders, so results may differ in their last bits from one process to another, unless these
-        share `choices`: the algorithm that it names for this kind of GEMM is used untimed, and one
-        that was timed is added.
+        orders, so results may differ in their last bits from one process to another, unless they
+        share `choices`: an algorithm that it names for this kind of GEMM is used without timing,
+        else the fastest is added to it.
         """
         tensor = ScaleMode.TENSOR
         kind = Kind(

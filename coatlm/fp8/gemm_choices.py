@@ -4,7 +4,7 @@
 
 MACHINE is the GPU with the versions of torch, CUDA and cuBLASLt, KIND a kind of GEMM, ALGORITHM the
 name of one of cuBLASLt's algorithms for it. `Plans.tune` looks for that name among the candidates
-that cuBLASLt returns, so whatever the file says, only they are run. What the file names is never
+that cuBLASLt returns and runs no others, whatever the file says. An entry of the file is never
 replaced, so all later starts on such a machine add in the same order.
 """
 
@@ -33,7 +33,7 @@ def machine(device: int) -> str:
 
 
 def read_choices(path: Path) -> dict[str, Choices]:
-    """The choices for each machine; none, and a warning, if the file is not one of this format."""
+    """The choices for each machine; a warning and none if the file does not have this format."""
     try:
         return _read(path)
     except ValueError as error:

@@ -210,9 +210,9 @@ def pack(
     """Encode x [A, B, n], fp32 or BF16, into the contiguous `payloads` uint8 [A, B, bytes].
 
     The payloads of index a = `skip` are not needed: their contents are undefined, and their values
-    do not count in `shared.amax`. x may be any
-    view of a flat buffer whose rows are contiguous and start at multiples of 128 elements. Raises
-    ValueError if shapes, strides or scales do not fit the layout.
+    do not count in `shared.amax`. x may be any view of a flat buffer whose rows are contiguous and
+    start at multiples of 128 elements. Raises ValueError if shapes, strides or scales do not fit
+    the layout.
     """
     check(x, payloads[None], layout, shared)
     if not x.numel():

@@ -53,7 +53,7 @@ def _owners(owner_ptr, blocks, ROWS: tl.constexpr):
 
 @triton.jit
 def _first_and_last(owner):
-    """The smallest owner and the largest of a tile, without -1; 0 and -1 if there is no other."""
+    """The smallest and the largest owner of a tile, -1 not counted; 0 and -1 if all are -1."""
     last = tl.max(owner, 0)
     first = tl.min(tl.where(owner < 0, last, owner), 0)
     return tl.maximum(first, 0), last

@@ -2,7 +2,7 @@
 
 The choice is the first of `layouts.ranked`, which depends only on the configuration, the number of
 ranks, and the name and memory of the GPU, so it is the same on all ranks. Keys of a layout that are
-set stay as they are. On a CPU a layout has the defaults, and the microbatch is the smallest.
+set stay as they are. On a CPU the others have their defaults, and the microbatch is the smallest.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def decide(
 ) -> tuple[Config, str]:
     """`config` with nothing left to decide, and a sentence that says what was chosen and why.
 
-    `gpu` is None on a CPU. `earlier` is the configuration with which the run has been started
-    before; what it has stays, if it is still valid and fits. The sentence is empty if nothing was
+    `gpu` is None on a CPU. `earlier` is the configuration of the checkpoint from which the run
+    resumes: its choices stay if they are still valid and fit. The sentence is empty if nothing was
     auto. Raises ConfigError if no layout is valid or fits, and for a GPU without rates.
     """
     asked = config.undecided
@@ -93,7 +93,7 @@ def free_keys(config: Config) -> frozenset[tuple[str, str]]:
 
 
 def simplest(config: Config, ranks: int, earlier: Saved | None) -> Config:
-    """The layout as it is given, with the earlier microbatch or the smallest that is valid."""
+    """The layout of the keys as they are, with the earlier microbatch or the smallest valid one."""
     given = replaced(config, parallel={"layout": "given"})
     if isinstance(config.train.micro_batch, int):
         given.data_parallel_size(ranks)

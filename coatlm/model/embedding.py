@@ -2,10 +2,10 @@
 
     dweight[v] = sum of dhidden[t] over the tokens t of entry v
 
-torch sorts the tokens by entry and sums in that order, in fp32. Newer versions add parts of these
-sums by atomics, in any order, if a table has so few rows that a row per block would leave GPUs
-idle: below 4 rows per multiprocessor. Gradients of smaller tables are therefore computed with more
-rows, which stay zero.
+torch sorts the tokens by entry and sums in that order, in fp32. For tables of fewer than 4 rows per
+multiprocessor, newer versions split these sums over thread blocks, which add their parts with
+atomics, in any order. Gradients of smaller tables are therefore computed with more rows, which stay
+zero.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Embedding(tensor_parallel.VocabParallelEmbedding):
     """megatron-core's embedding, of the vocabulary entries of this tensor-parallel rank."""
 
     def forward(self, input_: Tensor) -> Tensor:
-        """tokens [B, S] -> [B, S, H], or this rank's part of [S, B, H] of sequence parallelism."""
+        """tokens [B, S] -> [B, S, H]; with sequence parallelism this rank's part of [S, B, H]."""
         if self.tp_group.size() == 1:
             return lookup(input_, self.weight)
         first, end = self.vocab_start_index, self.vocab_end_index

@@ -1,11 +1,11 @@
 """Failures of a run on many GPUs, and how often to save checkpoints.
 
-    M = 1 / (r n)       mean time between interruptions of n GPUs that have r each
+    M = 1 / (r n)       mean time between interruptions, with n GPUs and the rate r of each
     T = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d
 
 T is the time between checkpoints that loses the least, where saving one delays training by d < 2M
 (Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps"); Young
-1974 has its first factor. What is lost is the time of saving, and half of T per interruption.
+1974 has the square root alone. Lost are d per checkpoint, and half of T + d per interruption.
 """
 
 from __future__ import annotations

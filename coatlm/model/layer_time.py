@@ -1,8 +1,8 @@
 """The time of the parts of a layer, and of the output layer, from the rates of a GPU (rates.py).
 
-GEMMs have a rate by format and by the smallest of their sizes; other kernels that of the memory.
-Bytes per element that they read and write in forward and backward are counted from the kernels of
-docs/results/layer.md (PASSES).
+The rate of a GEMM depends on its format and on the smallest of its three sizes. Other kernels are
+limited by the memory's bandwidth; PASSES counts the bytes per element that those of
+docs/results/layer.md read and write in forward and backward.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def linear_gemms(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def hidden_by_chunks(config: Config, rates: Rates, link: Link) -> float:
-    """Seconds per layer of collectives over tensor-parallel ranks that tp_chunks overlaps.
+    """Seconds per layer of tensor-parallel collectives that tp_chunks overlaps with GEMMs.
 
-    All-gathers of codes are overlapped with the GEMM of a rank's own rows, reduce-scatters of
-    forward with the GEMMs of later chunks, all but the last chunk of each; GEMMs of chunks count as
-    fast as whole ones. Without sequence parallelism nothing is gathered or scattered.
+    An all-gather of codes is overlapped with the GEMM of a rank's own rows, and a reduce-scatter of
+    forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of chunks are taken to
+    be as fast as whole ones. Without sequence parallelism nothing is gathered or scattered.
     """
     p, ranks = config.parallel, config.parallel.tp
     if p.tp_chunks == 1 or not p.sequence_parallel:

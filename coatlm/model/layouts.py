@@ -54,10 +54,10 @@ def ranked(
 ) -> Iterator[Choice]:
     """Yield the layouts that fit the memory of a GPU, the fastest first.
 
-    `free`: the keys, as (section, key), that may differ from those of `config`.
+    `free`: the keys, as (section, key), whose values may differ from those in `config`.
     """
     saving = {"logits": "save" if config.train.logits == "auto" else config.train.logits}
-    bounds = []  # of the time: whether logits can be saved is only computed for the first ones
+    bounds = []  # the time with saved logits, a lower bound: whether they fit takes longer to tell
     for number, layout in enumerate(layouts(config, cluster, free)):
         fastest = forecast(replaced(layout, train=saving), vocab, cluster)
         bounds.append((fastest.time.total, number, layout))

@@ -127,9 +127,9 @@ class Forecast:
 
 
 def forecast(config: Config, vocab: int, cluster: Cluster) -> Forecast:
-    """Predict a step on `cluster`. The configuration fits the number of GPUs.
+    """Predict a step on `cluster`, whose number of GPUs the configuration has to fit.
 
-    With train.logits=auto the logits are recomputed; `fits.with_logits` decides before.
+    train.logits=auto counts as recompute: call `fits.with_logits` first, which decides it.
     """
     p = config.parallel
     dp = config.data_parallel_size(cluster.gpus)

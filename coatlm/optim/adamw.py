@@ -13,9 +13,9 @@ The learning rate is on the device as well, so that replays of a CUDA graph read
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
 
-A tensor-wise scale is that of a whole parameter: scales grow with the amax, so ranks whose shards
-have parts of it take the largest of theirs. One all-reduce per step covers all parameters that are
-cut. On a GPU it is of amaxes, and the update of the others runs beside it.
+A tensor-wise scale belongs to a whole parameter. Scales grow with the amax, so ranks whose shards
+have parts of a parameter use the largest of their scales. One all-reduce per step covers all
+parameters that are cut; on a GPU it reduces amaxes while the other parameters are updated.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AdamW:
         self.cut, self.share = cut, share if cut and self.recipe.tensor_scaled else None
         device = shards[0].weight.device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
-        self.rates = torch.zeros(2, device=device)  # learning rate; that times weight_decay
+        self.rates = torch.zeros(2, device=device)  # lr, lr * weight_decay
         self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
         n = self._starts[-1]
         self._flat = self._allocate(device, offload=offload)
@@ -90,7 +90,7 @@ class AdamW:
             self.offload = StateOffload(self._flat, self.pieces, n, device)
         self.reload_from_weights()
         self.fused: list[FusedStep] = []  # one per piece; the reference runs without them
-        self.fused_cut: list[tuple[FusedStep, Tensor]] = []  # and the numbers of its parameters
+        self.fused_cut: list[tuple[FusedStep, Tensor]] = []  # of cut parameters, with their numbers
         if device.type == "cuda":
             self.scalars = torch.zeros(4, device=device)
             device_states = [self._flat] if self.offload is None else self.offload.device
@@ -185,7 +185,7 @@ class AdamW:
 
     @torch.no_grad()
     def cut_scales(self, *, clip_coefficient: Tensor, lr: float | None = None) -> Tensor:
-        """The scales of m, v and master after a step of the reference, fp32[cut, 3]; collective."""
+        """The scales of m, v and master after the reference's step, fp32[cut, 3]. A collective."""
         scales = torch.zeros(self.cut, 3, device=self.step_count.device)
         for i, start, stop in self.spans(CHUNK):
             if (number := self._number(i, start, stop)) is not None:

@@ -110,7 +110,7 @@ def _step_kernel(
     m,
     v,
     w,
-    rate_ptr,  # fp32[2]: learning rate; that times weight decay
+    rate_ptr,  # fp32[2]: lr, lr * weight decay
     M: gl.constexpr,
     V: gl.constexpr,
     W: gl.constexpr,
@@ -288,10 +288,11 @@ class FusedStep:
         self.constants |= {"TILE": tile, "num_warps": tile.warps}
 
     def __call__(self, scalars: Tensor, rates: Tensor, *, passes: Sequence[bool] = ()) -> None:
-        """Update on the current stream, by `scalars` of `prepare` and `rates`, fp32[2]: the
-        learning rate, and that times weight decay. Without spans there is nothing to do.
+        """Update on the current stream, by `scalars` of `prepare` and `rates`, fp32[2]: lr and
+        lr * weight decay. Without spans there is nothing to do.
 
-        `passes`: True finds `amax`, False updates by it; (): those that the recipe needs.
+        `passes` are launches of the kernel: True finds `amax`, False updates with the scales that
+        follow from it; (): those that the recipe needs.
         """
         passes = (passes or self.passes) if self.spans else ()
         if True in passes:

@@ -158,7 +158,7 @@ class TensorScaled:
     """FP8-LM: codes with tensor-wise scaling; the scale is stored once per block.
 
     The scale is a power of two, so that a representable value keeps its bits when the scale
-    changes. Where x is only a part of a parameter, `least` is the scale of the whole.
+    changes. Where `encode` gets a part of a parameter, `least` is the scale of the whole.
     """
 
     kind: ClassVar[str] = "scaled"

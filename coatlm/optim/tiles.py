@@ -1,9 +1,10 @@
-"""Triton counterparts of `formats.py` and `collage.py` on tiles: the parts of the fused step.
+"""Triton counterparts, on tiles, of the storage formats and of `collage.py`, for the fused step.
 
 A tile is fp32 or BF16 [blocks, 128]; `scale` and `k` are [blocks]. The definition of each function
-is the one of the same purpose in `formats.py` or `collage.py`, and results are bit-identical if the
-kernel is launched without contraction into fused multiply-adds. COAT's codes come from
-`fp8.expand`, which says by how much they may differ. M and W are the recipe's format objects.
+is that of the same purpose in `moment_formats.py`, `weight_formats.py` or `collage.py`, and results
+are bit-identical if the kernel is launched without contraction into fused multiply-adds. COAT's
+codes come from `fp8.expand`, which says by how much they may differ. M and W are the recipe's
+format objects.
 """
 
 import triton

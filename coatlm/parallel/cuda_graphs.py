@@ -17,10 +17,10 @@ overwrites stale gradients, the last reduces gradients during backward. So there
 kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
 compiles its kernels; the second is captured and replayed.
 
-For all later ones, the inputs are copied into the static inputs of a graph and the graph is
-replayed. Document bounds that are wider than the static ones, because a sample has more documents
-than any before it, let all ranks capture again: an eager microbatch issues its collectives in
-another order than a graph.
+Every later step or microbatch is copied into the static inputs of its graph, which is replayed. If
+document bounds are wider than the static ones, because a sample has more documents than any before
+it, all ranks capture again: an eager microbatch issues its collectives in another order than a
+graph.
 
 Eager microbatches, capture and replay use the one stream that the model was built for, because
 autograd's accumulation nodes belong to a stream.

@@ -48,7 +48,7 @@ class Fp8Exchange:
     `scaling` is the scale granularity. "block": each rank sends its own scale per 128 elements.
     "tensor", "bucket": the ranks share one scale. With current scaling they first all-reduce the
     amax, which costs another read of the gradients, overlapped with backward; with delayed scaling
-    (`reduction_scales`) they do not. All-gathered sums always have block scales.
+    (`reduction_scales`) it is known before. All-gathered sums always have block scales.
     """
 
     fmt: Coding = E4M3

@@ -1,4 +1,4 @@
-"""Delayed scales of gradient formats whose ranks share scales: fp8-nccl, and fp8-a2a by tensor.
+"""Delayed scales that all ranks share: of fp8-nccl, and of fp8-a2a by tensor or bucket.
 
 With current scaling a bucket is read once more, for its amaxes, and its exchange waits until these
 are all-reduced. With delayed scaling the scales S of T tensors are fixed before the step. The
@@ -10,12 +10,12 @@ buckets:
     history[T, 16] <- amax          unless the gradient norm of the step is not finite
     S[T] = the power of two at or above 2 max(history) / MAX                        (fp8/delayed.py)
 
-Amaxes of gradients scatter: in 70 steps of configs/quickstart.yaml one of nine was more than twice
-that of the step before, and one of 200 more than twice the largest of 16 steps.
+The amaxes of gradients vary: in 70 steps of configs/quickstart.yaml one of nine was more than twice
+that of the step before, and one of 200 more than twice the largest of the 16 steps before.
 
 In fp8-a2a a gradient that has outgrown its scale is clipped in that step alone, since the next
 scale knows its amax. In fp8-nccl sums at +-MAX also halve mu, which is then a further margin and
-grows back within 1000 steps. A tensor whose gradients were zero throughout the history has S = 1. A
+doubles within 1000 steps. A tensor whose gradients were zero throughout the history has S = 1. A
 NaN or an infinity spoils its block and the norm: the step is skipped, and no history changes.
 
 Without a history, scales are current, and the amaxes are recorded: in the first step of a run, in

@@ -17,7 +17,7 @@ result is needed.
 
 The ranks agree on scales on the device. The fp32 bits of amax are all-reduced as integers, whose
 order is NaN > Inf > numbers; a sum is NaN or Inf if the value of any rank was. With delayed scaling
-(`reduction_scales`) they agree after the step, on the scales of the next one.
+(`reduction_scales`) the ranks agree at the end of a step on the scales of the next one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def shared_scales(
 ) -> Generator[Pending, None, Tensor]:
     """The scales fp32 [T] that all ranks share: delayed ones, or those of an all-reduced amax.
 
-    `per_bucket`: current scales are all that of the bucket's amax.
+    `per_bucket`: current scales are all equal, from the amax of the bucket.
     """
     tensors = job.tensors
     if tensors.scale is not None:

@@ -30,8 +30,8 @@ class ZeroOptimizer:
     """Reduces and clips gradients, updates shards, starts the weight all-gather.
 
     `make_shard` constructs the optimizer's shard of each bucket (`optim.shards.FlatShard`), and
-    `make_optimizer(shards, cut=, share=)` the optimizer that updates them, which shares the scales
-    of the `cut` parameters that ends of shards cut.
+    `make_optimizer(shards, cut=, share=)` the optimizer that updates them. `cut` parameters lie
+    across ends of shards; the optimizer shares their scales by `share`.
     """
 
     def __init__(

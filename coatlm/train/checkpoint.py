@@ -164,7 +164,7 @@ class Checkpointer:
             self._copies.reserve([_data(tensor) for tensor in mine])
 
     def wait_for_copies(self) -> None:
-        """Let later work of the current stream and of this thread change the saved tensors."""
+        """Let this thread and its current stream wait until the saved tensors may change."""
         self._copies.wait()
 
     def poll(self) -> None:
@@ -209,8 +209,8 @@ class Checkpointer:
         *,
         ready: Callable[[], None],
     ) -> None:
-        """Write a checkpoint; `poll` reports the outcome. `begin`: the time `save` was called.
-        `ready` waits for the data of `pieces`.
+        """Write a checkpoint; `poll` reports the outcome. `begin` is the time of the call of
+        `save`; `ready` waits for the data of `pieces`.
         """
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
         try:

@@ -3,11 +3,11 @@
     training    step t | forward and backward of t + 1 | wait | update of t + 1
     copying            | weights and states of step t .......|
 
-Only updates change weights and states, so that copies which are complete before the next update
-hold those of step t, bit for bit. Tensors on a GPU are copied by a stream of its own, into
-page-locked memory; tensors on the host, such as offloaded states, by the thread that calls
-`finish`. The memory of the copies is allocated once, by a thread, as locking pages takes a second
-for some gigabytes.
+Only updates change weights and states, so copies that are complete before the next update are those
+of step t, bit for bit. Tensors on a GPU are copied on a separate CUDA stream into page-locked
+memory; tensors on the host, such as offloaded states, by the thread that calls `finish`. The memory
+of the copies is allocated once, by a thread, because locking the pages of some gigabytes takes a
+second.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class HostCopies:
         pool.shutdown(wait=False)
 
     def start(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Start to copy `tensors`; the copies are complete after `finish`, and valid until the
-        next call. What changes the tensors calls `wait` first.
+        """Start to copy `tensors`. The copies are complete after `finish` and valid until the next
+        call. Call `wait` before the tensors are changed.
         """
         self.reserve(tensors)
         assert self._memory is not None
@@ -87,7 +87,8 @@ class HostCopies:
     def wait(self) -> None:
         """Let the current stream wait for the copies from the GPU, and the host for the others.
 
-        Once: a CUDA graph that is captured later must not wait for what was not captured with it.
+        The stream waits once per `start`: a CUDA graph cannot capture a wait for an event that was
+        recorded outside of it.
         """
         if self._copied is not None and not self._awaited:
             torch.cuda.current_stream().wait_event(self._copied)

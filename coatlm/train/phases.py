@@ -56,7 +56,7 @@ def join(config: Config, launch: Launch) -> Peers:
 
 
 def gpu_of_all(peers: Peers, launch: Launch) -> Gpu | None:
-    """The GPU of every rank, with the least memory of them; None on CPUs or where they differ."""
+    """The GPU of all ranks, with the smallest memory; None on CPUs or where names differ."""
     memory = device_memory(choose_gpu(launch), launch.local_size)[0]
     found = together(lambda: (device_name(), memory), peers.group)
     name = found[0][0]

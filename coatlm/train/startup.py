@@ -20,7 +20,7 @@ class Startup:
         self.clock, self.parts, self._last = clock, dict[str, float](), self.begin
 
     def lap(self, part: str) -> None:
-        """Count the time since the last call for `part`."""
+        """Add the time since the previous call to `part`."""
         now = self.clock()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now

@@ -315,4 +315,4 @@ def gradient_noise(
 
 
 def ignore(phase: str | None) -> None:
-    """Ignore the phases of an evaluation, which is not timed, or of a CUDA graph."""
+    """A phase that is not timed: of an evaluation, or inside a CUDA graph."""

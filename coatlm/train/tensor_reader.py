@@ -7,7 +7,8 @@ Where the region and its target are contiguous, threads read these bytes straigh
 or, if that is on a GPU, into page-locked memory from which they are copied. Otherwise a thread
 reads the whole shard and copies the region.
 
-What a shard is, its archive says: torch's `weights_only` unpickler reads that, without the bytes.
+The archive also has the dtype and shape of the shard, as a pickle: torch's `weights_only` unpickler
+reads them on the meta device, without the bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from torch.futures import Future
 from coatlm.train.manifest import THREADS, CheckpointError
 
 SPAN = 1 << 24  # bytes that a thread reads at a time
-LENGTHS = struct.Struct(
-    "<26xHH"
-)  # of the name and the extra field, in a local header of a zip file
+# lengths of the name and of the extra field, in the local header of a zip file's entry
+LENGTHS = struct.Struct("<26xHH")
 
 
 class Shard(NamedTuple):
@@ -154,7 +154,7 @@ def _load(archive: Archive, device: str = "cpu") -> Tensor:
 
 
 def _region(shard: Tensor, item: ReadItem, target: Tensor) -> Tensor:
-    """The view of a shard that `target` wants. Raises CheckpointError unless it is alike."""
+    """The part of a shard for `target`. Raises CheckpointError if shapes or dtypes differ."""
     region = narrow_tensor_by_index(shard, item.storage_offsets, item.lengths)
     if region.shape != target.shape or region.dtype != target.dtype:
         stored, wanted = (f"{t.dtype} {list(t.shape)}" for t in (region, target))
@@ -188,7 +188,7 @@ def _read_span(file: int, offset: int, target: Tensor, buffers: SimpleQueue[Tens
 
 def _read(file: int, offset: int, target: Tensor) -> None:
     """Read len(target) bytes into uint8 memory of the host. Raises EOFError if there are fewer."""
-    # numpy's view of a tensor would make its storage impossible to free early
+    # not by numpy, whose view of a tensor makes its storage impossible to resize
     memory = (ctypes.c_char * len(target)).from_address(target.data_ptr())
     left = memoryview(memory).cast("B")
     while left:

@@ -21,8 +21,8 @@ tp_chunks=1,2 and cp_comm=a2a,all_gather (each row runs with each of these as op
 parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
 1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of
 whole steps; the default is none), vocab=32000 and dotted options of a run, such as
-parallel.main_grads=bf16. With
-data.reset_attention_mask=true samples consist of documents of document=500 tokens.
+parallel.main_grads=bf16. With data.reset_attention_mask=true samples consist of documents of
+document=500 tokens.
 """
 
 from __future__ import annotations

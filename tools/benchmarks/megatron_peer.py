@@ -29,7 +29,7 @@ def megatron_step(
 ) -> tuple[Callable[[], Any], Any]:
     """A step over `microbatches` of tokens [B, S + 1] that `draw` returns, and its optimizer.
 
-    `provide_fused_weight_gradient` comes before.
+    Call `provide_fused_weight_gradient` first.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
@@ -144,7 +144,7 @@ def megatron_step(
 
 
 def provide_fused_weight_gradient() -> None:
-    """Replace megatron's output layer, which requires apex for fused gradient accumulation."""
+    """Stand in for the module of apex by which megatron's output layer accumulates gradients."""
     module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
 
     def accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:

@@ -6,8 +6,8 @@ Measured here: attention, GEMMs, output layer, memory, optimizer, transfers to t
 that the host takes to launch a layer, and recipes relative to one another; with two or more GPUs
 NVLink too. GEMMs are those of whole layers: a layer is timed from a CUDA graph, and what attention
 and the bytes of elementwise kernels take (layer_time.py) is subtracted. Everything else, and what
-no time is left for, is kept from the file of this GPU, or without one from that of `base`; the
-first lines of the file say what.
+there is no time for, is kept from the file of this GPU, or without one from that of `base`; the
+first lines of the new file name what is kept.
 
 Options: base=h100 seconds=70 (no measurement begins later), and --smoke (tiny, on a CPU too).
 """
@@ -53,8 +53,8 @@ OUTPUT_HIDDEN, VOCAB = (1024, 2048, 4096, 8192), 32768
 PARAMETERS, SHARDS = 200_000_000, 4
 COPIED = 1 << 30  # bytes
 VALUES, FEW = 1 << 28, 1 << 14  # of an all-to-all: large, and nearly nothing
-REFERENCES = {"fp8": "coatlm coat delayed", "bf16": "coatlm bf16"}  # the layers that GEMMs are of
-LEAST_SHARE = 0.1  # of a layer's time that GEMMs take at least, where kernels are too short to tell
+REFERENCES = {"fp8": "coatlm coat delayed", "bf16": "coatlm bf16"}  # layers whose GEMMs are timed
+LEAST_SHARE = 0.1  # of a layer's time counts as GEMMs even where kernels are too short to measure
 Table = dict[Any, Any]
 
 
@@ -247,8 +247,8 @@ def optimizer(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
 def recipes(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     """The time of a layer without attention by recipe, relative to coat with delayed scales.
 
-    Recipes that have no delayed scales are divided by what current scales cost, which the model
-    of the step multiplies them with again.
+    The time of recipes without delayed scales is divided by the factor that current scales cost,
+    because step_time.py multiplies by it.
     """
     shape = layer_shape(64 if smoke else 4096, smoke)
     rest = attended(found, base, shape)
