@@ -30,7 +30,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format
-from coatlm.fp8.payload import Layout, Shared, unpack
+from coatlm.fp8.payload import unpack
+from coatlm.fp8.payload_layout import Layout, Shared
 from coatlm.fp8.scaling import amax_of, group_amax_ref, larger, scale_of, scale_ref
 from coatlm.fp8.stochastic import stochastic, stochastic_ref, words
 

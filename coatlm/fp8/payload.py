@@ -22,66 +22,21 @@ with a NaN or an infinity has a scale that is not finite: all of it decodes to N
 NaN on every rank. In E3M4 the scale also overflows where a block holds a value beyond 2^121.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.codes import decode, encode
-from coatlm.fp8.formats import E3M4, SCALE_BLOCK, Coding
+from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.fp8.payload_layout import Layout, Own, Shared, check
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
 from coatlm.fp8.segments import raise_largest, raise_largest_ref
 
-ALIGN = 16  # bytes: every payload starts where vector accesses are possible
 ROWS = 32  # blocks per program: 4096 elements and 128 bytes of scales
 WARPS = 4  # 32 elements per thread
 LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """Scales that all ranks know, one per tensor. `owner` is the tensor of each block of x or y."""
-
-    scale: Tensor  # fp32 [T]
-    owner: Tensor  # int32 [A, B, blocks], any view whose rows are contiguous
-    amax: Tensor | None = None  # int32 [T], bits that `pack` raises to those of the largest |x|
-
-
-@dataclass(frozen=True, eq=False)
-class Own:
-    """The unrounded values [A, B, n] of the rank itself, which is source number `rank` of R."""
-
-    values: Tensor
-    rank: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The bytes of a payload of `elements` values, which are a multiple of 128."""
-
-    elements: int
-    fmt: Coding
-    scaled: bool  # the payload carries the scales of its blocks
-
-    def __post_init__(self) -> None:
-        if self.fmt is E3M4 and not self.scaled:
-            raise ValueError("fmt=e3m4 needs scaled=True: the format has no code for NaN")
-
-    @property
-    def blocks(self) -> int:
-        return self.elements // SCALE_BLOCK
-
-    @property
-    def nbytes(self) -> int:
-        size = self.elements + (4 * self.blocks if self.scaled else 0)
-        return -(-size // ALIGN) * ALIGN
-
-    def empty(self, *shape: int, device: torch.device) -> Tensor:
-        """Uninitialised payloads, uint8 [*shape, bytes]."""
-        return torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=device)
 
 
 def pack_ref(
@@ -259,7 +214,7 @@ def pack(
     view of a flat buffer whose rows are contiguous and start at multiples of 128 elements. Raises
     ValueError if shapes, strides or scales do not fit the layout.
     """
-    _check(x, payloads[None], layout, shared)
+    check(x, payloads[None], layout, shared)
     if not x.numel():
         return
     if not x.is_cuda:
@@ -303,9 +258,9 @@ def unpack(
     `own.values` are added last; they have the shape of y and may be y itself. Raises ValueError as
     `pack` does.
     """
-    _check(y, payloads, layout, shared)
+    check(y, payloads, layout, shared)
     if own is not None:
-        _check(own.values, payloads, layout, shared)
+        check(own.values, payloads, layout, shared)
     if not y.numel():
         return
     if not y.is_cuda:
@@ -346,22 +301,3 @@ def _scales(payloads: Tensor, layout: Layout) -> Tensor | None:
     if not layout.scaled:
         return None
     return payloads.view(-1)[layout.elements :].view(torch.float32)
-
-
-def _check(x: Tensor, payloads: Tensor, layout: Layout, shared: Shared | None) -> None:
-    """Raise ValueError for tensors that the kernels cannot address."""
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"x.dtype={x.dtype}: torch.float32 or torch.bfloat16")
-    if layout.elements % SCALE_BLOCK or x.ndim != 3 or x.shape[-1] != layout.elements:
-        raise ValueError(f"x {list(x.shape)}: [A, B, {layout.elements}], n % {SCALE_BLOCK} == 0")
-    wanted = (*x.shape[:2], layout.nbytes)
-    if payloads.shape[1:] != wanted or not payloads.is_contiguous():
-        raise ValueError(f"payloads {list(payloads.shape)}: contiguous [R, {list(wanted)}]")
-    if x.numel() and (x.stride(2) != 1 or x.stride(0) % SCALE_BLOCK or x.stride(1) % SCALE_BLOCK):
-        raise ValueError(f"strides {x.stride()} of x: multiples of {SCALE_BLOCK}, the last one 1")
-    if layout.scaled == (shared is not None):
-        raise ValueError(f"scaled={layout.scaled}: scales are either shared or part of the payload")
-    if shared is not None:
-        owners = (*x.shape[:2], layout.blocks)
-        if shared.owner.shape != owners or shared.owner.stride(2) != 1:
-            raise ValueError(f"owner {list(shared.owner.shape)}: {list(owners)}, contiguous rows")

@@ -118,19 +118,15 @@ class Flow:
     ) -> None:
         """Choose the algorithms of backward's GEMMs, for microbatches of `tokens` tokens.
 
-        Those in `choices` are used, others are timed and added, as by `Plans.tune`.
-
-        Only FP8 GEMMs whose operands have tensor-wise scales have a choice of algorithms.
+        Those in `choices` are used, others are timed and added, as by `Plans.tune`. Only FP8 GEMMs
+        whose operands have tensor-wise scales have a choice of algorithms.
         """
         if not self.recipe.tensor_wise_gradients:
             return
         fast, dgrad = self.recipe.fast, self.recipe.dgrad
         bf16 = {name.partition(".")[0] for name in self.recipe.bf16}
-        kinds: dict[str, Any] = {
-            "a_fmt": format_of(dgrad.gradient),
-            "b_fmt": E4M3,
-            "choices": choices,
-        }
+        kinds: dict[str, Any] = {"a_fmt": format_of(dgrad.gradient), "b_fmt": E4M3}
+        kinds["choices"] = choices
         parallel = self.parallel
         own = tokens // parallel.size if parallel.scattered else tokens
         pieces = {piece.stop - piece.start for piece in parallel.row_pieces(own)}

@@ -11,15 +11,14 @@ activations. Not counted are the CUDA context, buffers that NCCL allocates outsi
 of gradient buckets that are being reduced, the amax histories of delayed scaling (0.3 kB per
 layer), and fragmentation.
 
-CUDA graphs (train.cuda_graphs) allocate activations and temporaries in a private memory pool
-instead of the default one. Those of microbatches share this pool, because no two run at the same
-time. Once every kind of microbatch has its graph, graphs add only their static inputs. Before that,
-the pool exists beside the memory of a microbatch that runs eagerly: a step of four or more
-microbatches captures its third, and then runs its last one eagerly, which is of another kind
-because it reduces gradients. A microbatch whose numerics are measured always runs eagerly. The
-graph of a whole step has static inputs of all its microbatches, and its pool exists beside an eager
-step whose numerics or optimizer states are measured. torch counts a pool as reserved memory, not as
-allocated: peak_mem_gib of a run does not include it.
+CUDA graphs (train.cuda_graphs) allocate activations and temporaries in a private memory pool, which
+those of microbatches share, because no two run at the same time. Once every kind of microbatch has
+its graph, graphs add only their static inputs. Before that, the pool exists beside the memory of a
+microbatch that runs eagerly: a step of four or more captures its third, and then runs its last one
+eagerly, which is of another kind because it reduces gradients. A microbatch whose numerics are
+measured always runs eagerly. The graph of a whole step has static inputs of all its microbatches,
+and its pool exists beside an eager step whose numerics or optimizer states are measured. torch
+counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does not include it.
 """
 
 from __future__ import annotations
@@ -261,11 +260,10 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
     """
     if not config.cuda_graphs:
         return 0
-    p, count = config.parallel, microbatches_per_step(config, data_parallel)
+    p, log, count = config.parallel, config.log, microbatches_per_step(config, data_parallel)
     steps = config.captures_steps(data_parallel * p.tp * p.cp * p.pp)
     reduces, eager = data_parallel * p.cp > 1, count >= EAGER_AFTER_CAPTURE
-    measured = config.precision.guard != "off" or config.log.numerics_every
-    measured = measured or (steps and config.log.states_every)
+    measured = config.precision.guard != "off" or log.numerics_every or (steps and log.states_every)
     beside = microbatch if measured or (reduces and eager) else 0
     return microbatch_tokens(config) * GRAPH_INPUTS * (count if steps else 1) + beside
 
@@ -292,8 +290,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     layer = layer_matrices(config.model) // p.tp
     backward = backward_bytes(config) + returned_grad_bytes(config, layer, data_parallel)
     if loss:
-        output = vocab * config.model.hidden // p.tp
-        loss += returned_grad_bytes(config, output, data_parallel)
+        loss += returned_grad_bytes(config, vocab * config.model.hidden // p.tp, data_parallel)
     return RankBytes(
         weights=weight_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
         fp8_weights=fp8_weight_bytes(config),

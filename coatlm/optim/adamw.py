@@ -36,8 +36,6 @@ from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
 from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, round_up
 from coatlm.optim.weight_formats import TensorScaledMaster
 
-__all__ = ["AdamW", "FlatShard", "Proposal", "bytes_per_parameter"]
-
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
 

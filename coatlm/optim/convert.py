@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from coatlm.optim.adamw import CHUNK, AdamW, FlatShard
+from coatlm.optim.adamw import CHUNK, AdamW
 from coatlm.optim.moment_formats import Stored, named_state
 from coatlm.optim.recipes import MASTER, Recipe
+from coatlm.optim.shards import FlatShard
 
 
 def optimizer_on_host(optimizer: AdamW, recipe: str | Recipe) -> AdamW:

@@ -13,12 +13,12 @@ warp and repeats the per-block arithmetic 32 times.
 FP8-LM's scales need the largest magnitude of a tensor before its first code can be stored. Its
 recipe launches the kernel twice; the first launch, with MEASURE, only finds those maxima.
 
-Kernels are compiled without contraction into fused multiply-adds, except for COAT's recipes with
-BF16 gradients (`contracts`). Results are bit-identical to the reference wherever the arithmetic is
-IEEE, that is in all recipes but COAT's.
+Nothing is contracted into fused multiply-adds where `contracts` does not say so, and results are
+bit-identical to the reference wherever arithmetic is IEEE: in all recipes but COAT's.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -322,9 +322,7 @@ def _tables(
     Of each span: the weight's and the gradient's address, the first block, the number of blocks,
     the first program, and the address of the gradient's scales, 0 if it has none.
     """
-    starts = [-first_block]
-    for weight in weights:
-        starts.append(starts[-1] + weight.numel() // SCALE_BLOCK)
+    starts = list(accumulate((w.numel() // SCALE_BLOCK for w in weights), initial=-first_block))
     rows, programs, total = [], [], 0
     for shard, start, stop in spans:
         first_grad, first_scale = _grad_addresses(grads[shard][start:stop])

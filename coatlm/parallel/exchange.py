@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Coding
-from coatlm.fp8.payload import Layout, Own, Shared, pack, unpack
+from coatlm.fp8.payload import pack, unpack
+from coatlm.fp8.payload_layout import Layout, Own, Shared
 from coatlm.parallel.collectives import Comm, Pending
 from coatlm.parallel.wire import Steps, Sum, shared_scales
 

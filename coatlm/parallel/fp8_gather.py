@@ -30,7 +30,8 @@ from torch import Tensor
 
 from coatlm.fp8 import weight_rows
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.fp8.payload import Layout, Shared, pack, unpack
+from coatlm.fp8.payload import pack, unpack
+from coatlm.fp8.payload_layout import Layout, Shared
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.buckets import Bucket

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Coding, Fp8Format, cast
-from coatlm.fp8.payload import Layout, Shared, pack, unpack
+from coatlm.fp8.payload import pack, unpack
+from coatlm.fp8.payload_layout import Layout, Shared
 from coatlm.fp8.scaling import scale_ref
 from coatlm.fp8.segments import count_saturated, largest_magnitudes
 from coatlm.parallel.collectives import Comm, Pending

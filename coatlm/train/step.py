@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,49 +9,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from coatlm.config import Config, Parallel
-from coatlm.config.recipes import ROW
+from coatlm.config import Config
 from coatlm.data import context_parallel
 from coatlm.data.batches import Microbatch
-from coatlm.fp8.accumulate import SumNoise
-from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model
-from coatlm.model.coat_layer import (
-    CoatTransformerLayer,
-    change_layers,
-    flows_of,
-)
+from coatlm.model.coat_layer import change_layers, flows_of
 from coatlm.model.fits import with_logits
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
-from coatlm.optim.adamw import AdamW, FlatShard
-from coatlm.parallel.buckets import Cut
-from coatlm.parallel.collectives import Comm, Traffic
+from coatlm.optim.adamw import AdamW
+from coatlm.optim.shards import FlatShard
+from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, StepGraph, captures
-from coatlm.parallel.exchange import Fp8Exchange, Levels
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
-from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.partition import largest_first
 from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.reduction_scales import ReductionScales
-from coatlm.parallel.wire import Fp8Sum, Plain, Wire
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, device_memory
+from coatlm.train.chunks import GRAD_DTYPES, make_chunks, sum_noise
 from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
-
-logger = logging.getLogger("coatlm")
-GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # in transit
 
 
 class Trainer:
@@ -78,34 +64,11 @@ class Trainer:
         # the last step's bytes over tp and cp: computed when they are logged, not in every step
         self.model_traffic: Callable[[], Traffic] = Traffic
         modules = build_model(config, groups, vocab)
-        owner = plan_owners(modules, groups) if p.partition == "whole-tensor" else None
         self.sum_noise = sum_noise(config, len(modules), groups)
-        noises = [None] * len(modules) if self.sum_noise is None else [*self.sum_noise.noise]
+        self.chunks = make_chunks(
+            config, modules, groups, self.traffic, self.sum_noise, cuda_graphs=cuda_graphs
+        )
         grad_dtype = GRAD_DTYPES[p.main_grads]
-        self.chunks = [
-            FlatModel(
-                module,
-                group=groups.dp_cp,
-                cut=Cut(
-                    rank=groups.dp_cp.rank(),
-                    ranks=groups.dp_cp.size(),
-                    zero=p.zero,
-                    grad_dtype=grad_dtype,
-                    bucket_size=p.bucket_size,
-                    owner=owner,
-                    fp8_weights=fp8_weights(module, config),
-                    fp8_rows=config.precision.flow
-                    and config.precision.flow_recipe().forward.weight.granularity == ROW,
-                    noise=noise,
-                ),
-                wire=make_wire(p, groups, self.traffic),
-                traffic=self.traffic,
-                overlap_grad_reduce=p.overlap_grad_reduce,
-                overlap_param_gather=p.overlap_param_gather,
-                stream=torch.cuda.Stream() if cuda_graphs else None,
-            )
-            for module, noise in zip(modules, noises, strict=True)
-        ]
         self.tp_sums = tensor_parallel_sums(self.chunks, groups)
         self.timer = PhaseTimer(cuda=device().type == "cuda")
         t = config.train
@@ -351,48 +314,5 @@ def gradient_noise(
     return GradientNoise(flows, seed=config.run.seed, rank=rank, device=device())
 
 
-def sum_noise(config: Config, chunks: int, groups: Groups) -> SumNoise | None:
-    """The noise of one-byte gradients in this rank's model chunks; None with other gradients."""
-    if config.parallel.main_grads != "fp8":
-        return None
-    return SumNoise(chunks, seed=config.run.seed, rank=groups.dp_cp.rank(), device=device())
-
-
 def ignore(phase: str | None) -> None:
     """Ignore the phases of an evaluation, which is not timed, or of a CUDA graph."""
-
-
-def make_wire(parallel: Parallel, groups: Groups, traffic: Traffic) -> Wire:
-    """The gradient format that parallel.grad_comm names."""
-    if parallel.grad_comm in GRAD_DTYPES:
-        return Plain(GRAD_DTYPES[parallel.grad_comm])
-    if parallel.grad_comm == "fp8-nccl":
-        return Fp8Sum()
-    levels = None
-    if groups.node is not None and groups.nodes is not None:
-        levels = Levels(Comm(groups.node, traffic, "grad"), Comm(groups.nodes, traffic, "grad"))
-    fmt = E3M4 if parallel.grad_comm_format == "e3m4" else E4M3
-    return Fp8Exchange(fmt, parallel.grad_comm_scale, levels=levels)
-
-
-def plan_owners(modules: Sequence[nn.Module], groups: Groups) -> dict[nn.Parameter, int]:
-    """The data-parallel rank that owns each parameter of this stage as a whole tensor.
-
-    A weight that two stages share has the same owner on both. The balance is logged.
-    """
-    params = [p for module in modules for p in module.parameters() if p.requires_grad]
-    shared = [i for i, p in enumerate(params) if getattr(p, "shared_embedding", False)]
-    plan = largest_first([p.numel() for p in params], groups.dp_cp.size(), pinned=shared)
-    logger.info("partition: %s", plan)
-    return dict(zip(params, plan.owner, strict=True))
-
-
-def fp8_weights(module: Any, config: Config) -> frozenset[nn.Parameter]:
-    """The weights to be all-gathered in FP8: those of the linears of FP8 layers."""
-    if config.parallel.weight_gather != "fp8":
-        return frozenset()
-    layers = list(module.decoder.layers)
-    if config.precision.flow:  # not those of precision.bf16_layers
-        layers = [layer for layer in layers if isinstance(layer, CoatTransformerLayer)]
-    params = [p for layer in layers for p in layer.parameters()]
-    return frozenset(p for p in params if p.requires_grad and p.dim() == 2)

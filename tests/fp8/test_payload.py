@@ -10,7 +10,8 @@ from torch import Tensor
 
 from coatlm.fp8 import payload as module
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding
-from coatlm.fp8.payload import Layout, Own, Shared, pack, unpack
+from coatlm.fp8.payload import pack, unpack
+from coatlm.fp8.payload_layout import Layout, Own, Shared
 from coatlm.fp8.qtensor import TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale

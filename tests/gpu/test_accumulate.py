@@ -7,8 +7,9 @@ import torch
 
 from coatlm.fp8.accumulate import BlockFp8, square_sums
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
+from coatlm.optim.shards import FlatShard
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.edq import measure
+from coatlm.optim.shards import FlatShard
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES, Recipe
+from coatlm.optim.shards import FlatShard
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding
-from coatlm.fp8.payload import Layout, Own, Shared, pack, pack_ref, unpack, unpack_ref
+from coatlm.fp8.payload import pack, pack_ref, unpack, unpack_ref
+from coatlm.fp8.payload_layout import Layout, Own, Shared
 
 pytestmark = [
     pytest.mark.gpu,

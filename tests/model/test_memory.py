@@ -20,8 +20,9 @@ from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.model.accounting import parameters
 from coatlm.model.fits import with_logits
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
+from coatlm.optim.shards import FlatShard
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import MicrobatchGraphs
 from tests.model.shapes import DATA, LLAMA2_7B, OLMO2, TINY, config

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
-from coatlm.optim.adamw import FlatShard
 from coatlm.optim.recipes import RECIPES
+from coatlm.optim.shards import FlatShard
 from tests.optim.toy import (
     BETAS,
     BF16,

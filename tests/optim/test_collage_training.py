@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
+from coatlm.optim.shards import FlatShard
 
 N, STEPS, LR, DECAY, EPS = 256, 1500, 1e-4, 0.1, 1e-8
 BETA1, BETA2S = 0.9, (0.95, 0.99, 0.999)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from coatlm.optim import edq
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
+from coatlm.optim.shards import FlatShard
 from tests.optim.toy import FP32, optimizer, shard_of, weights
 
 RANKS = 2

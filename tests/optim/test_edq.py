@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coatlm.optim import edq
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.edq import local_sums, measure, to_metrics
 from coatlm.optim.recipes import RECIPES
+from coatlm.optim.shards import FlatShard
 from tests.optim.toy import optimizer as toy_optimizer
 from tests.optim.toy import shard_of
 

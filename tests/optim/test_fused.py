@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3
 from coatlm.optim import fused
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.moment_formats import Fp32
 from coatlm.optim.recipes import RECIPES, Recipe
+from coatlm.optim.shards import FlatShard
 from coatlm.optim.weight_formats import Master
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES, Recipe
+from coatlm.optim.shards import FlatShard
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BETAS = (0.9, 0.95)

@@ -35,8 +35,9 @@ from coatlm.model.layer_time import PASSES, TERA
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.output_gemms import Fp8Gemms, PlainGemms
 from coatlm.model.rates import Rates, interpolated, load_rates, rates_of
-from coatlm.optim.adamw import AdamW, FlatShard
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
+from coatlm.optim.shards import FlatShard
 from coatlm.platform import device_memory
 from tools.benchmarks import layer, reduce
 from tools.benchmarks.clock import DEVICE, milliseconds, release

@@ -32,7 +32,8 @@ from torch import Tensor
 from coatlm.files import whole_file
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E3M4, E4M3, E5M2, SCALE_BLOCK, Coding, Fp8Format, cast
-from coatlm.fp8.payload import Layout, pack, unpack
+from coatlm.fp8.payload import pack, unpack
+from coatlm.fp8.payload_layout import Layout
 from coatlm.fp8.scaling import scale_ref
 from coatlm.parallel.fp8lm_scaling import SATURATED, SMALLEST_MU
 from coatlm.platform import device
