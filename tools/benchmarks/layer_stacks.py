@@ -162,7 +162,7 @@ def coatlm_stack(
         overlap_param_gather=False,
     )
 
-    if config.precision.tune_gemms:
+    if config.precision.tune_gemms and DEVICE == "cuda":
         tune_layers(decoder.layers, shape.batch * shape.seq, torch.float32, {})
 
     def forward(x_SBH: Tensor) -> Tensor:

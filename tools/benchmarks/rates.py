@@ -195,7 +195,9 @@ def layers(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
             passes = PASSES[kind]
             each = (passes.stream + 3 * passes.qkv) * hidden + passes.mlp * shape.ffn
             moved = shape.tokens * each + passes.weights * weights
-            rest = moved / (TERA * found["tb_per_s"]) + attended(found, base, shape)
+            rest = moved / (TERA * found.get("tb_per_s", base.tb_per_s)) + attended(
+                found, base, shape
+            )
             seconds = max(seconds - rest, LEAST_SHARE * seconds)
             gemm.setdefault(kind, {})[hidden] = rounded(flops / (TERA * seconds))
             release()
