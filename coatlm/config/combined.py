@@ -265,7 +265,7 @@ class Config(Section):
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether a GPU runs microbatches as CUDA graphs: train.cuda_graphs with `auto` decided."""
+        """Whether a GPU trains with CUDA graphs: train.cuda_graphs with `auto` decided."""
         if self.train.cuda_graphs == "auto":
             return self.model.hidden <= GRAPHS_UP_TO and not any(self._graph_obstacles())
         return self.train.cuda_graphs

@@ -11,14 +11,14 @@ activations. Not counted are the CUDA context, buffers that NCCL allocates outsi
 of gradient buckets that are being reduced, the amax histories of delayed scaling (0.3 kB per
 layer), and fragmentation.
 
-CUDA graphs (train.cuda_graphs) allocate activations and temporaries in a private memory pool, which
-those of microbatches share, because no two run at the same time. Once every kind of microbatch has
+CUDA graphs (train.cuda_graphs) allocate activations and temporaries in a private memory pool. Those
+of microbatches share one, because no two run at the same time. Once every kind of microbatch has
 its graph, graphs add only their static inputs. Before that, the pool exists beside the memory of a
 microbatch that runs eagerly: a step of four or more microbatches captures its third, and then runs
-its last one eagerly, the first that reduces gradients. A microbatch whose numerics are
-measured always runs eagerly. The graph of a whole step has static inputs of all its microbatches,
-and its pool exists beside an eager step whose numerics or optimizer states are measured. torch
-counts a pool as reserved memory, not as allocated: peak_mem_gib of a run does not include it.
+its last one eagerly, the first that reduces gradients. A microbatch whose numerics are measured
+always runs eagerly. The graph of a whole step has static inputs of all its microbatches, and its
+pool exists beside an eager step whose numerics or optimizer states are measured. torch counts a
+pool as reserved memory, not as allocated: peak_mem_gib of a run does not include it.
 """
 
 from __future__ import annotations
