@@ -86,7 +86,7 @@ def _recipes() -> dict[str, Recipe]:
         "kahan": Recipe(bf16, bf16, Kahan(), strict=True),
         "collage-light": Recipe(bf16, bf16, Pair(), strict=True),  # B
         "collage-plus": Recipe(bf16, pair, Pair(), strict=True),  # C
-        "fp8lm": Recipe(fp8, fp16, TensorScaledMaster()),  # FP8-LM, and what it tried:
+        "fp8lm": Recipe(fp8, fp16, TensorScaledMaster()),  # FP8-LM; its ablation has the next three
         "fp8lm-bf16": Recipe(fp8, fp16, Direct()),  # a BF16 master without a scale
         "fp8lm-fp8-master": Recipe(fp8, fp16, TensorScaledMaster(fp8)),
         "fp8lm-fp8-v": Recipe(fp8, fp8, TensorScaledMaster()),
