@@ -243,13 +243,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.table7 + options.fits + bool(options.config) != 1:
             raise ConfigError("give either CONFIG, --table7 or --fits")
-        if options.ranks is not None and options.ranks < 1:
-            raise ConfigError(f"--ranks {options.ranks}: at least 1")
+        if options.ranks is not None and (options.ranks < 1 or not options.config):
+            raise ConfigError(f"--ranks {options.ranks}: at least 1, with CONFIG")
+        if options.fits and options.memory_gib is not None:
+            raise ConfigError(f"--memory-gib {options.memory_gib}: --fits has GPUs of its own")
+        if not 0 <= options.reserve_gib < math.inf:
+            raise ConfigError(f"--reserve-gib {options.reserve_gib}: at least 0")
         given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib
         memory = None if given is None else (given - options.reserve_gib) * GIB
-        if memory is not None and not (0 < memory < math.inf and options.reserve_gib >= 0):
+        if memory is not None and not 0 < memory < math.inf:
             raise ConfigError(
-                f"--memory-gib {given} must be above --reserve-gib {options.reserve_gib} >= 0"
+                f"--memory-gib {given} must be above --reserve-gib {options.reserve_gib}"
             )
         if options.fits:
             print("\n".join(fitting.table(options.reserve_gib)))

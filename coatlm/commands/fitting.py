@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from coatlm.hf.run_config import load_run_config
 from coatlm.model.memory import GIB, peak_bytes
+from coatlm.model.rates import load_rates
 
-GPUS = {"80": 79.1, "141": 139.8}  # GB in the name of a GPU (H100, H200) -> GiB, as CUDA reports it
+GPUS = {"80": "h100", "141": "h200"}  # GB in the name of a GPU -> its rates
 SEQ_LEN = 4096
 
 
@@ -56,7 +57,7 @@ def table(reserve_gib: float) -> Iterator[str]:
 
 def cell(gib: float, reserve_gib: float) -> str:
     """A peak, and the smallest GPU that it fits."""
-    fits = (name for name, memory in GPUS.items() if gib <= memory - reserve_gib)
+    fits = (name for name, kind in GPUS.items() if gib <= load_rates(kind).memory_gib - reserve_gib)
     return f"{gib:.1f} ({next(fits, 'no')})"
 
 

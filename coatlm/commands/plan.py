@@ -23,6 +23,7 @@ from coatlm import process
 if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
@@ -39,6 +40,8 @@ from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster, forecast
 
 PEAK_BF16 = 989e12  # FLOP/s of H100 and H200
+TOKENS = 15e12  # of a run
+SAVE = 60.0  # seconds by which a checkpoint delays training
 
 
 def lines_of(choices: Sequence[Choice], gpus: int) -> Iterator[str]:
@@ -110,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, help="nodes (default: of 8 GPUs)")
     parser.add_argument("--network", type=float, help="GB/s per GPU (default: the rates')")
     parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
-    parser.add_argument("--tokens", type=float, default=15e12, help="of a run (default: 15e12)")
-    saving = "seconds by which a checkpoint delays training (default: 60)"
-    parser.add_argument("--save", type=float, default=60.0, help=saving)
+    parser.add_argument("--tokens", type=float, help=f"of a run (default: {TOKENS:g})")
+    saving = f"seconds by which a checkpoint delays training (default: {SAVE:g})"
+    parser.add_argument("--save", type=float, help=saving)
     parser.add_argument("--keep", action="store_true", help="predict CONFIG's own layout")
     options = parser.parse(arguments)
     try:
@@ -122,8 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         cluster = clusters[0]
         for name, least in (("top", 1), ("tokens", 1.0), ("save", 0.001)):
-            if not least <= getattr(options, name) < float("inf"):
-                raise ConfigError(f"--{name} {getattr(options, name)}: at least {least}")
+            value = getattr(options, name)
+            if value is not None and not least <= value < float("inf"):
+                raise ConfigError(f"--{name} {value}: at least {least}")
+            if value is not None and name != "top" and len(clusters) == 1:
+                raise ConfigError(f"--{name} {value}: needs several numbers of --gpus")
         if options.keep and len(clusters) > 1:
             raise ConfigError(f"--gpus {options.gpus}: one number with --keep")
         config = load_run_config(options.config, options.overrides)
@@ -138,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             vocab, _ = sizes_of(config, None)
             if len(clusters) > 1:
-                lines = scale_lines(config, vocab, clusters, options.tokens, options.save)
+                lines = scale_lines(
+                    config, vocab, clusters, options.tokens or TOKENS, options.save or SAVE
+                )
                 print("\n".join(lines))
                 return 0
             choices = list(islice(ranked(config, vocab, cluster), options.top))
@@ -152,7 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def whole_numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    """The numbers of --gpus."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r}: whole numbers, several with commas") from None
 
 
 def cluster_of(gpus: int | None, kind: str, nodes: int | None, network: float | None) -> Cluster:

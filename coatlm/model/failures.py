@@ -32,6 +32,6 @@ def checkpoint_interval(save: float, between: float) -> float:
 
 
 def lost_share(save: float, between: float) -> float:
-    """The share of the time that goes into saving and into steps that are repeated."""
+    """The share of the time that goes into saving and into steps that are repeated, at most 1."""
     interval = checkpoint_interval(save, between)
-    return save / (interval + save) + (interval + save) / (2 * between)
+    return min(1.0, save / (interval + save) + (interval + save) / (2 * between))

@@ -86,6 +86,9 @@ def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
         ([LLAMA, "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
         ([LLAMA, "--ranks", "3"], "train.global_batch=1024 is not a multiple"),
         ([LLAMA, "--ranks", "0"], "--ranks 0: at least 1"),
+        (["--table7", "--ranks", "8"], "--ranks 8: at least 1, with CONFIG"),
+        (["--fits", "--memory-gib", "80"], "--memory-gib 80.0: --fits has GPUs of its own"),
+        (["--fits", "--reserve-gib", "-50"], "--reserve-gib -50.0: at least 0"),
         ([LLAMA, "optim.recipe=sgd"], "optim.recipe='sgd'"),
     ],
 )
@@ -124,5 +127,5 @@ def test_the_page_about_memory_has_the_table_of_what_fits(
 
 
 def test_a_peak_is_named_with_the_smallest_gpu_that_leaves_the_reserve() -> None:
-    cells = [fitting.cell(gib, 2.0) for gib in (77.1, 77.2, 137.8, 137.9)]
-    assert cells == ["77.1 (80)", "77.2 (141)", "137.8 (141)", "137.9 (no)"]
+    cells = [fitting.cell(gib, 2.0) for gib in (77.1, 77.3, 137.8, 137.9)]
+    assert cells == ["77.1 (80)", "77.3 (141)", "137.8 (141)", "137.9 (no)"]

@@ -38,11 +38,12 @@ def test_a_number_of_gpus_that_nothing_fits_has_a_line(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--gpus", "8,x"], "argument --gpus: invalid whole_numbers value: '8,x'"),
+        (["--gpus", "8,x"], "argument --gpus: '8,x': whole numbers, several with commas"),
         (["--gpus", "8,0"], "--gpus 0: 1 to"),
         (["--gpus", "8,16", "--keep"], "--gpus [8, 16]: one number with --keep"),
         (["--gpus", "8,16", "--tokens", "0"], "--tokens 0.0: at least 1"),
         (["--gpus", "8,16", "--save", "inf"], "--save inf: at least 0.001"),
+        (["--gpus", "8", "--save", "9"], "--save 9.0: needs several numbers of --gpus"),
     ],
 )
 def test_wrong_numbers_are_one_line(
@@ -54,6 +55,10 @@ def test_wrong_numbers_are_one_line(
         code = int(stop.code or 0)
     error = capsys.readouterr().err
     assert code == 2 and told in error and error.count("\n") == 1
+
+
+def test_no_more_than_all_time_is_lost() -> None:
+    assert lost_share(save=1e6, between=11_000.0) == 1.0
 
 
 def test_interruptions_of_llama_3_are_reproduced() -> None:

@@ -120,6 +120,8 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     layers = int(options.get("layers", layers))
     shape, microbatches = (hidden, layers, heads, ffn), int(options.get("microbatches", 1))
     if row in megatron_peer.ROWS or row in fsdp_peer.ROWS:
+        if int(options.get("vocab", VOCAB)) != VOCAB:
+            raise ValueError(f"vocab={options['vocab']}: must be {VOCAB} with the row {row}")
         step, optimizer, sent = *peer_step(row, shape, *size, microbatches), dict
     else:
         overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
