@@ -67,11 +67,6 @@ class Fp8Format:
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
-    def dynamic_range(self) -> float:
-        """R, the ratio of the largest to the smallest positive value (COAT section 4.1)."""
-        return self.max / self.smallest_subnormal
-
-    @property
     def eps(self) -> float:
         """The spacing at 1: rounding changes a normal number by at most eps / 2 of its value."""
         return 2.0**-self.mantissa_bits

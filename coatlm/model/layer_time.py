@@ -57,7 +57,7 @@ def linear_gemms(config: Config, rates: Rates) -> dict[str, float]:
     }
 
 
-def hidden_by_chunks(config: Config, rates: Rates, link: Link) -> float:
+def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
     """Seconds per layer of tensor-parallel collectives that tp_chunks overlaps with GEMMs.
 
     An all-gather of codes is overlapped with the GEMM of a rank's own rows, and a reduce-scatter of

@@ -36,7 +36,7 @@ from coatlm.model.grad_memory import EACH
 from coatlm.model.layer_time import (
     FORWARD,
     TERA,
-    hidden_by_chunks,
+    overlapped_by_chunks,
     kind,
     layer_elementwise,
     layer_gemms,
@@ -218,7 +218,7 @@ def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
     if p.tp > 1:
         link = cluster.link(1, p.tp)
         tensor = link.seconds(sent_tp, collectives)
-        tensor -= layers * (1 - plain) * hidden_by_chunks(config, rates, link)
+        tensor -= layers * (1 - plain) * overlapped_by_chunks(config, rates, link)
     context = cluster.link(p.tp, p.cp).seconds(sent_cp, 2 * layers) if p.cp > 1 else 0.0
     waits = 0.0 if config.cuda_graphs else max(0.0, launches - busy)
     return _Stage(
@@ -278,9 +278,9 @@ def _move(
         seconds, window = times * (inside + across), beside
         if times < microbatches:
             window = beside / microbatches  # beside one microbatch
-        hidden = min(seconds * (1 - 1 / buckets), window) if overlapped else 0.0
-        delay = rates.contention * hidden * inside / max(inside + across, 1e-12)
-        exposed.append(seconds - hidden + delay)
+        covered = min(seconds * (1 - 1 / buckets), window) if overlapped else 0.0
+        delay = rates.contention * covered * inside / max(inside + across, 1e-12)
+        exposed.append(seconds - covered + delay)
         sent = Sent(sent.nvlink + times * one.nvlink, sent.network + times * one.network)
     gradients, gathered = exposed
     return _Move(gradients, gathered, sent)
