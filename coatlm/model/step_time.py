@@ -36,11 +36,11 @@ from coatlm.model.grad_memory import EACH
 from coatlm.model.layer_time import (
     FORWARD,
     TERA,
-    overlapped_by_chunks,
     kind,
     layer_elementwise,
     layer_gemms,
     output_layer,
+    overlapped_by_chunks,
 )
 from coatlm.model.memory import (
     bf16_share,
