@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from coatlm.config.yaml_text import parse_yaml
 from coatlm.model.rates import Rates, load_rates
+from tests.distributed import run_ranks
 from tools.benchmarks import rates
 
 SMOKE = {"smoke": "1", "base": "h200"}
 
 
+def measured(rank: int, size: int, rows: str) -> list[dict[str, Any]]:
+    return list(rates.measure(rows, SMOKE))
+
+
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    """The records of a tiny run, as a row's process hands them over."""
-    return list(json.loads(json.dumps(rates.measure("; ".join(rates.ROWS), SMOKE))))
+    """The records of a tiny run in a process of its own, which becomes a run of one rank."""
+    (found,) = run_ranks(1, f"{__name__}:measured", "; ".join(rates.ROWS))
+    return list(found)
 
 
 def test_every_row_measures_its_keys(records: list[dict[str, Any]]) -> None:
