@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +57,6 @@ def make(name: str, comm: str) -> Any:
 
 def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
     """Bytes that autograd saves per token of this rank and layer, by "NAME/cp_comm"."""
-    from coatlm.model import attention
     from coatlm.parallel.groups import release_groups
     from coatlm.train.setup import Launch, start_processes
     from tests.model.test_memory import saved_bytes_per_token_and_layer
@@ -66,7 +66,7 @@ def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
     for comm in COMMS:
         for name in names:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
+                patch.setattr(bias, "causal_lower_right", lambda queries, keys: None)
                 saved = saved_bytes_per_token_and_layer(make(name, comm), patch)
                 found[f"{name}/{comm}"] = saved
             release_groups()
@@ -108,7 +108,7 @@ def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
     from coatlm.model import attention
     from coatlm.parallel.groups import make_groups
 
-    patch.setattr(attention, "causal_lower_right", lambda queries, keys: None)
+    patch.setattr(bias, "causal_lower_right", lambda queries, keys: None)
     groups = make_groups(c.parallel).collection
     core = attention.CoreAttention(None, 1, pg_collection=groups, exchange=c.exchanges_heads)
     tokens = 64 // 2 * c.train.micro_batch

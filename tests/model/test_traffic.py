@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -128,19 +129,18 @@ def is_group(argument: Any) -> bool:
 def train(rank: int, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """For two steps of each case: bytes by format as counted, and as the trainer reports them."""
     from coatlm.config import make_config
-    from coatlm.model import attention
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
     from coatlm.train.step import Trainer
     from tests.parallel.test_parity import batches
 
-    lower_right = attention.causal_lower_right
+    lower_right = bias.causal_lower_right
 
     def outside_modes(*sizes: int) -> Any:
         with _disable_current_modes():  # torch cannot make this mask inside one
             return lower_right(*sizes)
 
-    attention.causal_lower_right = outside_modes
+    bias.causal_lower_right = outside_modes  # type: ignore[assignment]
     start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
     for name, sections in cases.items():

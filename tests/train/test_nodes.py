@@ -146,7 +146,8 @@ def test_a_node_dies_and_comes_back_and_losses_are_those_of_one_process(
     launchers = [launch(nodes, node, log, *words) for node in nodes]
     try:
         end = time.monotonic() + 120
-        while len(records(run)) < 2 * EVERY + 2:
+        saved = run / "checkpoints" / f"step_{2 * EVERY:08}"
+        while len(records(run)) < 2 * EVERY + 2 or not saved.is_dir():
             assert time.monotonic() < end and launchers[1].poll() is None, log.read_text()
             time.sleep(0.02)
         kill(launchers[1])
