@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
 
 def test_a_run_imports_neither_trackers_nor_compilers_that_it_does_not_use() -> None:
     unused = ["wandb", "tensorboard", "transformers", "matplotlib"]
-    if not torch.cuda.is_available():  # there megatron-core compiles functions
+    # megatron-core compiles functions on GPUs, and 0.19 imports the compiler anywhere
+    if not torch.cuda.is_available() and version("megatron-core").startswith("0.16."):
         unused.append("torch._dynamo")
     code = "import sys, coatlm.train.start; print(*sys.modules); import wandb; wandb.init"
     done = subprocess.run(
