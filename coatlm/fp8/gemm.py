@@ -101,10 +101,8 @@ class Plans:
             m, n, k, a_fmt.dtype, b_fmt.dtype, out_dtype, tensor, tensor, fast, False, device
         )
         choices = {} if choices is None else choices
-        if (
-            kind in self._tuned
-            and choices.setdefault(kind.name, self._tuned[kind]) == (self._tuned[kind])
-        ):
+        used = self._tuned.get(kind)
+        if used is not None and choices.setdefault(kind.name, used) == used:
             return
         plan = self.plan(kind)
         candidates = {candidate.name: candidate for candidate in plan.candidates(CANDIDATES)}

@@ -54,7 +54,7 @@ def adjust_automatic_scales(chunks: Sequence[FlatModel], groups: Groups) -> None
     nonfinite = torch.cat([each.nonfinite for each in tensors]).int()
     if chunks[0].sharded:
         dist.all_reduce(counts, group=groups.dp_cp)
-    if tensors[0].amax is not None:  # with delayed scales a rank knows only what it has encoded
+    if tensors[0].amax is not None:  # delayed: a rank has amaxes of its own values only
         dist.all_reduce(nonfinite, dist.ReduceOp.MAX, group=groups.dp_cp)
     if groups.tp.size() > 1:
         dist.all_reduce(counts, group=groups.tp)

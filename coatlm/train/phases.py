@@ -69,7 +69,9 @@ def decide_layout(
     config: Config, vocab: int, launch: Launch, gpu: Gpu | None, peers: Peers
 ) -> tuple[Config, str]:
     """The configuration with parallel.layout and train.micro_batch decided, and why."""
-    if config.undecided and gpu is None and torch.cuda.is_available():
+    if not config.undecided:
+        return config, ""
+    if gpu is None and torch.cuda.is_available():
         raise ConfigError(f"{config.undecided}: must be given where the ranks' GPUs differ")
     earlier = together(
         lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group

@@ -33,6 +33,7 @@ from coatlm.config.recipes import TE_RECIPES
 from coatlm.model.attention import BACKENDS
 from coatlm.model.layer_time import PASSES, TERA
 from coatlm.model.loss import linear_cross_entropy
+from coatlm.model.memory import GIB
 from coatlm.model.output_gemms import Fp8Gemms, PlainGemms
 from coatlm.model.rates import Rates, interpolated, load_rates, rates_of
 from coatlm.optim.adamw import AdamW
@@ -134,7 +135,7 @@ def memory(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     if DEVICE == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
         yield "gpu", torch.cuda.get_device_name()
-        yield "memory_gib", round(device_memory(gpu, 1)[0] / 2**30, 1)
+        yield "memory_gib", round(device_memory(gpu, 1)[0] / GIB, 1)
     size = 1 << 16 if smoke else COPIED
     source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -190,8 +191,8 @@ def layers(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
             if hidden == (64 if smoke else 1024):
                 launch[kind] = rounded(1000 * layer.timing(stack, shape, 3)["launch_ms"])
             seconds = layer_seconds(stack, shape)
-            flops = 6 * shape.tokens * (4 * hidden**2 + 3 * hidden * shape.ffn)
             weights = 4 * hidden**2 + 3 * hidden * shape.ffn
+            flops = 6 * shape.tokens * weights
             passes = PASSES[kind]
             each = (passes.stream + 3 * passes.qkv) * hidden + passes.mlp * shape.ffn
             moved = shape.tokens * each + passes.weights * weights
