@@ -11,11 +11,13 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from coatlm.config.fields import FOREVER, Real, Section, number
 from coatlm.config.recipes import (
+    FAST,
     PRECISION_RECIPES,
     RECIPES,
     TENSOR,
     Bf16Name,
     FlowRecipe,
+    GemmName,
     Operand,
     with_bf16,
     with_block_size,
@@ -243,13 +245,11 @@ class Precision(Section):
     larger margin saturates fewer gradients that grow, a smaller one loses fewer that are small.
     null means 3 in e5m2 and 1 in e4m3."""
 
-    fast_accumulation: tuple[Literal["forward", "dgrad", "wgrad"], ...] = (
-        "forward",
-        "dgrad",
-        "wgrad",
-    )
+    fast_accumulation: tuple[GemmName, ...] = FAST
     """The GEMMs that accumulate with about 14 bits in the tensor cores; the others promote partial
-    sums to fp32 every 128 elements of the summed axis, which is slower and more precise."""
+    sums to fp32 every 128 elements of the summed axis, which is slower and more precise. wgrad sums
+    over all tokens of a microbatch: with fast accumulation its gradients come out short, by up to
+    40 % (docs/results/layer.md)."""
 
     keep_linear_inputs: StrictBool | None = None
     """Save the FP8 inputs of linear layers for backward instead of recomputing them; null means

@@ -29,6 +29,9 @@ FormatName = Literal["e4m3", "e5m2"]
 Scaling = Literal["current", "delayed", "forward"]
 Rounding = Literal["nearest", "stochastic"]
 GemmName = Literal["forward", "dgrad", "wgrad"]
+GEMMS: tuple[GemmName, ...] = get_args(GemmName)
+# Not wgrad: it sums over tokens, of which there may be 100,000, and fast sums come out short.
+FAST: tuple[GemmName, ...] = ("forward", "dgrad")
 OperandName = Literal[
     "forward.activation",
     "forward.weight",
@@ -169,7 +172,7 @@ class FlowRecipe:
     dgrad: DgradGemm
     wgrad: WgradGemm
     saved: SavedTensors
-    fast: frozenset[GemmName] = frozenset({"forward", "dgrad", "wgrad"})  # fast accumulation
+    fast: frozenset[GemmName] = frozenset(FAST)  # fast accumulation
     keep_weights: bool = False  # cache FP8 weights for a step instead of one use
     bf16: frozenset[OperandName] = frozenset()  # operands that their GEMM takes in BF16
 

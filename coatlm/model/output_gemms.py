@@ -26,14 +26,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config.model import Precision
-from coatlm.config.recipes import ROWS, GemmName
+from coatlm.config.recipes import FAST, ROWS, GemmName
 from coatlm.fp8.gemm import ALIGNMENT, matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit, emit_transposed
@@ -114,7 +114,7 @@ class Fp8Gemms:
         hidden_TH: Tensor,
         weight_VH: Tensor,
         *,
-        fast: Collection[GemmName] = get_args(GemmName),
+        fast: Collection[GemmName] = FAST,
     ) -> None:
         for name, x in (("hidden", hidden_TH), ("weight", weight_VH)):
             if x.dtype != torch.bfloat16 or x.shape[1] % ALIGNMENT:

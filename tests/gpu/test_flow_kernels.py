@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from coatlm.config.recipes import FAST
 from coatlm.fp8 import gemm
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8, dequantize_blocks
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
@@ -356,6 +357,28 @@ def test_gemms_that_accumulate_into_a_main_gradient(
     out = before.clone().cuda()
     assert matmul(on("cuda", a), on("cuda", b), out=out, fast=fast) is out
     close_product(out, a, b, before.double(), fast)
+
+
+def test_weight_gradients_of_many_tokens_that_agree_keep_their_length() -> None:
+    tokens, rows = 131072, 64
+    terms = torch.rand(2, rows, tokens).square()  # of one sign, and mostly small
+    dy_t, x_t = quantize_wgrad(terms)
+    exact = dy_t.dequantize().double() @ x_t.dequantize().double().t()
+    out = torch.zeros(rows, rows, device="cuda")
+    lengths = {}
+    for fast in ("wgrad" in FAST, True):
+        found = matmul(on("cuda", dy_t), on("cuda", x_t), out=out, accumulate=False, fast=fast)
+        lengths[fast] = ((found.cpu().double() * exact).sum() / exact.square().sum()).item()
+    assert abs(lengths[False] - 1) < 1e-3  # as recipes compute it
+    assert lengths[True] < 0.98  # with fast accumulation
+
+
+def quantize_wgrad(terms: Tensor) -> tuple[QTensor, QTensor]:
+    """Two operands of a weight gradient, with tensor-wise scales."""
+    one = torch.ones(())
+    return tuple(  # type: ignore[return-value]
+        QTensor(fmt.encode(x), one, TENSOR, fmt) for x, fmt in zip(terms, (E5M2, E4M3), strict=True)
+    )
 
 
 @products

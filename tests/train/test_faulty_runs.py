@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from coatlm.config import make_config
+from coatlm.config.run import Log
 from tests.distributed import run_ranks
 
 STEPS, EVERY = 20, 5
@@ -245,6 +246,11 @@ def test_a_slow_rank_is_reported_with_its_phase(root: Path, ends: dict[str, str]
     assert found[0] is None and len(found) == 5  # the first step is not compared
     for report in found[1:]:
         assert (report["rank"], report["phase"]) == (1, "data")
-        assert report["ms"] > 300 > report["median_ms"]
+        assert report["ms"] > 300
+    # other work on this machine may delay the other rank, too, but not every time
+    assert min(report["median_ms"] for report in found[1:]) < 300
     log = (root / "slow" / "train.log").read_text()
-    assert f"step 20: rank 1 ({platform.node()}) is slow in data: " in log
+    factor = Log().straggler_factor
+    warned = [r["ms"] > factor * r["median_ms"] for r in found[1:]]
+    assert any(warned)
+    assert log.count(f"rank 1 ({platform.node()}) is slow in data: ") == sum(warned)

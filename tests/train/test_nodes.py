@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coatlm.config.run import Log
 from tests.distributed import ROOT, python_path, start
 from tests.forks import Forks, pretrain
 from tests.nodes import LINK, Node, enter, two_nodes
@@ -189,4 +190,5 @@ def test_two_levels_halve_the_gradients_on_the_link_and_a_slow_node_is_named(
     assert statistics.median(r["median_ms"] for r in of_data) < 1000 * SLOW_S
     log = (runs[1] / "train.log").read_text()
     named = re.findall(r"step \d+: rank \d \((.*?)\) is slow in data: ", log)
-    assert named.count(nodes[1].address) >= len(of_data)
+    warned = [r for r in of_data if r["ms"] > Log().straggler_factor * r["median_ms"]]
+    assert named.count(nodes[1].address) == len(warned) > len(reports) / 4
