@@ -266,7 +266,8 @@ class Checkpoint(Section):
     stops the run."""
 
     keep: StrictInt = number(3, "checkpoints", ge=1, le=2**20)
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints stay on disk. With train.rollbacks, the newest one from
+    before skipped steps stays as well."""
 
     resume: ResumeText = "auto"
     """The checkpoint that the run resumes from. auto: its newest one, or newly initialized weights
