@@ -102,8 +102,8 @@ def earlier_config(config: Config, launch: Launch) -> Saved | None:
         return None
     for path in newest_first(config.run.dir / checkpoint.CHECKPOINTS):
         with suppress(CheckpointError):
-            saved: Saved = read_run_state(path)["config"]
-            return saved
+            found = checkpoint.saved_config(path, read_run_state(path))
+            return found.model_dump(mode="json")
     return None
 
 

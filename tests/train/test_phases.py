@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from coatlm.config import make_config
 from coatlm.model import decide
 from coatlm.model.memory import GIB
+from coatlm.train.manifest import step_name
+from coatlm.train.phases import earlier_config
+from coatlm.train.setup import Launch
 from tests.distributed import run_ranks
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -17,7 +21,6 @@ H100 = "NVIDIA H100 80GB HBM3"
 def decide_together(rank: int, size: int, root: str) -> dict[str, Any]:
     """A run on GPUs that differ, and layouts on nodes that differ, as a CPU can pretend them."""
     from coatlm.train import phases, start
-    from coatlm.train.setup import Launch
     from coatlm.train.step import Trainer
 
     launch = Launch.from_environment()
@@ -76,3 +79,18 @@ def test_ranks_whose_gpus_or_nodes_differ_decide_alike(tmp_path: Path) -> None:
         "saved": "auto",  # another start may have other GPUs
         "per node": [4],
     }
+
+
+def test_a_layout_is_not_continued_from_a_state_that_is_no_configuration(tmp_path: Path) -> None:
+    config = make_config({"run": {"dir": str(tmp_path)}, "data": {"text": ["-"]}})
+    saved = config.model_dump(mode="json")
+    for step, tp in ((1, 2), (2, "two"), (3, 0)):
+        parallel = saved["parallel"] | {"tp": tp, "layout": "given"}
+        state = {"step": step, "tokens": 0, "updates": 0, "skipped": 0, "tokenizer": ""}
+        directory = tmp_path / "checkpoints" / step_name(step)
+        directory.mkdir(parents=True)
+        (directory / "state.json").write_text(
+            json.dumps(state | {"config": saved | {"parallel": parallel}})
+        )
+    found = earlier_config(config, Launch())
+    assert found is not None and found["parallel"]["tp"] == 2
