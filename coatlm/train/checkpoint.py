@@ -110,8 +110,7 @@ class Checkpointer:
     ranks construct it and call `save` at the same steps. The constructor removes what a killed run
     left behind, so only one run may write to a directory; it raises CheckpointError if it cannot.
     Finished checkpoints are copied to the URL `upload`. Their numbers in the order of writing begin
-    above `after`, the number of the checkpoint that the run continues from another directory or
-    URL: where both are uploaded to one URL, the later ones are the newer ones.
+    above `after`, so that they are newer there than those of an earlier start.
     `before_commit` is called on rank 0 before a checkpoint is renamed to its final name; it may
     raise.
     """

@@ -175,6 +175,12 @@ def newest_first(directory: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
+def last_serial(directory: Path) -> int:
+    """The highest number of a checkpoint in a directory; 0 without a readable manifest."""
+    serials = [_serial(path) for path, _ in _steps(directory)]
+    return int(max((s for s in serials if s < math.inf), default=0))
+
+
 def describe(path: Path) -> File:
     """The size and the checksums of a file, which is read once."""
     size = path.stat().st_size
@@ -222,9 +228,7 @@ def write_manifest(
 
     Its number is above `after`.
     """
-    serials = [_serial(path) for path, _ in _steps(directory)]
-    serial = 1 + int(max((s for s in serials if s < math.inf), default=0))
-    serial = max(serial, after + 1)
+    serial = 1 + max(last_serial(directory), after)
     content = {
         "format": FORMAT,
         "serial": serial,
@@ -251,8 +255,8 @@ def publish(temporary: Path, final: Path) -> None:
 def prune(
     directory: Path, keep: int, *, needed: Callable[[Path], bool] = lambda path: False
 ) -> None:
-    """Remove replaced checkpoints, and all but the `keep` newest intact ones and the newest one that
-    is `needed`. Damaged ones are left to the user.
+    """Remove all but the `keep` newest intact checkpoints and the newest one that is `needed`, and
+    those that were replaced. Damaged ones are left to the user.
     """
     recover(directory)
     whole = [path for path in newest_first(directory) if not verify(path, checksums=False)]

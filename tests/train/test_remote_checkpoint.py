@@ -180,3 +180,22 @@ def test_a_run_on_another_machine_goes_on_from_urls_alone(
     on = ["checkpoint.resume=s3://data/run", "checkpoint.upload=s3://data/run"]
     run("third", *on, "train.steps=6")  # writes its first checkpoint, of step 6
     assert remote_candidates("s3://data/run")[0] == f"s3://data/run/{step_name(6)}"
+
+
+@pytest.mark.parametrize("resume", [f"checkpoints/{step_name(2)}", "none"])
+def test_what_a_run_uploads_after_it_went_back_is_newer_than_what_it_left(
+    store: Faults, tmp_path: Path, forks: Forks, resume: str
+) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(4000)))
+    url, directory = f"s3://data/back-{resume}", tmp_path / "run"
+    sizes = {"layers": 1, "hidden": 32, "ffn": 48, "heads": 2, "kv_heads": 2}
+    words = [f"model.{key}={value}" for key, value in sizes.items()]
+    words += [f"data.text=[{tmp_path / 'text.txt'}]", f"data.cache_dir={tmp_path / 'cache'}"]
+    words += ["data.seq_len=32", "train.micro_batch=2", "train.global_batch=4"]
+    words += ["train.eval_every=0", "checkpoint.every=2", f"checkpoint.upload={url}"]
+    words += [f"run.dir={directory}"]
+    last = "none" if resume == "none" else directory / resume
+    for more in (["train.steps=4"], ["train.steps=3", f"checkpoint.resume={last}"]):
+        code, output = forks.run("configs/quickstart.yaml", *words, *more)
+        assert code == 0, output[-3000:]
+    assert remote_candidates(url)[0] == f"{url}/{step_name(3)}"
