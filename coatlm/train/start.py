@@ -113,7 +113,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         )
     )
     logger.info("%s", about)
-    trainer = peers.agree(lambda: Trainer(decided, groups, vocab, lap=startup.lap))
+    trainer = peers.agree(lambda: Trainer(decided, groups, vocab, memory=memory, lap=startup.lap))
     stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]

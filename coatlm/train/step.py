@@ -32,7 +32,7 @@ from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
-from coatlm.platform import device
+from coatlm.platform import device, gpu_memory
 from coatlm.train.chunks import GRAD_DTYPES, make_chunks, sum_noise
 from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
@@ -44,8 +44,9 @@ class Trainer:
     """All state that a training step changes. `vocab` is the padded vocabulary size.
 
     `config` is the same on all ranks, with train.logits decided (`model.fits.with_logits`); auto
-    recomputes them, as on a CPU. `lap` is called with the name of each part of the set-up when it
-    is done. Without `whole_steps` CUDA graphs, if any, are those of microbatches.
+    recomputes them, as on a CPU. `memory` is the smallest of the ranks' GPUs in bytes, 0 on CPUs;
+    None: that of this rank's. `lap` is called with the name of each part of the set-up when it is
+    done. Without `whole_steps` CUDA graphs, if any, are those of microbatches.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Trainer:
         groups: Groups,
         vocab: int,
         *,
+        memory: int | None = None,
         lap: Callable[[str], None] = lambda part: None,
         whole_steps: bool = True,
     ) -> None:
@@ -87,7 +89,13 @@ class Trainer:
             self.step_graph = StepGraph(self.chunks[0].stream)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
-        self.guard = make_guard(config, vocab, groups.dp.size(), change=self.change_layers)
+        self.guard = make_guard(
+            config,
+            vocab,
+            groups.dp.size(),
+            memory=gpu_memory() if memory is None else memory,
+            change=self.change_layers,
+        )
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,

@@ -30,6 +30,7 @@ def decide_together(rank: int, size: int, root: str) -> dict[str, Any]:
             "run": {"dir": f"{root}/run"},
             "model": small,
             "data": {"text": [f"{root}/text.txt"], "seq_len": 32, "cache_dir": f"{root}/cache"},
+            "precision": {"recipe": "coat", "guard": "fallback"},
             "train": {"steps": 1, "micro_batch": 2, "global_batch": 4, "eval_every": 0},
         }
     )
@@ -53,6 +54,7 @@ def decide_together(rank: int, size: int, root: str) -> dict[str, Any]:
         assert loop is not None
         found["used"] = loop.trainer.config.train.logits
         found["saved"] = loop.config.train.logits
+        found["guarded by"] = loop.trainer.guard.fits.args[-1]
         nodes = Launch(rank=rank, world_size=size, local_size=[8, 4][rank])
         auto = make_config(config.model_dump(mode="json") | {"parallel": {"layout": "auto"}})
         seen: list[int] = []
@@ -77,6 +79,7 @@ def test_ranks_whose_gpus_or_nodes_differ_decide_alike(tmp_path: Path) -> None:
         "built with": "save",
         "used": "save",
         "saved": "auto",  # another start may have other GPUs
+        "guarded by": 48 * GIB,
         "per node": [4],
     }
 
