@@ -264,9 +264,8 @@ def coatlm_step(
 
     quiet_megatron()
     start_processes(Launch.from_environment())
-    dp = config.data_parallel_size(dist.get_world_size())
-    decided = with_logits(config, vocab, dp, gpu_memory())
     groups = make_groups(config.parallel)
+    decided = with_logits(config, vocab, groups.dp.size(), gpu_memory())
     trainer = Trainer(decided, groups, vocab, whole_steps=whole_steps)
     draw = random_tokens(mbs, seq, trainer.groups.dp.rank(), vocab)
     count = microbatches * dist.get_world_size() // trainer.groups.dp.size()
