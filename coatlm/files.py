@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def check_regular(path: Path) -> None:
@@ -53,6 +54,22 @@ def check_output(path: Path) -> None:
         raise _unwritable(path, error) from error
     finally:
         _remove_directories(made)
+
+
+def open_locked(path: Path, *, wait: bool = True) -> IO[str]:
+    """Open a file, which is created if it does not exist, and lock it against all other threads and
+    processes until it is closed.
+
+    The kernel also releases the lock when the process ends. The file can be read and appended to.
+    Raises OSError; without `wait`, BlockingIOError if the file is locked.
+    """
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 @contextmanager

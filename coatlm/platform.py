@@ -28,6 +28,12 @@ def device_memory(gpu: torch.device | None, processes: int) -> tuple[int, str]:
     return share, f"this host, shared by {processes} ranks," if processes > 1 else "this host"
 
 
+def gpu_memory() -> int:
+    """The memory in bytes of this process's GPU; 0 on a CPU."""
+    here = device()
+    return device_memory(here, 1)[0] if here.type == "cuda" else 0
+
+
 def has_apex() -> bool:
     """Whether NVIDIA's apex is installed with the kernel that accumulates weight gradients."""
     kernels = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")

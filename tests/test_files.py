@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from coatlm.files import check_output, read_json, whole_directory, whole_file
+from coatlm.files import check_output, open_locked, read_json, whole_directory, whole_file
 
 
 @contextmanager
@@ -113,3 +115,27 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "part"]
     with pytest.raises(ValueError, match="exists already"), whole_directory(tmp_path / "a"):
         pass
+
+
+def test_a_locked_file_is_locked_against_threads_and_processes_until_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "lock"
+    path.write_text("kept")
+    child = (
+        "import sys; from pathlib import Path; from coatlm.files import open_locked\n"
+        "try: open_locked(Path(sys.argv[1]), wait=False)\n"
+        "except BlockingIOError: sys.exit(9)"
+    )
+
+    def elsewhere() -> int:
+        return subprocess.run([sys.executable, "-c", child, str(path)]).returncode
+
+    with open_locked(path) as lock:
+        with pytest.raises(BlockingIOError):
+            open_locked(path, wait=False)
+        assert elsewhere() == 9
+        lock.seek(0)
+        assert lock.read() == "kept"
+    assert elsewhere() == 0
+    open_locked(path, wait=False).close()

@@ -186,7 +186,7 @@ class Train(Section):
     logits: Literal["auto", "save", "recompute"] = "auto"
     """The logits of a microbatch: forward saves them for backward, or backward recomputes them in
     chunks of the vocabulary. Results have the same bits. Saving spares one of the output layer's
-    four GEMMs. auto saves them if the estimated peak leaves room on the GPU."""
+    four GEMMs. auto saves them if the estimated peak leaves room on every rank's GPU."""
 
     z_loss: Real = number(0.0, ge=0.0, le=1.0)
     """The coefficient of the squared logarithm of the softmax's denominator, which is added to the
@@ -266,7 +266,8 @@ class Checkpoint(Section):
     stops the run."""
 
     keep: StrictInt = number(3, "checkpoints", ge=1, le=2**20)
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints stay on disk. With train.rollbacks, the newest one from
+    before skipped steps stays as well."""
 
     resume: ResumeText = "auto"
     """The checkpoint that the run resumes from. auto: its newest one, or newly initialized weights

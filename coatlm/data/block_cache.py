@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import threading
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coatlm.data.checksums import SUM_BYTES, CacheFullError, CheckedBytes, DatasetError, damage
+from coatlm.files import open_locked
 from coatlm.remote import Location, WrongBytesError, retried
 
 LOCKS = 256  # lock files; blocks that share one are downloaded one after the other
@@ -87,8 +87,7 @@ class BlockCache:
     def locked(self, path: Path) -> Iterator[None]:
         """Lock a file of the cache against all other threads and processes."""
         number = zlib.crc32(str(path).encode()) % LOCKS
-        with open(self.directory / "locks" / f"{number:03d}", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open_locked(self.directory / "locks" / f"{number:03d}"):
             yield
 
     def _evict(self) -> None:

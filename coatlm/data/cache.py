@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -46,6 +45,7 @@ from coatlm.data.shards import LostWorkerError, fingerprint
 from coatlm.data.streams import Limits, some
 from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
+from coatlm.files import open_locked
 from coatlm.platform import boot_id
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def _own_folder(cache_dir: Path, key: str) -> Iterator[Path]:
     own = _take_over(cache_dir, key)
     if own is None:
         folder = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache_dir))
-        own = folder, (folder / OWNER).open("w", encoding="utf-8")
-        fcntl.flock(own[1], fcntl.LOCK_EX)
+        own = folder, open_locked(folder / OWNER)
     folder, owner = own
     done = threading.Event()
 
@@ -212,9 +211,11 @@ def _lock_abandoned(folder: Path) -> IO[str] | None:
     age = time.time() - (path if path.exists() else folder).stat().st_mtime
     if not path.exists() and age < ABANDONED_SECONDS:
         return None  # its process is about to lock it
-    owner = path.open("a+", encoding="utf-8")
     try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner = open_locked(path, wait=False)
+    except BlockingIOError:
+        return None
+    try:
         owner.seek(0)
         here = f'"boot": "{_boot()}"' in owner.read()
         same = os.path.samestat(os.fstat(owner.fileno()), path.stat())  # not replaced meanwhile

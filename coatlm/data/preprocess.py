@@ -13,7 +13,6 @@ datasets are read.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import warnings
@@ -42,6 +41,7 @@ from coatlm.data.shards import fingerprint, plan_shards, tokenize
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.token_shard import Options, TokenShard
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
+from coatlm.files import open_locked
 
 COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
 
@@ -129,11 +129,11 @@ def _joined(prefix: Path) -> Path:
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Lock `directory` against other processes; the kernel releases the lock with the process."""
-    with open(directory / "lock", "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{directory}: another run is writing here") from None
+    try:
+        lock = open_locked(directory / "lock", wait=False)
+    except BlockingIOError:
+        raise ValueError(f"{directory}: another run is writing here") from None
+    with lock:
         yield
 
 

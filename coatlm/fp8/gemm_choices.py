@@ -10,7 +10,6 @@ replaced, so all later starts on such a machine add in the same order.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from coatlm.files import read_json, whole_file
+from coatlm.files import open_locked, read_json, whole_file
 from coatlm.fp8 import cublaslt
 
 logger = logging.getLogger("coatlm")
@@ -48,8 +47,7 @@ def add_choices(path: Path, found: Mapping[str, Choices]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open_locked(path.with_suffix(".lock")):
             try:
                 known = _read(path)
             except ValueError:

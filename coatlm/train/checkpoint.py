@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from coatlm.train.find_checkpoint import (
     named_checkpoint,
     read_state,
     saved_config,
+    state_is,
 )
 from coatlm.train.host_copies import HostCopies
 from coatlm.train.manifest import (
@@ -101,12 +103,14 @@ class Saved(NamedTuple):
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run to `directory` and retains the `keep` newest.
+    """Writes the checkpoints of a run to `directory` and retains the `keep` newest, and the newest
+    one for whose state `needed` returns True.
 
     `group` is a gloo group over all ranks for this use only; None means a single process. All
     ranks construct it and call `save` at the same steps. The constructor removes what a killed run
     left behind, so only one run may write to a directory; it raises CheckpointError if it cannot.
-    Finished checkpoints are copied to the URL `upload`.
+    Finished checkpoints are copied to the URL `upload`. Their numbers in the order of writing begin
+    above `after`, so that they are newer there than those of an earlier start.
     `before_commit` is called on rank 0 before a checkpoint is renamed to its final name; it may
     raise.
     """
@@ -118,6 +122,8 @@ class Checkpointer:
         keep: int,
         async_save: bool,
         upload: str | None = None,
+        after: int = 0,
+        needed: Callable[[dict[str, Any]], bool] = lambda state: False,
         group: Group | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -125,7 +131,7 @@ class Checkpointer:
             raise ValueError(f"keep={keep}: at least 1, the newest checkpoint always stays")
         self._directory, self._keep, self._async, self._group = directory, keep, async_save, group
         self._rank = 0 if group is None else group.rank()
-        self._before_commit = before_commit
+        self._before_commit, self._after, self._needed = before_commit, after, needed
         self._upload = None if upload is None else Location.of(upload)
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
@@ -213,6 +219,7 @@ class Checkpointer:
         `save`; `ready` waits for the data of `pieces`.
         """
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
+        missed = "written"
         try:
             together(lambda: self._begin(temporary, ready, state), self._group)
             write_tensors(temporary, pieces, self._group)
@@ -221,12 +228,15 @@ class Checkpointer:
             together(lambda: self._commit(temporary, step, files), self._group)
             written = sum(file.bytes for file in files.values())
             self._saved = Saved(step_name(step), written, time.monotonic() - begin)
+            missed = "uploaded"
+            self._prune()
             if self._upload is not None:
                 self._copy_to(self._upload / step_name(step), parts[self._rank])
         except Exception as error:  # of any type, as an exception in a thread would be lost
             if self._rank == 0:  # another rank could delete what rank 0 is about to rename
                 shutil.rmtree(temporary, ignore_errors=True)
-            message = f"{self._directory / step_name(step)} was not written: {error_line(error)}"
+            name = self._directory / step_name(step)
+            message = f"{name} was not {missed}: {error_line(error)}"
             lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
             self._error = LostPeerError(message) if lost else CheckpointError(message)
             self._error.__cause__ = error
@@ -271,9 +281,18 @@ class Checkpointer:
                     f"{self._directory}"
                 )
         self._before_commit()
-        write_manifest(temporary, self._directory, files)
+        write_manifest(temporary, self._directory, files, after=self._after)
         publish(temporary, self._directory / step_name(step))
-        prune(self._directory, self._keep)
+
+    def _prune(self) -> None:
+        """Remove older checkpoints, on rank 0; a failure, which takes only space, is logged."""
+        if self._rank != 0:
+            return
+        try:
+            needed = partial(state_is, wanted=self._needed)
+            prune(self._directory, self._keep, needed=needed)
+        except OSError as error:
+            logger.warning("an older checkpoint was not removed: %s", error_line(error))
 
 
 def _data(piece: ShardedTensor) -> Tensor:

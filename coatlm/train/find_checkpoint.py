@@ -143,7 +143,7 @@ def _candidates(
     if resume == "auto":
         recover(directory)
         found = newest_first(directory)
-        return found if wanted is None else [path for path in found if _state_is(path, wanted)]
+        return found if wanted is None else [path for path in found if state_is(path, wanted)]
     path = _followed(Path(resume))
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
@@ -164,7 +164,7 @@ def _followed(path: Path) -> Path:
     return path
 
 
-def _state_is(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
+def state_is(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
     """Whether a checkpoint's state can be read and `wanted` is true for it."""
     with contextlib.suppress(CheckpointError):
         return wanted(read_state(path))

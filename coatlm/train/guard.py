@@ -38,7 +38,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from coatlm.config import Config
@@ -48,7 +47,6 @@ from coatlm.fp8.operand import format_of
 from coatlm.model.fits import peak_with
 from coatlm.model.numerics import TENSORS
 from coatlm.parallel.fp8lm_scaling import SATURATED
-from coatlm.platform import device_memory
 from coatlm.train.reports import number_list
 
 logger = logging.getLogger("coatlm")
@@ -215,12 +213,20 @@ class PrecisionGuard:
 
 
 def make_guard(
-    config: Config, vocab: int, data_parallel: int, *, change: Callable[[Collection[int]], None]
+    config: Config,
+    vocab: int,
+    data_parallel: int,
+    *,
+    memory: int,
+    change: Callable[[Collection[int]], None],
 ) -> PrecisionGuard | None:
-    """The guard of `precision.guard`; None if it is off. See PrecisionGuard for `change`."""
+    """The guard of `precision.guard`; None if it is off. See PrecisionGuard for `change`.
+
+    `memory`: the smallest of the ranks' GPUs in bytes, 0 on CPUs.
+    """
     if config.precision.guard == "off":
         return None
-    fits = partial(fits_memory, config, vocab, data_parallel)
+    fits = partial(fits_memory, config, vocab, data_parallel, memory)
     return PrecisionGuard(
         config.precision.guard, limits_of(config.precision), fits=fits, change=change
     )
@@ -245,12 +251,11 @@ def restore_guard(
         )
 
 
-def fits_memory(config: Config, vocab: int, data_parallel: int, fallen: Collection[int]) -> bool:
-    """Whether the estimated peak with the layers `fallen` in BF16 is within this GPU's memory.
+def fits_memory(
+    config: Config, vocab: int, data_parallel: int, memory: int, fallen: Collection[int]
+) -> bool:
+    """Whether the estimated peak with the layers `fallen` in BF16 is within a GPU's `memory`.
 
-    True on a CPU, for which the peak is no estimate.
+    True for 0, a CPU, for which the peak is no estimate.
     """
-    if not torch.cuda.is_available():
-        return True
-    memory, _ = device_memory(torch.device("cuda", torch.cuda.current_device()), 1)
-    return peak_with(config, vocab, data_parallel, fallen) <= memory
+    return not memory or peak_with(config, vocab, data_parallel, fallen) <= memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,8 @@ class Loop:
             keep=config.checkpoint.keep,
             async_save=config.checkpoint.async_save,
             upload=config.checkpoint.upload,
+            after=run.continued,
+            needed=before_skips if config.train.rollbacks else lambda state: False,
             group=self.groups.checkpoint,
             before_commit=lambda: lock.require() if lock is not None else None,
         )
@@ -277,7 +279,7 @@ class Loop:
             self.config.run.dir / "checkpoints",
             logger,
             self.groups.checkpoint,
-            wanted=lambda state: not state.get("skipped_in_row", 0),
+            wanted=before_skips,
         )
         if path is None:
             raise error
@@ -326,6 +328,11 @@ class Loop:
             ),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory)),
         )
+
+
+def before_skips(state: Mapping[str, Any]) -> bool:
+    """Whether the last step before a checkpoint, by its state, was not skipped."""
+    return not state.get("skipped_in_row", 0)
 
 
 def peak_memory() -> float | None:

@@ -1,6 +1,7 @@
 """Checkpoint directories: a manifest lists every file with its size and SHA-256.
 
-Large files also have a SHA-256 of every 64 MiB, which threads and ranks compare at the same time.
+Files above 64 MiB have a SHA-256 of every 64 MiB instead, which threads and ranks compute and
+compare at the same time.
 
     checkpoints/step_00000050/__0_0.distcp  .metadata  metadata.json  common.pt    megatron's layout
     checkpoints/step_00000050/state.json                                           coatlm's own
@@ -23,10 +24,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from coatlm.console import progress
 from coatlm.files import check_regular
@@ -57,13 +59,14 @@ class File:
     """The expected size and checksums of a checkpoint's file."""
 
     bytes: int
-    sha256: str  # hexadecimal, of the whole file
+    sha256: str | None  # hexadecimal, of the whole file; None if it has parts
     parts: tuple[str, ...] = ()  # of every PART bytes; empty: a small file, or an older checkpoint
 
     def sums(self) -> Iterator[tuple[int, int, str]]:
         """Yield (start, stop, SHA-256) of ranges that together are the file."""
-        if not self.parts:
+        if self.sha256 is not None:
             yield 0, self.bytes, self.sha256
+            return
         for number, part in enumerate(self.parts):
             yield number * PART, min((number + 1) * PART, self.bytes), part
 
@@ -92,10 +95,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
         version = content["format"]
         if version != FORMAT:
             raise CheckpointError(f"{path}: format {version!r}, this version reads {FORMAT}")
-        files = {
-            name: File(int(file["bytes"]), str(file["sha256"]), tuple(file.get("parts", ())))
-            for name, file in content["files"].items()
-        }
+        files = {name: _file(file) for name, file in content["files"].items()}
         manifest = CheckpointManifest(int(content["serial"]), files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -106,11 +106,17 @@ def read_checkpoint_manifest(checkpoint: Path) -> CheckpointManifest:
     if foreign := sorted(name for name in files if Path(name).name != name):
         raise CheckpointError(f"{path} lists {foreign[0]!r}, which is not a file's name")
     for name, file in files.items():
-        if file.parts and len(file.parts) != -(-file.bytes // PART):
+        if file.sha256 is None and len(file.parts) != -(-file.bytes // PART):
             raise CheckpointError(f"{path} is damaged ({len(file.parts)} parts of {name})")
     if missing := sorted(REQUIRED - files.keys()):
         raise CheckpointError(f"{path} does not list {missing[0]}")
     return manifest
+
+
+def _file(content: Mapping[str, Any]) -> File:
+    """A file of a manifest. Older ones also have the SHA-256 of a file with parts."""
+    parts = tuple(content.get("parts", ()))
+    return File(int(content["bytes"]), None if parts else str(content["sha256"]), parts)
 
 
 def verify(checkpoint: Path, *, rank: int = 0, world: int = 1, checksums: bool = True) -> list[str]:
@@ -169,13 +175,29 @@ def newest_first(directory: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
+def last_serial(directory: Path) -> int:
+    """The highest number of a checkpoint in a directory; 0 without a readable manifest."""
+    serials = [_serial(path) for path, _ in _steps(directory)]
+    return int(max((s for s in serials if s < math.inf), default=0))
+
+
 def describe(path: Path) -> File:
-    """The size and the checksums of a file, which is read twice if it has parts."""
+    """The size and the checksums of a file, which is read once."""
     size = path.stat().st_size
-    starts = range(0, size, PART) if size > PART else ()
+    if size <= PART:
+        return File(size, sha256(path))
     with ThreadPoolExecutor(THREADS) as pool:
+        starts = range(0, size, PART)
         parts = pool.map(lambda start: sha256(path, start, start + PART), starts)
-        return File(size, sha256(path), tuple(parts))
+        return File(size, None, tuple(parts))
+
+
+def intact(path: Path, expected: File) -> bool:
+    """Whether a file has the expected size and checksums."""
+    if not path.is_file() or path.stat().st_size != expected.bytes:
+        return False
+    with ThreadPoolExecutor(THREADS) as pool:
+        return all(pool.map(lambda s: sha256(path, s[0], s[1]) == s[2], expected.sums()))
 
 
 def sha256(path: Path, start: int = 0, stop: int | None = None) -> str:
@@ -199,10 +221,14 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_manifest(temporary: Path, directory: Path, files: Mapping[str, File]) -> None:
-    """Write the manifest of a complete checkpoint with these files, the newest of `directory`."""
-    serials = [_serial(path) for path, _ in _steps(directory)]
-    serial = 1 + int(max((s for s in serials if s < math.inf), default=0))
+def write_manifest(
+    temporary: Path, directory: Path, files: Mapping[str, File], *, after: int = 0
+) -> None:
+    """Write the manifest of a complete checkpoint with these files, the newest of `directory`.
+
+    Its number is above `after`.
+    """
+    serial = 1 + max(last_serial(directory), after)
     content = {
         "format": FORMAT,
         "serial": serial,
@@ -212,7 +238,9 @@ def write_manifest(temporary: Path, directory: Path, files: Mapping[str, File]) 
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint to `final`, replacing an older one, and update `latest`."""
+    """Rename a complete checkpoint to `final` and update `latest`. An older one of that name is
+    renamed, for `prune` to remove.
+    """
     replaced = final.with_name(REPLACED + final.name)
     _sync_directory(temporary)
     if final.exists():
@@ -222,14 +250,20 @@ def publish(temporary: Path, final: Path) -> None:
     write_file(latest, f"{final.name}\n".encode())
     latest.replace(final.with_name(LATEST))
     _sync_directory(final.parent)
-    _remove(replaced)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the `keep` newest intact checkpoints. Damaged ones are left to the user."""
+def prune(
+    directory: Path, keep: int, *, needed: Callable[[Path], bool] = lambda path: False
+) -> None:
+    """Remove all but the `keep` newest intact checkpoints and the newest one that is `needed`, and
+    those that were replaced. Damaged ones are left to the user.
+    """
+    recover(directory)
     whole = [path for path in newest_first(directory) if not verify(path, checksums=False)]
+    stays = next(filter(needed, whole), None)
     for path in whole[keep:]:
-        _remove(path)
+        if path != stays:
+            _remove(path)
 
 
 def recover(directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -55,24 +56,33 @@ def join(config: Config, launch: Launch) -> Peers:
     return Peers(launch.rank, hosts, control)
 
 
-def gpu_of_all(peers: Peers, launch: Launch) -> Gpu | None:
-    """The GPU of all ranks, with the smallest memory; None on CPUs or where names differ."""
+def gpu_of_all(peers: Peers, launch: Launch) -> tuple[Gpu | None, int]:
+    """The GPU of all ranks, None on CPUs or where names differ, and the smallest memory in bytes of
+    a rank's GPU, 0 on CPUs.
+    """
     memory = device_memory(choose_gpu(launch), launch.local_size)[0]
     found = together(lambda: (device_name(), memory), peers.group)
-    name = found[0][0]
+    name, smallest = found[0][0], min(memory for _, memory in found)
+    if any(other is None for other, _ in found):
+        return None, 0
     if name is None or any(other != name for other, _ in found):
-        return None
-    return Gpu(name, min(memory for _, memory in found))
+        return None, smallest
+    return Gpu(name, smallest), smallest
 
 
 def decide_layout(
     config: Config, vocab: int, launch: Launch, gpu: Gpu | None, peers: Peers
 ) -> tuple[Config, str]:
-    """The configuration with parallel.layout and train.micro_batch decided, and why."""
+    """The configuration with parallel.layout and train.micro_batch decided, and why.
+
+    Where nodes have different numbers of ranks, a node counts as so many that each consists of
+    whole ones: all ranks then decide alike, and no tensor-parallel group spans two nodes.
+    """
     if not config.undecided:
         return config, ""
     if gpu is None and torch.cuda.is_available():
         raise ConfigError(f"{config.undecided}: must be given where the ranks' GPUs differ")
+    per_node = math.gcd(*together(lambda: launch.local_size, peers.group))
     earlier = together(
         lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group
     )
@@ -80,7 +90,7 @@ def decide_layout(
         config,
         vocab,
         ranks=launch.world_size,
-        per_node=launch.local_size,
+        per_node=per_node,
         gpu=gpu,
         earlier=earlier[0],
     )
@@ -92,8 +102,8 @@ def earlier_config(config: Config, launch: Launch) -> Saved | None:
         return None
     for path in newest_first(config.run.dir / checkpoint.CHECKPOINTS):
         with suppress(CheckpointError):
-            saved: Saved = read_run_state(path)["config"]
-            return saved
+            found = checkpoint.saved_config(path, read_run_state(path))
+            return found.model_dump(mode="json")
     return None
 
 

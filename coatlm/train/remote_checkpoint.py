@@ -13,7 +13,6 @@ the manifest. A download that was interrupted goes on with the files that are co
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import shutil
@@ -30,8 +29,8 @@ from coatlm.train.manifest import (
     STEP,
     CheckpointError,
     File,
+    intact,
     read_checkpoint_manifest,
-    sha256,
     write_file,
 )
 
@@ -160,8 +159,7 @@ def _fetch(url: str, directory: Path, rank: int, world: int) -> list[str]:
     with progress(f"downloading {url}", total, show=rank == 0) as advance:
         for name, file in share:
             path = directory / name
-            here = path.is_file() and path.stat().st_size == file.bytes
-            if not (here and sha256(path) == file.sha256):
+            if not intact(path, file):
                 problems += _fetch_file(at / name, path, file)
             advance(file.bytes)
     return problems
@@ -174,11 +172,9 @@ def _fetch_file(at: Location, path: Path, file: File) -> list[str]:
         stored = "is missing" if found is None else f"has {found.nbytes} bytes"
         return [f"{at.url} {stored}, {file.bytes} were written"]
     for _ in range(TRIES):
-        digest = hashlib.sha256()
         with path.open("wb") as target:
             for piece in at.pieces(file.bytes):
-                digest.update(piece)
                 target.write(piece)
-        if digest.hexdigest() == file.sha256:
+        if intact(path, file):
             return []
     return [f"{at.url} is damaged: its checksum differs"]

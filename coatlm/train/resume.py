@@ -34,6 +34,7 @@ from coatlm.train.changes import changed_keys, check_changes, check_same_model
 from coatlm.train.faults import NonFiniteGuard
 from coatlm.train.guard import restore_guard
 from coatlm.train.hf_weights import load_huggingface
+from coatlm.train.manifest import last_serial, read_checkpoint_manifest
 from coatlm.train.remote_checkpoint import DOWNLOADS, download_checkpoint
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
@@ -56,6 +57,9 @@ class Progress:
     pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     window: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
+    # the highest number, in the order of writing, of the checkpoint resumed from and of those that
+    # the run directory had then; checkpoints that are moved away stay where they were uploaded to
+    continued: int = 0
 
     @property
     def batch(self) -> int:
@@ -171,11 +175,13 @@ def resume(
     any file of the run is moved or overwritten.
     """
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
+    run.continued = last_serial(config.run.dir / checkpoint.CHECKPOINTS)
     if origin.huggingface is not None:
         load_huggingface(origin.huggingface, trainer)
     if origin.path is None:
         return origin
     state = read_run_state(origin.path)
+    run.continued = max(run.continued, read_checkpoint_manifest(origin.path).serial)
     if config.checkpoint.weights_only and not origin.own:
         check_same_model(origin.path, changed_keys(state["config"], config))
         _check_tokenizer(origin.path, state, config, tokenizer)

@@ -79,7 +79,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     startup.lap("ranks")
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
-    gpu = peers.agree(lambda: gpu_of_all(peers, launch))
+    gpu, memory = peers.agree(lambda: gpu_of_all(peers, launch))
     config, chosen = peers.agree(lambda: decide_layout(config, vocab, launch, gpu, peers))
     peers.agree(lambda: check_size(config, launch, vocab))
     peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))
@@ -100,10 +100,12 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     )
     peers.agree(lambda: check_parts(config, data))
     startup.lap("data")
-    memory = 0 if gpu is None else gpu.memory
+    # the model's configuration; that of the run, which is saved, leaves train.logits open
+    dp = config.data_parallel_size(launch.world_size)
+    decided = peers.agree(lambda: with_logits(config, vocab, dp, memory))
     about = peers.agree(
         lambda: plan(
-            with_logits(config, vocab, config.data_parallel_size(launch.world_size), memory),
+            decided,
             launch.world_size,
             tokenizer_vocab=tokenizer.vocab_size,
             device=named_memory(launch),
@@ -111,7 +113,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         )
     )
     logger.info("%s", about)
-    trainer = peers.agree(lambda: Trainer(config, groups, vocab, lap=startup.lap))
+    trainer = peers.agree(lambda: Trainer(decided, groups, vocab, memory=memory, lap=startup.lap))
     stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
@@ -125,7 +127,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     cluster = cluster_of(gpu, launch.world_size, launch.local_size)
     if cluster is not None:
         left = config.train.steps - run.step
-        logger.info("%s", wrapped(expectation(trainer.config, vocab, cluster, left)))
+        logger.info("%s", wrapped(expectation(decided, vocab, cluster, left)))
     peers.agree(lambda: write_description(config, launch, origin) if launch.rank == 0 else None)
     signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
     watchdog = HangWatchdog(

@@ -18,7 +18,6 @@ from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
 from coatlm.model.builder import Llama, build_model
 from coatlm.model.coat_layer import change_layers, flows_of
-from coatlm.model.fits import with_logits
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales, Histories
 from coatlm.model.traffic import step_traffic
@@ -33,7 +32,7 @@ from coatlm.parallel.pipeline import run_microbatches
 from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
-from coatlm.platform import device, device_memory
+from coatlm.platform import device, gpu_memory
 from coatlm.train.chunks import GRAD_DTYPES, make_chunks, sum_noise
 from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
@@ -44,7 +43,10 @@ from coatlm.train.stragglers import PhaseTimer
 class Trainer:
     """All state that a training step changes. `vocab` is the padded vocabulary size.
 
-    `lap` is called with the name of each part of the set-up when it is done.
+    `config` is the same on all ranks, with train.logits decided (`model.fits.with_logits`); auto
+    recomputes them, as on a CPU. `memory` is the smallest of the ranks' GPUs in bytes, 0 on CPUs;
+    None: that of this rank's. `lap` is called with the name of each part of the set-up when it is
+    done. Without `whole_steps` CUDA graphs, if any, are those of microbatches.
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class Trainer:
         groups: Groups,
         vocab: int,
         *,
+        memory: int | None = None,
         lap: Callable[[str], None] = lambda part: None,
+        whole_steps: bool = True,
     ) -> None:
-        memory = device_memory(device(), 1)[0] if device().type == "cuda" else 0
-        config = with_logits(config, vocab, groups.dp.size(), memory)
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
         cuda_graphs = captures(config)
@@ -83,11 +85,17 @@ class Trainer:
             lap("GEMM algorithms")
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.step_graph = None
-        if cuda_graphs and config.captures_steps(groups.world.size()):
+        if whole_steps and cuda_graphs and config.captures_steps(groups.world.size()):
             self.step_graph = StepGraph(self.chunks[0].stream)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
-        self.guard = make_guard(config, vocab, groups.dp.size(), change=self.change_layers)
+        self.guard = make_guard(
+            config,
+            vocab,
+            groups.dp.size(),
+            memory=gpu_memory() if memory is None else memory,
+            change=self.change_layers,
+        )
         self.optimizer = ZeroOptimizer(
             self.chunks,
             groups,

@@ -241,6 +241,61 @@ def test_pruning_neither_counts_nor_deletes_what_is_not_whole(tmp_path: Path) ->
     assert names(tmp_path) == ["latest", "step_00000020", "step_00000030", "step_00000040"]
 
 
+def test_the_newest_checkpoint_that_is_needed_stays_beside_the_newest_ones(tmp_path: Path) -> None:
+    def needed(state: dict[str, Any]) -> bool:
+        return state["step"] in (1, 2, 6)
+
+    save(tmp_path, 1, 2, 3, 4, 5, needed=needed)
+    assert names(tmp_path) == ["latest", "step_00000002", "step_00000004", "step_00000005"]
+    save(tmp_path, 6, 7, 8, needed=needed)
+    assert names(tmp_path) == ["latest", "step_00000006", "step_00000007", "step_00000008"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    async_save: bool,
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    saver = saver_in(tmp_path, keep=1, async_save=async_save)
+    saver.save(1, pieces_of(tensors_of(1), "copies"), {})
+    saver.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "_remove", refuse)
+        saver.save(2, pieces_of(tensors_of(2), "copies"), {})
+        saver.save(2, pieces_of(tensors_of(4), "copies"), {})  # as after a rollback
+        saver.wait()
+    assert "an older checkpoint was not removed: OSError: [Errno 16] Device or" in caplog.text
+    left = [".replaced-step_00000002", "latest", "step_00000001", "step_00000002"]
+    assert names(tmp_path) == left
+    saver.save(3, pieces_of(tensors_of(3), "copies"), {})
+    saver.wait()
+    assert names(tmp_path) == ["latest", "step_00000003"]
+
+
+def test_a_peer_that_is_lost_during_an_upload_does_not_deny_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(checkpoint, "upload_checkpoint", closed)
+    saver = saver_in(tmp_path, upload="s3://data/run")
+    error = message(lambda: saver.save(1, pieces_of(tensors_of(1), "copies"), {}))
+    assert "step_00000001 was not uploaded: " in error and "closed by peer" in error
+    assert checkpoint.verify(tmp_path / "step_00000001") == []
+
+
+def test_numbers_continue_those_of_the_checkpoint_that_a_run_comes_from(tmp_path: Path) -> None:
+    first = read_checkpoint_manifest(save(tmp_path / "here", 1, after=7))
+    second = read_checkpoint_manifest(save(tmp_path / "here", 2, after=7))
+    assert (first.serial, second.serial) == (8, 9)
+
+
 def test_keep_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep=0"):
         saver_in(tmp_path, keep=0)

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {  # train options, bad batches, ...
     "rolled back": {"nan": NAN, "train": {"rollbacks": 1}},
     "logged seldom": {"nan": NAN, "train": {"rollbacks": 1}, "log": {"every": 20}},
     "without them": {"shift": LEFT_OUT},
+    # the two newest checkpoints are of skipped steps when the run goes back
+    "kept two": {"nan": NAN, "train": {"rollbacks": 1}, "checkpoint": {"every": 1, "keep": 2}},
     "resumed later": {"nan": NAN, "train": {"rollbacks": 1}, "resume": ("rolled back", 15)},
     "one too many": {"nan": [*NAN, 16, 17, 18], "train": {"rollbacks": 1}},
     "twice": {"nan": [*NAN, 16, 17, 18], "train": {"rollbacks": 2}},
@@ -79,7 +81,12 @@ def config(root: Path, name: str) -> Any:
                 "max_skipped": 3,
                 **case.get("train", {}),
             },
-            "checkpoint": {"every": EVERY, "keep": 10, "resume": resume},
+            "checkpoint": {
+                "every": EVERY,
+                "keep": 10,
+                "resume": resume,
+                **case.get("checkpoint", {}),
+            },
             "log": {"every": 1, **case.get("log", {})},
         }
     )
@@ -201,6 +208,14 @@ def test_a_rollback_is_on_record(root: Path, ends: dict[str, str]) -> None:
     assert "back to step 10; batches 10 to 13 are left out" in log
     state = json.loads((root / "rolled back/checkpoints/step_00000015/state.json").read_text())
     assert state["left_out"] == [LEFT_OUT]
+
+
+def test_the_checkpoint_from_before_skipped_steps_stays(root: Path, ends: dict[str, str]) -> None:
+    assert ends["kept two"] == "0"
+    log = (root / "kept two" / "train.log").read_text()
+    assert "back to step 11; batches 11 to 13 are left out" in log
+    names = [path.name for path in sorted((root / "kept two/checkpoints").glob("step_*"))]
+    assert names == ["step_00000019", "step_00000020"]
 
 
 def test_a_later_resume_leaves_out_the_same_batches(root: Path, ends: dict[str, str]) -> None:

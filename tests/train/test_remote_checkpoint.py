@@ -15,7 +15,7 @@ from coatlm.config import ConfigError
 from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
 from coatlm.remote import Location
-from coatlm.train import remote_checkpoint
+from coatlm.train import manifest, remote_checkpoint
 from coatlm.train.checkpoint import Checkpointer, CheckpointError, check_resume, tensor_checksums
 from coatlm.train.manifest import MANIFEST, step_name, verify
 from coatlm.train.remote_checkpoint import check_upload, download_checkpoint, remote_candidates
@@ -101,9 +101,12 @@ def test_an_upload_that_is_cut_off_is_no_checkpoint(
     assert (Location.of("s3://data/cut") / "step_00000002/common.pt").exists()
 
 
+@pytest.mark.parametrize("part", [1 << 26, 1000])
 def test_a_checkpoint_that_is_damaged_at_its_url_is_skipped_with_a_warning(
-    store: Faults, tmp_path: Path, caplog: Any
+    store: Faults, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
+    """Whether its files have one checksum or several."""
+    monkeypatch.setattr(manifest, "PART", part)
     save(tmp_path / "checkpoints", "s3://data/bad", 1, 2)
     state = Location.of("s3://data/bad/step_00000002/state.json")
     whole = state.fs.cat_file(state.path)
@@ -120,10 +123,10 @@ def test_a_checkpoint_that_is_damaged_at_its_url_is_skipped_with_a_warning(
 
 def test_a_manifest_at_a_url_names_no_file_outside(store: Faults, tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", "s3://data/evil", 1)
-    manifest = Location.of("s3://data/evil/step_00000001") / MANIFEST
-    content = json.loads(manifest.fs.cat_file(manifest.path))
+    at = Location.of("s3://data/evil/step_00000001") / MANIFEST
+    content = json.loads(at.fs.cat_file(at.path))
     content["files"]["../../stolen"] = content["files"]["state.json"]
-    manifest.write(json.dumps(content).encode())
+    at.write(json.dumps(content).encode())
     with pytest.raises(CheckpointError, match="which is not a file's name"):
         download_checkpoint("s3://data/evil", tmp_path / "a" / "downloads", LOG)
     assert not (tmp_path / "stolen").exists() and not (tmp_path / "a" / "stolen").exists()
@@ -174,3 +177,25 @@ def test_a_run_on_another_machine_goes_on_from_urls_alone(
     log = (second / "train.log").read_text()
     assert "downloaded s3://data/run/step_00000002" in log and "at step 2" in log
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in log
+    on = ["checkpoint.resume=s3://data/run", "checkpoint.upload=s3://data/run"]
+    run("third", *on, "train.steps=6")  # writes its first checkpoint, of step 6
+    assert remote_candidates("s3://data/run")[0] == f"s3://data/run/{step_name(6)}"
+
+
+@pytest.mark.parametrize("resume", [f"checkpoints/{step_name(2)}", "none"])
+def test_what_a_run_uploads_after_it_went_back_is_newer_than_what_it_left(
+    store: Faults, tmp_path: Path, forks: Forks, resume: str
+) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(4000)))
+    url, directory = f"s3://data/back-{resume}", tmp_path / "run"
+    sizes = {"layers": 1, "hidden": 32, "ffn": 48, "heads": 2, "kv_heads": 2}
+    words = [f"model.{key}={value}" for key, value in sizes.items()]
+    words += [f"data.text=[{tmp_path / 'text.txt'}]", f"data.cache_dir={tmp_path / 'cache'}"]
+    words += ["data.seq_len=32", "train.micro_batch=2", "train.global_batch=4"]
+    words += ["train.eval_every=0", "checkpoint.every=2", f"checkpoint.upload={url}"]
+    words += [f"run.dir={directory}"]
+    last = "none" if resume == "none" else directory / resume
+    for more in (["train.steps=4"], ["train.steps=3", f"checkpoint.resume={last}"]):
+        code, output = forks.run("configs/quickstart.yaml", *words, *more)
+        assert code == 0, output[-3000:]
+    assert remote_candidates(url)[0] == f"{url}/{step_name(3)}"

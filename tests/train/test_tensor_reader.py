@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def test_damage_anywhere_in_a_file_of_parts_is_found_once_by_one_of_the_ranks(
     file = path / "__0_0.distcp"
     described = manifest.read_checkpoint_manifest(path).files[file.name]
     assert len(described.parts) == -(-file.stat().st_size // 1000) > 3
+    assert described.sha256 is None
     if not parts:  # as older versions wrote it
         seal(path)
     assert verify(path) == []
@@ -94,6 +96,47 @@ def test_damage_anywhere_in_a_file_of_parts_is_found_once_by_one_of_the_ranks(
         found = [problem for rank in range(3) for problem in verify(path, rank=rank, world=3)]
         assert found == [f"{file} is damaged: its checksum differs"]
         flip(file, at)
+
+
+def test_every_byte_of_a_file_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "PART", 1000)
+    hashed: list[int] = []
+    original = manifest.sha256
+
+    def count(path: Path, start: int = 0, stop: int | None = None) -> str:
+        size = path.stat().st_size
+        hashed.append((size if stop is None else min(stop, size)) - start)
+        return original(path, start, stop)
+
+    monkeypatch.setattr(manifest, "sha256", count)
+    for size in (0, 1, 999, 1000, 1001, 2000, 2500):
+        (tmp_path / "file").write_bytes(bytes(range(256)) * 10)
+        with (tmp_path / "file").open("r+b") as file:
+            file.truncate(size)
+        hashed.clear()
+        described = manifest.describe(tmp_path / "file")
+        assert sum(hashed) == size and len(hashed) == max(1, -(-size // 1000))
+        assert manifest.intact(tmp_path / "file", described)
+        if size:
+            flip(tmp_path / "file", size - 1)
+            assert not manifest.intact(tmp_path / "file", described)
+
+
+def test_a_manifest_of_an_older_version_has_both_kinds_of_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "PART", 1000)
+    path = save(tmp_path, pieces_of(tensors_of(1), "copies"))
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    for name, file in files.items():
+        file["sha256"] = manifest.sha256(path / name)
+    assert any(file["parts"] for file in files.values())
+    edit_manifest(path, {"files": files})
+    assert verify(path) == []
+    flip(path / "__0_0.distcp", 1500)
+    assert len(verify(path)) == 1
 
 
 def test_a_manifest_with_too_few_parts_is_damaged(

@@ -39,6 +39,8 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
+from coatlm.model.fits import with_logits
+from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import Shape
 from tools.benchmarks.overlap import exposed, idle, length, trace
@@ -262,9 +264,9 @@ def coatlm_step(
 
     quiet_megatron()
     start_processes(Launch.from_environment())
-    trainer = Trainer(config, make_groups(config.parallel), vocab)
-    if not whole_steps:
-        trainer.step_graph = None
+    groups = make_groups(config.parallel)
+    decided = with_logits(config, vocab, groups.dp.size(), gpu_memory())
+    trainer = Trainer(decided, groups, vocab, whole_steps=whole_steps)
     draw = random_tokens(mbs, seq, trainer.groups.dp.rank(), vocab)
     count = microbatches * dist.get_world_size() // trainer.groups.dp.size()
     mask = torch.ones(mbs, seq, device="cuda")

@@ -1,0 +1,99 @@
+"""What is decided from the devices of several ranks is the same on all of them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from coatlm.config import make_config
+from coatlm.model import decide
+from coatlm.model.memory import GIB
+from coatlm.train.manifest import step_name
+from coatlm.train.phases import earlier_config
+from coatlm.train.setup import Launch
+from tests.distributed import run_ranks
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def decide_together(rank: int, size: int, root: str) -> dict[str, Any]:
+    """A run on GPUs that differ, and layouts on nodes that differ, as a CPU can pretend them."""
+    from coatlm.train import phases, start
+    from coatlm.train.step import Trainer
+
+    launch = Launch.from_environment()
+    small = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48}
+    config = make_config(
+        {
+            "run": {"dir": f"{root}/run"},
+            "model": small,
+            "data": {"text": [f"{root}/text.txt"], "seq_len": 32, "cache_dir": f"{root}/cache"},
+            "precision": {"recipe": "coat", "guard": "fallback"},
+            "train": {"steps": 1, "micro_batch": 2, "global_batch": 4, "eval_every": 0},
+        }
+    )
+    found: dict[str, Any] = {"decided with": []}
+    memories = iter([[64 * GIB, 48 * GIB][rank]] * 9)
+    phases.device_memory = lambda *_: (next(memories), "GPU 0")
+    phases.device_name = lambda: ["A", "B"][rank]
+    chosen, built = start.with_logits, Trainer.__init__
+
+    def with_logits(*arguments: Any) -> Any:
+        found["decided with"].append(arguments[-1])
+        return chosen(*arguments)
+
+    def build(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
+        found["built with"] = config.train.logits
+        built(self, config, *arguments, **options)
+
+    start.with_logits, Trainer.__init__ = with_logits, build  # type: ignore[method-assign]
+    with ExitStack() as stack:
+        loop = start.set_up(config, launch, stack)
+        assert loop is not None
+        found["used"] = loop.trainer.config.train.logits
+        found["saved"] = loop.config.train.logits
+        found["guarded by"] = loop.trainer.guard.fits.args[-1]
+        nodes = Launch(rank=rank, world_size=size, local_size=[8, 4][rank])
+        auto = make_config(config.model_dump(mode="json") | {"parallel": {"layout": "auto"}})
+        seen: list[int] = []
+
+        def note(config: Any, vocab: int, **options: Any) -> tuple[Any, str]:
+            seen.append(options["per_node"])
+            return config, ""
+
+        phases.decide = note
+        peers = phases.Peers(rank, ("here", "there"), loop.groups.control)
+        phases.decide_layout(auto, 128, nodes, decide.Gpu(H100, 80 * GIB), peers)
+        found["per node"] = seen
+    return found
+
+
+def test_ranks_whose_gpus_or_nodes_differ_decide_alike(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(500)))
+    first, second = run_ranks(2, f"{__name__}:decide_together", str(tmp_path))
+    assert first == second
+    assert first == {
+        "decided with": [48 * GIB],  # once, by the smallest memory
+        "built with": "save",
+        "used": "save",
+        "saved": "auto",  # another start may have other GPUs
+        "guarded by": 48 * GIB,
+        "per node": [4],
+    }
+
+
+def test_a_layout_is_not_continued_from_a_state_that_is_no_configuration(tmp_path: Path) -> None:
+    config = make_config({"run": {"dir": str(tmp_path)}, "data": {"text": ["-"]}})
+    saved = config.model_dump(mode="json")
+    for step, tp in ((1, 2), (2, "two"), (3, 0)):
+        parallel = saved["parallel"] | {"tp": tp, "layout": "given"}
+        state = {"step": step, "tokens": 0, "updates": 0, "skipped": 0, "tokenizer": ""}
+        directory = tmp_path / "checkpoints" / step_name(step)
+        directory.mkdir(parents=True)
+        (directory / "state.json").write_text(
+            json.dumps(state | {"config": saved | {"parallel": parallel}})
+        )
+    found = earlier_config(config, Launch())
+    assert found is not None and found["parallel"]["tp"] == 2
