@@ -80,9 +80,8 @@ class Measured(NamedTuple):
     peak: int  # bytes, beside the inputs
 
 
-Attend = Callable[
-    [Tensor, Tensor, Tensor, float | None], Tensor
-]  # q, k, v, scale -> o [S, B, N, D]
+# (q [S, B, N, D], k, v [S, B, G, D], scale) -> o [S, B, N, D]
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def torch_attention(

@@ -27,13 +27,13 @@ MODEL = (
     {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96},
     {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},  # on a GPU
 )
-UNTUNED = {"tune_gemms": False, "tune_attention": False}  # what is chosen by time may differ
+COAT = {"recipe": "coat", "tune_gemms": False}  # algorithms chosen by time may differ
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"recipe": "bf16"}, "optim": {"recipe": "collage-plus"}},
     "documents": {"data": {"reset_attention_mask": True}, "optim": {"recipe": "fp8lm"}},
-    "coat": {"precision": {"recipe": "coat", "scaling": "delayed"}, "optim": {"recipe": "coat"}},
+    "coat": {"precision": COAT | {"scaling": "delayed"}, "optim": {"recipe": "coat"}},
     "rounding": {
-        "precision": {"recipe": "coat", "grad_rounding": "stochastic"},
+        "precision": COAT | {"grad_rounding": "stochastic"},
         "parallel": {"main_grads": "fp8"},
         "optim": {"recipe": "coat-lean"},
     },
@@ -113,7 +113,7 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
                 "model": MODEL[torch.cuda.is_available()],
                 "data": {"text": ["unused"], "seq_len": 64} | sections.get("data", {}),
                 "train": sizes | sections.get("train", {}),
-                "precision": UNTUNED | sections.get("precision", {}),
+                "precision": {"tune_attention": False} | sections.get("precision", {}),
             }
         )
         groups = make_groups(config.parallel)

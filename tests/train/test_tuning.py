@@ -84,7 +84,12 @@ def started(rank: int, size: int, directory: str) -> list[Any]:
     from coatlm.train import tuning
     from coatlm.train.setup import Launch, start_processes
 
-    config = make_config({"data": {"text": ["-"], "cache_dir": directory}})
+    config = make_config(
+        {
+            "data": {"text": ["-"], "cache_dir": directory, "seq_len": 1024},
+            "train": {"micro_batch": 8, "global_batch": 24},
+        }
+    )
     timed: list[Shape] = []
     starts = [
         ("H100", "H200", "H100"),
@@ -145,6 +150,7 @@ def test_ranks_attend_with_the_backends_of_the_lowest_rank_and_later_starts_with
         ({}, True),
         ({"precision": {"recipe": "bf16"}}, True),
         ({"precision": {"recipe": "coat-lean"}}, True),
+        ({"precision": {"recipe": "coat-lean", "tune_attention": False}}, False),
         ({"precision": {"recipe": "fp32"}}, False),
         ({"precision": {"tune_attention": False}}, False),
         ({"data": {"reset_attention_mask": True}}, False),
