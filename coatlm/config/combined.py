@@ -15,6 +15,8 @@ from coatlm.config.recipes import RECIPES, fp8_weight_recipes
 from coatlm.config.run import Checkpoint, Data, Eval, Log, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
+# keys of precision that are not only for FP8 layers
+ANY_RECIPE = {"recipe", "output_layer", "tune_attention"}
 LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
     *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
     *("attention_softcap",),
@@ -125,7 +127,7 @@ class Config(Section):
         m, p, recipe = self.model, self.precision, self.precision.recipe
         if not p.flow:
             flows = " | ".join(RECIPES)
-            for name in set(Precision.model_fields) - {"recipe", "output_layer"}:
+            for name in set(Precision.model_fields) - ANY_RECIPE:
                 if getattr(p, name) != Precision.model_fields[name].default:
                     raise ValueError(f"precision.{name} is for {flows}, not for {recipe}")
             if self.log.numerics_every:

@@ -106,7 +106,8 @@ class Data(Section):
 
     cache_dir: UserPath = Path(".cache/coatlm")
     """The directory of the datasets tokenized from text, of the blocks that are read from URLs in
-    paths, and of the GEMM algorithms that precision.tune_gemms chose, shared by all runs."""
+    paths, and of what precision.tune_gemms and precision.tune_attention chose, shared by all
+    runs."""
 
     remote_cache: StrictInt = number(64 << 30, "bytes", ge=1 << 20, le=2**50)
     """The most bytes of blocks of datasets at URLs that cache_dir holds, beside their indexes and

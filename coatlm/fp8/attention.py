@@ -5,7 +5,7 @@ are saved as they are, so the probabilities that backward computes from decoded 
 to one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
 
 Among the tensors that autograd saves, q, k, v and the output are recognised by their memory, which
-is that of an argument or of the result of scaled_dot_product_attention or of document_attention.
+is that of an argument or of the result of one of the functions in WATCHED.
 Masks and probabilities are saved unchanged, whatever their shape.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from coatlm.fp8.document_attention import document_attention
+from coatlm.fp8.flash_attention import flash_attention
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
@@ -29,7 +30,7 @@ from coatlm.fp8.scaling import power_of_two
 
 TILE, WARPS = 4096, 4  # elements per program
 SAVED_DTYPES = (torch.bfloat16, torch.float16)
-WATCHED = (F.scaled_dot_product_attention, document_attention)
+WATCHED = (F.scaled_dot_product_attention, document_attention, flash_attention)
 
 
 @triton.jit

@@ -22,9 +22,7 @@ has a scale of its own.
 from __future__ import annotations
 
 import functools
-import itertools
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +32,9 @@ from coatlm.fp8 import cublaslt
 from coatlm.fp8.cublaslt import Heuristic, Kind, Plan, ScaleMode
 from coatlm.fp8.formats import Fp8Format
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor
+from coatlm.fp8.timed_choices import milliseconds
 
-CANDIDATES, REPEATS = 8, 8  # algorithms that `tune` times, and how often
+CANDIDATES = 8  # algorithms that `tune` times
 ALIGNMENT = 16  # elements: K and N are multiples of it; bytes: pointers are, those to scales too
 
 ROW_BLOCK, SQUARE_BLOCK = Granularity(1, 128), Granularity(128, 128)
@@ -274,21 +273,8 @@ def _times(
     times = {}
     for name, candidate in candidates.items():
         plan.heuristic = candidate
-        times[name] = _milliseconds(lambda: plan.run(a, b, scale, scale, out, add=add))
+        times[name] = milliseconds(lambda: plan.run(a, b, scale, scale, out, add=add))
     return times
-
-
-def _milliseconds(work: Callable[[], None]) -> float:
-    """Median time of `work` on the GPU."""
-    work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    for mark in marks[:-1]:
-        mark.record()
-        work()
-    marks[-1].record()
-    marks[-1].synchronize()
-    pairs = itertools.pairwise(marks)
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
 def _name(granularity: Granularity) -> str:

@@ -1,8 +1,8 @@
 """Causal self-attention of a Llama layer: QKV -> RoPE -> softmax(Q K^T / sqrt(d)) V -> output.
 
 Shapes: S tokens of this rank, B samples, N query heads, G key/value heads, D elements per head, T
-tokens of a whole sample. The core attention is torch's scaled_dot_product_attention; on a GPU the
-cuDNN backend is preferred.
+tokens of a whole sample. Causal attention to whole samples has several backends on a GPU, between
+which a run chooses by time (attention_backends.py).
 
 Context parallelism. Ranks exchange heads where their number allows it (coatlm/parallel/context.py):
 each attends with some heads of whole samples, as without context parallelism. Else rank r of n
@@ -17,28 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coatlm.fp8.document_attention import document_attention
 from coatlm.fp8.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
+from coatlm.model.attention_backends import Shape, causal_attention, torch_attention
 from coatlm.model.layers import Branch, RMSNorm
-from coatlm.parallel.context import attend_with_own_heads, gather_zigzag
-
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+from coatlm.parallel.context import attend_with_own_heads, gather_zigzag, head_parts
 
 
 class CoreAttention(nn.Module):
@@ -69,6 +60,7 @@ class CoreAttention(nn.Module):
             raise ValueError(f"softcap={softcap}: must be above 0 and finite")
         self.cp_group, self.multiplier = pg_collection.cp, multiplier
         self.window, self.softcap, self.exchange = window, softcap, exchange
+        self.backends: Mapping[Shape, str] = {}  # those that were chosen by time
 
     def forward(
         self,
@@ -105,6 +97,25 @@ class CoreAttention(nn.Module):
             o_SBND = o_SBND.transpose(0, 1).flatten(0, 1)[:, None]
         return o_SBND.flatten(2)
 
+    def shapes(
+        self, samples: int, tokens: int, *, heads: int, kv_heads: int, head_dim: int
+    ) -> list[Shape]:
+        """The shapes for which this rank has a choice of backends, given those of q, k and v.
+
+        Documents, windows and soft caps leave none, nor do queries that end a longer prefix.
+        """
+        rank, size = self.cp_group.rank(), self.cp_group.size()
+        if self.window is not None or self.softcap is not None:
+            return []
+        if size > 1 and self.exchange:
+            shares = size * head_parts(kv_heads // size)
+            tokens, heads, kv_heads = size * tokens, heads // shares, kv_heads // shares
+        elif size > 1:
+            if rank > 0:
+                return []
+            tokens //= 2  # the first chunk of all
+        return [Shape(samples, tokens, heads, kv_heads, head_dim, self.multiplier)]
+
     def _attend(
         self, q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, bounds_BE: Tensor | None
     ) -> Tensor:
@@ -121,23 +132,12 @@ class CoreAttention(nn.Module):
             )
             return o_BSND.transpose(0, 1)
         queries, keys = q_SBND.shape[0], k_TBGD.shape[0]
-        q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD))
-        mask = None
-        if queries != keys:
-            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
+        if queries == keys:
+            return causal_attention(q_SBND, k_TBGD, v_TBGD, self.multiplier, self.backends)
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
 
-            mask = causal_lower_right(queries, keys)
-        with sdpa_kernel(BACKENDS, set_priority=True) if q_SBND.is_cuda else nullcontext():
-            o_BNSD = F.scaled_dot_product_attention(
-                q_BNSD,
-                k_BGTD,
-                v_BGTD,
-                attn_mask=mask,
-                is_causal=queries == keys,
-                scale=self.multiplier,
-                enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],
-            )
-        return o_BNSD.permute(2, 0, 1, 3)
+        mask = causal_lower_right(queries, keys)
+        return torch_attention(q_SBND, k_TBGD, v_TBGD, self.multiplier, mask=mask)
 
 
 class SelfAttention(MegatronSelfAttention):
@@ -187,6 +187,16 @@ class SelfAttention(MegatronSelfAttention):
             context = self._attend(qkv_SBW, cos_sin, attention_mask)
         out, bias = self.linear_proj(context)
         return self.branch(out), bias
+
+    def core_shapes(self, samples: int, tokens: int) -> list[Shape]:
+        """`CoreAttention.shapes` of samples of which this rank holds `tokens` tokens each."""
+        return self.core_attention.shapes(
+            samples,
+            tokens,
+            heads=self.num_attention_heads_per_partition,
+            kv_heads=self.num_query_groups_per_partition,
+            head_dim=self.hidden_size_per_attention_head,
+        )
 
     def _attend(self, qkv_SBW: Tensor, cos_sin: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.core_attention(*self.split_rotated(qkv_SBW, cos_sin), attention_mask)

@@ -34,10 +34,10 @@ from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, gpu_memory
 from coatlm.train.chunks import GRAD_DTYPES, make_chunks, sum_noise
-from coatlm.train.gemm_tuning import tune_gemms
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
+from coatlm.train.tuning import tune_attention, tune_gemms, tunes_attention
 
 
 class Trainer:
@@ -83,6 +83,9 @@ class Trainer:
         if config.precision.tune_gemms and config.precision.flow and device().type == "cuda":
             tune_gemms(config, self._layers(), grad_dtype, groups.control)
             lap("GEMM algorithms")
+        if tunes_attention(config) and device().type == "cuda":
+            tune_attention(config, self._layers(), groups.control)
+            lap("attention backends")
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.step_graph = None
         if whole_steps and cuda_graphs and config.captures_steps(groups.world.size()):

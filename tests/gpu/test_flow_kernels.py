@@ -37,7 +37,7 @@ from coatlm.fp8.transpose import (
     transpose_codes,
     transpose_rows,
 )
-from coatlm.model.attention import BACKENDS
+from coatlm.model.attention_backends import ORDER
 
 pytestmark = [
     pytest.mark.gpu,
@@ -476,7 +476,7 @@ def attention_inputs(kv_heads: int, s: int = 256, d: int = 128) -> list[Tensor]:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     gqa = q.shape[2] != k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    with sdpa_kernel(ORDER, set_priority=True):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
         )

@@ -75,7 +75,11 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "documents: needs 1 GPU, this machine has 0"),
+        ([], "attention: needs 1 GPU, this machine has 0"),
+        (["documents"], "documents: needs 1 GPU, this machine has 0"),
+        (["attention", "sizes=64,0"], "2048:8:32:32:0: must be S:B:heads:kv_heads:size"),
+        (["attention", "cases=8:1"], "8:1:64: must be S:B:heads:kv_heads:size"),
+        (["attention", "cases=" + "9" * 50 + ":1:1:1"], "whole numbers from 1 to 4194303"),
         (["layer"], "layer: needs 1 GPU, this machine has 0; `layer --smoke` runs on a CPU"),
         (["memory", "model=tiny"], "memory: needs 1 GPU"),
         (["quantize"], "quantize: needs 1 GPU"),

@@ -115,6 +115,7 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
                 "model": MODEL[torch.cuda.is_available()],
                 "data": {"text": ["unused"], "seq_len": 64} | sections.get("data", {}),
                 "train": sizes | sections.get("train", {}),
+                "precision": {"tune_attention": False} | sections.get("precision", {}),
             }
         )
         groups = make_groups(config.parallel)

@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.config.recipes import TE_RECIPES
-from coatlm.model.attention import BACKENDS
+from coatlm.model.attention_backends import ORDER
 from coatlm.model.layer_time import PASSES, TERA
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.memory import GIB
@@ -167,7 +167,7 @@ def attention(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
             dout = torch.randn(shape, device=DEVICE).bfloat16()
 
             def both(qkv: list[Tensor] = qkv, dout: Tensor = dout) -> None:
-                backends = sdpa_kernel(BACKENDS, set_priority=True)
+                backends = sdpa_kernel(ORDER, set_priority=True)
                 with backends if DEVICE == "cuda" else nullcontext():
                     out = scaled_dot_product_attention(*qkv, is_causal=True)
                 torch.autograd.grad(out, qkv, dout)

@@ -1,4 +1,4 @@
-"""GEMM algorithms in a file: found again, never replaced, and harmless if the file is not whole."""
+"""Timed choices in a file: found again, never replaced, and harmless if the file is not whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from coatlm.fp8 import cublaslt, gemm
 from coatlm.fp8.cublaslt import Heuristic, Kind
 from coatlm.fp8.formats import E4M3, E5M2
 from coatlm.fp8.gemm import Plans
-from coatlm.fp8.gemm_choices import add_choices, read_choices
+from coatlm.fp8.timed_choices import add_choices, machine, read_choices
+
+WHAT = "GEMM algorithms"
 
 
 @pytest.fixture
@@ -89,10 +91,10 @@ def test_an_algorithm_that_cublaslt_does_not_offer_is_not_run(
 
 
 def test_choices_are_read_as_they_were_added_and_the_first_one_stays(file: Path) -> None:
-    assert read_choices(file) == {}
-    add_choices(file, {"one": {"a": "1"}})
-    add_choices(file, {"one": {"a": "2", "b": "3"}, "two": {"a": "4"}})
-    assert read_choices(file) == {"one": {"a": "1", "b": "3"}, "two": {"a": "4"}}
+    assert read_choices(file, WHAT) == {}
+    add_choices(file, {"one": {"a": "1"}}, WHAT)
+    add_choices(file, {"one": {"a": "2", "b": "3"}, "two": {"a": "4"}}, WHAT)
+    assert read_choices(file, WHAT) == {"one": {"a": "1", "b": "3"}, "two": {"a": "4"}}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,11 @@ def test_another_content_is_ignored_with_one_warning_and_replaced(
     file.parent.mkdir()
     file.write_bytes(content.encode("latin-1"))
     with caplog.at_level(logging.WARNING, "coatlm"):
-        assert read_choices(file) == {}
-        add_choices(file, {"one": {"a": "1"}})
+        assert read_choices(file, WHAT) == {}
+        add_choices(file, {"one": {"a": "1"}}, WHAT)
     assert len(caplog.messages) == 1 and str(file) in caplog.messages[0]
-    assert read_choices(file) == {"one": {"a": "1"}}
+    assert caplog.messages[0].endswith("GEMM algorithms are timed again")
+    assert read_choices(file, WHAT) == {"one": {"a": "1"}}
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning(
@@ -125,12 +128,19 @@ def test_a_directory_that_cannot_be_written_is_a_warning(
 ) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING, "coatlm"):
-        add_choices(tmp_path / "file" / "gemms.json", {"one": {"a": "1"}})
-    assert "timed again at the next start" in caplog.messages[0]
+        add_choices(tmp_path / "file" / "gemms.json", {"one": {"a": "1"}}, WHAT)
+    assert caplog.messages[0].startswith("GEMM algorithms are timed again at the next start: ")
 
 
 def test_processes_that_add_at_the_same_time_lose_nothing(file: Path) -> None:
     with ThreadPoolExecutor(8) as pool:  # a lock belongs to an open file, not to a process
-        list(pool.map(lambda i: add_choices(file, {"one": {str(i): "x"}}), range(40)))
-    assert len(read_choices(file)["one"]) == 40
+        list(pool.map(lambda i: add_choices(file, {"one": {str(i): "x"}}, WHAT), range(40)))
+    assert len(read_choices(file, WHAT)["one"]) == 40
     assert json.loads(file.read_text())["format"] == 1
+
+
+def test_another_version_of_a_library_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    names = {machine(1, library) for library in ("cuBLASLt 130100", "cuDNN 91900", "cuDNN 92000")}
+    assert f"GPU 1, torch {torch.__version__}, CUDA 13.0, cuDNN 91900" in names and len(names) == 3
