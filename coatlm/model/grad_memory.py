@@ -11,7 +11,7 @@ from torch import nn
 
 from coatlm.config import Config
 from coatlm.fp8.formats import SCALE_BLOCK
-from coatlm.model.accounting import key_size, query_size
+from coatlm.model.accounting import key_size, layer_biases, layer_norms, query_size
 from coatlm.model.layer_memory import element_bytes
 from coatlm.parallel.arena import Lifetime
 from coatlm.parallel.buckets import Cut, arena_layout, bucket_elements, plan_buckets
@@ -62,13 +62,13 @@ def _transient_grads(config: Config, data_parallel: int) -> bool:
 
 @dataclass(frozen=True)
 class _Arena:
-    """What the buckets of a rank depend on. Sizes are in elements; norms and biases, a thousandth
-    of a layer, are left out.
-    """
+    """What the buckets of a rank depend on. Sizes are in elements, in the order of forward."""
 
-    layer: tuple[int, ...]  # sizes of the matrices of a layer
+    layer: tuple[int, ...]  # sizes of the parameters of a layer
+    matrices: tuple[int, ...]  # which of these are matrices
     layers: int
     table: int  # size of the embedding and, unless `tied`, of the output layer
+    norm: int  # size of the final norm
     tied: bool
     bucket_size: int
     ranks: int
@@ -80,11 +80,14 @@ def arena_bytes(config: Config, vocab: int, data_parallel: int) -> int:
     """Bytes of the arena of all gradients with train.update=backward."""
     m, p = config.model, config.parallel
     q, k, h = query_size(m), key_size(m), m.hidden
-    matrices = (q * h, (q + 2 * k) * h, 2 * m.ffn * h, m.ffn * h)
+    proj, qkv, fc1, fc2 = (size * h // p.tp for size in (q, q + 2 * k, 2 * m.ffn, m.ffn))
+    vectors = layer_norms(m) - h + layer_biases(m) // p.tp  # all but the first norm, as one
     arena = _Arena(
-        layer=tuple(size // p.tp for size in matrices),
+        layer=(h, proj, qkv, vectors, fc1, fc2),
+        matrices=(1, 2, 4, 5),
         layers=m.layers,
         table=vocab * h // p.tp,
+        norm=h,
         tied=m.tie_embeddings,
         bucket_size=p.bucket_size,
         ranks=data_parallel * p.cp,
@@ -98,7 +101,7 @@ def arena_bytes(config: Config, vocab: int, data_parallel: int) -> int:
 @cache
 def _arena_elements(arena: _Arena) -> int:
     """The elements that `buckets.make_buckets` allocates for the gradients of such a model."""
-    first, last = (arena.table,), () if arena.tied else (arena.table,)
+    first, last = (arena.table,), (arena.norm,) if arena.tied else (arena.norm, arena.table)
     units = [_weights(sizes) for sizes in (first, *[arena.layer] * arena.layers, last)]
     events = len(units) - 1
     reached: dict[nn.Parameter, Lifetime] = {}
@@ -107,7 +110,7 @@ def _arena_elements(arena: _Arena) -> int:
     if arena.tied:
         reached |= dict.fromkeys(units[0], (0, events))
     numbers = {param: n for n, unit in enumerate(units) for param in unit}
-    matrices = frozenset(param for unit in units[1:-1] for param in unit)
+    matrices = frozenset(unit[i] for unit in units[1:-1] for i in arena.matrices)
     cut = Cut(
         rank=0,
         ranks=arena.ranks,

@@ -328,10 +328,10 @@ def micro_batches(config: Config, data_parallel: int) -> list[int]:
     Interleaved stages need a multiple of pp microbatches, train.update=backward a single one.
     """
     share, p = config.train.global_batch // data_parallel, config.parallel
-    if config.train.update == "backward":
-        return [share]
     small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
     divisors = sorted({*small, *(share // n for n in small)}, reverse=True)
+    if config.train.update == "backward":
+        divisors = [share]
     return [n for n in divisors if p.vpp == 1 or share // n % p.pp == 0]
 
 

@@ -62,10 +62,6 @@ class GradRelease(GradReduction):
             self._finish(self.held[0])
         self.done = True
 
-    def held_bytes(self) -> int:
-        """Bytes of the buckets that have memory now."""
-        return sum(bucket.grads.nbytes for bucket in self.held)
-
     def _allocate(self, bucket: Bucket) -> None:
         if bucket not in self.missing:
             return

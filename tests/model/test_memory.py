@@ -321,6 +321,8 @@ def test_updates_in_backward_have_the_gradients_of_the_largest_buckets_at_once()
     eight = config(train={"update": "backward", "micro_batch": 1, "global_batch": 8})
     assert mem.micro_batches(eight, 2) == [4]
     assert mem.micro_batches(replaced(eight, "step"), 2) == [4, 2, 1]
+    interleaved = mem.replaced(eight, parallel={"pp": 2, "vpp": 2})
+    assert mem.micro_batches(interleaved, 2) == []
 
 
 def replaced(c: Config, update: str) -> Config:

@@ -180,7 +180,7 @@ def test_gradients_of_the_whole_model_never_have_memory(found: Any, size: int, n
         if name == "one bucket":
             assert arena == whole
         else:
-            assert arena < 0.6 * whole
+            assert arena < 0.75 * whole
         if "zero 2" not in name and "zero 3" not in name:  # which release theirs after a step
             assert rank[f"{name}, all bytes"] == whole
 
@@ -193,7 +193,7 @@ def test_the_estimate_has_the_bytes_of_the_arena(found: Any, size: int, name: st
     config = make_run(name, size, HUGE, "backward")
     estimate = arena_bytes(config, 128, config.data_parallel_size(size))
     for rank in found[size]:
-        assert rank[f"{name}, bytes"][0] == pytest.approx(estimate, rel=0.05)
+        assert rank[f"{name}, bytes"][0] == pytest.approx(estimate, rel=0.01)
 
 
 def spoil(rank: int, size: int, _: None) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def spoil(rank: int, size: int, _: None) -> dict[str, Any]:
     use = release.use
 
     def watch(bucket: Any) -> None:
-        held.append(release.held_bytes() + bucket.grads.nbytes)
+        held.append(sum(each.grads.nbytes for each in (*release.held, bucket)))
         use(bucket)
 
     release.use = watch
@@ -309,7 +309,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("resumed", "backward", "straight"),
             ("changed", "backward", "plain"),
         ):
-            resume = "none" if source is None else step_five(root / f"{layout} {source}")
+            resume = "auto" if source is None else step_five(root / f"{layout} {source}")
             jobs.append(
                 run_config(
                     root / f"{layout} {kind}",
