@@ -297,6 +297,27 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
                 ),
             )
         ),
+        *(
+            (
+                {"train": {"update": "backward", **more.pop("train", {})}, **more},
+                f"train.update=backward with {told}",
+            )
+            for more, told in (
+                ({"parallel": {"pp": 2}}, "parallel.pp=2: must be 1"),
+                ({"model": {"spec": "te"}}, "model.spec=te: must be local"),
+                ({"train": {"spike_sigma": 6.0}}, "train.spike_sigma=6.0: must be 0.0"),
+                ({"log": {"states_every": 5}}, "log.states_every=5: must be 0"),
+                ({"parallel": {"main_grads": "fp8"}}, "parallel.main_grads=fp8: must be fp32 or"),
+                (
+                    {"parallel": {"overlap_grad_reduce": False}},
+                    "parallel.overlap_grad_reduce=false: must be true",
+                ),
+            )
+        ),
+        (
+            {"train": {"update": "backward", "cuda_graphs": True}},
+            "train.cuda_graphs=true with train.update=backward: must be step",
+        ),
         (
             {
                 "parallel": {"weight_gather": "fp8"},
@@ -395,6 +416,19 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError) as error:
         config.data_parallel_size(world_size)
     assert told in str(error.value)
+
+
+def test_updates_in_backward_need_one_microbatch_per_step_and_exclude_graphs() -> None:
+    sizes = {"micro_batch": 2, "global_batch": 16, "update": "backward", "cuda_graphs": "auto"}
+    config = make_config({"model": {"hidden": 256}, "train": sizes})
+    assert config.data_parallel_size(8) == 8 and not config.cuda_graphs
+    assert make_config({"model": {"hidden": 256}, "train": sizes | {"update": "step"}}).cuda_graphs
+    with pytest.raises(ConfigError) as error:
+        config.data_parallel_size(4)
+    assert str(error.value) == (
+        "train.update=backward with train.global_batch=16: must be train.micro_batch * "
+        "data-parallel size = 2*4, one microbatch per step"
+    )
 
 
 def test_kv_heads_and_head_dim_follow_from_heads_and_hidden() -> None:

@@ -122,7 +122,8 @@ def report(config: Config, vocab: int, dp: int) -> Iterator[str]:
     yield ""
     yield from stage_table(config, vocab, dp)
     yield from ("", "Peak in GiB by optimizer recipe and gradient dtype", "")
-    yield from _table("optim.recipe", MAIN_GRADS, "main grads", _by_optimizer(config), vocab, dp)
+    grads = _main_grads(config)
+    yield from _table("optim.recipe", grads, "main grads", _by_optimizer(config), vocab, dp)
     yield from ("", "Peak in GiB by precision recipe and recomputation", "")
     yield from _table("precision.recipe", RECOMPUTE, "recompute", _by_precision(config), vocab, dp)
 
@@ -141,6 +142,11 @@ def proposal(config: Config, vocab: int, dp: int, memory: float) -> tuple[str, b
     ), as_configured > 0
 
 
+def _main_grads(config: Config) -> Sequence[str]:
+    """The gradient dtypes to compare; train.update=backward refuses the last."""
+    return MAIN_GRADS[:-1] if config.train.update == "backward" else MAIN_GRADS
+
+
 def _by_optimizer(config: Config) -> Iterator[tuple[str, list[Config]]]:
     """Yield the configuration with every optimizer recipe that supports its weight dtype."""
     for recipe in get_args(OptimRecipe):
@@ -149,7 +155,7 @@ def _by_optimizer(config: Config) -> Iterator[tuple[str, list[Config]]]:
                 recipe,
                 [
                     replaced(config, optim={"recipe": recipe}, parallel={"main_grads": grads})
-                    for grads in MAIN_GRADS
+                    for grads in _main_grads(config)
                 ],
             )
 

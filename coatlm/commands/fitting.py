@@ -42,6 +42,7 @@ ROWS = (
     ("parallel.main_grads=fp8",),
     ("optim.recipe=coat-24",),
     ("optim.offload=states",),
+    ("train.update=backward", "parallel.main_grads=bf16"),
 )
 
 
@@ -62,8 +63,8 @@ def cell(gib: float, reserve_gib: float) -> str:
 
 
 def peak(case: Case, changes: tuple[str, ...]) -> int:
-    """The estimated peak in bytes of a rank that trains one sample per microbatch."""
-    batch = (f"data.seq_len={SEQ_LEN}", "train.micro_batch=1", "train.global_batch=16")
+    """The estimated peak in bytes of a rank that trains one sample per step."""
+    batch = (f"data.seq_len={SEQ_LEN}", "train.micro_batch=1", "train.global_batch=1")
     config = load_run_config(case.config, [*changes, *case.layout, *batch])
     vocab = config.model.vocab
     assert vocab is not None  # of a shipped configuration

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parallel={"layout": "given"},
                 train={"micro_batch": 1, "cuda_graphs": any_graphs(config)},
             )
-            vocab, _ = sizes_of(config, None)
+            vocab, _ = sizes_of(replaced(config, train={"update": "step"}), None)
             if len(clusters) > 1:
                 lines = scale_lines(
                     config, vocab, clusters, options.tokens or TOKENS, options.save or SAVE

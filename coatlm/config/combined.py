@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field, model_validator
 
 from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
 from coatlm.config.model import Model, Precision
+from coatlm.config.obstacles import graph_obstacles, update_obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
@@ -107,8 +106,11 @@ class Config(Section):
             divides("model.hidden", m.hidden, "the alignment of FP8 GEMMs", 16)
         self._check_flow()
         if self.train.cuda_graphs is True:
-            for obstacle in self._graph_obstacles():
+            for obstacle in graph_obstacles(self):
                 raise ValueError(f"train.cuda_graphs=true with {obstacle}")
+        if self.train.update == "backward":
+            for obstacle in update_obstacles(self):
+                raise ValueError(f"train.update=backward with {obstacle}")
         self._check_sharded_weights()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
@@ -236,19 +238,6 @@ class Config(Section):
         if weights and self.parallel.weight_gather == "fp8":
             raise ValueError(f"{what} with parallel.weight_gather=fp8: must be bf16")
 
-    def _graph_obstacles(self) -> Iterator[str]:
-        """What a CUDA graph of a microbatch cannot capture, as `section.key=value: must be ...`."""
-        for name, value, allowed in (
-            ("parallel.pp", self.parallel.pp, 1),
-            ("model.spec", self.model.spec, "local"),
-            ("train.recompute", self.train.recompute, "none"),
-            ("precision.keep_weights", self.precision.keep_weights, False),
-        ):
-            if value != allowed:
-                yield f"{name}={value}: must be {allowed}"
-        if self.parallel.zero >= 2:  # buffers are freed and allocated in every step
-            yield f"parallel.zero={self.parallel.zero}: must be 0 or 1"
-
     def _check_sharded_weights(self) -> None:
         """Raise ValueError for options that hold whole weights, which zero=3 shards."""
         for name, value, allowed in (
@@ -269,7 +258,7 @@ class Config(Section):
     def cuda_graphs(self) -> bool:
         """Whether a GPU trains with CUDA graphs: train.cuda_graphs with `auto` decided."""
         if self.train.cuda_graphs == "auto":
-            return self.model.hidden <= GRAPHS_UP_TO and not any(self._graph_obstacles())
+            return self.model.hidden <= GRAPHS_UP_TO and not any(graph_obstacles(self))
         return self.train.cuda_graphs
 
     def captures_steps(self, world_size: int) -> bool:
@@ -310,6 +299,12 @@ class Config(Section):
                 f"data-parallel size = {t.micro_batch}*{dp}"
             )
         microbatches = t.global_batch // (t.micro_batch * dp)
+        if t.update == "backward" and microbatches > 1:
+            raise ConfigError(
+                f"train.update=backward with train.global_batch={t.global_batch}: must be "
+                f"train.micro_batch * data-parallel size = {t.micro_batch}*{dp}, one microbatch "
+                "per step"
+            )
         if p.vpp > 1 and microbatches % p.pp:
             raise ConfigError(
                 f"parallel.vpp={p.vpp}: {microbatches} microbatches per step are not a multiple of "

@@ -193,6 +193,12 @@ class Train(Section):
     """The coefficient of the squared logarithm of the softmax's denominator, which is added to the
     loss of each token in training, not in evaluation; 1e-4 is common, 0 means off."""
 
+    update: Literal["step", "backward"] = "step"
+    """When weights are updated. step: after backward, by all gradients of the step. backward:
+    during backward, bucket by bucket, where a step has one microbatch; each gradient is released as
+    soon as it is applied, and optim.clip_grad clips by the norm of the step before. A NaN or an
+    infinity skips the rest of the update."""
+
     cuda_graphs: Literal[True, False, "auto"] = False
     """Capture each microbatch as a CUDA graph and replay it, which helps small models that are
     bound by kernel launches. On one GPU a step of up to 32 microbatches and its update are one

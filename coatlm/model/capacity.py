@@ -26,6 +26,7 @@ CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the che
     ("parallel", "zero", 1),
     ("train", "micro_batch", 1),
     ("parallel", "main_grads", "bf16"),
+    ("train", "update", "backward"),
     ("optim", "recipe", "coat-lean"),
     ("optim", "recipe", "coat"),
     ("optim", "offload", "states"),
@@ -45,7 +46,8 @@ def check_memory(
     if not beyond:
         return
     kind, *_ = beyond
-    less = {key: requirements(c, vocab, data_parallel)[kind] for key, c in remedies(config)}
+    changed = remedies(config, data_parallel)
+    less = {key: requirements(c, vocab, data_parallel)[kind] for key, c in changed}
     enough = [key for key in less if less[key] <= limits[kind]]
     helpful = sorted((key for key in less if less[key] < sizes[kind]), key=less.__getitem__)
     named = [f"{key} ({less[key] / GIB:,.1f} GiB)" for key in (enough or helpful)[:SUGGESTIONS]]
@@ -63,12 +65,16 @@ def requirements(config: Config, vocab: int, data_parallel: int) -> tuple[int, i
     return max(*needed, *(s.initial for s in stages)), max(s.total for s in stages)
 
 
-def remedies(config: Config) -> Iterator[tuple[str, Config]]:
+def remedies(config: Config, data_parallel: int) -> Iterator[tuple[str, Config]]:
     """Yield each entry of CHANGES that is valid here: (`section.key=value`, changed config)."""
+    p = config.parallel
+    ranks = data_parallel * p.tp * p.pp * p.cp
     for section, key, value in CHANGES:
         data = config.model_dump(mode="json")
         if data[section][key] == value:
             continue
         data[section][key] = value
         with suppress(ConfigError):
-            yield f"{section}.{key}={value}", make_config(data)
+            changed = make_config(data)
+            changed.data_parallel_size(ranks)
+            yield f"{section}.{key}={value}", changed

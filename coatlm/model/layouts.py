@@ -130,6 +130,7 @@ def _shapes(
     p, gpus = config.parallel, cluster.gpus
     data = replaced(config, train={"micro_batch": 1}).model_dump(mode="json")
     data["parallel"]["layout"] = "given"
+    data["train"]["update"] = "step"  # the microbatch, and with it their number, is not known yet
     if ("parallel", "zero") in free:
         data["parallel"]["zero"] = 1
 
@@ -152,7 +153,7 @@ def _shapes(
                     with suppress(ConfigError):
                         valid = make_config(data)
                         valid.data_parallel_size(gpus)
-                        yield valid
+                        yield replaced(valid, train={"update": config.train.update})
 
 
 def _divisors(n: int) -> list[int]:

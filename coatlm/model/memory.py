@@ -30,7 +30,7 @@ from typing import Any
 
 from coatlm.config import Config, ConfigError
 from coatlm.model.accounting import layer_matrices, rank_parameters
-from coatlm.model.grad_memory import main_grad_bytes, returned_grad_bytes
+from coatlm.model.grad_memory import grad_buffer_bytes, returned_grad_bytes
 from coatlm.model.layer_memory import (
     STATISTIC,
     element_bytes,
@@ -41,9 +41,9 @@ from coatlm.model.layer_memory import (
     weight_dtype,
 )
 from coatlm.model.loss import default_chunk
-from coatlm.optim.adamw import bytes_per_parameter
 from coatlm.optim.offload import BUFFERS, PIECE
 from coatlm.optim.recipes import find_recipe
+from coatlm.optim.shards import bytes_per_parameter
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20  # bytes, of cuBLAS on Hopper; one per thread: forward, backward
@@ -294,7 +294,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
     return RankBytes(
         weights=weight_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
         fp8_weights=fp8_weight_bytes(config),
-        main_grads=main_grad_bytes(config, count, data_parallel),
+        main_grads=grad_buffer_bytes(config, count, vocab, data_parallel),
         optim_states=device_state_bytes(config, count, vocab, data_parallel),
         activations=activations,
         loss=loss,
@@ -325,19 +325,18 @@ def peak_bytes(config: Config, vocab: int, data_parallel: int) -> int:
 def micro_batches(config: Config, data_parallel: int) -> list[int]:
     """Every micro_batch that divides a replica's share of the global batch, the largest first.
 
-    Interleaved stages need a number of microbatches that is a multiple of pp.
+    Interleaved stages need a multiple of pp microbatches, train.update=backward a single one.
     """
     share, p = config.train.global_batch // data_parallel, config.parallel
     small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
     divisors = sorted({*small, *(share // n for n in small)}, reverse=True)
+    if config.train.update == "backward":
+        divisors = [share]
     return [n for n in divisors if p.vpp == 1 or share // n % p.pp == 0]
 
 
 def largest_micro_batch(config: Config, vocab: int, data_parallel: int, memory: float) -> int:
-    """The largest train.micro_batch whose peak is within `memory` bytes; 0 if none is.
-
-    The global batch stays as it is: all its divisors over `data_parallel` replicas are tried.
-    """
+    """The largest of `micro_batches` whose peak is within `memory` bytes; 0 if none is."""
     if config.train.global_batch % data_parallel:
         raise ConfigError(
             f"train.global_batch={config.train.global_batch} is not a multiple of the "

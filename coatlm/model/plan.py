@@ -31,7 +31,7 @@ from coatlm.model.memory import (
     replaced,
     stage_bytes,
 )
-from coatlm.optim.adamw import bytes_per_parameter
+from coatlm.optim.shards import bytes_per_parameter
 
 WIDTH = 100  # columns of a sentence's lines
 FORMATS = {"fp32": "fp32", "bf16": "BF16", "fp8": "FP8"}

@@ -62,3 +62,8 @@ class GradientNoise:
         self.noise[..., STEP].fill_(self.step)
         self.noise[..., MICROBATCH].zero_()
         self.step += 1
+
+    def repeat_(self) -> None:
+        """Begin the step that was begun last once more, with the same random numbers."""
+        self.step -= 1
+        self.begin_()

@@ -12,6 +12,7 @@ device: if the clip coefficient is not finite, nothing changes, and the host doe
 The learning rate is on the device as well, so that replays of a CUDA graph read the newest one.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
+A step updates all shards at once, or with `by_shard` each shard as soon as it has gradients.
 
 A tensor-wise scale belongs to a whole parameter. Scales grow with the amax, so ranks whose shards
 have parts of a parameter use the largest of their scales. One all-reduce per step covers all
@@ -20,8 +21,7 @@ parameters that are cut; on a GPU it reduces amaxes while the other parameters a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -30,11 +30,10 @@ from torch import Tensor
 
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim.fused import FusedStep, prepare
-from coatlm.optim.moment_formats import ExpandedFp8, Stored, TensorScaled, named_state
-from coatlm.optim.offload import PIECE, Piece, StateOffload, cut_pieces, host_zeros, parts
-from coatlm.optim.recipes import BF16, FP32, MASTER, M, Recipe, V, find_recipe
-from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, round_up
-from coatlm.optim.weight_formats import TensorScaledMaster
+from coatlm.optim.moment_formats import Stored, named_state
+from coatlm.optim.offload import PIECE, Piece, StateOffload, make_pieces, parts
+from coatlm.optim.recipes import MASTER, M, Recipe, V, find_recipe
+from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, initial_states, round_up
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
@@ -52,6 +51,7 @@ class AdamW:
 
     With `offload` the states are in host memory, page-locked if the shards are on a GPU, and a step
     passes at most `piece` elements at a time through the GPU. Results have the same bits.
+    With `by_shard` a step is one call of `update_shard` per shard, and then `count_update`.
     `cut` is the number of parameters that are cut, the same on all ranks; `share` starts to
     all-reduce a tensor [cut, 3] to its maxima, in place, and returns a handle with `wait`.
     """
@@ -66,6 +66,7 @@ class AdamW:
         weight_decay: float,
         offload: bool = False,
         piece: int = PIECE,
+        by_shard: bool = False,
         cut: int = 0,
         share: Callable[[Tensor], Any] | None = None,
     ) -> None:
@@ -79,21 +80,27 @@ class AdamW:
         self.rates = torch.zeros(2, device=device)  # lr, lr * weight_decay
         self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
         n = self._starts[-1]
-        self._flat = self._allocate(device, offload=offload)
+        block = shards[0].weight[:SCALE_BLOCK]
+        self._flat = initial_states(self.recipe, block, n, None if offload else device)
         self._states = [parts(self._flat, *shard, n) for shard in pairwise(self._starts)]
         decayed = torch.cat([decayed_blocks(shard) for shard in shards]).to(device)
         self._decayed = decayed.split([shard.weight.numel() // SCALE_BLOCK for shard in shards])
         spans = tuple(self.spans(min(CHUNK, piece)))
-        self.pieces, self.offload = [Piece(0, n, spans)], None
+        size = piece if offload else None
+        self.pieces = make_pieces(spans, self._starts, size, by_shard=by_shard)
+        self.offload: StateOffload | None = None
+        self._in_place = [parts(self._flat, at.start, at.stop, n) for at in self.pieces]
+        self._pieces_of: dict[int, list[int]] = {i: [] for i in range(len(shards))}
+        for j, at in enumerate(self.pieces):
+            self._pieces_of[at.spans[0][0]].append(j)
         if offload:
-            self.pieces = cut_pieces(spans, self._starts, piece)
             self.offload = StateOffload(self._flat, self.pieces, n, device)
         self.reload_from_weights()
         self.fused: list[FusedStep] = []  # one per piece; the reference runs without them
         self.fused_cut: list[tuple[FusedStep, Tensor]] = []  # of cut parameters, with their numbers
         if device.type == "cuda":
             self.scalars = torch.zeros(4, device=device)
-            device_states = [self._flat] if self.offload is None else self.offload.device
+            device_states = self._in_place if self.offload is None else self.offload.device
             for part, states in zip(self.pieces, device_states, strict=True):
                 whole = [span for span in part.spans if self._number(*span) is None]
                 self.fused.append(self._fused_step(part, whole, states, decayed))
@@ -138,20 +145,41 @@ class AdamW:
         If the coefficient is NaN or Inf, nothing changes, not even `step_count`. Without `offload`
         a CUDA graph can capture this, once the kernels are compiled.
         """
+        self._update(range(len(self.pieces)), clip_coefficient, self.step_count)
+
+    @torch.no_grad()
+    def update_shard(self, i: int, clip_coefficient: Tensor) -> None:
+        """`update` of shard i alone, once per step; needs `by_shard`. `step_count` does not change.
+
+        With `share` all ranks that have parts of the shard's parameters call it together.
+        """
+        self._update(self._pieces_of[i], clip_coefficient, self.step_count.clone())
+
+    @torch.no_grad()
+    def count_update(self, clip_coefficient: Tensor) -> None:
+        """Count a step of calls of `update_shard`, unless the coefficient is NaN or Inf."""
+        self.step_count += clip_coefficient.isfinite()
+
+    def _update(
+        self, which: Collection[int], clip_coefficient: Tensor | None, step_count: Tensor
+    ) -> None:
+        """Update the shards in some of `pieces`, and count the step in `step_count`, a tensor."""
         if self.fused:
             prepare(
                 self.scalars,
                 betas=self.betas,
                 clip_coefficient=clip_coefficient,
-                step_count=self.step_count,
+                step_count=step_count,
             )
-            self._fused_update()
+            self._fused_update(which)
             return
-        clip = torch.ones_like(self.step_count, dtype=FP32)
-        clip = clip if clip_coefficient is None else clip_coefficient
+        one = torch.ones((), device=step_count.device)
+        clip = one if clip_coefficient is None else clip_coefficient
         go = clip.abs() < torch.inf
-        scales = self.cut_scales(clip_coefficient=clip)
-        for states, piece in zip(self._passes(), self.pieces, strict=True):
+        shards = {span[0] for j in which for span in self.pieces[j].spans}
+        scales = self.cut_scales(clip_coefficient=clip, shards=shards)
+        for states, j in zip(self._passes(which), which, strict=True):
+            piece = self.pieces[j]
             for i, start, stop in piece.spans:
                 at = self._starts[i] - piece.start
                 old = parts(states, at + start, at + stop, piece.stop - piece.start)
@@ -160,35 +188,48 @@ class AdamW:
                     old[name].copy_(torch.where(go, tensor, old[name]))
                 weight = self.shards[i].weight[start:stop]
                 weight.copy_(torch.where(go, new.weight, weight))
-        self.step_count += go
+        step_count += go
 
-    def _passes(self) -> Iterator[Stored]:
-        """The states of each piece on the device, which are copied back after their turn."""
-        return iter([self._flat]) if self.offload is None else self.offload.passes()
+    def _passes(self, which: Collection[int]) -> Iterator[Stored]:
+        """The states of some pieces on the device, which are copied back after their turn."""
+        if self.offload is not None:
+            return self.offload.passes(which)
+        return iter([self._in_place[j] for j in which])
 
-    def _fused_update(self) -> None:
+    def _fused_update(self, which: Collection[int]) -> None:
         """The step on a GPU. With `offload` and cut parameters, states pass through it twice."""
         shared: Any = None
         if self.share is not None:
             amax = torch.zeros(self.cut, 3, dtype=torch.int32, device=self.scalars.device)
-            for _, (fused, numbers) in zip(self._passes(), self.fused_cut, strict=True):
+            for _, j in zip(self._passes(which), which, strict=True):
+                fused, numbers = self.fused_cut[j]
                 fused(self.scalars, self.rates, passes=(True,))
                 amax[numbers] = fused.amax
             shared = self.share(amax)
-        passes = zip(self._passes(), self.fused, self.fused_cut, strict=True)
-        for _, whole, (fused, numbers) in passes:
-            whole(self.scalars, self.rates)
+        for _, j in zip(self._passes(which), which, strict=True):
+            self.fused[j](self.scalars, self.rates)
             if shared is not None:
+                fused, numbers = self.fused_cut[j]
                 shared.wait()
                 fused.amax.copy_(amax[numbers])
                 fused(self.scalars, self.rates, passes=(False,))
 
     @torch.no_grad()
-    def cut_scales(self, *, clip_coefficient: Tensor, lr: float | None = None) -> Tensor:
-        """The scales of m, v and master after the reference's step, fp32[cut, 3]. A collective."""
+    def cut_scales(
+        self,
+        *,
+        clip_coefficient: Tensor,
+        lr: float | None = None,
+        shards: Container[int] | None = None,
+    ) -> Tensor:
+        """The scales of m, v and master after the reference's step, fp32[cut, 3]. A collective.
+
+        Those of parameters that are not in `shards` are zero; None: all shards.
+        """
         scales = torch.zeros(self.cut, 3, device=self.step_count.device)
         for i, start, stop in self.spans(CHUNK):
-            if (number := self._number(i, start, stop)) is not None:
+            number = self._number(i, start, stop)
+            if number is not None and (shards is None or i in shards):
                 new = self.propose(i, start, stop, lr=lr, clip_coefficient=clip_coefficient)
                 for column, name in enumerate((M, V, MASTER)):
                     if name + ".scale" in new.states:
@@ -277,20 +318,12 @@ class AdamW:
     @torch.no_grad()
     def decode_parts(self, name: str, state: Stored) -> Tensor:
         """fp32[n] of a moment or of FP8-LM's master, decoded from its stored tensors by suffix."""
-        return self._scaled_format(name).decode(state)
+        return self.recipe.scaled_format(name).decode(state)
 
     @torch.no_grad()
     def encode_parts(self, name: str, values: Tensor) -> Stored:
         """The stored tensors, by suffix, of fp32 `values` [n]; n is a multiple of 128."""
-        return self._scaled_format(name).encode(values)
-
-    def _scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
-        """The format of a state with scales: only there it matters which elements form a block."""
-        weight = self.recipe.weight
-        master = weight.scaled if isinstance(weight, TensorScaledMaster) else weight
-        found = master if name == MASTER else self.recipe.moments[name]
-        assert isinstance(found, ExpandedFp8 | TensorScaled), name
-        return found
+        return self.recipe.scaled_format(name).encode(values)
 
     def spans(self, longest: int) -> Iterator[tuple[int, int, int]]:
         """(shard, start, stop) of ranges that can be updated one at a time; multiples of 128.
@@ -304,29 +337,6 @@ class AdamW:
             else:
                 yield from ((i, at, min(at + longest, n)) for at in range(0, n, longest))
 
-    def _allocate(self, device: torch.device, *, offload: bool) -> Stored:
-        """Initial states, those of all shards concatenated, so that one launch covers all shards.
-
-        Those of the weight are zeros, until `reload_from_weights`.
-        """
-        block: Stored = {}
-        for name, moment in self.recipe.moments.items():
-            zeros = moment.zeros(SCALE_BLOCK, torch.device("cpu"))
-            block |= {name + suffix: tensor for suffix, tensor in zeros.items()}
-        sample = self.recipe.weight.initial(self.shards[0].weight[:SCALE_BLOCK])
-        block |= {
-            MASTER + suffix: torch.zeros_like(t, device="cpu") for suffix, t in sample.items()
-        }
-        flat: Stored = {}
-        for name, tensor in block.items():
-            size, dtype = self._starts[-1] * tensor.numel() // SCALE_BLOCK, tensor.dtype
-            if offload:
-                flat[name] = host_zeros(size, dtype)
-            else:
-                flat[name] = torch.empty(size, dtype=dtype, device=device)
-            flat[name].fill_(tensor[0])
-        return flat
-
     def state_of(self, i: int, start: int, stop: int) -> Stored:
         """Views of the states of elements [start, stop) of shard i; both are multiples of 128."""
         return parts(self.states[i], start, stop, self.shards[i].weight.numel())
@@ -339,12 +349,3 @@ class AdamW:
     def _inverse_correction(self, beta: float) -> Tensor:
         """1 / (1 - beta^t) of the current step, fp32."""
         return (1.0 / (1.0 - beta ** (self.step_count + 1).double())).float()
-
-
-@cache
-def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
-    """Bytes per parameter of all states, without the weight and its gradient."""
-    weight = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)
-    shard = FlatShard(weight, weight, decay=())
-    optimizer = AdamW([shard], recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return optimizer.state_bytes() / SCALE_BLOCK

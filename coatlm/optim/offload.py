@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,25 @@ def cut_pieces(spans: Iterable[Span], starts: Sequence[int], longest: int) -> li
             pieces.append(Piece(joined.start, stop, (*joined.spans, (shard, first, last))))
         else:
             pieces.append(Piece(start, stop, ((shard, first, last),)))
+    return pieces
+
+
+def make_pieces(
+    spans: Sequence[Span], starts: Sequence[int], longest: int | None, *, by_shard: bool
+) -> list[Piece]:
+    """The pieces of an update of all `spans`, in order; with `by_shard` none has parts of two.
+
+    Without `longest` there is one piece, or one per shard.
+    """
+    apart = [spans]
+    if by_shard:
+        apart = [tuple(each) for _, each in groupby(spans, key=lambda span: span[0])]
+    pieces: list[Piece] = []
+    for some in apart:
+        if longest is None:
+            pieces.append(Piece(starts[some[0][0]], starts[some[-1][0] + 1], tuple(some)))
+        else:
+            pieces += cut_pieces(some, starts, longest)
     return pieces
 
 
@@ -104,9 +124,12 @@ class StateOffload:
                 lock_pages(tensor)
                 weakref.finalize(self, unlock_pages, tensor.data_ptr(), self.streams[1])
 
-    def passes(self) -> Iterator[dict[str, Tensor]]:
-        """Yield each piece's states on the device, to be updated in place on the current stream."""
-        for j in range(len(self.host)):
+    def passes(self, which: Collection[int]) -> Iterator[dict[str, Tensor]]:
+        """Yield the states of pieces on the device, to be updated in place on the current stream.
+
+        `which` are their numbers.
+        """
+        for j in which:
             self._copy_in(j)
             yield self.device[j]
             self._copy_out(j)

@@ -68,6 +68,14 @@ class Recipe:
         """Whether a moment is in COAT's expanded FP8."""
         return any(moment.kind == "expanded" for moment in (self.m, self.v))
 
+    def scaled_format(self, name: str) -> ExpandedFp8 | TensorScaled:
+        """The format of a state with scales: only there it matters which elements form a block."""
+        weight = self.weight
+        master = weight.scaled if isinstance(weight, TensorScaledMaster) else weight
+        found = master if name == MASTER else self.moments[name]
+        assert isinstance(found, ExpandedFp8 | TensorScaled), name
+        return found
+
     @property
     def moments(self) -> dict[str, MomentFormat]:
         return {M: self.m, V: self.v}

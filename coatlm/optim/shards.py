@@ -1,16 +1,19 @@
-"""The shards that the optimizer updates, and what it can be constructed with."""
+"""The shards that the optimizer updates, their initial states, and the checks of its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.optim.recipes import BF16, FP32, Recipe, find_recipe
+from coatlm.optim.moment_formats import Stored
+from coatlm.optim.offload import host_zeros
+from coatlm.optim.recipes import BF16, FP32, MASTER, Recipe, find_recipe
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,30 @@ def check_recipe(
                 )
 
 
+def initial_states(recipe: Recipe, block: Tensor, n: int, device: torch.device | None) -> Stored:
+    """Initial states of all n elements of a rank's shards, concatenated, so that one launch covers
+    all shards. `device=None`: in host memory.
+
+    `block` are 128 weights, of which only the dtype counts: weight states are zeros, until
+    `AdamW.reload_from_weights`.
+    """
+    of_block: Stored = {}
+    for name, moment in recipe.moments.items():
+        zeros = moment.zeros(SCALE_BLOCK, torch.device("cpu"))
+        of_block |= {name + suffix: tensor for suffix, tensor in zeros.items()}
+    sample = recipe.weight.initial(block)
+    of_block |= {MASTER + suffix: torch.zeros_like(t, device="cpu") for suffix, t in sample.items()}
+    flat: Stored = {}
+    for name, tensor in of_block.items():
+        size, dtype = n * tensor.numel() // SCALE_BLOCK, tensor.dtype
+        if device is None:
+            flat[name] = host_zeros(size, dtype)
+        else:
+            flat[name] = torch.empty(size, dtype=dtype, device=device)
+        flat[name].fill_(tensor[0])
+    return flat
+
+
 def decayed_blocks(shard: FlatShard) -> Tensor:
     """uint8[n / 128]: 1 for blocks with weight decay. An end is rounded up, into zero padding."""
     decayed = torch.zeros(shard.weight.numel() // SCALE_BLOCK, dtype=torch.uint8)
@@ -79,3 +106,11 @@ def decayed_blocks(shard: FlatShard) -> Tensor:
 
 def round_up(n: int) -> int:
     return -(-n // SCALE_BLOCK) * SCALE_BLOCK
+
+
+@cache
+def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) -> float:
+    """Bytes per parameter of all states, without the weight and its gradient."""
+    block = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)
+    states = initial_states(find_recipe(recipe), block, SCALE_BLOCK, block.device)
+    return sum(tensor.nbytes for tensor in states.values()) / SCALE_BLOCK

@@ -21,6 +21,9 @@ to BF16 has another wgrad GEMM, its gradient is zeroed as well.
 One-byte gradients (`fp8.accumulate`) have no `main_grad`: autograd returns each gradient, and
 `Bucket.accumulate` adds it. Where buckets exist only while they fill and are reduced, at ZeRO stage
 2 and 3, they are BF16, and the sums of the rank's shard are one byte.
+
+With `train.update=backward` (`Cut.reached`) the gradients of all buckets are in one arena, in which
+buckets that are never needed at the same time overlap (`arena`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +39,7 @@ from torch import Tensor, nn
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.fp8.weight_rows import Rows
+from coatlm.parallel.arena import Lifetime, place, with_reductions
 from coatlm.parallel.collectives import Pending
 from coatlm.parallel.wire import Reduction, Tensors
 
@@ -55,6 +60,7 @@ class Cut:
     fp8_rows: bool = False  # scales of `fp8_weights` are row-wise, else tensor-wise
     unit: Mapping[nn.Parameter, int] = field(default_factory=dict)  # only equals share buckets
     noise: Tensor | None = None  # of one-byte gradients; None: gradients are of `grad_dtype`
+    reached: Mapping[nn.Parameter, Lifetime] | None = None  # gradients share an arena; None: none
 
 
 @dataclass(eq=False)
@@ -171,17 +177,53 @@ class Bucket:
         return self.reduced[begin - first : max(min(end, last), begin) - first]
 
 
+class Span(NamedTuple):
+    """What a bucket will contain."""
+
+    ranges: dict[nn.Parameter, tuple[int, int]]  # those of `Bucket.params`
+    sizes: tuple[int, ...]
+    fp8: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+
 def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
     """Plan the buckets, allocate them, and make the parameters views of them."""
-    buckets: list[Bucket] = []
+    spans = plan_buckets(params, cut)
+    if cut.reached is None:
+        return [_make_bucket(span, cut, None) for span in spans]
+    starts, size = arena_layout(spans, cut)
+    arena = torch.zeros(size, dtype=cut.grad_dtype, device=params[0].device)
+    grads = [arena[at : at + span.numel] for at, span in zip(starts, spans, strict=True)]
+    return [_make_bucket(span, cut, part) for span, part in zip(spans, grads, strict=True)]
+
+
+def arena_layout(spans: Sequence[Span], cut: Cut) -> tuple[list[int], int]:
+    """Where the gradients of each bucket start in their arena, and its size, in elements."""
+    assert cut.reached is not None
+    lives = []
+    for span in spans:
+        firsts, lasts = zip(*(cut.reached[param] for param in span.ranges), strict=True)
+        lives.append((min(firsts), max(lasts)))
+    if cut.ranks > 1:
+        lives = with_reductions(lives)
+    return place([span.numel for span in spans], lives)
+
+
+def plan_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Span]:
+    """Which parameters share a bucket, in the order of backward, and where they lie in it."""
+    spans: list[Span] = []
     enough = bucket_elements(cut.bucket_size, sum(p.numel() for p in params))
     pending: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    held = {False: 0, True: 0}  # elements of `pending`
     unit = None
 
     def close(fp8: bool) -> None:
         if pending[fp8]:
-            buckets.append(_make_bucket(pending[fp8], fp8, cut))
-            pending[fp8] = []
+            spans.append(_span(pending[fp8], fp8, cut))
+            pending[fp8], held[fp8] = [], 0
 
     for param in reversed(params):
         fp8 = param in cut.fp8_weights
@@ -195,14 +237,15 @@ def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
             close(fp8)
             continue
         pending[fp8].append(param)
-        if sum(p.numel() for p in pending[fp8]) >= enough:
+        held[fp8] += param.numel()
+        if held[fp8] >= enough:
             close(fp8)
     close(True)
     close(False)
-    return buckets
+    return spans
 
 
-def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
+def _span(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Span:
     params = list(params)
     if cut.owner is not None:
         params.sort(key=cut.owner.__getitem__)
@@ -211,12 +254,19 @@ def _make_bucket(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Bucket:
         start = round_up(end, SCALE_BLOCK)
         end = start + param.numel()
         ranges[param] = (start, end)
-    sizes = _sizes(ranges, round_up(end, SCALE_BLOCK), cut)
-    numel, first = sum(sizes), params[0]
+    return Span(ranges, _sizes(ranges, round_up(end, SCALE_BLOCK), cut), fp8)
+
+
+def _make_bucket(span: Span, cut: Cut, grads: Tensor | BlockFp8 | None) -> Bucket:
+    """Allocate a bucket. `grads`: its part of an arena; None: gradients of its own."""
+    (ranges, sizes, fp8), numel = span, span.numel
+    params = list(ranges)
+    first = params[0]
     assert all(p.dtype == first.dtype for p in params), "parameters of one dtype"
     weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
-    transient = cut.zero >= 2 and cut.ranks > 1
-    grads = _zero_grads(numel, cut, first.device, one_byte=not transient)
+    transient = cut.zero >= 2 and cut.ranks > 1 and grads is None
+    if grads is None:
+        grads = _zero_grads(numel, cut, first.device, one_byte=not transient)
     for param, (start, end) in ranges.items():
         view = weights[start:end].view(param.shape)
         view.copy_(param.detach())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from coatlm.fp8.accumulate import BlockFp8
@@ -61,13 +61,17 @@ def grad_norm(
     total = torch.zeros((), dtype=torch.float32, device=device)
     dense = [part for part in parts if isinstance(part, Tensor)]
     if dense:
-        norms = torch._foreach_norm(dense, 2, dtype=torch.float32)
-        total = torch.stack(norms).square().sum()
+        total = dense_norms(dense).square().sum()
     one_byte = [part.square_sum() for part in parts if isinstance(part, BlockFp8)]
     if one_byte:
         total = total + torch.stack(one_byte).sum()
     all_reduce(total, group)
     return total.sqrt()
+
+
+def dense_norms(parts: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of each of N tensors, fp32 [N]. They do not depend on the other tensors."""
+    return torch.stack(torch._foreach_norm(list(parts), 2, dtype=torch.float32))
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -83,12 +87,16 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def _sum_over_tensor_parallel(chunks: Sequence[FlatModel], groups: Groups) -> None:
     if groups.tp.size() == 1:
         return
-    parts = _partial_gradients(chunks)
+    sum_partial_gradients(_partial_gradients(chunks), groups.tp)
+
+
+def sum_partial_gradients(parts: Sequence[Tensor | BlockFp8], group: dist.ProcessGroup) -> None:
+    """Sum `parts` over a tensor-parallel group, in place and in one all-reduce; none is empty."""
     if not parts:
         return
     values = [_dense(part) for part in parts]
     flat = _flatten_dense_tensors(values)
-    dist.all_reduce(flat, group=groups.tp)
+    dist.all_reduce(flat, group=group)
     for part, summed in zip(parts, _unflatten_dense_tensors(flat, values), strict=True):
         part.copy_(summed)
 
@@ -100,15 +108,19 @@ def _dense(part: Tensor | BlockFp8) -> Tensor:
 
 def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor | BlockFp8]:
     """This rank's shards of gradients that are sums over only its own tokens or heads."""
-    parts = [
-        chunk.bucket_of[param].summed(param)
-        for chunk in chunks
+    parts = [chunk.bucket_of[p].summed(p) for chunk in chunks for p in partial_parameters(chunk)]
+    return [part for part in parts if len(part)]  # all ranks of `tp` own the same parts
+
+
+def partial_parameters(chunk: FlatModel) -> list[nn.Parameter]:
+    """The parameters whose gradient on a tensor-parallel rank is of its own tokens or heads."""
+    return [
+        param
         for name, param in chunk.module.named_parameters()
         if getattr(param, "sequence_parallel", False)
         or "q_layernorm" in name
         or "k_layernorm" in name
     ]
-    return [part for part in parts if len(part)]  # all ranks of `tp` own the same parts
 
 
 def _sum_tied_embeddings(chunks: Sequence[FlatModel], groups: Groups) -> None:

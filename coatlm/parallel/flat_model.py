@@ -1,7 +1,8 @@
 """A model chunk whose weights and gradients live in flat buckets, as ZeRO needs them.
 
 `grad_reduction` sums the gradients while backward runs, `weight_gather` all-gathers the updated
-weights while the next forward runs; at ZeRO stage 3 `layer_gather` gathers them for every use. The
+weights while the next forward runs; at ZeRO stage 3 `layer_gather` gathers them for every use. With
+`update_in_backward` each bucket is also updated and released in backward (`grad_release`). The
 methods are those that megatron-core's schedules expect of a DistributedDataParallel model.
 """
 
@@ -16,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from coatlm.parallel.arena import Lifetime
 from coatlm.parallel.buckets import Bucket, Cut, make_buckets
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.grad_reduction import GradReduction
+from coatlm.parallel.grad_release import GradRelease
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.layer_gather import LayerGather, Unit
 from coatlm.parallel.regions import Region, regions_of
@@ -48,6 +51,7 @@ class FlatModel(nn.Module):
         traffic: Traffic,
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
+        update_in_backward: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Move the parameters into buckets. `stream`: where backward runs; None: the current."""
@@ -56,13 +60,15 @@ class FlatModel(nn.Module):
         self.config: Any = self.module.config
         self.group, self.wire, self.traffic, self.stream = group, wire, traffic, stream
         self.sharded = cut.zero > 0
-        every_microbatch = cut.zero >= 2 and group.size() > 1
+        every_microbatch = cut.zero >= 2 and group.size() > 1 and not update_in_backward
         params = [p for p in module.parameters() if p.requires_grad]
         comm_stream = None
         if params[0].is_cuda and group.size() > 1:
             comm_stream = torch.cuda.Stream(priority=-1)
         if cut.zero == 3:
             cut = replace(cut, unit=self._unit_numbers())
+        if update_in_backward:
+            cut = replace(cut, reached=self._reached())
         regions = regions_of(module)
         self.buckets = make_buckets(params, cut)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
@@ -71,7 +77,8 @@ class FlatModel(nn.Module):
             bucket = self.bucket_of[param]
             start = bucket.params[param][0] + region.start
             self.regions[bucket].append(replace(region, start=start))
-        self.grads = GradReduction(
+        make_grads = GradRelease if update_in_backward else GradReduction
+        self.grads = make_grads(
             self.buckets,
             wire,
             Comm(group, traffic, "grad"),
@@ -96,7 +103,8 @@ class FlatModel(nn.Module):
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for param in params:
                 self.grads.accumulate_into_main_grad(param)
-        self._register_hooks(every_microbatch, self.sharded and overlap_param_gather)
+        transient = every_microbatch or update_in_backward
+        self._register_hooks(transient, self.sharded and overlap_param_gather)
         self.grads.start_step()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +164,15 @@ class FlatModel(nn.Module):
         first, layers, last = self._units()
         units = [first, *(params for _, params in layers), last]
         return {param: number for number, params in enumerate(units) for param in params}
+
+    def _reached(self) -> dict[nn.Parameter, Lifetime]:
+        """The first and the last unit of backward that adds to each parameter's gradient."""
+        first, layers, last = self._units()
+        units = [last, *(params for _, params in reversed(layers)), first]
+        reached = {param: (at, at) for at, params in enumerate(units) for param in params}
+        if first and self.module.share_embeddings_and_output_weights:
+            reached[self.module.shared_embedding_or_output_weight()] = (0, len(units) - 1)
+        return reached
 
     def _gathered_units(self) -> list[Unit]:
         module = self.module

@@ -139,6 +139,11 @@ class GradReduction:
             if self.every_microbatch:
                 bucket.release()
 
+    def _allocate(self, bucket: Bucket) -> None:
+        """Give a bucket memory for gradients, if it has none."""
+        self._finish(bucket)
+        bucket.allocate()
+
     def accumulate_into_main_grad(self, param: Any) -> None:
         """Add every gradient of `param` to `param.main_grad` as soon as autograd has it.
 
@@ -175,8 +180,7 @@ class GradReduction:
 
             def allocate(_: Tensor, buckets: Sequence[Bucket] = used) -> None:
                 for bucket in buckets:
-                    self._finish(bucket)
-                    bucket.allocate()
+                    self._allocate(bucket)
 
             def watch(_: Any, __: Any, output: Any, allocate: Any = allocate) -> None:
                 for leaf in tree_leaves(output):

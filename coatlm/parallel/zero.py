@@ -51,14 +51,18 @@ class ZeroOptimizer:
         share = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=groups.dp_cp, async_op=True)
         self.optimizer = make_optimizer(shards, cut=len(cut), share=share)
         self.regions = {b: r for chunk in chunks for b, r in chunk.regions.items()}
-        self.counted = [p for b in self.buckets for p in _counted(b, self.regions[b])]
+        self.counted = [p for b in self.buckets for p in counted(b, self.regions[b])]
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
+        self.repeats = False  # the step has only measured, and its passes have to run once more
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of later steps. Does not wait for the device."""
         self.optimizer.set_rate(lr)
+
+    def begin(self) -> None:
+        """Prepare for the backward passes of a step."""
 
     def step(
         self,
@@ -89,8 +93,15 @@ class ZeroOptimizer:
         enter(None)
         return norm
 
+    def norm_to_save(self) -> float | None:
+        """What a checkpoint needs of the norm of the last step: nothing here."""
+        return None
 
-def _counted(bucket: Bucket, regions: Sequence[Region]) -> Iterator[Tensor | BlockFp8]:
+    def restore_norm(self, saved: float | None) -> None:
+        """Restore what `norm_to_save` returned."""
+
+
+def counted(bucket: Bucket, regions: Sequence[Region]) -> Iterator[Tensor | BlockFp8]:
     """The gradients of this rank's shard that the global norm counts: all but replicas."""
     begin, end = bucket.owned
     if isinstance(bucket.reduced, BlockFp8):

@@ -64,6 +64,7 @@ def make_chunks(
             traffic=traffic,
             overlap_grad_reduce=p.overlap_grad_reduce,
             overlap_param_gather=p.overlap_param_gather,
+            update_in_backward=config.train.update == "backward",
             stream=torch.cuda.Stream() if cuda_graphs else None,
         )
         for module, noise in zip(modules, noises, strict=True)

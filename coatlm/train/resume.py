@@ -104,6 +104,7 @@ def state_to_save(
         "left_out": run.left_out,
         "window": run.window,
         "guard": None if trainer.guard is None else trainer.guard.state(),
+        "clip_norm": trainer.optimizer.norm_to_save(),
         "spikes": None if trainer.spikes is None else trainer.spikes.state(),
         "tokenizer": tokenizer,
         "data": data,
@@ -254,6 +255,7 @@ def restore(
         if noise is not None:
             noise.step = state["step"]
     optimizer.step_count.fill_(state["updates"])
+    trainer.optimizer.restore_norm(state.get("clip_norm"))
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)
     run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]

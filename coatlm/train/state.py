@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Len
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 
 from coatlm.config import Optim, OptimRecipe
 from coatlm.train.checkpoint import CheckpointError, read_state
@@ -101,6 +108,7 @@ class State(BaseModel):
     automatic_scales: dict[str, float] = {}
     gradient_amaxes: dict[str, dict[str, list[float]]] = {}
     reduction_amaxes: dict[str, list[float]] = {}
+    clip_norm: NonNegativeFloat | None = None
     spikes: SavedSpikes | None = None
     guard: SavedGuard | None = None
 

@@ -24,6 +24,7 @@ from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.shards import FlatShard
+from coatlm.parallel.backward_update import BackwardOptimizer
 from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, StepGraph, captures
 from coatlm.parallel.finalize_grads import tensor_parallel_sums
@@ -99,7 +100,9 @@ class Trainer:
             memory=gpu_memory() if memory is None else memory,
             change=self.change_layers,
         )
-        self.optimizer = ZeroOptimizer(
+        backward = t.update == "backward"
+        make_zero = BackwardOptimizer if backward else ZeroOptimizer
+        self.optimizer: ZeroOptimizer = make_zero(
             self.chunks,
             groups,
             clip_grad=o.clip_grad,
@@ -111,6 +114,7 @@ class Trainer:
                 eps=o.eps,
                 weight_decay=o.weight_decay,
                 offload=o.offload == "states",
+                by_shard=backward,
             ),
         )
         self.zero_checkpoint = ZeroCheckpoint(self.optimizer)
@@ -148,6 +152,8 @@ class Trainer:
         Both are the same on all ranks. `observe` is called with the clip coefficient when the
         gradients are complete. `comm_bytes` then has the bytes that this rank sent in the step.
         """
+        if self.config.train.update == "backward" and len(batches) > 1:
+            raise ValueError(f"{len(batches)} microbatches with train.update=backward: must be 1")
         self.traffic.sent.clear()
         calibrating = self.scales is not None and self.scales.calibrating
         if self.graphs is not None:
@@ -187,17 +193,32 @@ class Trainer:
         enter: Callable[[str | None], None],
     ) -> tuple[Tensor, Tensor]:
         """The work of a step on the device, at the rate that is set, which a graph can capture."""
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        loss = self._run(batches, forward_only=False, enter=enter)
-        accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
-        norm = self.optimizer.step(accepts=accepts, observe=observe, enter=enter)
+        loss, norm = self._passes(batches, observe=observe, enter=enter)
+        if self.optimizer.repeats:
+            if self.noise is not None:
+                self.noise.repeat_()
+            loss, norm = self._passes(batches, observe=observe, enter=enter)
         if self.scales is not None:
             self.scales.update_()
         if self.reduction_scales is not None:
             self.reduction_scales.update_(norm)
         return loss, norm
+
+    def _passes(
+        self,
+        batches: Sequence[Batch],
+        *,
+        observe: Callable[[Tensor], None] | None,
+        enter: Callable[[str | None], None],
+    ) -> tuple[Tensor, Tensor]:
+        """Forward, backward and the update, wherever it takes place. Returns loss and norm."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.begin()
+        loss = self._run(batches, forward_only=False, enter=enter)
+        accepts = partial(self.spikes.accepts, loss) if self.spikes is not None else None
+        return loss, self.optimizer.step(accepts=accepts, observe=observe, enter=enter)
 
     @property
     def comm_bytes(self) -> dict[str, int]:

@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from coatlm.optim.adamw import AdamW, bytes_per_parameter
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.offload import BUFFERS
 from coatlm.optim.recipes import RECIPES
-from coatlm.optim.shards import FlatShard
+from coatlm.optim.shards import FlatShard, bytes_per_parameter
 from tests.gpu.test_fused_adamw import no_synchronisation, tensors, train
 
 pytestmark = [

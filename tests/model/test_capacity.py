@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_the_keys_that_suffice_are_named_the_cheapest_first() -> None:
 
 def test_a_remedy_is_a_configuration_that_needs_less_or_the_same() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, parallel={"zero": 0}, train={"micro_batch": 4})
-    found = dict(remedies(c))
+    found = dict(remedies(c, 2))
     assert {"parallel.zero=1", "train.micro_batch=1", "optim.recipe=coat-lean"} <= found.keys()
     assert requirements(found["parallel.zero=1"], VOCAB, 2)[0] < requirements(c, VOCAB, 2)[0]
 
@@ -54,6 +55,15 @@ def test_a_remedy_is_a_configuration_that_needs_less_or_the_same() -> None:
 def test_offload_is_named_where_smaller_states_do_not_suffice() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1}, optim={"recipe": "coat-lean"})
     assert "try optim.offload=states (" in refusal(c, 40 * 2**30)
+
+
+def test_updates_in_backward_are_named_where_a_step_has_one_microbatch() -> None:
+    sizes = {"micro_batch": 1, "global_batch": 1}
+    options: dict[str, Any] = {"parallel": {"main_grads": "bf16"}, "optim": {"recipe": "coat-lean"}}
+    c = config({**LLAMA2_7B}, seq_len=2048, train=sizes, **options)
+    assert "; try train.update=backward (" in refusal(c, 45 * 2**30)
+    several = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1}, **options)
+    assert "train.update" not in refusal(several, 45 * 2**30)
 
 
 def test_what_is_needed_just_fits() -> None:

@@ -107,6 +107,15 @@ def test_on_a_cpu_ranks_are_data_parallel_with_the_smallest_microbatch() -> None
     assert found.train.micro_batch == 1
 
 
+@pytest.mark.parametrize("gpu", [H100, None])
+def test_updates_in_backward_get_one_microbatch_and_no_pipeline(gpu: Gpu | None) -> None:
+    words = [LAYOUT_AUTO, SIZE_AUTO, "train.update=backward", "train.global_batch=8"]
+    found, why = decided(load_config("llama3-8b", words), gpu=gpu)
+    assert found.train.update == "backward" and found.parallel.pp == 1
+    dp = found.data_parallel_size(8)
+    assert found.train.micro_batch * dp == 8 and why
+
+
 def test_a_resumed_run_keeps_what_it_can() -> None:
     auto = load_config("llama3-8b", [LAYOUT_AUTO, SIZE_AUTO])
     first, _ = decided(auto)

@@ -302,6 +302,33 @@ def test_stage_2_has_a_shard_of_the_gradients_and_three_buckets() -> None:
     assert mem.main_grad_bytes(one, 9600, 4) == 9600 * 4
 
 
+def test_updates_in_backward_have_the_gradients_of_the_largest_buckets_at_once() -> None:
+    one = {"train": {"update": "backward", "micro_batch": 1, "global_batch": 1}}
+    parallel = {"main_grads": "bf16"}
+    c = config(LLAMA2_7B, parallel=parallel, **one)
+    table, layer = 4096 * 32000, 4 * 4096**2 + 3 * 4096 * 11008
+    # a bucket has 140M elements or more: a table, or some matrices of two layers, which share it
+    # with the next layer; so that two of these fill at once
+    found = mem.rank_bytes(c, 32000, stage=0, data_parallel=1).main_grads
+    assert 2 * (table + layer) < found < 2 * (2 * layer + 2 * table)
+    plain = mem.rank_bytes(replaced(c, "step"), 32000, stage=0, data_parallel=1)
+    assert plain.main_grads == 2 * parameters(c.model, 32000) > 10 * found
+    several = mem.rank_bytes(c, 32000, stage=0, data_parallel=8).main_grads
+    assert found < several < 2 * found  # one bucket more, which is being reduced
+    tied = config({**LLAMA2_7B, "tie_embeddings": True}, parallel=parallel, **one)
+    assert mem.rank_bytes(tied, 32000, stage=0, data_parallel=1).main_grads > 2 * (table + layer)
+    assert mem.micro_batches(config(**one), 1) == [1]
+    eight = config(train={"update": "backward", "micro_batch": 1, "global_batch": 8})
+    assert mem.micro_batches(eight, 2) == [4]
+    assert mem.micro_batches(replaced(eight, "step"), 2) == [4, 2, 1]
+    interleaved = mem.replaced(eight, parallel={"pp": 2, "vpp": 2})
+    assert mem.micro_batches(interleaved, 2) == []
+
+
+def replaced(c: Config, update: str) -> Config:
+    return mem.replaced(c, train={"update": update})
+
+
 def test_stage_3_has_a_shard_of_the_weights_and_two_units() -> None:
     def held(vocab: int, stage: int, data_parallel: int, **parallel: Any) -> int:
         sizes = {"vocab": vocab, "ffn": 64}

@@ -9,9 +9,9 @@ import torch
 
 from coatlm.config import FP32_RECIPES, OptimRecipe
 from coatlm.optim import adamw
-from coatlm.optim.adamw import AdamW, bytes_per_parameter
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
-from coatlm.optim.shards import FlatShard
+from coatlm.optim.shards import FlatShard, bytes_per_parameter
 from tests.optim.toy import (
     BETAS,
     BF16,

@@ -139,7 +139,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
             vocab=int(options.get("vocab", VOCAB)),
             whole_steps=not row.endswith("graphs microbatch"),
         )
-    updates = record_updates(optimizer)
+    updates = [] if in_backward(options) else record_updates(optimizer)
     ends, host, loss = [], [], 0.0
     for number in range(int(options.get("steps", 8)) + WARMUP):
         if number == WARMUP - 1:  # the step in which train.cuda_graphs=true captures
@@ -178,6 +178,11 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         **parts,
         **sent(),
     }
+
+
+def in_backward(options: dict[str, str]) -> bool:
+    """Whether the row updates in backward, so that the time of an update is not known."""
+    return options.get("train.update") == "backward"
 
 
 def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:

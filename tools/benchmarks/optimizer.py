@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatlm.optim.adamw import AdamW, bytes_per_parameter
+from coatlm.optim.adamw import AdamW
 from coatlm.optim.fused import TileLayout
 from coatlm.optim.recipes import RECIPES
-from coatlm.optim.shards import FlatShard
+from coatlm.optim.shards import FlatShard, bytes_per_parameter
 
 OPTIONS = ("params", "reps", "tiles")
 BF16, FP32 = torch.bfloat16, torch.float32

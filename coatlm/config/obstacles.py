@@ -1,0 +1,41 @@
+"""Values of other keys that an option excludes, each as `section.key=value: must be ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coatlm.config.combined import Config
+
+
+def graph_obstacles(config: Config) -> Iterator[str]:
+    """What a CUDA graph of a microbatch cannot capture."""
+    for name, value, allowed in (
+        ("parallel.pp", config.parallel.pp, 1),
+        ("model.spec", config.model.spec, "local"),
+        ("train.recompute", config.train.recompute, "none"),
+        ("train.update", config.train.update, "step"),
+        ("precision.keep_weights", config.precision.keep_weights, False),
+    ):
+        if value != allowed:
+            yield f"{name}={value}: must be {allowed}"
+    if config.parallel.zero >= 2:  # buffers are freed and allocated in every step
+        yield f"parallel.zero={config.parallel.zero}: must be 0 or 1"
+
+
+def update_obstacles(config: Config) -> Iterator[str]:
+    """What needs all gradients of a step, or a later use of weights than their own gradient."""
+    p, t = config.parallel, config.train
+    for name, value, allowed in (
+        ("parallel.pp", p.pp, 1),
+        ("model.spec", config.model.spec, "local"),
+        ("train.spike_sigma", t.spike_sigma, 0.0),  # it may refuse the whole update
+        ("log.states_every", config.log.states_every, 0),  # measured before the whole update
+    ):
+        if value != allowed:
+            yield f"{name}={value}: must be {allowed}"
+    if not p.overlap_grad_reduce:
+        yield "parallel.overlap_grad_reduce=false: must be true"
+    if p.main_grads == "fp8":  # an arena is dense
+        yield f"parallel.main_grads={p.main_grads}: must be fp32 or bf16"
