@@ -129,6 +129,13 @@ class FaultyHandler(BaseHTTPRequestHandler):
             with suppress(BrokenPipeError):  # a client that wanted the header alone
                 answer.write(head + end + (broken(body, fault) if fault else body))
 
+    def do_HEAD(self) -> None:
+        answer, self.wfile = self.wfile, io.BytesIO()
+        super().do_GET()  # type: ignore[misc]
+        head, end, _ = self.wfile.getvalue().partition(b"\r\n\r\n")
+        self.wfile = answer
+        answer.write(head + end)
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -226,10 +233,11 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         api, resolve = f"/api/datasets/{REPOSITORY}", f"/datasets/{REPOSITORY}/resolve/main/"
+        path, tree = f"{path}/" if path.endswith("/tree/main") else path, f"{api}/tree/main/"
         if path in (api, f"{api}/revision/main"):
             self._json({"id": REPOSITORY, "sha": "0" * 40, "siblings": [], "private": False})
-        elif path.startswith(f"{api}/tree/main"):
-            self._tree(path.removeprefix(f"{api}/tree/main").strip("/"))
+        elif path.startswith(tree) and (folder := self.root / path.removeprefix(tree)).is_dir():
+            self._tree(folder)
         elif path.startswith(resolve) and (self.root / path.removeprefix(resolve)).is_file():
             self._content((self.root / path.removeprefix(resolve)).read_bytes())
         else:
@@ -239,9 +247,9 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    def _tree(self, folder: str) -> None:
+    def _tree(self, folder: Path) -> None:
         recursive = "recursive=true" in self.path.lower()
-        found = (self.root / folder).rglob("*") if recursive else (self.root / folder).iterdir()
+        found = folder.rglob("*") if recursive else folder.iterdir()
         rows = []
         for path in sorted(found):
             row = {"path": str(path.relative_to(self.root)), "oid": "", "size": 0}
@@ -252,7 +260,7 @@ class Hub(BaseHTTPRequestHandler):
         self._json(rows)
 
     def _content(self, content: bytes) -> None:
-        asked = self.headers.get("Range")
+        asked, etag = self.headers.get("Range"), hashlib.sha1(content).hexdigest()
         if asked is not None:
             begin, end = asked.removeprefix("bytes=").split("-")
             whole, content = len(content), content[int(begin) : int(end) + 1]
@@ -260,6 +268,7 @@ class Hub(BaseHTTPRequestHandler):
         if asked is not None:
             self.send_header("Content-Range", f"bytes {begin}-{end}/{whole}")
         self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{etag}"')
         self.end_headers()
         self.wfile.write(content)
 
@@ -275,7 +284,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def hub(root: Path) -> Iterator[Faults]:
     """A server with the files of `root`, to which hf://datasets/org/corpus leads in this process
-    and its children.
+    and its children, and $HF_ENDPOINT/datasets/org/corpus/resolve/main.
     """
     from huggingface_hub import HfFileSystem, constants
 
