@@ -93,7 +93,7 @@ class Data(Section):
         json_schema_extra={"default": "true with paths, else false"},
     )
     """Let tokens attend only to tokens of their own document, not to others in the same sample. A
-    run that resumes continues with the value of its checkpoint unless another one is given."""
+    run that resumes has the value of its own checkpoint again unless one is given."""
 
     eod_mask_loss: StrictBool = False
     """Exclude from the loss the first token of each document, which is predicted from the
