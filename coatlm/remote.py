@@ -33,6 +33,10 @@ RANGE_BYTES = 4 << 20  # per request of a RangeReader
 AHEAD = 4  # requests in flight ahead of a reader that reads in order
 VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created", "LastModified")  # keys of fsspec's info
 FINAL = (PermissionError, IsADirectoryError, NotImplementedError)
+REFUSED = (401, 403)  # status codes that no repetition changes
+READ_OPTIONS = {  # of cat_file: hf:// would read 5 MiB beyond every range
+    "hf": {"cache_type": "none"},
+}
 
 logger = logging.getLogger("coatlm")
 T = TypeVar("T")
@@ -67,6 +71,8 @@ def retried(action: Callable[[], T], url: str) -> T:
         except FINAL as error:
             raise RemoteError(f"{url}: {_reason(error)}") from None
         except Exception as error:  # back ends raise nearly anything
+            if _refused(error):
+                raise RemoteError(f"{url}: {_reason(error)}") from None
             if pause is None:
                 tries = len(PAUSES) + 1
                 raise RemoteError(f"{url}: {_reason(error)} ({tries} attempts)") from None
@@ -93,8 +99,7 @@ class Location:
         protocol = url.split("://")[0]
         module = BACK_ENDS[protocol]
         if module and importlib.util.find_spec(module) is None:
-            package = "gcsfs" if protocol == "gs" else "'coatlm[remote]'"
-            raise RemoteError(f"{url}: {protocol}:// needs {module}: pip install {package}")
+            raise RemoteError(f"{url}: {protocol}:// needs {module}: pip install 'coatlm[remote]'")
         import fsspec
 
         options = {"auto_mkdir": True} if protocol == "file" else {}
@@ -160,7 +165,8 @@ class Location:
 
     def read_once(self, begin: int, end: int) -> bytes:
         """`read` without repetitions, for an `action` of `retried`."""
-        raw = bytes(self.fs.cat_file(self.path, start=begin, end=end))
+        options = READ_OPTIONS.get(self.url.split("://")[0], {})
+        raw = bytes(self.fs.cat_file(self.path, start=begin, end=end, **options))
         if len(raw) != end - begin:
             raise WrongBytesError(f"{len(raw)} bytes arrived of [{begin}, {end})")
         return raw
@@ -243,6 +249,13 @@ class RangeReader(io.RawIOBase):
         begin = number * RANGE_BYTES
         end = min(begin + RANGE_BYTES, self._nbytes)
         return self._threads.submit(self._location.read, begin, end)
+
+
+def _refused(error: Exception) -> bool:
+    """Whether the server refuses the permission: a status code, or gcsfs' text in its place."""
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    return status in REFUSED or str(error).startswith("Forbidden: ")
 
 
 def _reason(error: Exception) -> str:

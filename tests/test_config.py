@@ -517,6 +517,23 @@ def test_a_dataset_may_be_a_path_or_a_path_with_a_weight() -> None:
     assert [(str(s.path), s.weight) for s in data.paths] == [("a", 1.0), ("b", 3.0)]
 
 
+def test_attention_stays_within_documents_of_prepared_data_unless_told_otherwise() -> None:
+    prepared, text = {"text": [], "paths": ["a"]}, {"text": ["a"]}
+    for data, more, expected in (
+        (prepared, {}, True),
+        (text, {}, False),
+        (prepared, {"reset_attention_mask": False}, False),
+        (text, {"reset_attention_mask": True}, True),
+    ):
+        config = make_config({"data": {**data, **more}})
+        assert config.data.reset_attention_mask is expected
+        assert make_config(config.model_dump(mode="json")) == config
+    with pytest.raises(ConfigError, match=r"^data\.paths=3: [^\n]*$"):
+        make_config({"data": {"paths": 3}})
+    with pytest.raises(ConfigError, match=r"or data\.reset_attention_mask=false be given"):
+        make_config({"model": {"head_dim": 12}, "data": prepared})
+
+
 @given(
     name=st.text(
         st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1

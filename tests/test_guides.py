@@ -136,6 +136,10 @@ def test_commands_that_are_marked_run(
         if words[0] == "python":
             exec(compile(words[1], str(page), "exec"), {})
             continue
+        if words[1] == "-m":  # of another package
+            done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+            assert done.returncode == 0, f"{shlex.join(words)}:\n{done.stderr[-3000:]}"
+            continue
         file, arguments = script(words)
         if file == "pretrain.py":
             code, output = forks.run(*small(arguments))
@@ -143,6 +147,50 @@ def test_commands_that_are_marked_run(
             found = call(file, arguments, monkeypatch)
             code, output = found or 0, "".join(capsys.readouterr())
         assert code == 0, f"{shlex.join(words)} ended with {code}:\n{output[-3000:]}"
+
+
+def test_commands_of_the_page_on_urls_run_against_a_store(
+    forks: Forks, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bucket of text, from which the page prepares a dataset and trains."""
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+    from s3fs import S3FileSystem
+
+    from coatlm.remote import Location
+    from tests.bpe import train_bpe
+    from tests.object_store import s3
+
+    monkeypatch.chdir(checkout)
+    texts = [f"{i} squared is {i * i}, and cubed it is {i**3}." for i in range(4000)]
+    Path("data").mkdir(exist_ok=True)
+    train_bpe(texts, vocab_size=400).save("data/tokenizer.json")
+    lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+    Path("a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts[:100]}), "books.parquet")
+    trained = 0
+    with s3():
+        for bucket in ("corpus", "runs"):
+            S3FileSystem().mkdir(bucket)
+        Location.of("s3://corpus/web/a.jsonl.zst").upload(Path("a.jsonl.zst"))
+        Location.of("s3://corpus/books.parquet").upload(Path("books.parquet"))
+        for words in blocks(ROOT / "docs/guides/remote.md", "check"):
+            if Path(words[0]).name == "pip":
+                continue
+            file, arguments = script(words)
+            if file != "pretrain.py":
+                fewer = ["2" if word == "32" else word for word in arguments]
+                assert not call(file, fewer, monkeypatch)
+                for path in Path("data").glob("web.*"):
+                    Location.of(f"s3://corpus/tokens/{path.name}").upload(path)
+                continue
+            trained += 1
+            own = [f"run.dir=runs/url{trained}", f"train.steps={STEPS * (trained - 1) or STEPS}"]
+            more = ["model.heads=4", "data.split=[90,10,0]", "data.remote_block=16384", *own]
+            code, output = forks.run(*small(arguments), *more)
+            assert code == 0, f"{shlex.join(words)} ended with {code}:\n{output[-3000:]}"
+    assert trained == 3 and f"at step {STEPS}" in output
 
 
 # what is checked

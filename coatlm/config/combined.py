@@ -65,9 +65,10 @@ class Config(Section):
             ("model.window", m.window is not None),
         ):
             if given and (m.size_per_head % 8 or m.size_per_head > 256):
+                unset = "reset_attention_mask" not in d.model_fields_set and d.reset_attention_mask
                 raise ValueError(
                     f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8, at "
-                    "most 256"
+                    f"most 256{', or data.reset_attention_mask=false be given' if unset else ''}"
                 )
         if p.sequence_parallel and p.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")

@@ -148,7 +148,10 @@ def type_name(annotation: Any) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    """The default, written as in an override; empty for a required key."""
+    """The default, written as in an override, or in words; empty for a required key."""
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and "default" in extra:  # it depends on other keys
+        return str(extra["default"])
     value = field.get_default()
     if value is PydanticUndefined:
         return ""
@@ -171,7 +174,7 @@ def allowed(field: FieldInfo) -> str:
         if hasattr(bound, name)
     ]
     extra = field.json_schema_extra
-    unit = str(extra["unit"]) if isinstance(extra, dict) and extra["unit"] else ""
+    unit = str(extra["unit"]) if isinstance(extra, dict) and extra.get("unit") else ""
     return " ".join([", ".join(bounds), unit]).strip()
 
 

@@ -38,7 +38,9 @@ def make_config(data: Any) -> Config:
     try:
         return Config.model_validate(with_preset(data) if isinstance(data, Mapping) else data)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        # a default that depends on a key with a mistake is no mistake of its own
+        own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        raise ConfigError("\n".join(map(_explain, own))) from None
 
 
 def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

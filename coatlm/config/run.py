@@ -88,8 +88,12 @@ class Data(Section):
     """Relative sizes of the training, validation and test parts, as [train, validation, test]; each
     is >= 0 and the first is > 0."""
 
-    reset_attention_mask: StrictBool = False
-    """Let tokens attend only to tokens of their own document, not to others in the same sample."""
+    reset_attention_mask: StrictBool = Field(
+        default_factory=lambda data: bool(data.get("paths")),
+        json_schema_extra={"default": "true with paths, else false"},
+    )
+    """Let tokens attend only to tokens of their own document, not to others in the same sample. A
+    run that resumes has the value of its own checkpoint again unless one is given."""
 
     eod_mask_loss: StrictBool = False
     """Exclude from the loss the first token of each document, which is predicted from the

@@ -67,9 +67,8 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
     if dataset.reset_attention_mask:
         documents = ends.cumsum(1) - ends.long()
         for row, sample in enumerate(samples):
-            packed = dataset.documents(sample)
-            if packed is not None:
-                documents[row] = torch.from_numpy(packed[:-1])
+            indexed = torch.from_numpy(dataset.documents(sample)[:-1])
+            documents[row] = indexed if dataset.eod_inside(sample) else documents[row] + indexed
         bounds = document_bounds(documents)
     return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_bounds=bounds)
 

@@ -83,13 +83,17 @@ class Dataset:
             at = stop
         return counted
 
-    def documents(self, sample: int) -> NDArray[np.int32] | None:
-        """The number of the document of each token of a packed sample; padding has its own.
+    def eod_inside(self, sample: int) -> bool:
+        """Whether the end-of-document id may stand within a document of this sample.
 
-        None for a sample that is not packed, whose documents end with end-of-document.
+        So it is in conversations, whose template may write it behind every turn, and in packed
+        samples. Other datasets may hold several documents as one, with that id between them.
         """
-        if not self.packed:
-            return None
+        source, _ = self.blend.locate(sample)
+        return self.packed or self.sources[source].mask is not None
+
+    def documents(self, sample: int) -> NDArray[np.int32]:
+        """The number of the document of each token, by the index; padding has its own."""
         source, number = self.blend.locate(sample)
         sizes = [end - begin for begin, end in self.streams[source].ranges(number)]
         sizes.append(self.seq_len + 1 - sum(sizes))

@@ -95,10 +95,12 @@ def description(config: Config, vocab: int, dp: int, device: str | None) -> Iter
     t, begin = config.train, config.checkpoint
     tokens = t.global_batch * config.data.seq_len
     imported = begin.weights_only or begin.resume.startswith("hf:")
+    separate = config.data.reset_attention_mask
     yield (
         f"{config.run.name} trains {short(parameters(config.model, vocab))} parameters"
         + (f" from the weights of {begin.resume}" if imported else "")
-        + f" for {t.steps:,} steps of {tokens:,} tokens, {short(t.steps * tokens)} in total."
+        + f" for {t.steps:,} steps of {tokens:,} tokens, {short(t.steps * tokens)} in total. "
+        + f"Tokens attend to {'their own document' if separate else 'all earlier ones'}."
     )
     yield from format_sentences(config, several=dp * config.parallel.cp > 1)
     yield from layout_sentences(config, vocab, dp, device)

@@ -15,7 +15,7 @@ from coatlm.data.tokenizer import Tokenizer
 from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
 from coatlm.model.decide import Gpu, Saved, decide
-from coatlm.model.memory import GIB
+from coatlm.model.memory import GIB, replaced
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
@@ -94,6 +94,21 @@ def decide_layout(
         gpu=gpu,
         earlier=earlier[0],
     )
+
+
+def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
+    """The configuration with data.reset_attention_mask of the checkpoint from which this run
+    resumes, unless it is given: its default has not always been the same.
+    """
+    if "reset_attention_mask" in config.data.model_fields_set:
+        return config
+    earlier = together(
+        lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group
+    )[0]
+    if earlier is None:
+        return config
+    before = earlier["data"].get("reset_attention_mask", False)
+    return replaced(config, data={"reset_attention_mask": before})
 
 
 def earlier_config(config: Config, launch: Launch) -> Saved | None:

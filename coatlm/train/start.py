@@ -29,6 +29,7 @@ from coatlm.train.phases import (
     check_size,
     decide_layout,
     device_name,
+    documents_as_before,
     gpu_of_all,
     join,
     make_process_groups,
@@ -80,6 +81,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
     gpu, memory = peers.agree(lambda: gpu_of_all(peers, launch))
+    config = peers.agree(lambda: documents_as_before(config, launch, peers))
     config, chosen = peers.agree(lambda: decide_layout(config, vocab, launch, gpu, peers))
     peers.agree(lambda: check_size(config, launch, vocab))
     peers.agree(lambda: prepare_directory(config.run.dir, files=launch.rank == 0))

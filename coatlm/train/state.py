@@ -47,6 +47,7 @@ class SavedData(BaseModel):
 
     seq_len: PositiveInt
     tokenizer: str
+    reset_attention_mask: bool = False  # before there was this key, samples had no documents
 
 
 class SavedOptim(BaseModel):

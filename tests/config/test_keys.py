@@ -76,6 +76,10 @@ def test_a_row_has_type_default_range_unit_and_meaning() -> None:
         ("train.cuda_graphs", ["choice", "false", "true | false | auto"]),
         ("log.tensorboard", ["boolean", "false", "true | false"]),
         ("data.text", ["list of text", "[]"]),
+        (
+            "data.reset_attention_mask",
+            ["boolean", "true with paths, else false", "true | false"],
+        ),
         ("data.paths[].path", ["path or text"]),
         ("log.profile", ["[integer, integer] or null", "null"]),
     ],

@@ -1,27 +1,31 @@
-"""Exports in E4M3: decoded by the layout's definition, and by compressed-tensors itself."""
+"""Exports in E4M3: decoded by the layout's definition, by compressed-tensors and transformers."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     CompressedTensorsConfig,
+    FineGrainedFP8Config,
 )
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
 from coatlm.fp8.formats import E4M3
 from coatlm.hf.files import Weights
 from coatlm.hf.fp8 import Fp8Export
-from tests.hf.models import save_model, theirs, tokens
+from tests.hf.models import ours, save_model, theirs, tokens
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -155,15 +159,57 @@ def test_blocks_have_the_scales_and_codes_that_deepseeks_layout_defines(blocks: 
     assert (written["activation_scheme"], written["fmt"]) == ("dynamic", "e4m3")
 
 
-def test_transformers_decodes_blocks_to_the_weights_that_the_layout_defines(blocks: Path) -> None:
-    """Its whole loader of this format needs the package accelerate."""
-    decoder, stored = Fp8Dequantize(None), Weights.open(blocks / "block")
-    for part in ("self_attn.q_proj", "mlp.down_proj"):
+@pytest.fixture(scope="module")
+def loaded(blocks: Path) -> Any:
+    """The export in blocks, loaded by transformers, which dequantizes it without a GPU."""
+    return AutoModelForCausalLM.from_pretrained(
+        blocks / "block",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+    ).eval()
+
+
+def test_transformers_loads_blocks_with_the_weights_that_the_layout_defines(
+    blocks: Path, loaded: Any
+) -> None:
+    stored = Weights.open(blocks / "block")
+    for name, weight in loaded.named_parameters():
+        expected = stored.read(name).float()
+        if f"{name}_scale_inv" in stored.files:
+            scale = stored.read(f"{name}_scale_inv")
+            expected *= scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=0)
+
+
+def test_logits_of_blocks_in_transformers_are_those_of_coatlm(
+    blocks: Path, loaded: Any, tmp_path: Path
+) -> None:
+    """Of the same weights: what transformers has decoded, converted back."""
+    (tmp_path / "decoded").mkdir()
+    shutil.copy(blocks / "hf/config.json", tmp_path / "decoded")
+    weights = {name: weight.detach().clone() for name, weight in loaded.named_parameters()}
+    save_file(weights, tmp_path / "decoded/model.safetensors")
+    from_huggingface(tmp_path / "decoded", tmp_path / "coatlm", tokenizer="none")
+    found = theirs(loaded, tokens())
+    expected = ours(tmp_path / "coatlm", tokens())
+    assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+    original = theirs(blocks / "hf", tokens())
+    error = float((found - original).norm() / original.norm())
+    assert 0.01 < error < 0.3  # as of the other layouts
+
+
+def test_compressed_tensors_quantizes_and_decodes_blocks_as_the_export(blocks: Path) -> None:
+    """Its own functions for the strategy `block`, which vLLM's layers of both formats follow."""
+    original, stored = Weights.open(blocks / "hf"), Weights.open(blocks / "block")
+    args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
+    for part in ("self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
         name = f"model.layers.1.{part}.weight"
         codes, scale = stored.read(name), stored.read(f"{name}_scale_inv")
+        again = quantize(original.read(name), scale, None, args, dtype=torch.float8_e4m3fn)
+        assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
         spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        found = decoder._dequantize_one(codes, scale, torch.float32)
-        torch.testing.assert_close(found, codes.float() * spread, rtol=1e-6, atol=0)
+        assert torch.equal(dequantize(codes, scale, None, args), codes.float() * spread)
 
 
 def test_sizes_that_blocks_do_not_divide_are_refused_by_the_name_of_the_tensor(

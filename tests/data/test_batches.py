@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from coatlm.data.batches import BatchIterator, Microbatch, document_bounds, microbatches
 from coatlm.data.dataset import Dataset, open_datasets
 from coatlm.data.order import Blend
-from tests.data.test_dataset import BYTE, options
+from tests.data.test_dataset import BYTE, SEQ_LEN, options, write_foreign
 
 
 def step_rows(dataset: Dataset, step: int, dp_size: int, micro: int = 2) -> list[list[int]]:
@@ -90,6 +91,12 @@ def batch_of(rows: list[list[int]], **flags: bool) -> Microbatch:
         def __getitem__(self, sample: int) -> NDArray[np.int64]:
             return np.asarray(rows[sample])
 
+        def documents(self, sample: int) -> NDArray[np.int32]:
+            return np.zeros(len(rows[sample]), np.int32)
+
+        def eod_inside(self, sample: int) -> bool:
+            return False
+
     dataset = Rows([], Blend([1.0]), seq_len=len(rows[0]) - 1, eod=0, **flags)
     shape = dict(global_batch=len(rows), micro_batch=len(rows), dp_rank=0, dp_size=1)
     (batch,) = microbatches(dataset, 0, **shape)
@@ -116,6 +123,33 @@ def test_a_document_begins_behind_an_eod() -> None:
     assert batch["document_bounds"] is not None
     assert batch["document_bounds"].tolist() == [[0, 2, 3, 4, 4], [0, 1, 4, 4, 4]]
     assert batch["document_bounds"].dtype == torch.int32
+
+
+def starts(dataset: Dataset, samples: int) -> list[list[int]]:
+    """Where the documents of each of the first samples begin."""
+    shape = dict(global_batch=samples, micro_batch=1, dp_rank=0, dp_size=1)
+    found = []
+    for batch in microbatches(dataset, 0, **shape):
+        bounds = batch["document_bounds"]
+        assert bounds is not None
+        found.append([b for b in bounds[0].tolist() if b < dataset.seq_len])
+    return found
+
+
+def test_documents_of_the_index_and_eods_separate_tokens_and_turns_do_not(tmp_path: Path) -> None:
+    """Foreign documents without an eod at their end, and with one in their middle."""
+    prefix = write_foreign(tmp_path / "x", [[9, 9, BYTE.eod, 9, 9]] * 40)
+    train = open_datasets(options(prefix, split=(1, 0, 0)), BYTE, seed=7).train
+    sizes = [[b - a for a, b in train.streams[0].ranges(i)] for i in range(8)]
+    indexed = [[0, *np.cumsum(lengths[:-1]).tolist()] for lengths in sizes]
+    behind = [np.flatnonzero(train[i][:-1] == BYTE.eod) + 1 for i in range(8)]
+    assert starts(train, 8) == [
+        sorted({b for b in {*begins, *more.tolist()} if b < SEQ_LEN})
+        for begins, more in zip(indexed, behind, strict=True)
+    ]
+    (source,) = train.sources
+    conversations = replace(train, sources=[replace(source, mask=source.file)])
+    assert starts(conversations, 8) == [[b for b in begins if b < SEQ_LEN] for begins in indexed]
 
 
 @pytest.mark.parametrize(("most", "width"), [(1, 2), (2, 3), (3, 5), (4, 5), (5, 9), (8, 9)])

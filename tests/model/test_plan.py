@@ -55,8 +55,11 @@ def test_a_plan_begins_with_what_is_trained_in_which_formats() -> None:
     c = config(LLAMA2_7B, seq_len=2048, preset="fp8", train=train)
     what, formats, _ = sentences(c, 8)
     assert what == (
-        "run trains 6.74 G parameters for 1,000 steps of 131,072 tokens, 131 M in total."
+        "run trains 6.74 G parameters for 1,000 steps of 131,072 tokens, 131 M in total. "
+        "Tokens attend to all earlier ones."
     )
+    separate = replaced(c, data={"reset_attention_mask": True})
+    assert sentences(separate, 8)[0].endswith(" total. Tokens attend to their own document.")
     assert formats == (
         "Formats (preset fp8): layers have FP8 GEMMs and save norm inputs, gate and up in FP8 "
         "(coat, delayed scales); weights and optimizer states take 6.08 bytes per parameter "

@@ -108,9 +108,6 @@ class Shifted:
     def counted(self, sample: int) -> None:
         """All tokens count."""
 
-    def documents(self, sample: int) -> None:
-        """Samples are not packed."""
-
 
 def spoil(session: Any, case: dict[str, Any]) -> None:
     """Make batches bad: a NaN in the loss, labels that no text has, or late on rank 1."""
