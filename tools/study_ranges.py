@@ -110,9 +110,9 @@ class Rule:
         return self.early if self.early and step <= self.early_steps else (self.m, self.v)
 
 
-def v_to(end: float, **options: float) -> Range:
+def v_to(end: float, wide_end: float | None = None) -> Range:
     """A range of v with the bound of k that V_E4M3 has."""
-    return Range(end, k16_min=8, **options)  # type: ignore[arg-type]
+    return Range(end, wide_end, k16_min=8)
 
 
 M_NOW, KERNEL = Range(-9.0), Range(MAX - math.log2(448 * 448 / 2), down=True, k16_min=1)
@@ -167,7 +167,8 @@ def simulate(kind: str, *, beta2: float, steps: int, blocks: int) -> Table:
 
     An element that had no gradient yet does not count.
     """
-    draw, found = gradients(kind, blocks), {name: {} for name in RULES}  # type: Table
+    draw = gradients(kind, blocks)
+    found: Table = {name: {} for name in RULES}
     rules = {"published": PUBLISHED} | RULES
     m, v = (torch.zeros(blocks, SCALE_BLOCK, dtype=torch.float64) for _ in range(2))
     kept = {name: (m.float(), v.float()) for name in rules}
@@ -212,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="(default: %(default)s)")
     parser.add_argument("--blocks", type=int, default=256, help="of 128 (default: %(default)s)")
     parser.add_argument("--beta2", type=float, nargs="+", default=[0.95, 0.999])
-    parser.add_argument("--gradients", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--gradients", nargs="+", default=list(KINDS))
     options = parser.parse_args(arguments)
     path = options.out / "ranges.json"
     try:
@@ -220,6 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--steps and --blocks: from 1 to 1048576")
         if not all(0 < beta2 < 1 for beta2 in options.beta2):
             raise ValueError("--beta2: between 0 and 1")
+        for kind in options.gradients:
+            if kind not in KINDS:
+                raise ValueError(f"--gradients {kind}: one of {', '.join(KINDS)}")
         check_output(path)
         found: dict[str, Table] = {}
         for kind in options.gradients:
