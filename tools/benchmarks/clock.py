@@ -52,8 +52,8 @@ def milliseconds(launch: Callable[[], object], reps: int = REPS) -> float:
 def sustained(launch: Callable[[], object]) -> float:
     """The median milliseconds of `launch` on a GPU that has been busy for a while, as in training.
 
-    A GPU that was idle runs its first tenths of a second at a clock that its power limit does not
-    allow for longer. On a CPU as `milliseconds`.
+    The clock of a GPU follows its power, and with it the time of the same kernels. On a CPU as
+    `milliseconds`.
     """
     if DEVICE == "cpu":
         return milliseconds(launch)

@@ -1,14 +1,14 @@
 """Measure the rates of a GPU, from which steps are predicted (coatlm/model/rates.py).
 
-    python tools/bench.py rates --out coatlm/rates/h100.yaml     # two minutes on one GPU
+    python tools/bench.py rates --out coatlm/rates/h100.yaml     # below three minutes
 
 Measured here: attention, GEMMs, output layer, memory, optimizer, transfers to the host, the time
 that the host takes to launch a layer, and recipes relative to one another; with two or more GPUs
 NVLink too. Everything else, and what there is no time for, is kept from the file of this GPU, or
 without one from that of `base`; the first lines of the new file name what is kept.
 
-All times but those of copies are those of a GPU that has been busy for a while, as in training
-(`clock.sustained`). layer_rates.py says how a layer is divided into its parts.
+Kernels, but for copies and collectives, are timed on a GPU that has been busy for a while, as in
+training (`clock.sustained`). layer_rates.py says how a layer is divided into its parts.
 
 Options: base=h100 seconds=150 (no measurement begins later), and --smoke (tiny, on a CPU too).
 """
