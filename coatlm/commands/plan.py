@@ -7,11 +7,12 @@
 
 The number formats and the global batch are those of CONFIG; tp, cp, pp, vpp, zero, recompute and
 the microbatch are searched. --keep predicts CONFIG as it is. The times come from rates that were
-fitted to steps on one to four GPUs of a node (coatlm/rates/, coatlm/model/step_time.py); what more
-ranks and a network do to them is computed, not measured. With several numbers of GPUs there is a
-line for the fastest layout of each: the bytes that a GPU sends per step, also with gradients and
-weights in BF16 in place of FP8, the days that --tokens take, the interruptions to expect in them,
-and the time between checkpoints that loses the least (coatlm/model/failures.py).
+measured on a GPU or fitted to steps on one to four of a node (coatlm/rates/, whose files say which;
+coatlm/model/step_time.py); what more ranks and a network do to them is computed, not measured. With
+several numbers of GPUs there is a line for the fastest layout of each: the bytes that a GPU sends
+per step, also with gradients and weights in BF16 in place of FP8, the days that --tokens take, the
+interruptions to expect in them, and the time between checkpoints that loses the least
+(coatlm/model/failures.py).
 
 Exit code: 0; 1 if no layout fits; 2 with one line per mistake.
 """

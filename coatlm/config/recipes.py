@@ -30,8 +30,7 @@ Scaling = Literal["current", "delayed", "forward"]
 Rounding = Literal["nearest", "stochastic"]
 GemmName = Literal["forward", "dgrad", "wgrad"]
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
-# Not wgrad: it sums over tokens, of which there may be 100,000, and fast sums come out short.
-FAST: tuple[GemmName, ...] = ("forward", "dgrad")
+FAST: tuple[GemmName, ...] = ("forward", "dgrad")  # wgrad's sums, over tokens, come out short
 OperandName = Literal[
     "forward.activation",
     "forward.weight",

@@ -153,6 +153,7 @@ def measure_backends(
     steps: dict[str, Callable[[], list[Tensor]]] = {}
     found: dict[str, tuple[bool, int]] = {}
     for name, attend in backends.items():
+        step: Callable[[], list[Tensor]]
         step = partial(forward_and_backward, attend, inputs, shape.scale)
         try:
             with warnings.catch_warnings():  # torch's reasons for not accepting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARMUP, REPS = 3, 20
+SETTLE, MEASURE = 0.5, 0.4  # seconds of `sustained`: until the clock is steady, and of measurement
 
 
 def mark() -> Any:
@@ -45,6 +47,19 @@ def milliseconds(launch: Callable[[], object], reps: int = REPS) -> float:
         laps.append((start, mark()))
     synchronize()
     return statistics.median(elapsed(start, end) for start, end in laps)
+
+
+def sustained(launch: Callable[[], object]) -> float:
+    """The median milliseconds of `launch` on a GPU that has been busy for a while, as in training.
+
+    The clock of a GPU follows its power, and with it the time of the same kernels. On a CPU as
+    `milliseconds`.
+    """
+    if DEVICE == "cpu":
+        return milliseconds(launch)
+    once = milliseconds(launch, 1)
+    milliseconds(launch, math.ceil(1000 * SETTLE / once))
+    return milliseconds(launch, max(REPS, math.ceil(1000 * MEASURE / once)))
 
 
 def release() -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -218,7 +218,7 @@ def _of_stack(
         record |= layer_profile.split(kernels)
     record |= held_by_compiled(stack, shape) if stack.compiled else held(build, shape)
     if graph:
-        record["graph_ms"] = graphed(stack, shape, steps)
+        record["graph_ms"] = graphed(stack, shape, partial(milliseconds, reps=steps))
     yield record
     yield from layer_profile.shown(kernels)
 
@@ -256,8 +256,10 @@ def timing(stack: Stack, shape: Shape, steps: int) -> Record:
     }
 
 
-def graphed(stack: Stack, shape: Shape, steps: int) -> float | str:
-    """Median milliseconds of a step replayed from a CUDA graph, or why it cannot be captured."""
+def graphed(
+    stack: Stack, shape: Shape, measure: Callable[[Callable[[], object]], float]
+) -> float | str:
+    """What `measure` says of replaying a step's CUDA graph, or why it cannot be captured."""
     if DEVICE == "cpu":
         return "needs a GPU"
     x, dy = stack.inputs(shape.batch)
@@ -273,7 +275,7 @@ def graphed(stack: Stack, shape: Shape, steps: int) -> float | str:
             stack.step(x, dy)
     except Exception as error:  # whatever a peer does that cannot be captured
         return f"not captured: {(str(error).strip().splitlines() or [''])[0][:120]}"
-    return round(milliseconds(graph.replay, steps), 3)
+    return round(measure(graph.replay), 3)
 
 
 def errors(stack: Stack, shape: Shape) -> Record:

@@ -1,25 +1,25 @@
 """Measure the rates of a GPU, from which steps are predicted (coatlm/model/rates.py).
 
-    python tools/bench.py rates --out coatlm/rates/h100.yaml     # about a minute on one GPU
+    python tools/bench.py rates --out coatlm/rates/h100.yaml     # below three minutes
 
 Measured here: attention, GEMMs, output layer, memory, optimizer, transfers to the host, the time
 that the host takes to launch a layer, and recipes relative to one another; with two or more GPUs
-NVLink too. GEMMs are those of whole layers: a layer is timed from a CUDA graph, and what attention
-and the bytes of elementwise kernels take (layer_time.py) is subtracted. Everything else, and what
-there is no time for, is kept from the file of this GPU, or without one from that of `base`; the
-first lines of the new file name what is kept.
+NVLink too. Everything else, and what there is no time for, is kept from the file of this GPU, or
+without one from that of `base`; the first lines of the new file name what is kept.
 
-Options: base=h100 seconds=70 (no measurement begins later), and --smoke (tiny, on a CPU too).
+Kernels, but for copies and collectives, are timed on a GPU that has been busy for a while, as in
+training (`clock.sustained`). layer_rates.py says how a layer is divided into its parts.
+
+Options: base=h100 seconds=150 (no measurement begins later), and --smoke (tiny, on a CPU too).
 """
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,35 +28,30 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from coatlm.config.recipes import RECIPES as FLOW_RECIPES
-from coatlm.config.recipes import TE_RECIPES
 from coatlm.model.attention_backends import ORDER
-from coatlm.model.layer_time import PASSES, TERA
+from coatlm.model.layer_time import TERA
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.memory import GIB
 from coatlm.model.output_gemms import Fp8Gemms, PlainGemms
-from coatlm.model.rates import Rates, interpolated, load_rates, rates_of
+from coatlm.model.rates import Rates, load_rates, rates_of
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
 from coatlm.optim.shards import FlatShard
 from coatlm.platform import device_memory
-from tools.benchmarks import layer, reduce
-from tools.benchmarks.clock import DEVICE, milliseconds, release
-from tools.benchmarks.layer_stacks import COATLM, Shape, coatlm_stack, groups
+from tools.benchmarks import reduce
+from tools.benchmarks.clock import DEVICE, milliseconds, release, sustained
+from tools.benchmarks.layer_rates import Rows, Table, layers, recipes, rounded
+from tools.benchmarks.layer_stacks import groups
 
 OPTIONS = ("base", "seconds", "smoke")
 TOGETHER = "; "  # between the names of rows, which one process measures
 ROWS = ("memory", "attention", "layers", "output", "optimizer", "recipes", "links")
 REPS = 10
 DIMS, LENGTHS, ATTENDED = (64, 128), (1024, 2048, 4096, 8192, 16384), 16384
-HIDDEN, SEQ, BATCH, HEAD_DIM = (256, 512, 1024, 2048, 4096, 8192), 2048, 4, 128
 OUTPUT_HIDDEN, VOCAB = (1024, 2048, 4096, 8192), 32768
 PARAMETERS, SHARDS = 200_000_000, 4
 COPIED = 1 << 30  # bytes
 VALUES, FEW = 1 << 28, 1 << 14  # of an all-to-all: large, and nearly nothing
-REFERENCES = {"fp8": "coatlm coat delayed", "bf16": "coatlm bf16"}  # layers whose GEMMs are timed
-LEAST_SHARE = 0.1  # of a layer's time counts as GEMMs even where kernels are too short to measure
-Table = dict[Any, Any]
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -76,7 +71,7 @@ def measure(names: str, options: dict[str, str]) -> list[dict[str, Any]]:
         stream = torch.cuda.stream(torch.cuda.Stream())
     found: Table = {}
     records: list[dict[str, Any]] = []
-    deadline = time.monotonic() + float(options.get("seconds", 70))
+    deadline = time.monotonic() + float(options.get("seconds", 150))
     base, _ = earlier(options)
     with stream:
         for row in names.split(TOGETHER):
@@ -127,8 +122,6 @@ def with_sizes(value: Any) -> Any:
 
 # --- the rows: each yields (key of Rates, value) --------------------------------------------------
 
-Rows = Iterator[tuple[str, Any]]
-
 
 def memory(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     """The GPU's name, its memory, the bandwidth of a copy, and that to and from the host."""
@@ -172,38 +165,10 @@ def attention(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
                     out = scaled_dot_product_attention(*qkv, is_causal=True)
                 torch.autograd.grad(out, qkv, dout)
 
-            seconds = milliseconds(both, REPS) / 1000
+            seconds = sustained(both) / 1000
             rate = 6 * length * width * tokens / (TERA * seconds)
             table.setdefault(dim, {})[length] = rounded(rate)
     yield "attention", table
-
-
-def layers(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
-    """TFLOP/s of a layer's GEMMs by format and hidden size; microseconds to launch a layer."""
-    gemm: Table = {}
-    launch: Table = {}
-    for hidden in (64,) if smoke else HIDDEN:
-        shape = layer_shape(hidden, smoke)
-        for kind, row in REFERENCES.items():
-            if time.monotonic() > deadline:
-                break
-            stack = coatlm_stack(row, shape, 1)
-            if hidden == (64 if smoke else 1024):
-                launch[kind] = rounded(1000 * layer.timing(stack, shape, 3)["launch_ms"])
-            seconds = layer_seconds(stack, shape)
-            weights = 4 * hidden**2 + 3 * hidden * shape.ffn
-            flops = 6 * shape.tokens * weights
-            passes = PASSES[kind]
-            each = (passes.stream + 3 * passes.qkv) * hidden + passes.mlp * shape.ffn
-            moved = shape.tokens * each + passes.weights * weights
-            rest = moved / (TERA * found.get("tb_per_s", base.tb_per_s)) + attended(
-                found, base, shape
-            )
-            seconds = max(seconds - rest, LEAST_SHARE * seconds)
-            gemm.setdefault(kind, {})[hidden] = rounded(flops / (TERA * seconds))
-            release()
-    yield "gemm", gemm
-    yield "launch_us", launch
 
 
 def output(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
@@ -222,7 +187,7 @@ def output(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
                 args[0].grad = None
                 linear_cross_entropy(*args, gemms=gemms).sum().backward()
 
-            seconds = milliseconds(both, REPS) / 1000
+            seconds = sustained(both) / 1000
             table.setdefault(name, {})[size] = rounded(8 * tokens * size * vocab / seconds / TERA)
     yield "output", table
 
@@ -241,38 +206,10 @@ def optimizer(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
             shards.append(FlatShard(weight, grad, ((0, count),), ((0, count),)))
         adamw = AdamW(shards, recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         step = partial(adamw.step, lr=1e-4, clip_coefficient=torch.ones((), device=DEVICE))
-        table[recipe] = rounded(milliseconds(step, REPS) * 1e9 / (SHARDS * count))
+        table[recipe] = rounded(sustained(step) * 1e9 / (SHARDS * count))
         del adamw, shards, step
         release()
     yield "optimizer", table
-
-
-def recipes(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
-    """The time of a layer without attention by recipe, relative to coat with delayed scales.
-
-    The time of recipes without delayed scales is divided by the factor that current scales cost,
-    because step_time.py multiplies by it.
-    """
-    shape = layer_shape(64 if smoke else 4096, smoke)
-    rest = attended(found, base, shape)
-
-    def seconds(row: str) -> float:
-        return max(layer_seconds(coatlm_stack(row, shape, 1), shape) - rest, 1e-9)
-
-    reference = {kind: seconds(row) for kind, row in REFERENCES.items()}
-    current = seconds("coatlm coat") / reference["fp8"]
-    table: Table = {"coat": 1.0, "bf16": 1.0, "current": rounded(current)}
-    te = TE_RECIPES if find_spec("transformer_engine") else ()
-    for recipe in ["rowwise"] if smoke else [*FLOW_RECIPES, *te]:
-        if time.monotonic() > deadline:
-            break
-        delayed = f"coatlm {recipe} delayed"
-        row, extra = (delayed, 1.0) if delayed in COATLM else (f"coatlm {recipe}", current)
-        if recipe not in table:
-            extra = 1.0 if recipe in te else extra
-            table[recipe] = rounded(seconds(row) / reference["fp8"] / extra)
-        release()
-    yield "layer", table
 
 
 def links(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
@@ -302,36 +239,6 @@ MEASURES: dict[str, Callable[[Table, Rates, bool, float], Rows]] = {
     "recipes": recipes,
     "links": links,
 }
-
-
-def layer_shape(hidden: int, smoke: bool) -> Shape:
-    """A layer of 4 h^2 and 9 h^2 weights, so that the smallest size of its GEMMs is h."""
-    if smoke:
-        return Shape(hidden, 3 * hidden, hidden // 32, 32, 2)
-    return Shape(hidden, 3 * hidden, hidden // HEAD_DIM, SEQ, BATCH)
-
-
-def layer_seconds(stack: Any, shape: Shape) -> float:
-    """The time of forward and backward of a layer, on a GPU replayed from a CUDA graph."""
-    if DEVICE == "cuda":
-        replayed = layer.graphed(stack, shape, REPS)
-        if isinstance(replayed, str):
-            raise RuntimeError(replayed)
-        return replayed / 1000
-    return float(layer.timing(stack, shape, REPS)["ms"]) / 1000
-
-
-def attended(found: Table, base: Rates, shape: Shape) -> float:
-    """Seconds of attention of a layer, forward and backward, by the rates measured before."""
-    table = found.get("attention", base.attention)
-    sizes = table[min(table, key=lambda dim: abs(dim - shape.head_dim))]
-    flops = 6 * shape.seq * shape.hidden * shape.tokens
-    return flops / (TERA * interpolated(sizes, shape.seq))
-
-
-def rounded(value: float) -> float:
-    """Four digits."""
-    return float(f"{value:.4g}")
 
 
 def prepare(row: str) -> None:
