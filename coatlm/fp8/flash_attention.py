@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import deterministic
+from torch.utils import deterministic as torch_deterministic
 
-FILLS: Any = deterministic  # the module, whose attribute is a property that mypy does not see
+deterministic: Any = torch_deterministic  # its class, which has a property, is set at run time
 DETERMINISTIC = 2  # torch's debug mode "error": deterministic algorithms, or an error without one
 
 

@@ -150,7 +150,7 @@ def measure_backends(
     the inputs and of what a backend needs. `clock` is called as `milliseconds` is.
     """
     inputs = random_inputs(shape, device)
-    steps: dict[str, Callable[[], list[Tensor]]] = {}
+    steps: dict[str, partial[list[Tensor]]] = {}
     found: dict[str, tuple[bool, int]] = {}
     for name, attend in backends.items():
         step: Callable[[], list[Tensor]]

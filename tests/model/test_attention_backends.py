@@ -169,13 +169,14 @@ def test_the_name_of_a_shape_has_all_that_a_backend_is_given() -> None:
 def test_a_chosen_backend_runs_its_shape_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     backends, calls = fakes("flash")
     monkeypatch.setitem(attention_backends.BACKENDS, "flash", backends["flash"])
-    q, k, v, _ = random_inputs(SHAPE, CPU)
-    expected = torch_attention(q, k, v, None)
-    for shape, runs in [(SHAPE, 1)] + [(SHAPE._replace(**{key: 3}), 0) for key in Shape._fields]:
+    own = SHAPE._replace(scale=0.25)
+    q, k, v, _ = random_inputs(own, CPU)
+    expected = torch_attention(q, k, v, 0.25)
+    for shape, runs in [(own, 1)] + [(own._replace(**{key: 3}), 0) for key in Shape._fields]:
         calls.clear()
-        assert torch.equal(causal_attention(q, k, v, None, {shape: "flash"}), expected)
+        assert torch.equal(causal_attention(q, k, v, 0.25, {shape: "flash"}), expected)
         assert len(calls) == runs
-    assert torch.equal(causal_attention(q, k, v, None, {}), expected)
+    assert torch.equal(causal_attention(q, k, v, 0.25, {}), expected)
 
 
 @pytest.mark.parametrize("options", [{"window": 8}, {"softcap": 30.0}])
