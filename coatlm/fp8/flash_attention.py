@@ -81,11 +81,11 @@ def deterministic_algorithms() -> Iterator[None]:
     New tensors are not filled, which the mode would do otherwise. It is one of the process, so
     the context is left as soon as kernels are launched.
     """
-    mode, fills = torch.get_deterministic_debug_mode(), FILLS.fill_uninitialized_memory
-    FILLS.fill_uninitialized_memory = False
+    mode, fills = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False
     torch.set_deterministic_debug_mode(DETERMINISTIC)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        FILLS.fill_uninitialized_memory = fills
+        deterministic.fill_uninitialized_memory = fills

@@ -153,7 +153,6 @@ def measure_backends(
     steps: dict[str, partial[list[Tensor]]] = {}
     found: dict[str, tuple[bool, int]] = {}
     for name, attend in backends.items():
-        step: Callable[[], list[Tensor]]
         step = partial(forward_and_backward, attend, inputs, shape.scale)
         try:
             with warnings.catch_warnings():  # torch's reasons for not accepting
