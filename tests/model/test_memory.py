@@ -20,6 +20,7 @@ from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.model.accounting import parameters
 from coatlm.model.fits import with_logits
+from coatlm.model.grad_memory import main_grad_bytes
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
 from coatlm.optim.shards import FlatShard
@@ -290,16 +291,16 @@ def test_zero_shards_states_over_data_and_context_parallel_ranks() -> None:
 
 def test_stage_2_has_a_shard_of_the_gradients_and_three_buckets() -> None:
     two = config(parallel={"zero": 2, "bucket_size": 100})
-    assert mem.main_grad_bytes(two, 9600, 4) == (2400 + 300) * 4
-    assert mem.main_grad_bytes(two, 200, 4) == (50 + 200) * 4
-    assert mem.main_grad_bytes(two, 9600, 1) == 9600 * 4
+    assert main_grad_bytes(two, 9600, 4) == (2400 + 300) * 4
+    assert main_grad_bytes(two, 200, 4) == (50 + 200) * 4
+    assert main_grad_bytes(two, 9600, 1) == 9600 * 4
     halved = config(parallel={"zero": 2, "bucket_size": 100, "main_grads": "bf16"})
-    assert mem.main_grad_bytes(halved, 9600, 4) == (2400 + 300) * 2
+    assert main_grad_bytes(halved, 9600, 4) == (2400 + 300) * 2
     one_byte = config(parallel={"zero": 2, "bucket_size": 100, "main_grads": "fp8"})
-    assert mem.main_grad_bytes(one_byte, 9600, 4) == 2400 * 132 // 128 + 300 * 2
-    assert mem.main_grad_bytes(one_byte, 9600, 1) == 9600 * 132 // 128
+    assert main_grad_bytes(one_byte, 9600, 4) == 2400 * 132 // 128 + 300 * 2
+    assert main_grad_bytes(one_byte, 9600, 1) == 9600 * 132 // 128
     one = config(parallel={"zero": 1})
-    assert mem.main_grad_bytes(one, 9600, 4) == 9600 * 4
+    assert main_grad_bytes(one, 9600, 4) == 9600 * 4
 
 
 def test_updates_in_backward_have_the_gradients_of_the_largest_buckets_at_once() -> None:
@@ -348,7 +349,7 @@ def test_stage_3_has_a_shard_of_the_weights_and_two_units() -> None:
     found = mem.weight_bytes(tied, 96000, 256, stage=0, data_parallel=4)
     assert found == 2 * (24000 + 2 * layer + 256 * 32)
     two, three = (config(parallel={"zero": n, "bucket_size": 100}) for n in (2, 3))
-    assert mem.main_grad_bytes(two, 9600, 4) == mem.main_grad_bytes(three, 9600, 4)
+    assert main_grad_bytes(two, 9600, 4) == main_grad_bytes(three, 9600, 4)
     assert mem.optim_state_bytes(two, 9600, 4) == mem.optim_state_bytes(three, 9600, 4)
 
 
