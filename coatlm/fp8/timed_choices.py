@@ -62,10 +62,11 @@ def read_choices(path: Path, what: str) -> dict[str, Choices]:
         return {}
 
 
-def add_choices(path: Path, found: Mapping[str, Choices], what: str) -> None:
-    """Add choices that the file does not have; a warning if it cannot be written.
+def add_choices(path: Path, found: Mapping[str, Choices], what: str) -> dict[str, Choices]:
+    """Add choices that the file does not have, and return all that it has then.
 
-    Processes that do this at the same time wait for each other.
+    Processes that do this at the same time wait for each other, and the first one's choices count.
+    If the file cannot be written, a warning says so, and the choices are those found.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +81,10 @@ def add_choices(path: Path, found: Mapping[str, Choices], what: str) -> None:
                 with whole_file(path) as temporary:
                     content = {"format": FORMAT, "machines": merged}
                     temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            return merged
     except (OSError, ValueError) as error:
         logger.warning("%s are timed again at the next start: %s", what, error)
+        return dict(found)
 
 
 def _read(path: Path) -> dict[str, Choices]:

@@ -89,7 +89,8 @@ def _agree(
     """Let all ranks with the machine `here` use the same choices, and write down new ones.
 
     `choose` uses the choices that it is given, and adds those that it has to time. It is called
-    twice, the second time with the choices of all ranks. `what` is what is timed, in the plural.
+    twice, the second time with the choices of all ranks, or with those of the file, where another
+    run has written them meanwhile. `what` is what is timed, in the plural.
     """
     rank = group.rank()
     known: list[Any] = [read_choices(path, what) if rank == 0 else None]
@@ -101,6 +102,8 @@ def _agree(
     agreed: dict[str, Choices] = {}
     for name, choices in reports:
         agreed[name] = choices | agreed.get(name, {})
+    if any(agreed[name] != known[0].get(name) for name in agreed):  # alike on all ranks
+        final: list[Any] = [add_choices(path, agreed, what) if rank == 0 else None]
+        dist.broadcast_object_list(final, src=0, group=group)
+        agreed = final[0]
     choose(agreed[here])
-    if rank == 0 and any(agreed[name] != known[0].get(name) for name in agreed):
-        add_choices(path, agreed, what)

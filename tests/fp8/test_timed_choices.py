@@ -93,8 +93,9 @@ def test_an_algorithm_that_cublaslt_does_not_offer_is_not_run(
 def test_choices_are_read_as_they_were_added_and_the_first_one_stays(file: Path) -> None:
     assert read_choices(file, WHAT) == {}
     add_choices(file, {"one": {"a": "1"}}, WHAT)
-    add_choices(file, {"one": {"a": "2", "b": "3"}, "two": {"a": "4"}}, WHAT)
-    assert read_choices(file, WHAT) == {"one": {"a": "1", "b": "3"}, "two": {"a": "4"}}
+    found = add_choices(file, {"one": {"a": "2", "b": "3"}, "two": {"a": "4"}}, WHAT)
+    assert found == {"one": {"a": "1", "b": "3"}, "two": {"a": "4"}}
+    assert read_choices(file, WHAT) == found
 
 
 @pytest.mark.parametrize(

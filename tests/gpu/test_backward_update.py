@@ -45,7 +45,7 @@ def peak(rank: int, size: int, update: str) -> dict[str, Any]:
         {
             "model": LARGE,
             "data": {"text": ["unused"], "seq_len": 64},
-            "precision": {"recipe": "coat", "tune_gemms": False},
+            "precision": {"recipe": "coat", "tune_gemms": False, "tune_attention": False},
             "optim": {"recipe": "coat-lean", "clip_grad": 0.0},
             "train": {"micro_batch": 2, "global_batch": 2, "update": update},
         }

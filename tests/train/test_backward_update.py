@@ -28,8 +28,10 @@ MODEL = (
     {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "tie_embeddings": False},
     {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704, "tie_embeddings": False},  # on a GPU
 )
-COAT: dict[str, Any] = {"precision": {"recipe": "coat", "tune_gemms": False}}
-BF16: dict[str, Any] = {"precision": {"recipe": "bf16"}}
+COAT: dict[str, Any] = {
+    "precision": {"recipe": "coat", "tune_gemms": False, "tune_attention": False}
+}
+BF16: dict[str, Any] = {"precision": {"recipe": "bf16", "tune_attention": False}}
 TIED = {"model": {"tie_embeddings": True}}
 LEAN = {"optim": {"recipe": "coat-lean"}}
 CASES: dict[int, dict[str, dict[str, Any]]] = {

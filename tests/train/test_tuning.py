@@ -16,7 +16,9 @@ from tests.distributed import run_ranks
 
 
 def tuned(rank: int, size: int, directory: str) -> list[dict[str, str]]:
-    """The choices of a rank of the first and of a second start, in which rank 1 has another GPU."""
+    """The choices of a rank of a first start, of a second one, in which rank 1 has another GPU, and
+    of a third one, during which another run writes its own.
+    """
     import torch
     import torch.distributed as dist
 
@@ -25,12 +27,16 @@ def tuned(rank: int, size: int, directory: str) -> list[dict[str, str]]:
 
     config = make_config({"data": {"text": ["-"], "cache_dir": directory}})
     used: list[dict[str, str]] = []
+    other_run: list[str] = []  # the kinds that it still has to write down
 
     def tune_layers(layers: Any, tokens: int, dtype: Any, choices: dict[str, str]) -> None:
         assert (layers, tokens) == ([], config.train.micro_batch * config.data.seq_len)
         for kind in ("shared", f"of {rank}"):
             choices.setdefault(kind, f"timed by {rank}")
         used.append(dict(choices))
+        if rank == 0 and other_run:
+            written = {"B200": {other_run.pop(): "timed by another run"}}
+            tuning.add_choices(config.data.cache_dir / tuning.GEMMS, written, "GEMM algorithms")
 
     tuning.tune_layers = tune_layers
     torch.cuda.current_device = lambda: 0
@@ -39,7 +45,8 @@ def tuned(rank: int, size: int, directory: str) -> list[dict[str, str]]:
     group = dist.group.WORLD
     assert group is not None
     found = []
-    for gpus in (("H100", "H100", "H200"), ("H100", "H200", "H200")):
+    for gpus in (("H100", "H100", "H200"), ("H100", "H200", "H200"), ("B200",) * 3):
+        other_run += ["shared"] * (gpus[0] == "B200")
         tuning.machine = lambda _, library, gpus=gpus: gpus[rank]  # type: ignore[misc]
         tuning.tune_gemms(config, [], torch.float32, group)
         found.append(used[-1])
@@ -54,9 +61,11 @@ def test_ranks_with_one_kind_of_gpu_agree_and_a_later_start_finds_their_choices(
     by_rank = run_ranks(3, f"{__name__}:tuned", str(tmp_path))
     h100 = {"shared": "timed by 0", "of 0": "timed by 0", "of 1": "timed by 1"}
     h200 = {"shared": "timed by 2", "of 2": "timed by 2"}
-    assert [first for first, _ in by_rank] == [h100, h100, h200]
+    assert [first for first, *_ in by_rank] == [h100, h100, h200]
     later = h200 | {"of 1": "timed by 1"}
-    assert [second for _, second in by_rank] == [h100, later, later]
+    assert [second for _, second, _ in by_rank] == [h100, later, later]
+    raced = {f"of {rank}": f"timed by {rank}" for rank in range(3)}
+    assert [third for *_, third in by_rank] == [raced | {"shared": "timed by another run"}] * 3
 
 
 KINDS = ("even", "faster", "slower")  # of ranks, by how fast flash is on their GPUs
