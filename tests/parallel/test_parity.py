@@ -58,6 +58,10 @@ CONTEXT = ("window", "mha")  # variants for context parallelism; mha exchanges h
 # 1.3e-4 for losses and 3e-3 for norms; the limits are about three times that. Under scales of
 # coat-paper, amax / MAX of a part, all codes of the part differ: another sample of its errors.
 FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
+# The larger model of block-wise scales has a gradient norm that is added in another order by stages
+# and, on some CPUs, rounds otherwise: an ulp of the clip coefficient, which decides some codes
+# differently. Measured with AVX2 are 6.7e-5 between stages and 6.3e-4 between tensor-parallel ranks.
+BLOCKS_RELATIVE = {True: (2e-4, 1e-2), False: (2e-3, 1e-2)}  # with the same tokens per rank or not
 FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"zero": 2},
     "tp2, split": {"tp": 2, "tp_chunks": 2},
@@ -243,6 +247,8 @@ def test_layout_trains_fp8_layers_like_one_process(
     expected = torch.tensor(curves[f"single/{variant}/{recipe}"])
     actual = torch.tensor(curves[f"{layout}/{variant}/{recipe}"])
     limits = (RELATIVE, RELATIVE) if layout in SAME_TOKENS else FLOW_RELATIVE
+    if variant == "blocks":
+        limits = BLOCKS_RELATIVE[layout in SAME_TOKENS]
     for column, limit in enumerate(limits):
         torch.testing.assert_close(actual[:, column], expected[:, column], rtol=limit, atol=0.0)
 
