@@ -60,7 +60,7 @@ CONTEXT = ("window", "mha")  # variants for context parallelism; mha exchanges h
 FLOW_RELATIVE = (5e-4, 1e-2)  # of losses and of gradient norms
 # The larger model of block-wise scales has a gradient norm that is added in another order by stages
 # and, on some CPUs, rounds otherwise: an ulp of the clip coefficient, which decides some codes
-# differently. With AVX2, 6.7e-5 is measured between stages and 6.3e-4 between tensor-parallel ranks.
+# differently. With AVX2, 6.7e-5 was measured between stages and 6.3e-4 between tensor ranks.
 BLOCKS_RELATIVE = {True: (2e-4, 1e-2), False: (2e-3, 1e-2)}  # with the same tokens per rank or not
 FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"zero": 2},
