@@ -130,7 +130,7 @@ def case_full_disk(case: Case) -> dict[str, Any]:
 def case_commit_fails(case: Case) -> dict[str, Any]:
     """Rank 0 alone cannot write the manifest."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     saver = case.saver("commit", async_save=False)
