@@ -179,10 +179,13 @@ class Run:
         return found
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Set the weights."""
+        """Set the weights, and with them those that the optimizer stores in fp32: after a step they
+        replace the model's, even if its learning rate is zero.
+        """
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(weights[name])
+        self.trainer.optimizer.optimizer.reload_from_weights()
 
     def step(self, number: int, rate: float) -> Tensor:
         """A step on batch `number`; returns its loss."""
