@@ -103,7 +103,9 @@ def _agree(
     for name, choices in reports:
         agreed[name] = choices | agreed.get(name, {})
     if any(agreed[name] != known[0].get(name) for name in agreed):  # alike on all ranks
-        final: list[Any] = [add_choices(path, agreed, what) if rank == 0 else None]
+        final: list[Any] = [None]
+        if rank == 0:
+            final = [add_choices(path, agreed, what, read=known[0])]
         dist.broadcast_object_list(final, src=0, group=group)
         agreed = final[0]
     choose(agreed[here])
