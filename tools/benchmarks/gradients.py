@@ -4,7 +4,8 @@
     error  = |g - r| / |r|            both over all elements of the weights of one kind
 
 Rounding to FP8 leaves the length nearly as it is. A GEMM that accumulates too many terms with too
-few bits shortens gradients, the more the more tokens agree, which is most at the start of training.
+few bits shortens gradients, the more so the more the terms of all tokens agree in sign. They agree
+most at the start of training.
 Rows are "RECIPE mbsN", and "RECIPE mbsN slow GEMM ..." with GEMMs that accumulate in fp32, all in
 one process. They are measured at initialization and again after `steps` steps of BF16, on the same
 batch, which was not trained on; tokens are the bytes of the Python sources of torch.
