@@ -62,7 +62,7 @@ class Range:
     end: float
     wide_end: float | None = None  # of blocks whose span exceeds NARROW_SPAN
     ends: tuple[float, ...] = ()  # the best of these, instead of `end`
-    multiple: int = 1  # of sixteenths, of which k is one
+    multiple: int = 1  # k is a multiple of this many sixteenths
     down: bool = False  # k is rounded down, not to nearest
     k16_min: int = 16
 

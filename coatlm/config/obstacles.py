@@ -25,7 +25,9 @@ def graph_obstacles(config: Config) -> Iterator[str]:
 
 
 def update_obstacles(config: Config) -> Iterator[str]:
-    """What needs all gradients of a step, or a later use of weights than their own gradient."""
+    """What cannot be combined with updates in backward: options that need all gradients before the
+    update, or that use weights after their gradients are complete.
+    """
     p, t = config.parallel, config.train
     for name, value, allowed in (
         ("parallel.pp", p.pp, 1),
@@ -37,5 +39,5 @@ def update_obstacles(config: Config) -> Iterator[str]:
             yield f"{name}={value}: must be {allowed}"
     if not p.overlap_grad_reduce:
         yield "parallel.overlap_grad_reduce=false: must be true"
-    if p.main_grads == "fp8":  # an arena is dense
+    if p.main_grads == "fp8":  # an arena has no scales
         yield f"parallel.main_grads={p.main_grads}: must be fp32 or bf16"

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import deterministic as torch_deterministic
 
-deterministic: Any = torch_deterministic  # its class, which has a property, is set at run time
+deterministic: Any = torch_deterministic  # Any: torch gives the module a class with properties
 DETERMINISTIC = 2  # torch's debug mode "error": deterministic algorithms, or an error without one
 
 
@@ -51,19 +51,19 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scale: float | None
     ) -> Tensor:
         length = q_BSND.shape[1]
-        o_BSND, lse_BNS, *unused, _ = torch.ops.aten._flash_attention_forward(
+        o_BSND, lse_BNS, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             *(q_BSND, k_BSGD, v_BSGD, None, None),  # no cumulative lengths
             *(length, length, 0.0, True, False),  # dropout, causal, debug mask
             scale=scale,
         )
-        ctx.save_for_backward(q_BSND, k_BSGD, v_BSGD, o_BSND, lse_BNS, *unused)
+        ctx.save_for_backward(q_BSND, k_BSGD, v_BSGD, o_BSND, lse_BNS, seed, offset)
         ctx.scale = scale
         return o_BSND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BSND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        *saved, seed, offset = ctx.saved_tensors  # those of dropout, which has none here
+        *saved, seed, offset = ctx.saved_tensors  # of dropout, which is off: unused
         length = do_BSND.shape[1]
         with deterministic_algorithms():
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -78,8 +78,8 @@ class _FlashAttention(torch.autograd.Function):
 def deterministic_algorithms() -> Iterator[None]:
     """A context in which torch's operations take their deterministic algorithms.
 
-    New tensors are not filled, which the mode would do otherwise. It is one of the process, so
-    the context is left as soon as kernels are launched.
+    This is a mode of the process: leave the context as soon as the kernels are launched. The mode
+    would also fill every new tensor with NaN, which is switched off here.
     """
     mode, fills = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
     deterministic.fill_uninitialized_memory = False

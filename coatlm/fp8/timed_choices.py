@@ -5,8 +5,9 @@
 MACHINE is the GPU with the versions of torch, CUDA and the library that is timed. For GEMMs KIND is
 a kind of GEMM and CHOICE the name of one of cuBLASLt's algorithms for it (gemm.py); for attention
 they are a shape and the name of a backend (coatlm/model/attention_backends.py). Whoever reads a
-choice looks for its name among those that there are and runs no others, whatever the file says. An
-entry of the file is never replaced, so all later starts on such a machine add in the same order.
+choice looks for its name among those that there are and runs no others, whatever the file says. No
+entry with such a name is ever replaced, so all later starts on such a machine add in the same
+order.
 """
 
 from __future__ import annotations
@@ -57,17 +58,26 @@ def read_choices(path: Path, what: str) -> dict[str, Choices]:
     """
     try:
         return _read(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s; %s are timed again", error, what)
         return {}
 
 
-def add_choices(path: Path, found: Mapping[str, Choices], what: str) -> dict[str, Choices]:
+def add_choices(
+    path: Path,
+    found: Mapping[str, Choices],
+    what: str,
+    *,
+    read: Mapping[str, Choices] | None = None,
+) -> dict[str, Choices]:
     """Add choices that the file does not have, and return all that it has then.
 
     Processes that do this at the same time wait for each other, and the first one's choices count.
-    If the file cannot be written, a warning says so, and the choices are those found.
+    `read` is what `read_choices` returned before the timing: where `found` differs from it, the
+    name in the file was unknown, and is replaced unless another process has already done so. If the
+    file cannot be written, a warning says so, and the choices are those found.
     """
+    read = {} if read is None else read
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_locked(path.with_suffix(".lock")):
@@ -76,7 +86,10 @@ def add_choices(path: Path, found: Mapping[str, Choices], what: str) -> dict[str
             except ValueError:
                 known = {}
             names = {**known, **found}
-            merged = {name: {**found.get(name, {}), **known.get(name, {})} for name in names}
+            merged = {
+                name: _merged(known.get(name, {}), found.get(name, {}), read.get(name, {}))
+                for name in names
+            }
             if merged != known:
                 with whole_file(path) as temporary:
                     content = {"format": FORMAT, "machines": merged}
@@ -85,6 +98,14 @@ def add_choices(path: Path, found: Mapping[str, Choices], what: str) -> dict[str
     except (OSError, ValueError) as error:
         logger.warning("%s are timed again at the next start: %s", what, error)
         return dict(found)
+
+
+def _merged(known: Choices, found: Choices, read: Choices) -> Choices:
+    """The choices `known` to the file, and those `found`: for new kinds, and for kinds whose choice
+    in the file is still the one that was `read`, which is either the same or had an unknown name.
+    """
+    valid = {kind: name for kind, name in known.items() if name != read.get(kind)}
+    return {**known, **found, **valid}
 
 
 def _read(path: Path) -> dict[str, Choices]:

@@ -102,7 +102,8 @@ class CoreAttention(nn.Module):
     ) -> list[Shape]:
         """The shapes for which this rank has a choice of backends, given those of q, k and v.
 
-        Documents, windows and soft caps leave none, nor do queries that end a longer prefix.
+        None with documents, windows or soft caps, and none for a chunk of queries that attends to
+        more keys than the chunk's own.
         """
         rank, size = self.cp_group.rank(), self.cp_group.size()
         if self.window is not None or self.softcap is not None:
@@ -113,7 +114,7 @@ class CoreAttention(nn.Module):
         elif size > 1:
             if rank > 0:
                 return []
-            tokens //= 2  # the first chunk of all
+            tokens //= 2  # the chunk 0, the only one with as many keys as queries
         return [Shape(samples, tokens, heads, kv_heads, head_dim, self.multiplier)]
 
     def _attend(

@@ -52,7 +52,7 @@ RUNS = 4  # whose bits are compared
 
 
 class Shape(NamedTuple):
-    """What a rank attends with at a time: BF16 q [S, B, N, D], k and v [S, B, G, D]."""
+    """The sizes of a call of attention on a rank: BF16 q [S, B, N, D], k and v [S, B, G, D]."""
 
     samples: int
     tokens: int
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
     @property
     def name(self) -> str:
-        """All of it in words, the name of the shape in a file."""
+        """All fields as text: the key of the shape in the file of choices."""
         return " ".join(f"{key}={value}" for key, value in self._asdict().items())
 
     def __str__(self) -> str:
@@ -73,11 +73,11 @@ class Shape(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Forward and backward of a backend."""
+    """What was measured of forward and backward with a backend."""
 
     ms: float
     repeats: bool  # whether output and gradients had the same bits each time
-    peak: int  # bytes, beside the inputs
+    peak: int  # bytes that were allocated at most, without the inputs
 
 
 # (q [S, B, N, D], k, v [S, B, G, D], scale) -> o [S, B, N, D]
@@ -146,8 +146,8 @@ def measure_backends(
 ) -> dict[str, Measured]:
     """Forward and backward of the backends that accept the shape, on random inputs.
 
-    Takes some tenths of a second, and longer for samples that take longer themselves; the memory of
-    the inputs and of what a backend needs. `clock` is called as `milliseconds` is.
+    Takes some tenths of a second, or more for long samples, and memory for the inputs and for what
+    a backend needs. `clock` is called as `milliseconds` is.
     """
     inputs = random_inputs(shape, device)
     steps: dict[str, partial[list[Tensor]]] = {}
@@ -257,7 +257,7 @@ def choose_backends(
 
 
 def in_words(measured: Mapping[str, Measured]) -> str:
-    """The times of backends in milliseconds, and which of them change bits."""
+    """The times of backends in milliseconds, and which of them are not repeatable."""
     return ", ".join(
         f"{name} {found.ms:.3g} ms" + ("" if found.repeats else " (not repeatable)")
         for name, found in measured.items()

@@ -98,7 +98,7 @@ def simplest(config: Config, ranks: int, earlier: Saved | None) -> Config:
     if isinstance(config.train.micro_batch, int):
         given.data_parallel_size(ranks)
         return given
-    one = replaced(given, train={"micro_batch": 1, "update": "step"})  # any number of them
+    one = replaced(given, train={"micro_batch": 1, "update": "step"})  # any number of microbatches
     sizes = micro_batches(given, one.data_parallel_size(ranks))[::-1]
     if earlier is not None and (size := earlier["train"].get("micro_batch")) in sizes:
         sizes.insert(0, size)

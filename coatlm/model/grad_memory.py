@@ -22,7 +22,7 @@ EACH = {"fp32": (4.0, 4), "bf16": (2.0, 2), "fp8": (ONE_BYTE, 2)}  # accumulated
 
 
 def grad_buffer_bytes(config: Config, count: int, vocab: int, data_parallel: int) -> int:
-    """Bytes of the buffers of `count` gradients, which `train.update` names."""
+    """Bytes of the buffers of `count` gradients: an arena with train.update=backward."""
     if config.train.update == "backward":
         return arena_bytes(config, vocab, data_parallel)
     return main_grad_bytes(config, count, data_parallel)

@@ -130,7 +130,7 @@ def _shapes(
     p, gpus = config.parallel, cluster.gpus
     data = replaced(config, train={"micro_batch": 1}).model_dump(mode="json")
     data["parallel"]["layout"] = "given"
-    data["train"]["update"] = "step"  # the microbatch, and with it their number, is not known yet
+    data["train"]["update"] = "step"  # the number of microbatches is not known yet
     if ("parallel", "zero") in free:
         data["parallel"]["zero"] = 1
 

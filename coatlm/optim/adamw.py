@@ -163,7 +163,7 @@ class AdamW:
     def _update(
         self, which: Collection[int], clip_coefficient: Tensor | None, step_count: Tensor
     ) -> None:
-        """Update the shards in some of `pieces`, and count the step in `step_count`, a tensor."""
+        """Update the pieces numbered `which`; count the step in `step_count`, a tensor."""
         if self.fused:
             prepare(
                 self.scalars,

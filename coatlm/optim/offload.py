@@ -58,7 +58,7 @@ def cut_pieces(spans: Iterable[Span], starts: Sequence[int], longest: int) -> li
 def make_pieces(
     spans: Sequence[Span], starts: Sequence[int], longest: int | None, *, by_shard: bool
 ) -> list[Piece]:
-    """The pieces of an update of all `spans`, in order; with `by_shard` none has parts of two.
+    """The pieces of an update of all `spans`, in order; with `by_shard` each is in one shard.
 
     Without `longest` there is one piece, or one per shard.
     """
@@ -125,9 +125,8 @@ class StateOffload:
                 weakref.finalize(self, unlock_pages, tensor.data_ptr(), self.streams[1])
 
     def passes(self, which: Collection[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the states of pieces on the device, to be updated in place on the current stream.
-
-        `which` are their numbers.
+        """Yield the states of the pieces numbered `which`, on the device, to be updated in place on
+        the current stream.
         """
         for j in which:
             self._copy_in(j)

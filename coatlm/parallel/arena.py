@@ -9,8 +9,9 @@ Two buffers may overlap in memory if their lifetimes do not:
     c, 3       1 to 2        0 1 2
 
 The largest buffers are placed first, each at the lowest address that is free in all of its
-lifetime. The events of gradients with train.update=backward are the units of a backward pass: the
-output layer, the layers from the last to the first, the embedding.
+lifetime. With train.update=backward the buffers are buckets of gradients, and the events are the
+units that backward reaches in turn: the output layer, the layers from the last to the first, the
+embedding.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def place(sizes: Sequence[int], lives: Sequence[Lifetime]) -> tuple[list[int], i
 
 
 def with_reductions(lives: Sequence[Lifetime]) -> list[Lifetime]:
-    """Let each lifetime last until that of the buffer that is complete next ends.
+    """Extend each lifetime to the end of the lifetime that ends next.
 
-    So a bucket has memory while it is reduced, until the next bucket is complete.
+    A bucket that is complete then has memory while it is reduced, until the next one is complete.
     """
     order = sorted(range(len(lives)), key=lambda i: (lives[i][1], i))
     longer = list(lives)

@@ -1,4 +1,4 @@
-"""The update of train.update=backward: each bucket's weights, as soon as its gradients exist.
+"""train.update=backward: the weights of a bucket are updated once its gradients are complete.
 
 `ZeroOptimizer.step` needs all gradients, for the norm that clips them. Here a bucket is updated by
 the norm of the step before, while backward goes on (`grad_release`):
@@ -13,7 +13,8 @@ not finite the step ends there, and nothing has changed.
 A NaN or an infinity among the gradients of a bucket skips the update of this bucket and of all that
 follow in this step; earlier ones, nearer to the loss, have been updated. All ranks that have a part
 or a copy of a bucket agree on that by an all-reduce of one number. Such a step does not count as an
-update, and the norm before it clips the next one too. All of this is decided on the device.
+update, and the norm before it clips the next one too. The device decides all of this; the host
+waits for it only in a step that may have to run twice.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from coatlm.parallel.zero import ZeroOptimizer, counted
 class BackwardOptimizer(ZeroOptimizer):
     """Updates each bucket in backward; see the module's docstring.
 
-    `chunks` have `update_in_backward`, and `make_optimizer` makes one that updates by shard.
+    `chunks` are constructed with `update_in_backward`, the AdamW of `make_optimizer` with
+    `by_shard`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -53,7 +55,7 @@ class BackwardOptimizer(ZeroOptimizer):
         at = 0
         for bucket in self.buckets:
             found = counted(bucket, self.regions[bucket])
-            parts = [part for part in found if isinstance(part, Tensor)]  # all: none is one-byte
+            parts = [part for part in found if isinstance(part, Tensor)]  # none is one-byte
             self.parts[bucket] = (parts, self.norms[at : at + len(parts)])
             at += len(parts)
         self.partial = self._partial_gradients()

@@ -1,15 +1,15 @@
-"""Gradients that are used up in backward: each bucket is reduced, updated and released by itself.
+"""Gradients of train.update=backward: each bucket is reduced, used and released in backward.
 
-With train.update=backward a step has one microbatch, so a bucket is complete as soon as backward
-has passed its last parameter, and no other use of these weights follows in the step: autograd runs
-the accumulation node of a parameter after everything that contributes to its gradient, both uses of
-a tied embedding included, and what computes such a contribution reads the weight at the same time.
+A step has one microbatch, so a bucket is complete as soon as backward has passed its last
+parameter. Nothing in the step reads the bucket's weights after that: autograd runs the accumulation
+node of a parameter after all nodes that contribute to its gradient, both uses of a tied embedding
+included, and these nodes are the only ones of backward that read the weight.
 
     backward reaches a unit    the buckets that begin there get their part of the arena; buckets
                                that had this memory before are reduced and used first
     a bucket is complete       its reduction starts, and the bucket before it is used; with one
                                rank the bucket itself is used
-    `use`                      whoever owns the gradients updates weights with them
+    `use(bucket)`              the optimizer updates weights by the sums in `bucket.reduced`
 
 The arena (`arena`) has room for the buckets that fill at the same time and for one that is being
 reduced, so gradients of the whole model never exist at once. Its addresses do not change, which the
@@ -40,8 +40,8 @@ class GradRelease(GradReduction):
         super().__init__(*arguments, **options)
         assert self.overlap and not self.every_microbatch
         self.use: Callable[[Bucket], None] = lambda bucket: None
-        self.held: list[Bucket] = []  # that have memory, in the order in which they got it
-        self.missing: set[Bucket] = set()  # that have not had memory in this step
+        self.held: list[Bucket] = []  # buckets with memory, in the order of allocation
+        self.missing: set[Bucket] = set()  # buckets that had no memory in this step yet
 
     def start_step(self) -> None:
         """Expect one gradient of every parameter. No bucket has memory yet."""
@@ -82,7 +82,7 @@ class GradRelease(GradReduction):
             self._finish(self.in_flight[0])
 
     def _finish(self, bucket: Bucket) -> None:
-        """Reduce a bucket, also if backward owes gradients of it, which are zero; then use it."""
+        """Wait until a bucket is reduced, then use it. Gradients that backward owes are zero."""
         bucket.settle()
         if bucket.reduction is None and self.comm.size > 1:
             super()._start(bucket)

@@ -55,7 +55,7 @@ class ZeroOptimizer:
         self.unshared = [list(_unshared(b, self.regions[b])) for b in self.owned]
         self.norm_group = groups.world if chunks[0].sharded else groups.model
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
-        self.repeats = False  # the step has only measured, and its passes have to run once more
+        self.repeats = False  # `step` has only measured the norm: run the passes again
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of later steps. Does not wait for the device."""
@@ -94,7 +94,7 @@ class ZeroOptimizer:
         return norm
 
     def norm_to_save(self) -> float | None:
-        """What a checkpoint needs of the norm of the last step: nothing here."""
+        """The norm that a checkpoint saves: None, as each step is clipped by its own norm."""
         return None
 
     def restore_norm(self, saved: float | None) -> None:

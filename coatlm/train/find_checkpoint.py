@@ -125,6 +125,8 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{path} is damaged (it has no configuration)")
     config, parallel = state["config"], state["config"].get("parallel")
+    if isinstance(config.get("data"), dict):  # the key's default was false before it was saved
+        config = config | {"data": {"reset_attention_mask": False} | config["data"]}
     if isinstance(parallel, dict):
         config = config | {"parallel": {k: v for k, v in parallel.items() if k not in REMOVED}}
     try:

@@ -98,7 +98,7 @@ def decide_layout(
 
 def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
     """The configuration with data.reset_attention_mask of the checkpoint from which this run
-    resumes, unless it is given: its default has not always been the same.
+    resumes, unless it is given: in older versions the default was false.
     """
     if "reset_attention_mask" in config.data.model_fields_set:
         return config

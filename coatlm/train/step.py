@@ -65,7 +65,8 @@ class Trainer:
         cuda_graphs = captures(config)
         self.traffic = Traffic()
         # the last step's bytes over tp and cp: computed when they are logged, not in every step
-        self.model_traffic: Callable[[], Traffic] = Traffic
+        self.model_traffic: Callable[..., Traffic] = Traffic
+        self.repeated_traffic: Callable[[], Traffic] = Traffic  # of passes that ran once more
         modules = build_model(config, groups, vocab)
         self.sum_noise = sum_noise(config, len(modules), groups)
         self.chunks = make_chunks(
@@ -169,6 +170,7 @@ class Trainer:
             fallen=self.fallen,
             once=self.tp_sums,
         )
+        self.repeated_traffic = Traffic
         for noise in (self.noise, self.sum_noise):
             if noise is not None:
                 noise.begin_()
@@ -197,6 +199,8 @@ class Trainer:
         if self.optimizer.repeats:
             if self.noise is not None:
                 self.noise.repeat_()
+            once = self.tp_sums._replace(mus=0)  # which only an update adjusts
+            self.repeated_traffic = partial(self.model_traffic, once=once)
             loss, norm = self._passes(batches, observe=observe, enter=enter)
         if self.scales is not None:
             self.scales.update_()
@@ -223,7 +227,8 @@ class Trainer:
     @property
     def comm_bytes(self) -> dict[str, int]:
         """`Traffic.summary` of the bytes that this rank sent in the last step."""
-        return Traffic(self.traffic.sent + self.model_traffic().sent).summary()
+        computed = self.model_traffic().sent + self.repeated_traffic().sent
+        return Traffic(self.traffic.sent + computed).summary()
 
     def gradient_amaxes(self) -> Histories:
         """The amaxes of delayed scaling in all layers, for a checkpoint. A collective call."""

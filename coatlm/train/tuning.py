@@ -1,4 +1,4 @@
-"""Choose the GEMM algorithms and attention backends of a run: those of the cache, others by timing.
+"""Choose the GEMM algorithms and attention backends of a run, from a file or else by timing.
 
 Ranks with GPUs of one kind make the same choices: rank 0 reads the cache for all of them, and where
 ranks have timed the same kind of GEMM or shape of attention, the choice of the lowest rank counts.
@@ -89,8 +89,9 @@ def _agree(
     """Let all ranks with the machine `here` use the same choices, and write down new ones.
 
     `choose` uses the choices that it is given, and adds those that it has to time. It is called
-    twice, the second time with the choices of all ranks, or with those of the file, where another
-    run has written them meanwhile. `what` is what is timed, in the plural.
+    twice, first with the choices of the file, then with those that all ranks have agreed on; what
+    another run has written to the file meanwhile comes first. `what` is what is timed, in the
+    plural.
     """
     rank = group.rank()
     known: list[Any] = [read_choices(path, what) if rank == 0 else None]
@@ -103,7 +104,9 @@ def _agree(
     for name, choices in reports:
         agreed[name] = choices | agreed.get(name, {})
     if any(agreed[name] != known[0].get(name) for name in agreed):  # alike on all ranks
-        final: list[Any] = [add_choices(path, agreed, what) if rank == 0 else None]
+        final: list[Any] = [None]
+        if rank == 0:
+            final = [add_choices(path, agreed, what, read=known[0])]
         dist.broadcast_object_list(final, src=0, group=group)
         agreed = final[0]
     choose(agreed[here])

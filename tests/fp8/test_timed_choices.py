@@ -124,6 +124,22 @@ def test_another_content_is_ignored_with_one_warning_and_replaced(
     assert read_choices(file, WHAT) == {"one": {"a": "1"}}
 
 
+def test_an_unknown_name_is_replaced_unless_another_run_has_done_so(file: Path) -> None:
+    add_choices(file, {"one": {"a": "gone", "b": "2"}}, WHAT)
+    read = read_choices(file, WHAT)
+    found = add_choices(file, {"one": {"a": "first", "b": "2"}}, WHAT, read=read)
+    assert found == read_choices(file, WHAT) == {"one": {"a": "first", "b": "2"}}
+    assert add_choices(file, {"one": {"a": "second", "b": "2"}}, WHAT, read=read) == found
+
+
+def test_a_path_that_cannot_be_looked_up_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "coatlm"):
+        assert read_choices(tmp_path / ("x" * 300) / "gemms.json", WHAT) == {}
+    assert caplog.messages[0].endswith("GEMM algorithms are timed again")
+
+
 def test_a_directory_that_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

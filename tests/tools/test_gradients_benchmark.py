@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from coatlm.config.recipes import GEMMS
+from tests.distributed import run_ranks
 from tools.benchmarks import gradients
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,26 @@ def test_training_changes_the_weights_that_rows_are_measured_with(
     assert second < first
     for record in records:  # the same weights and tokens as bf16's
         assert math.isclose(record["loss"], (first, second)[record["steps"] > 0], rel_tol=2e-2)
+
+
+def reloaded(rank: int, size: int, _: None) -> list[bool]:
+    """Whether each weight that is loaded is the same after a step at a learning rate of zero."""
+    from coatlm.parallel.groups import make_groups
+    from coatlm.train.setup import Launch, start_processes
+
+    start_processes(Launch.from_environment())
+    sizes = {"batch": 2, "seq": 32, "hidden": 128, "layers": 1, "steps": 1}
+    config = gradients.configuration("bf16 mbs2", sizes)
+    run = gradients.Run(config, make_groups(config.parallel), gradients.Source(2, 32))
+    weights = {name: torch.randn_like(p) for name, p in run.params.items()}
+    run.load(weights)
+    run.step(0, 0.0)
+    return [torch.equal(p, weights[name]) for name, p in run.params.items()]
+
+
+def test_a_step_that_only_fills_amax_histories_leaves_the_loaded_weights() -> None:
+    (same,) = run_ranks(1, f"{__name__}:reloaded")
+    assert same and all(same)
 
 
 def test_length_and_error_are_those_of_their_definition() -> None:

@@ -295,6 +295,28 @@ def test_the_first_finite_step_is_clipped_by_its_own_norm_as_a_plain_one_is() ->
     assert plain[0] == plain[1] != plain[2]
 
 
+def first_bytes(rank: int, size: int, _: None) -> list[dict[str, int]]:
+    """The bytes that tensor-parallel ranks send in the first two steps."""
+    from coatlm.parallel.groups import make_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+    from tests.parallel.test_parity import batches
+
+    start_processes(Launch.from_environment())
+    config = make_run("tp", size, CLIP, "backward")
+    groups = make_groups(config.parallel)
+    trainer, found = Trainer(config, groups, vocab=128), []
+    for number in range(2):
+        trainer.train_step(trainer.place(batches(config, groups, number)), 1e-3)
+        found.append(trainer.comm_bytes)
+    return found
+
+
+def test_a_first_step_that_runs_twice_counts_the_bytes_of_both_passes() -> None:
+    for first, second in run_ranks(2, f"{__name__}:first_bytes"):
+        assert first["comm_bytes_tp"] == 2 * second["comm_bytes_tp"] > 0
+
+
 LAYOUTS = ("dp2", "dp2 zero1", "dp2 zero3")
 
 

@@ -13,6 +13,7 @@ from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
 from coatlm.train import phases
 from coatlm.train.agreement import Peers
+from coatlm.train.checkpoint import saved_config
 from coatlm.train.phases import documents_as_before
 from coatlm.train.setup import Launch
 from tests.forks import Forks
@@ -37,6 +38,13 @@ def test_a_value_that_is_not_given_is_that_of_the_checkpoint(
     config = make_config({"data": {"paths": ["a"], **given}})
     found = documents_as_before(config, Launch(), Peers(0, ("host",), None))  # type: ignore[arg-type]
     assert found.data.reset_attention_mask is expected
+
+
+def test_a_checkpoint_without_the_key_has_samples_without_documents() -> None:
+    saved = make_config({"data": {"paths": ["a"]}}).model_dump(mode="json")
+    assert saved_config(Path("step"), {"config": saved}).data.reset_attention_mask
+    del saved["data"]["reset_attention_mask"]
+    assert not saved_config(Path("step"), {"config": saved}).data.reset_attention_mask
 
 
 def test_a_run_begun_without_the_default_goes_on_without_it(tmp_path: Path) -> None:

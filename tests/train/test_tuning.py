@@ -153,6 +153,52 @@ def test_ranks_attend_with_the_backends_of_the_lowest_rank_and_later_starts_with
     assert all(name.split(", ")[1].startswith("cuDNN ") for name in machines)
 
 
+def renamed(rank: int, size: int, directory: str) -> list[Any]:
+    """What a rank uses, and how often it timed, in two starts: first, the file names a backend that
+    there is not, and every rank finds another one the fastest.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from coatlm.model import attention_backends
+    from coatlm.train import tuning
+    from coatlm.train.setup import Launch, start_processes
+
+    config = make_config({"data": {"text": ["-"], "cache_dir": directory}})
+    layers, timed = [layer(0.1)], []
+
+    def measure(shape: Shape, device: torch.device) -> dict[str, Measured]:
+        timed.append(shape)
+        flash = Measured(FLASH["slower" if rank else "faster"], True, 0)
+        return {"cudnn": Measured(1.0, True, 0), "flash": flash}
+
+    original = attention_backends.choose_backends
+    tuning.choose_backends = lambda *at: original(*at, measure=measure)  # type: ignore
+    tuning.machine = lambda *_: "H100"
+    torch.cuda.current_device = lambda: 0
+    start_processes(Launch.from_environment())
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 0:
+        tokens = config.data.seq_len
+        (shape,) = layers[0].self_attention.core_shapes(config.train.micro_batch, tokens)
+        written = {"H100": {shape.name: "removed"}}
+        tuning.add_choices(config.data.cache_dir / tuning.ATTENTION, written, "backends")
+    dist.barrier()
+    found = []
+    for _ in range(2):
+        tuning.tune_attention(config, layers, group)
+        found.append([*layers[0].self_attention.core_attention.backends.values(), len(timed)])
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_agree_where_the_file_names_a_backend_that_there_is_not(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, f"{__name__}:renamed", str(tmp_path))
+    assert by_rank == [[["flash", 1], ["flash", 1]]] * 2
+
+
 @pytest.mark.parametrize(
     ("sections", "tunes"),
     [

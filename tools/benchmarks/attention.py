@@ -33,7 +33,7 @@ from tools.benchmarks.clock import milliseconds
 OPTIONS = ("cases", "sizes")
 CASES = "2048:8:32:32,2048:8:32:8,8192:2:32:8"
 SIZES = "64,96,128"
-TOGETHER = " "  # one process measures all shapes: each takes less time than to start one
+TOGETHER = " "  # one process measures all shapes: to start one takes longer than a shape
 ATOMICS: Attend = partial(torch_attention, order=[SDPBackend.FLASH_ATTENTION])
 MIB, LARGEST = 1 << 20, 1 << 22
 

@@ -4,7 +4,8 @@
     error  = |g - r| / |r|            both over all elements of the weights of one kind
 
 Rounding to FP8 leaves the length nearly as it is. A GEMM that accumulates too many terms with too
-few bits shortens gradients, the more the more tokens agree, which is most at the start of training.
+few bits shortens gradients, the more so the more the terms of all tokens agree in sign. They agree
+most at the start of training.
 Rows are "RECIPE mbsN", and "RECIPE mbsN slow GEMM ..." with GEMMs that accumulate in fp32, all in
 one process. They are measured at initialization and again after `steps` steps of BF16, on the same
 batch, which was not trained on; tokens are the bytes of the Python sources of torch.
@@ -179,10 +180,13 @@ class Run:
         return found
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Set the weights."""
+        """Set the weights, and with them those that the optimizer stores in fp32: after a step they
+        replace the model's, even if its learning rate is zero.
+        """
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(weights[name])
+        self.trainer.optimizer.optimizer.reload_from_weights()
 
     def step(self, number: int, rate: float) -> Tensor:
         """A step on batch `number`; returns its loss."""
