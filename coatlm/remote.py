@@ -68,10 +68,8 @@ def retried(action: Callable[[], T], url: str) -> T:
             return action()
         except FileNotFoundError:
             raise MissingError(f"{url}: no such object or bucket") from None
-        except FINAL as error:
-            raise RemoteError(f"{url}: {_reason(error)}") from None
         except Exception as error:  # back ends raise nearly anything
-            if _refused(error):
+            if _is_final(error):
                 raise RemoteError(f"{url}: {_reason(error)}") from None
             if pause is None:
                 tries = len(PAUSES) + 1
@@ -251,8 +249,10 @@ class RangeReader(io.RawIOBase):
         return self._threads.submit(self._location.read, begin, end)
 
 
-def _refused(error: Exception) -> bool:
-    """Whether the server refuses the permission: a status code, or gcsfs' text in its place."""
+def _is_final(error: Exception) -> bool:
+    """Whether no repetition can help: by its type, by a status code, or by gcsfs' text for one."""
+    if isinstance(error, FINAL):
+        return True
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return status in REFUSED or str(error).startswith("Forbidden: ")

@@ -14,7 +14,6 @@ Options: batch=128 seq=1024 hidden=1280 layers=18 steps=40, and --smoke (tiny, a
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +27,7 @@ from coatlm.config import Config, make_config
 from coatlm.config.load import override
 from coatlm.config.recipes import GEMMS, TE_RECIPES
 from coatlm.data.batches import Microbatch
-from tools.benchmarks.clock import DEVICE
+from tools.benchmarks.clock import DEVICE, release
 
 OPTIONS = ("batch", "seq", "hidden", "layers", "steps", "smoke")
 TOGETHER = "; "  # between the names of rows, which one process measures
@@ -110,7 +109,7 @@ def measure(names: str, options: dict[str, str]) -> Iterator[dict[str, Any]]:
         yield {"steps": steps, "row": "bf16", "loss": round(loss, 5)}
         for name in names.split(TOGETHER):
             del run
-            gc.collect()
+            release()
             run = Run(configuration(name, size), groups, source)
             run.load(weights)
             loss, found = run.gradients(size["steps"])
