@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ COUNTS = (  # integer options of any benchmark
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1
 RESULT = "RESULT "  # prefix of a record in the output of a row's process
+EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Exit|Interrupt)\b")
 AHEAD = 2  # processes that import their libraries while another row is measured
 
 
@@ -214,10 +216,18 @@ class Row:
         for line in output.splitlines():
             if line.startswith(RESULT):
                 records.append(json.loads(line.removeprefix(RESULT)))
-        reason = (errors.strip().splitlines() or ["no output"])[-1]
         if self.process.returncode or not records:
-            records.append({"row": self.row, "missing": reason[:300]})
+            records.append({"row": self.row, "missing": last_error(errors)[:300]})
         return records
+
+
+def last_error(errors: str) -> str:
+    """The last line of `errors` that names an exception, else the last line.
+
+    At exit libraries may print warnings behind a traceback.
+    """
+    lines = errors.strip().splitlines() or ["no output"]
+    return next((line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1])
 
 
 def print_table(records: list[dict[str, Any]]) -> None:

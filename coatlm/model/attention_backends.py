@@ -19,6 +19,7 @@ Shapes: S tokens, B samples, N query heads, G key/value heads, D elements per he
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import warnings
@@ -206,13 +207,19 @@ def _repeats(step: Callable[[], Collection[Tensor]]) -> bool:
 
 
 def _peak(step: Callable[[], object], device: torch.device) -> int:
-    """The bytes that a step holds at its peak; 0 on a CPU, which does not count them."""
+    """The bytes that a step holds at its peak; 0 on a CPU, which does not count them.
+
+    A thread of autograd may free tensors of an earlier step while this one runs. So the memory
+    without the step is the smaller of that before and that after it.
+    """
     if device.type != "cuda":
         return 0
+    gc.collect()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
-    return torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak - min(before, torch.cuda.memory_allocated(device))
 
 
 def choose(measured: Mapping[str, Measured], spare: int) -> str:

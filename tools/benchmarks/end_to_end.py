@@ -301,7 +301,7 @@ def peer_step(
     make = fsdp_peer.fsdp_step
     if row in megatron_peer.ROWS:
         make = megatron_peer.megatron_step
-        megatron_peer.provide_fused_weight_gradient()  # before anything imports megatron-core
+        megatron_peer.provide_fused_weight_gradient()
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())

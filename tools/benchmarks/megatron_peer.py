@@ -6,7 +6,6 @@ TransformerEngine's FusedAdam, fp32 master weights and moments, and fp32 gradien
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -144,11 +143,17 @@ def megatron_step(
 
 
 def provide_fused_weight_gradient() -> None:
-    """Stand in for the module of apex by which megatron's output layer accumulates gradients."""
+    """Stand in for the module of apex by which megatron's output layer accumulates gradients.
+
+    megatron-core looks for the module when it is imported, which may have been before this.
+    """
+    from megatron.core.tensor_parallel import layers
+
     module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
 
     def accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
         main_grad.add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
 
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
-    sys.modules.setdefault("fused_weight_gradient_mlp_cuda", module)
+    layers.fused_weight_gradient_mlp_cuda = module
+    layers._grad_accum_fusion_available = True
