@@ -13,7 +13,7 @@ from coatlm import megatron_hook
 
 megatron_hook.install()
 
-with megatron_hook.without_trackers():
+with megatron_hook.without_trackers(), megatron_hook.deferred_compilation():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from megatron.core.dist_checkpointing import ShardedTensor

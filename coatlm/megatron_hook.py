@@ -1,9 +1,9 @@
-"""megatron-core on machines without a GPU: an import hook that rewrites CUDA literals.
+"""Importing megatron-core without a GPU, and without what it imports but no run of coatlm uses.
 
 megatron-core names CUDA in literals (`device="cuda"`, `torch.cuda.current_device()`, tensor-type
 strings) that no configuration reaches. Where no GPU is present, `install` adds an import hook that
-rewrites those literals in the source of `megatron.core` as it is imported. torch is never patched,
-nothing is written to disk, and on a machine with a GPU the hook does nothing.
+rewrites those literals in the source of `megatron.core` as it is imported. Nothing is written to
+disk, and on a machine with a GPU the hook does nothing.
 
 Every rule must match somewhere in the installed megatron-core: `unmatched_rules` lists those that
 do not, and a test keeps that list empty for each supported version.
@@ -12,12 +12,13 @@ do not, and a test keeps that list empty for each supported version.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -103,6 +104,36 @@ def without_trackers() -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+@contextlib.contextmanager
+def deferred_compilation() -> Iterator[None]:
+    """Let functions that megatron-core compiles as it is imported be compiled at their first call.
+
+    torch.compile imports torch's compiler, which takes seconds, and most runs call none of them.
+    """
+    compile_now = torch.compile
+    torch.compile = _deferred  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
+
+
+def _deferred(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In place of torch.compile, whose options it takes, as a decorator with or without them."""
+    if function is None:
+        return functools.partial(_deferred, **options)
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 class _Finder(importlib.abc.MetaPathFinder):

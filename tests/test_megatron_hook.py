@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -42,11 +44,38 @@ def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
 
 def test_a_run_imports_neither_trackers_nor_compilers_that_it_does_not_use() -> None:
     unused = ["wandb", "tensorboard", "transformers", "matplotlib"]
-    # megatron-core compiles functions on GPUs, and 0.19 imports the compiler anywhere
-    if not torch.cuda.is_available() and version("megatron-core").startswith("0.16."):
-        unused.append("torch._dynamo")
+    if find_spec("transformer_engine") is None:  # which imports the compiler itself
+        unused += ["torch._dynamo", "torch._inductor"]
     code = "import sys, coatlm.train.start; print(*sys.modules); import wandb; wandb.init"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
     )
     assert not set(unused) & set(done.stdout.split())
+
+
+def test_functions_are_compiled_at_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compile_now(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        asked.append(options)
+        return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    with megatron_hook.deferred_compilation():
+        deferred: Any = torch.compile
+
+        class Layer:
+            @deferred
+            def double(self, x: int) -> int:
+                """Twice x."""
+                return 2 * x
+
+        @deferred(dynamic=True)
+        def add(x: int, *, y: int) -> int:
+            return x + y
+
+    assert torch.compile is not deferred and not asked
+    assert Layer().double(3) == ("compiled", 6) and asked == [{}]
+    assert Layer().double(4) == ("compiled", 8) and asked == [{}]
+    assert add(1, y=2) == ("compiled", 3) and asked == [{}, {"dynamic": True}]
+    assert Layer.double.__name__ == "double" and Layer.double.__doc__ == "Twice x."
