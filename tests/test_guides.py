@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
 SMALL = {
-    **{"model.layers": 1, "model.hidden": 64, "model.ffn": 48, "data.seq_len": 32},
+    **{"model.layers": 1, "model.hidden": 64, "model.heads": 4, "model.ffn": 48},
+    "data.seq_len": 32,
     **{"train.micro_batch": 2, "train.global_batch": 2, "train.eval_every": 2},
     **{"train.eval_batches": 1, "checkpoint.every": 2, "log.every": 1},
 }
@@ -106,8 +107,13 @@ def small(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     given = [word for word in arguments if "=" in word]
     steps = STEPS * (2 if any(word.startswith("train.steps=") for word in given) else 1)
-    own = "data.text=" in " ".join(given) or "paths:" in config_file(arguments[0]).read_text()
-    text = [] if own else ["data.text=[text.py]"]
+    data = load_config(config_file(arguments[0]), given).data
+    prepared = bool(data.paths) and all(
+        "://" in path or any(Path().glob(f"{path}*"))
+        for path in (str(source.path) for source in data.paths)
+    )
+    own = prepared or "data.text=" in " ".join(given)
+    text = [] if own else ["data.paths=[]", "data.text=[text.py]", "data.tokenizer=byte"]
     sizes = [f"{key}={value}" for key, value in SMALL.items()]
     return [*arguments, *text, *sizes, f"train.steps={steps}"]
 
