@@ -15,9 +15,10 @@ Options: base=h100 seconds=150 (no measurement begins later), and --smoke (tiny,
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -102,8 +103,23 @@ def text(records: list[dict[str, Any]], options: dict[str, str]) -> str:
     Rates.model_validate(data)
     words = f"Measured by tools/bench.py rates with torch {torch.__version__}. Kept from {name}: "
     head = textwrap.fill(f"{words}{', '.join(kept)}.", 98, break_on_hyphens=False)
-    body = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=98)
-    return textwrap.indent(head, "# ") + "\n" + body
+    return textwrap.indent(head, "# ") + "\n" + "".join(f"{line}\n" for line in written(data))
+
+
+def written(data: dict[str, Any]) -> Iterator[str]:
+    """The lines of YAML of rates. A name has a line of its own; the sizes of a name share it."""
+    for key, value in data.items():
+        if isinstance(value, dict) and "gb_per_s" not in value:
+            yield f"{key}:"
+            yield from (f"  {name}: {in_one_line(part)}" for name, part in value.items())
+        else:
+            yield f"{key}: {in_one_line(value)}"
+
+
+def in_one_line(value: Any) -> str:
+    """YAML of a scalar or of a mapping."""
+    text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=math.inf)
+    return text.removesuffix("...\n").strip()
 
 
 def earlier(options: dict[str, str]) -> tuple[Rates, str]:
