@@ -1,9 +1,10 @@
-"""Importing megatron-core without a GPU, and without what it imports but no run of coatlm uses.
+"""Importing megatron-core: without a GPU, without trackers, and without compiling its functions.
 
 megatron-core names CUDA in literals (`device="cuda"`, `torch.cuda.current_device()`, tensor-type
 strings) that no configuration reaches. Where no GPU is present, `install` adds an import hook that
 rewrites those literals in the source of `megatron.core` as it is imported. Nothing is written to
-disk, and on a machine with a GPU the hook does nothing.
+disk, and on a machine with a GPU the hook does nothing. `without_trackers` and
+`deferred_compilation` shorten the import, with and without a GPU.
 
 Every rule must match somewhere in the installed megatron-core: `unmatched_rules` lists those that
 do not, and a test keeps that list empty for each supported version.
@@ -108,9 +109,10 @@ def without_trackers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_compilation() -> Iterator[None]:
-    """Let functions that megatron-core compiles as it is imported be compiled at their first call.
+    """While megatron-core is imported, make torch.compile lazy: it compiles at the first call.
 
-    torch.compile imports torch's compiler, which takes seconds, and most runs call none of them.
+    Applying torch.compile imports torch._dynamo, which takes seconds, and most runs never call a
+    function that megatron-core compiles.
     """
     compile_now = torch.compile
     torch.compile = _deferred  # type: ignore[assignment]
@@ -121,7 +123,7 @@ def deferred_compilation() -> Iterator[None]:
 
 
 def _deferred(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """In place of torch.compile, whose options it takes, as a decorator with or without them."""
+    """Stands in for torch.compile: the same options, as `@compile` and as `@compile(...)`."""
     if function is None:
         return functools.partial(_deferred, **options)
 

@@ -222,9 +222,9 @@ class Row:
 
 
 def last_error(errors: str) -> str:
-    """The last line of `errors` that names an exception, else the last line.
+    """The last line of `errors` that starts with the name of an exception, else the last line.
 
-    At exit libraries may print warnings behind a traceback.
+    At exit libraries may print warnings after a traceback.
     """
     lines = errors.strip().splitlines() or ["no output"]
     return next((line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1])

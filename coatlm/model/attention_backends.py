@@ -209,8 +209,9 @@ def _repeats(step: Callable[[], Collection[Tensor]]) -> bool:
 def _peak(step: Callable[[], object], device: torch.device) -> int:
     """The bytes that a step holds at its peak; 0 on a CPU, which does not count them.
 
-    A thread of autograd may free tensors of an earlier step while this one runs. So the memory
-    without the step is the smaller of that before and that after it.
+    Tensors of an earlier step may be freed while this one runs, by the garbage collector or by a
+    thread of autograd. So the collector runs first, and the baseline is the smaller of the
+    allocations before and after. A tensor that is freed after the peak is still counted.
     """
     if device.type != "cuda":
         return 0

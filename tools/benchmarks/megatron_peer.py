@@ -145,7 +145,8 @@ def megatron_step(
 def provide_fused_weight_gradient() -> None:
     """Stand in for the module of apex by which megatron's output layer accumulates gradients.
 
-    megatron-core looks for the module when it is imported, which may have been before this.
+    megatron-core looks for the module once, at its own import, which may already have happened. So
+    what it found is overwritten.
     """
     from megatron.core.tensor_parallel import layers
 

@@ -107,7 +107,10 @@ def text(records: list[dict[str, Any]], options: dict[str, str]) -> str:
 
 
 def written(data: dict[str, Any]) -> Iterator[str]:
-    """The lines of YAML of rates. A name has a line of its own; the sizes of a name share it."""
+    """The lines of YAML of rates.
+
+    An entry of a table (a recipe, a format, a head size) is a line; its values by size are on it.
+    """
     for key, value in data.items():
         if isinstance(value, dict) and "gb_per_s" not in value:
             yield f"{key}:"
