@@ -267,7 +267,7 @@ class Precision(Section):
     """Time the backends of causal attention on a GPU at the first start; later starts find the
     choice in data.cache_dir. cuDNN is used unless FlashAttention-2 or torch's memory-efficient
     kernels are 3 % faster and repeat their bits. false uses cuDNN wherever it accepts the shape.
-    Documents, windows and soft caps have backends of their own."""
+    Documents, windows, soft caps and fp32 have backends of their own."""
 
     bf16_layers: tuple[Layers, Layers] = (0, 0)
     """How many of the first and of the last layers compute in BF16, as [first, last]; together at
