@@ -1,4 +1,4 @@
-"""gs://, hf://, http:// and file://: datasets, text and checkpoints, as test_remote.py for s3://."""
+"""gs://, hf:// and http://: datasets, text and checkpoints, as test_remote.py has them at s3://."""
 
 from __future__ import annotations
 
@@ -173,25 +173,4 @@ def test_checkpoints_are_downloaded_whole(fault: str | None, store: Store, tmp_p
     saved = directory / step_name(2)
     assert {p.name: p.read_bytes() for p in fetched.iterdir()} == {
         p.name: p.read_bytes() for p in saved.iterdir()
-    }
-
-
-def test_a_directory_of_this_machine_is_a_store_for_data_and_checkpoints(tmp_path: Path) -> None:
-    lines = "".join(json.dumps({"text": f"{n} and {n * n}" * 9}) + "\n" for n in range(300))
-    (tmp_path / "in.jsonl").write_text(lines)
-    preprocess([f"file://{tmp_path}/*.jsonl"], tmp_path / "text", Options(), workers=1)
-    here = open_datasets(options(tmp_path / "text", tmp_path / "cache"), BYTE, seed=3)
-    there = open_datasets(options(f"file://{tmp_path}/text", tmp_path / "cache"), BYTE, seed=3)
-    assert there.identity() == here.identity()
-    assert batches(there.train, 6) == batches(here.train, 6)
-    url, own = f"file://{tmp_path}/up", tmp_path / "own"
-    saver = Checkpointer(own, keep=1, async_save=False, upload=url)
-    for step in (1, 2):
-        saver.save(step, pieces_of(tensors_of(step), "copies"), {"step": step})
-    saver.wait()
-    assert list(remote_candidates(url)) == [f"{url}/{step_name(step)}" for step in (2, 1)]
-    fetched = download_checkpoint(url, tmp_path / "downloads", LOG)
-    assert fetched.name == step_name(2) and verify(fetched) == []
-    assert {p.name: p.read_bytes() for p in fetched.iterdir()} == {
-        p.name: p.read_bytes() for p in (own / step_name(2)).iterdir()
     }
