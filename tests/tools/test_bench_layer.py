@@ -185,6 +185,20 @@ def test_default_shapes_are_those_of_llama_2() -> None:
     assert layer.shapes({})[-1] == Shape(hidden=2048, ffn=5504, heads=16, seq=2048, batch=4)
 
 
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ("Traceback\nValueError: a\n", "ValueError: a"),
+        ("torch.OutOfMemoryError: CUDA\n[W1 x.cpp] Warning: y", "torch.OutOfMemoryError: CUDA"),
+        ("[rank0]: RuntimeError: b\n[rank0]:[W1 x.cpp] Warning: y", "[rank0]: RuntimeError: b"),
+        ("Killed", "Killed"),
+        ("", "no output"),
+    ],
+)
+def test_the_reason_of_a_missing_row_is_its_exception(errors: str, reason: str) -> None:
+    assert bench.last_error(errors) == reason
+
+
 def test_rows_that_begin_after_the_budget_are_left_out() -> None:
     found = bench.run_benchmark("layer", ["torch eager"], ["smoke=1"], 0.0)
     assert found == [{"row": "torch eager", "missing": "no time left"}]
