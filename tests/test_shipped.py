@@ -10,7 +10,11 @@ import pytest
 from coatlm.commands import train
 from coatlm.config import PRESETS, Config, load_config
 from coatlm.model.accounting import parameters
-from coatlm.model.memory import GIB, peak_bytes
+from coatlm.model.fits import with_logits
+from coatlm.model.layouts import LARGEST_MICRO_BATCH
+from coatlm.model.memory import GIB, micro_batches, peak_bytes, replaced
+from coatlm.model.rates import load_rates
+from coatlm.model.step_time import Cluster, forecast
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 OWN_FORMATS = ("quickstart", "sft-quickstart", "llama-30m")  # for CPUs, and the base of studies
@@ -82,12 +86,24 @@ def test_formats_are_those_of_a_preset_and_bf16_is_one_override_away(path: Path)
             assert {key: values[section][key] for key in keys} == keys
 
 
+def comment_of(path: Path) -> str:
+    """The comment at the top of a file, in one line."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    return " ".join(line.removeprefix("# ") for line in lines)
+
+
+def gpus_of(path: Path) -> tuple[int, int]:
+    """The fewest GPUs that a file says it is for, and the bytes that it may use of one."""
+    found = FIT.search(comment_of(path))
+    assert found, "say for how many GPUs of which memory the file is"
+    return int(found[1]), int(found[2]) * GIB - RESERVE
+
+
 @each(PRETRAINED)
 def test_the_planner_confirms_the_gpus_that_a_file_names(path: Path) -> None:
-    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    found = FIT.search(" ".join(line.removeprefix("# ") for line in comments))
-    assert found, "say for how many GPUs of which memory the file is"
-    ranks, limit = int(found[1]), int(found[2]) * GIB - RESERVE
+    ranks, limit = gpus_of(path)
+    found = FIT.search(comment_of(path))
+    assert found is not None
     own, bf16 = load_config(path), ["preset=bf16"]
     assert peak(own, ranks) <= limit
     plain = peak(load_config(path, bf16), ranks)
@@ -95,6 +111,21 @@ def test_the_planner_confirms_the_gpus_that_a_file_names(path: Path) -> None:
         assert plain > limit
         plain = peak(load_config(path, [*bf16, *found[3].split()]), ranks)
     assert plain <= limit
+
+
+@each(PRETRAINED)
+def test_the_microbatch_of_a_file_is_the_fastest_that_fits_by_the_planner(path: Path) -> None:
+    """Within 2 %, on H100s of 80 GB, with all else as in the file."""
+    ranks, limit = gpus_of(path)
+    config, cluster = load_config(path), Cluster(load_rates("h100"), ranks)
+    assert config.model.vocab is not None
+    dp, speeds = config.data_parallel_size(ranks), {}
+    for size in micro_batches(config, dp):
+        sized = replaced(config, train={"micro_batch": size})
+        if size <= LARGEST_MICRO_BATCH and peak(sized, ranks) <= limit:
+            sized = with_logits(sized, config.model.vocab, dp, cluster.rates.memory_gib * GIB)
+            speeds[size] = forecast(sized, config.model.vocab, cluster).tokens_per_s
+    assert speeds[config.train.micro_batch] >= 0.98 * max(speeds.values()), speeds
 
 
 @each(PRETRAINED)
