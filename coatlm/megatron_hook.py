@@ -115,21 +115,23 @@ def deferred_compilation() -> Iterator[None]:
     function that megatron-core compiles.
     """
     compile_now = torch.compile
-    torch.compile = _deferred  # type: ignore[assignment]
+    torch.compile = functools.partial(_deferred, compile_now)
     try:
         yield
     finally:
         torch.compile = compile_now
 
 
-def _deferred(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def _deferred(
+    compile_now: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any
+) -> Any:
     """Stands in for torch.compile: the same options, as `@compile` and as `@compile(...)`."""
     if function is None:
-        return functools.partial(_deferred, **options)
+        return functools.partial(_deferred, compile_now, **options)
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        return torch.compile(function, **options)
+        return compile_now(function, **options)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

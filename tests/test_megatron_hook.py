@@ -74,7 +74,9 @@ def test_functions_are_compiled_at_their_first_call(monkeypatch: pytest.MonkeyPa
         def add(x: int, *, y: int) -> int:
             return x + y
 
-    assert torch.compile is not deferred and not asked
+        assert not asked
+        early = deferred(lambda x: x)(5)  # called before the end of the import
+    assert torch.compile is not deferred and early == ("compiled", 5) and asked.pop() == {}
     assert Layer().double(3) == ("compiled", 6) and asked == [{}]
     assert Layer().double(4) == ("compiled", 8) and asked == [{}]
     assert add(1, y=2) == ("compiled", 3) and asked == [{}, {"dynamic": True}]
