@@ -3,8 +3,8 @@
 megatron-core names CUDA in literals (`device="cuda"`, `torch.cuda.current_device()`, tensor-type
 strings) that no configuration reaches. Where no GPU is present, `install` adds an import hook that
 rewrites those literals in the source of `megatron.core` as it is imported. Nothing is written to
-disk, and on a machine with a GPU the hook does nothing. `without_trackers` and
-`deferred_compilation` shorten the import, with and without a GPU.
+disk, and on a machine with a GPU the hook does nothing. `without_trackers`,
+`deferred_compilation` and `hide_transformer_engine` shorten the import, with and without a GPU.
 
 Every rule must match somewhere in the installed megatron-core: `unmatched_rules` lists those that
 do not, and a test keeps that list empty for each supported version.
@@ -30,6 +30,7 @@ import torch
 PACKAGE = "megatron.core"
 RANDOM = "megatron.core.tensor_parallel.random"
 TRACKERS = ("wandb", "torch.utils.tensorboard")  # imported by megatron-core if installed
+TRANSFORMER_ENGINE = "transformer_engine"  # likewise
 SKIPPED = ".fsdp"  # CUDA only, imported lazily by megatron and never used here
 
 
@@ -105,6 +106,16 @@ def without_trackers() -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+def hide_transformer_engine() -> None:
+    """Make TransformerEngine appear not to be installed, for the rest of the process.
+
+    megatron-core imports it wherever it is installed, which takes seconds, and only `model.spec=te`
+    uses it. Does nothing once megatron-core or TransformerEngine has been imported.
+    """
+    if PACKAGE not in sys.modules:
+        sys.modules.setdefault(TRANSFORMER_ENGINE, None)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

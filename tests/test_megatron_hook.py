@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +83,21 @@ def test_functions_are_compiled_at_their_first_call(monkeypatch: pytest.MonkeyPa
     assert Layer().double(4) == ("compiled", 8) and asked == [{}]
     assert add(1, y=2) == ("compiled", 3) and asked == [{}, {"dynamic": True}]
     assert Layer.double.__name__ == "double" and Layer.double.__doc__ == "Twice x."
+
+
+def test_only_runs_with_its_layers_import_transformer_engine(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine.py").write_text("print('imported')\nraise ImportError\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    train = "from coatlm.commands.train import main; sys.exit(main(sys.argv[1:]))"
+    options = ["quickstart", f"run.dir={tmp_path / 'run'}", "data.text=[configs/*.yaml]"]
+    options += ["data.seq_len=16", "train.steps=1", "train.eval_every=0", "checkpoint.every=0"]
+    for spec, imported in (("local", False), ("te", True)):
+        arguments = [*options, f"model.spec={spec}", "precision.recipe=bf16"]
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; {train}", *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert ("imported" in done.stdout) is imported, done.stderr
+        assert (done.returncode == 0) is not imported  # this stand-in has no layers

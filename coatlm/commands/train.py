@@ -162,6 +162,10 @@ def run(config: Config | ConfigError) -> int:
 
 def start(config: Config, launch: Launch) -> int:
     """Train; the error of a full or read-only disk names run.dir."""
+    from coatlm import megatron_hook
+
+    if config.model.spec != "te":
+        megatron_hook.hide_transformer_engine()
     from coatlm.data.checksums import CacheFullError
     from coatlm.train.manifest import CheckpointError
     from coatlm.train.reports import UNWRITABLE
