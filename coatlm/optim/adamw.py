@@ -9,7 +9,7 @@ new moments before they are rounded to their storage format; the recipes of Coll
 
 The optimizer sees flat shards and no process groups. Whether a step is skipped is decided on the
 device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
-The learning rate is on the device as well, so that replays of a CUDA graph read the newest one.
+With `device_rate` the learning rate is there too, so that replays of a CUDA graph read the newest.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
 A step updates all shards at once, or with `by_shard` each shard as soon as it has gradients.
@@ -52,6 +52,7 @@ class AdamW:
     With `offload` the states are in host memory, page-locked if the shards are on a GPU, and a step
     passes at most `piece` elements at a time through the GPU. Results have the same bits.
     With `by_shard` a step is one call of `update_shard` per shard, and then `count_update`.
+    With `device_rate` kernels read the learning rate in device memory, otherwise it is an argument.
     `cut` is the number of parameters that are cut, the same on all ranks; `share` starts to
     all-reduce a tensor [cut, 3] to its maxima, in place, and returns a handle with `wait`.
     """
@@ -67,6 +68,7 @@ class AdamW:
         offload: bool = False,
         piece: int = PIECE,
         by_shard: bool = False,
+        device_rate: bool = False,
         cut: int = 0,
         share: Callable[[Tensor], Any] | None = None,
     ) -> None:
@@ -77,7 +79,9 @@ class AdamW:
         self.cut, self.share = cut, share if cut and self.recipe.tensor_scaled else None
         device = shards[0].weight.device
         self.step_count = torch.zeros((), dtype=torch.int64, device=device)  # updates done
-        self.rates = torch.zeros(2, device=device)  # lr, lr * weight_decay
+        self._rates: Tensor | tuple[float, float] = 0.0, 0.0  # lr, lr * weight_decay
+        if device_rate:
+            self._rates = torch.zeros(2, device=device)
         self._starts = list(accumulate((s.weight.numel() for s in shards), initial=0))
         n = self._starts[-1]
         block = shards[0].weight[:SCALE_BLOCK]
@@ -134,16 +138,20 @@ class AdamW:
         """Set the learning rate of later updates, >= 0. Does not wait for the device."""
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
-        self.rates[0].fill_(lr)
-        self.rates[1].fill_(lr * self.weight_decay)
+        rates = lr, lr * self.weight_decay
+        if isinstance(self._rates, Tensor):
+            for at, rate in enumerate(rates):
+                self._rates[at].fill_(rate)
+        else:
+            self._rates = rates
 
     @torch.no_grad()
     def update(self, clip_coefficient: Tensor | None = None) -> None:
         """Update all shards at the rate of `set_rate`; gradients are multiplied by
         `clip_coefficient` (fp32[], 1 if None).
 
-        If the coefficient is NaN or Inf, nothing changes, not even `step_count`. Without `offload`
-        a CUDA graph can capture this, once the kernels are compiled.
+        If the coefficient is NaN or Inf, nothing changes, not even `step_count`. With `device_rate`
+        and without `offload` a CUDA graph can capture this, once the kernels are compiled.
         """
         self._update(range(len(self.pieces)), clip_coefficient, self.step_count)
 
@@ -165,6 +173,8 @@ class AdamW:
     ) -> None:
         """Update the pieces numbered `which`; count the step in `step_count`, a tensor."""
         if self.fused:
+            fixed = not isinstance(self._rates, Tensor)
+            assert not (fixed and torch.cuda.is_current_stream_capturing()), "needs device_rate"
             prepare(
                 self.scalars,
                 betas=self.betas,
@@ -203,16 +213,16 @@ class AdamW:
             amax = torch.zeros(self.cut, 3, dtype=torch.int32, device=self.scalars.device)
             for _, j in zip(self._passes(which), which, strict=True):
                 fused, numbers = self.fused_cut[j]
-                fused(self.scalars, self.rates, passes=(True,))
+                fused(self.scalars, self._rates, passes=(True,))
                 amax[numbers] = fused.amax
             shared = self.share(amax)
         for _, j in zip(self._passes(which), which, strict=True):
-            self.fused[j](self.scalars, self.rates)
+            self.fused[j](self.scalars, self._rates)
             if shared is not None:
                 fused, numbers = self.fused_cut[j]
                 shared.wait()
                 fused.amax.copy_(amax[numbers])
-                fused(self.scalars, self.rates, passes=(False,))
+                fused(self.scalars, self._rates, passes=(False,))
 
     @torch.no_grad()
     def cut_scales(
@@ -260,7 +270,7 @@ class AdamW:
         the device of the weights; None: a copy of `states`. `scales` are those of `cut_scales`;
         None: a part of a parameter has scales of its own.
         """
-        rate, weight_decay = self.rates if lr is None else (lr, lr * self.weight_decay)
+        rate, weight_decay = self._rates if lr is None else (lr, lr * self.weight_decay)
         recipe, old = self.recipe, self.fetch(i, start, stop) if old is None else old
         if scales is not None and (number := self._number(i, start, stop)) is not None:
             recipe = recipe.at_least(*scales[number])

@@ -1,10 +1,11 @@
-"""The shards that the optimizer updates, their initial states, and the checks of its arguments."""
+"""The shards that the optimizer updates: initial states, checks, and the tables of its kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -114,3 +115,38 @@ def bytes_per_parameter(recipe: str | Recipe, weight_dtype: torch.dtype = BF16) 
     block = torch.zeros(SCALE_BLOCK, dtype=weight_dtype)
     states = initial_states(find_recipe(recipe), block, SCALE_BLOCK, block.device)
     return sum(tensor.nbytes for tensor in states.values()) / SCALE_BLOCK
+
+
+def program_tables(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor | BlockFp8],
+    spans: Sequence[tuple[int, int, int]],
+    blocks: int,
+    first_block: int,
+) -> tuple[Tensor, Tensor]:
+    """The span of each program, int32[programs], and the table of spans of the fused step's kernel.
+
+    Of each span: the weight's and the gradient's address, the first block, the number of blocks,
+    the first program, and the address of the gradient's scales, 0 if it has none.
+    """
+    starts = list(accumulate((w.numel() // SCALE_BLOCK for w in weights), initial=-first_block))
+    rows, programs, total = [], [], 0
+    for shard, start, stop in spans:
+        first_grad, first_scale = _grad_addresses(grads[shard][start:stop])
+        addresses = [weights[shard][start:].data_ptr(), first_grad]
+        assert not any(address % 16 for address in addresses), "accesses are 16 bytes wide"
+        count = (stop - start) // SCALE_BLOCK
+        first = starts[shard] + start // SCALE_BLOCK
+        rows.append([*addresses, first, count, total, first_scale])
+        programs.append(-(-count // blocks))
+        total += programs[-1]
+    span_of = torch.arange(len(spans), dtype=torch.int32)
+    repeats = torch.tensor(programs, dtype=torch.int64)
+    return span_of.repeat_interleave(repeats), torch.tensor(rows, dtype=torch.int64)
+
+
+def _grad_addresses(grad: Tensor | BlockFp8) -> tuple[int, int]:
+    """The addresses of a gradient and of its scales, 0 if it has none."""
+    if isinstance(grad, BlockFp8):
+        return grad.codes.data_ptr(), grad.scale.data_ptr()
+    return grad.data_ptr(), 0

@@ -116,6 +116,7 @@ class Trainer:
                 weight_decay=o.weight_decay,
                 offload=o.offload == "states",
                 by_shard=backward,
+                device_rate=self.step_graph is not None,
             ),
         )
         self.zero_checkpoint = ZeroCheckpoint(self.optimizer)

@@ -39,6 +39,7 @@ def optimizer(
     weight: torch.dtype = BF16,
     grad: torch.dtype = BF16,
     sizes: tuple[int, ...] = SIZES,
+    device_rate: bool = False,
 ) -> AdamW:
     """Several shards with padding at the end, decay and two parameters in some part of each."""
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +52,14 @@ def optimizer(
         shards.append(
             FlatShard(w.to(device), torch.zeros(n, dtype=grad, device=device), parts[:1], parts)
         )
-    return AdamW(shards, recipe=recipe, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return AdamW(
+        shards,
+        recipe=recipe,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        device_rate=device_rate,
+    )
 
 
 def fill(opt: AdamW, seed: int) -> None:
@@ -248,3 +256,23 @@ def test_moments_that_decay_to_nothing_stay_finite(recipe: str) -> None:
     for name in ("fp32_param", "exp_avg", "exp_avg_sq"):
         assert optimizer.decode(0, name).isfinite().all(), name
     assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_replays_use_the_newest_rate_with_the_bits_of_launches(recipe: str) -> None:
+    """At rates that fp32 cannot represent, as it cannot their products with weight decay."""
+    launched, replayed = (optimizer(recipe, "cuda", device_rate=on) for on in (False, True))
+    clip = torch.tensor(0.7, device="cuda")
+    for opt in (launched, replayed):
+        fill(opt, 0)
+        opt.step(lr=1e-3, clip_coefficient=clip)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.update(clip)
+    for seed, lr in enumerate((1e-3 / 3, 0.7e-5, 0.1), start=1):
+        for opt in (launched, replayed):
+            fill(opt, seed)
+        launched.step(lr=lr, clip_coefficient=clip)
+        replayed.set_rate(lr)
+        graph.replay()
+        assert not different(launched, replayed), lr

@@ -100,7 +100,7 @@ def test_only_bf16_recipes_round_gradients_to_bf16(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", NAMES)
 def test_rates_on_the_device_give_the_bits_of_python_numbers(recipe: str) -> None:
     """At rates that fp32 cannot represent, as it cannot their products with weight decay."""
-    opt = optimizer([shard_of(weights(1024), decay=((0, 512),))], recipe)
+    opt = optimizer([shard_of(weights(1024), decay=((0, 512),))], recipe, device_rate=True)
     train(opt, range(2))
     fill(opt.shards, 2)
     for lr in (1e-3 / 3, 0.7e-5, 0.1):

@@ -97,9 +97,10 @@ def step(
     if tile is not None:
         launch.use(tile)
     scalars = torch.zeros(4)
-    for clip in (torch.ones(()), None):
+    rates: Any
+    for clip, rates in ((torch.ones(()), (1e-3, 1e-4)), (None, torch.zeros(2))):
         fused.prepare(scalars, betas=opt.betas, clip_coefficient=clip, step_count=opt.step_count)
-        launch(scalars, torch.zeros(2))
+        launch(scalars, rates)
 
 
 def disassembled(compiled: Any, path: Path) -> tuple[Counter[str], str]:
