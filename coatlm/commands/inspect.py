@@ -27,6 +27,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ with warnings.catch_warnings():  # megatron-core warns of optional packages
 
 STATES = "optimizer.state."
 WEIGHTS = "weights"
+RANK_FILE = re.compile(r"__\d+_.*\.distcp")  # __RANK_NUMBER.distcp
 CHUNK = 1 << 24  # elements compared at once, which limits the size of fp64 copies
 
 
@@ -119,7 +121,7 @@ def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
     found = kinds(described)
     config = _mapping(state, "config")
     m, p = _mapping(config, "model"), _mapping(config, "parallel")
-    shards = sum(name.endswith(".distcp") for name in manifest.files)
+    ranks = {name.split("_")[2] for name in manifest.files if RANK_FILE.fullmatch(name)}
     parameters = sum(kind.elements for kind in found if kind.name == WEIGHTS)
     rows = [
         ("checkpoint", f"{checkpoint} (the {_ordinal(manifest.serial)} of its run)"),
@@ -127,7 +129,7 @@ def describe(checkpoint: Path, *, tensors: bool) -> Iterator[str]:
         ("updates", f"{state.get('updates')}, {state.get('skipped')} steps skipped"),
         ("model", _join(m, "layers", "hidden", "heads", "kv_heads", "ffn")),
         ("parameters", f"{parameters:,}"),
-        ("layout", f"{_join(p, 'tp', 'pp', 'vpp', 'cp', 'zero')}; files of {shards} ranks"),
+        ("layout", f"{_join(p, 'tp', 'pp', 'vpp', 'cp', 'zero')}; files of {len(ranks)} ranks"),
         ("precision", _mapping(config, "precision").get("recipe", "unknown")),
         ("optimizer", _mapping(config, "optim").get("recipe", "unknown")),
         ("tokenizer", f"{_mapping(config, 'data').get('tokenizer', '')} {state.get('tokenizer')}"),

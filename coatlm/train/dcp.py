@@ -6,10 +6,13 @@ allow-list of types (see `metadata`), and tensors with torch's `weights_only` un
 
 from __future__ import annotations
 
+import heapq
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from torch.futures import Future
 from coatlm.train.manifest import CheckpointError
 from coatlm.train.metadata import read_metadata
 from coatlm.train.tensor_reader import TensorReader
+
+FILE = 1 << 28  # bytes that a file has at least before a rank writes several
 
 
 class CoveringPlanner(DefaultSavePlanner):
@@ -82,13 +87,15 @@ class MakingPlanner(CoveringPlanner):
 
 
 class ShardWriter(filesystem.FileSystemWriter):
-    """Writes one file per rank with fsync, in one thread: DCP loses exceptions of other threads.
+    """Writes the shards of a rank with fsync, large ones into `files` files at once.
 
-    DCP's copying ahead is off, because its thread would initialize CUDA on device 0.
+    A file is written by one thread, so `files` is also the number of threads; DCP's own would lose
+    exceptions. DCP's copying ahead is off, because its thread would initialize CUDA on device 0.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, files: int = 1) -> None:
         super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+        self._files = files
 
     def storage_meta(self) -> StorageMeta:
         """Return empty metadata, so that `.metadata` does not contain the temporary path."""
@@ -96,12 +103,48 @@ class ShardWriter(filesystem.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As in DCP, but raise the OSError of a full disk, which torch's zip writer hides."""
+        parts = split_by_size(plan.items, self._files)
+        prefix = plan.storage_data.prefix
+        names = [prefix, *(f"{prefix}{number}_" for number in range(1, len(parts)))]
+        plans = [
+            replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=name))
+            for items, name in zip(parts, names, strict=True)
+        ]
+        with ThreadPoolExecutor(len(plans), "checkpoint files") as pool:
+            futures = [pool.submit(self._write_file, part, planner) for part in plans]
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([result for future in futures for result in future.result()])
+        return written
+
+    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         try:
-            return super().write_data(plan, planner)
+            return super().write_data(plan, planner).wait()
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
+
+
+def split_by_size(items: Sequence[WriteItem], parts: int) -> list[list[WriteItem]]:
+    """`items` in their order in at most `parts` lists of about the same number of bytes.
+
+    There is at least one list, and at most one per `FILE` bytes.
+    """
+    sizes = [_size(item) for item in items]
+    count = max(1, min(parts, sum(sizes) // FILE))
+    lists: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
+    for at in sorted(range(len(items)), key=lambda at: -sizes[at]):
+        load, number = heapq.heappop(loads)
+        lists[number].append(at)
+        heapq.heappush(loads, (load + sizes[at], number))
+    return [[items[at] for at in sorted(numbers)] for numbers in lists]
+
+
+def _size(item: WriteItem) -> int:
+    """Bytes of a tensor's shard; 0 of an object."""
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class ShardReader(TensorReader):

@@ -1,10 +1,10 @@
 """Write and read sharded tensors in megatron-core's `torch_dist` layout.
 
 Each rank passes its shards, which are rectangles of the global tensors; the shards of all ranks
-together cover each tensor. A rank writes one `.distcp` file, and `.metadata` maps every shard to a
-file and an offset. A checkpoint can be read with any other sharding: each requested shard is
-assembled from the parts of stored shards that it overlaps. Values are copied bit by bit, so the
-stored and requested types must be equal.
+together cover each tensor. A rank writes one `.distcp` file, or several if they are large, and
+`.metadata` maps every shard to a file and an offset. A checkpoint can be read with any other
+sharding: each requested shard is assembled from the parts of stored shards that it overlaps. Values
+are copied bit by bit, so the stored and requested types must be equal.
 
 torch.distributed.checkpoint plans and performs the input and output: see `dcp`. `common.pt` is for
 megatron and never read here.
@@ -40,6 +40,8 @@ from coatlm.train.dcp import CoveringPlanner, MakingPlanner, ShardReader, ShardW
 from coatlm.train.manifest import CheckpointError, write_file
 from coatlm.train.reports import error_line
 
+FILES = 4  # that a rank writes at once: page cache and disk take more than one thread gives
+
 
 def write_tensors(
     directory: Path, tensors: Iterable[ShardedTensor], group: Group | None = None
@@ -51,7 +53,7 @@ def write_tensors(
     try:
         save(
             _by_key(tensors),
-            storage_writer=ShardWriter(directory),
+            storage_writer=ShardWriter(directory, files=FILES),
             planner=CoveringPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
