@@ -142,8 +142,9 @@ def run(config: Config | ConfigError) -> int:
     """
     parent = os.getppid()  # before the imports, during which the launcher may exit
     process.outlive_streams()  # a closed pager or terminal must not end training
-    # megatron-core warns on import of optional packages
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    # megatron-core warns on import of optional packages, and torch when one process saves
+    for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
     from coatlm.train.faults import end_with
     from coatlm.train.reports import report_error
     from coatlm.train.setup import Launch

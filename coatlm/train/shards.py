@@ -50,17 +50,17 @@ def write_tensors(
 
     Raises CheckpointError on every rank if any rank fails or the shards do not cover a tensor.
     """
+    size = 1 if group is None else group.size()
     try:
         save(
             _by_key(tensors),
             storage_writer=ShardWriter(directory, files=FILES),
             planner=CoveringPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
-            no_dist=group is None,
+            no_dist=size == 1,  # otherwise DCP sends its plan through pickle, to itself
         )
     except CheckpointException as error:
         reasons = {rank: error_line(failure[0]) for rank, failure in error.failures.items()}
-        size = 1 if group is None else group.size()
         raise CheckpointError(describe_failures(reasons, size)) from error
 
 

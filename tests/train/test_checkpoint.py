@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,19 @@ def test_async_save_returns_before_writing_and_stores_the_values_of_that_moment(
     targets, _ = targets_of("copies")
     load(tmp_path / "step_00000001", targets)
     assert differing(targets, tensors_of(1)) == []
+
+
+def test_writing_takes_short_turns_with_training(tmp_path: Path, held: threading.Event) -> None:
+    usual = sys.getswitchinterval()
+    saver = saver_in(tmp_path, async_save=True)
+    saver.save(1, pieces_of(tensors_of(1), "copies"), {})
+    deadline = time.monotonic() + 30
+    while sys.getswitchinterval() == usual and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sys.getswitchinterval() < usual / 100
+    held.set()
+    saver.wait()
+    assert sys.getswitchinterval() == usual
 
 
 def test_save_waits_for_the_one_before(tmp_path: Path, held: threading.Event) -> None:
