@@ -19,6 +19,7 @@ pytestmark = [
     ),
 ]
 STEPS = 6
+RATE = 1e-4  # at ten times this rate the loss of one batch jumps up and down
 RECIPES = {  # name -> model.spec, precision.recipe, relative tolerance of the loss
     "local": ("local", "bf16", 0.0),
     "te": ("te", "bf16", 0.01),  # BF16 rounds at other places
@@ -57,7 +58,7 @@ def train_recipes(rank: int, size: int, _: Any) -> dict[str, list[tuple[float, f
             for part in tokens.chunk(2)
         ]
         placed = trainer.place(batches)
-        steps = [trainer.train_step(placed, lr=1e-3) for _step in range(STEPS)]
+        steps = [trainer.train_step(placed, lr=RATE) for _step in range(STEPS)]
         curves[name] = [(float(loss), float(norm)) for loss, norm in steps]
         release_groups()
     return curves
@@ -68,4 +69,4 @@ def test_te_recipes_follow_bf16() -> None:
     for name, (_, _, tolerance) in RECIPES.items():
         actual, expected = ([loss for loss, _ in curves[key]] for key in (name, "local"))
         assert actual == pytest.approx(expected, rel=tolerance), name
-        assert actual[-1] < actual[0] - 0.5, name  # one batch is learnt, by each recipe
+        assert actual[-1] < actual[0] - 1.0, (name, curves[name])  # each recipe learns the batch
