@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "gradients": "tools.benchmarks.gradients",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",
+    "layouts": "tools.benchmarks.layouts",
     "memory": "tools.benchmarks.memory",
     "optimizer": "tools.benchmarks.optimizer",
     "output-layer": "tools.benchmarks.output_layer",
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], help="rows whose name contains one of these"
     )
-    parser.add_argument("--out", type=Path, help="write the records here as JSON")
+    parser.add_argument("--out", type=Path, help="write the records here as JSON, after each row")
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds; no row starts later"
     )
@@ -98,7 +100,11 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + args.budget
     for name in names:
-        found[name] = run_benchmark(name, rows[name], args.options, deadline)
+        found[name] = []
+        for records in run_benchmark(name, rows[name], args.options, deadline):
+            found[name] += records
+            if args.out and not whole_text(name):
+                save(found, args.out, args.options)
         print_table(found[name])
         summary = getattr(importlib.import_module(BENCHMARKS[name]), "summary", None)
         if summary is not None:
@@ -170,23 +176,27 @@ def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
         print(RESULT + json.dumps(record), flush=True)
 
 
+def whole_text(name: str) -> bool:
+    """Whether --out of a benchmark is made of all its records, rather than row by row."""
+    return hasattr(importlib.import_module(BENCHMARKS[name]), "text")
+
+
 def run_benchmark(
     name: str, rows: list[str], options: list[str], deadline: float = float("inf")
-) -> list[dict[str, Any]]:
-    """Measure `rows`; returns their records. No row starts after `deadline` (time.monotonic)."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure `rows` and yield the records of each; none starts after `deadline`, monotonic."""
     benchmark = importlib.import_module(BENCHMARKS[name])
     if hasattr(benchmark, "TOGETHER") and rows:
         rows = [benchmark.TOGETHER.join(rows)]
     waiting: deque[Row] = deque()
-    records = []
     for number in range(len(rows)):
         while len(waiting) <= AHEAD and number + len(waiting) < len(rows):
             waiting.append(Row(name, rows[number + len(waiting)], options))
         process = waiting.popleft()
-        for record in process.measure() if time.monotonic() < deadline else process.leave_out():
-            records.append(record)
+        records = process.measure() if time.monotonic() < deadline else process.leave_out()
+        for record in records:
             print(json.dumps(record), flush=True)
-    return records
+        yield records
 
 
 class Row:

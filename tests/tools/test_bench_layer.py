@@ -169,7 +169,7 @@ def test_a_peer_is_measured_once_a_process() -> None:
 
 def test_gradients_written_over_others_are_those_added_to_zeros(records: dict[str, Record]) -> None:
     options = ["smoke=1", "steps=1", "batch=2", "first=1", "also=coatlm coat"]
-    (found,) = bench.run_benchmark("layer", ["coatlm coat"], options)
+    ((found,),) = bench.run_benchmark("layer", ["coatlm coat"], options)
     errors = [key for key in found if key.startswith("err_")]
     assert len(errors) == 10
     assert all(found[key] == records["coatlm coat"][key] for key in errors)
@@ -200,7 +200,7 @@ def test_the_reason_of_a_missing_row_is_its_exception(errors: str, reason: str) 
 
 
 def test_rows_that_begin_after_the_budget_are_left_out() -> None:
-    found = bench.run_benchmark("layer", ["torch eager"], ["smoke=1"], 0.0)
+    (found,) = bench.run_benchmark("layer", ["torch eager"], ["smoke=1"], 0.0)
     assert found == [{"row": "torch eager", "missing": "no time left"}]
 
 

@@ -32,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ SHAPES = {  # hidden, layers, heads, ffn
     "1b": (2048, 16, 16, 5504),
     "3b": (3072, 28, 24, 8192),
     "7b": (4096, 32, 32, 11008),
+    "8b": (4096, 32, 32, 14336),
+    "13b": (5120, 40, 40, 13824),
+    "34b": (8192, 48, 64, 22016),
 }
 OPTIONS = (
     "model",
@@ -118,25 +122,18 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
 def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     """Measure the row in this process, which may be one of several ranks."""
     size = int(options.get("mbs", 4)), int(options.get("seq", 2048))
-    hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
-    layers = int(options.get("layers", layers))
-    shape, microbatches = (hidden, layers, heads, ffn), int(options.get("microbatches", 1))
+    microbatches = int(options.get("microbatches", 1))
     if row in megatron_peer.ROWS or row in fsdp_peer.ROWS:
-        if int(options.get("vocab", VOCAB)) != VOCAB:
-            raise ValueError(f"vocab={options['vocab']}: must be {VOCAB} with the row {row}")
-        step, optimizer, sent = *peer_step(row, shape, *size, microbatches), dict
+        step, optimizer, sent = *peer_step(row, options, *size, microbatches), dict
     else:
-        overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
-        gpus = int(options.get("gpus", 1))
-        overrides = [f"train.global_batch={gpus * size[0] * microbatches}", *overrides]
-        config = coatlm_config(row, shape, *size, overrides)
+        config, vocab = run_config(row, options)
         document = int(options.get("document", 500))
         step, optimizer, sent = coatlm_step(
             config,
             *size,
             microbatches,
             document,
-            vocab=int(options.get("vocab", VOCAB)),
+            vocab=vocab,
             whole_steps=not row.endswith("graphs microbatch"),
         )
     updates = [] if in_backward(options) else record_updates(optimizer)
@@ -178,6 +175,22 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         **parts,
         **sent(),
     }
+
+
+def shape_of(options: dict[str, str]) -> tuple[int, int, int, int]:
+    """hidden, layers, heads, ffn."""
+    hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
+    return hidden, int(options.get("layers", layers)), heads, ffn
+
+
+def run_config(row: str, options: dict[str, str]) -> tuple[Any, int]:
+    """The configuration of a row of coatlm with these options, and its vocabulary."""
+    mbs, count = int(options.get("mbs", 4)), int(options.get("microbatches", 1))
+    samples = int(options.get("gpus", 1)) * mbs * count
+    overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
+    overrides = [f"train.global_batch={samples}", *overrides]
+    config = coatlm_config(row, shape_of(options), mbs, int(options.get("seq", 2048)), overrides)
+    return config, int(options.get("vocab", VOCAB))
 
 
 def in_backward(options: dict[str, str]) -> bool:
@@ -295,20 +308,23 @@ def coatlm_step(
 
 
 def peer_step(
-    row: str, shape: tuple[int, ...], mbs: int, seq: int, microbatches: int
+    row: str, options: dict[str, str], mbs: int, seq: int, microbatches: int
 ) -> tuple[Callable[[], Any], Any]:
-    """A step of a peer, and its optimizer."""
-    make = fsdp_peer.fsdp_step
+    """A step of a peer, and its optimizer. Raises ValueError for what the peer does not have."""
+    hidden, layers, heads, ffn = shape_of(options)
+    vocab, kv_heads = int(options.get("vocab", VOCAB)), int(options.get("model.kv_heads", heads))
+    make: Callable[..., tuple[Callable[[], Any], Any]] = fsdp_peer.fsdp_step
     if row in megatron_peer.ROWS:
-        make = megatron_peer.megatron_step
+        make = partial(megatron_peer.megatron_step, kv_heads=kv_heads)
         megatron_peer.provide_fused_weight_gradient()
+    elif kv_heads != heads:
+        raise ValueError(f"model.kv_heads={kv_heads}: must be {heads} with the row {row}")
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())
-    hidden, layers, heads, ffn = shape
     sizes = Shape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
-    draw = random_tokens(mbs, seq, dist.get_rank())
-    return make(row, sizes, layers, VOCAB, draw, microbatches)
+    draw = random_tokens(mbs, seq, dist.get_rank(), vocab)
+    return make(row, sizes, layers, vocab, draw, microbatches)
 
 
 def main() -> None:
