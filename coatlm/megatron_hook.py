@@ -1,4 +1,4 @@
-"""Importing megatron-core: without a GPU, without trackers, and without compiling its functions.
+"""Importing megatron-core: without a GPU, and without what coatlm does not use of it.
 
 megatron-core names CUDA in literals (`device="cuda"`, `torch.cuda.current_device()`, tensor-type
 strings) that no configuration reaches. Where no GPU is present, `install` adds an import hook that
@@ -30,7 +30,7 @@ import torch
 PACKAGE = "megatron.core"
 RANDOM = "megatron.core.tensor_parallel.random"
 TRACKERS = ("wandb", "torch.utils.tensorboard")  # imported by megatron-core if installed
-TRANSFORMER_ENGINE = "transformer_engine"  # likewise
+TRANSFORMER_ENGINE = "transformer_engine"  # imported by megatron-core if installed
 SKIPPED = ".fsdp"  # CUDA only, imported lazily by megatron and never used here
 
 
@@ -112,7 +112,7 @@ def hide_transformer_engine() -> None:
     """Make TransformerEngine appear not to be installed, for the rest of the process.
 
     megatron-core imports it wherever it is installed, which takes seconds, and only `model.spec=te`
-    uses it. Does nothing once megatron-core or TransformerEngine has been imported.
+    uses it. Does nothing if megatron-core or TransformerEngine is imported already.
     """
     if PACKAGE not in sys.modules:
         sys.modules.setdefault(TRANSFORMER_ENGINE, None)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ with warnings.catch_warnings():  # megatron-core warns of optional packages
 
 STATES = "optimizer.state."
 WEIGHTS = "weights"
-RANK_FILE = re.compile(r"__\d+_.*\.distcp")  # __RANK_NUMBER.distcp
+RANK_FILE = re.compile(r"__\d+_.*\.distcp")  # __RANK_0, __RANK_PART_0
 CHUNK = 1 << 24  # elements compared at once, which limits the size of fp64 copies
 
 

@@ -142,7 +142,7 @@ def run(config: Config | ConfigError) -> int:
     """
     parent = os.getppid()  # before the imports, during which the launcher may exit
     process.outlive_streams()  # a closed pager or terminal must not end training
-    # megatron-core warns on import of optional packages, and torch when one process saves
+    # megatron-core warns of optional packages on import; torch warns when a single process saves
     for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     from coatlm.train.faults import end_with

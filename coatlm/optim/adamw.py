@@ -9,7 +9,8 @@ new moments before they are rounded to their storage format; the recipes of Coll
 
 The optimizer sees flat shards and no process groups. Whether a step is skipped is decided on the
 device: if the clip coefficient is not finite, nothing changes, and the host does not wait for it.
-With `device_rate` the learning rate is there too, so that replays of a CUDA graph read the newest.
+With `device_rate` the learning rate is in device memory as well, and replays of a CUDA graph read
+its current value.
 On a GPU `fused.FusedStep` runs the step; `AdamW.propose` is its reference and the path of the CPU.
 With `offload` the states are in host memory, and a step passes them through the device in pieces.
 A step updates all shards at once, or with `by_shard` each shard as soon as it has gradients.
@@ -52,7 +53,8 @@ class AdamW:
     With `offload` the states are in host memory, page-locked if the shards are on a GPU, and a step
     passes at most `piece` elements at a time through the GPU. Results have the same bits.
     With `by_shard` a step is one call of `update_shard` per shard, and then `count_update`.
-    With `device_rate` kernels read the learning rate in device memory, otherwise it is an argument.
+    With `device_rate` kernels read the learning rate in device memory; otherwise it is an argument
+    of each launch.
     `cut` is the number of parameters that are cut, the same on all ranks; `share` starts to
     all-reduce a tensor [cut, 3] to its maxima, in place, and returns a handle with `wait`.
     """
@@ -138,7 +140,7 @@ class AdamW:
         """Set the learning rate of later updates, >= 0. Does not wait for the device."""
         if not lr >= 0.0:
             raise ValueError(f"lr={lr}: must be >= 0")
-        rates = lr, lr * self.weight_decay
+        rates = float(lr), float(lr * self.weight_decay)  # an int would be another kernel
         if isinstance(self._rates, Tensor):
             for at, rate in enumerate(rates):
                 self._rates[at].fill_(rate)

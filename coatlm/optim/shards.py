@@ -126,8 +126,8 @@ def program_tables(
 ) -> tuple[Tensor, Tensor]:
     """The span of each program, int32[programs], and the table of spans of the fused step's kernel.
 
-    Of each span: the weight's and the gradient's address, the first block, the number of blocks,
-    the first program, and the address of the gradient's scales, 0 if it has none.
+    A row of the table: the weight's and the gradient's address, the first block, the number of
+    blocks, the first program, and the address of the gradient's scales, 0 if it has none.
     """
     starts = list(accumulate((w.numel() // SCALE_BLOCK for w in weights), initial=-first_block))
     rows, programs, total = [], [], 0

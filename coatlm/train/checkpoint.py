@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,7 @@ __all__ = [
     "verify",
 ]
 
-TURN_S = 2e-5
+TURN_S = 2e-5  # seconds, for `short_turns`
 logger = logging.getLogger("coatlm")
 
 
@@ -107,10 +107,10 @@ class Saved(NamedTuple):
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """While Python threads compete, switch between them after 20 us instead of 5 ms.
+    """While Python threads compete for the GIL, switch between them after 20 us instead of 5 ms.
 
-    A thread that plans a checkpoint would otherwise hold the interpreter for 5 ms after each kernel
-    that training launches, and the GPU would run out of work.
+    A thread that plans a checkpoint would otherwise hold the GIL for 5 ms after each kernel that
+    training launches, and the GPU would run out of work.
     """
     usual = sys.getswitchinterval()
     sys.setswitchinterval(TURN_S)
@@ -174,9 +174,9 @@ class Checkpointer:
         copies = self._copies.start([_data(piece) for piece in pieces])
         copied = (replace(p, data=copy) for p, copy in zip(pieces, copies, strict=True))
         self._thread = threading.Thread(
-            target=short_turns()(self._run),
+            target=self._run,
             args=(step, copied, text, begin),
-            kwargs={"ready": self._copies.finish},
+            kwargs={"ready": self._copies.finish, "turns": short_turns},
             name="checkpoint",
         )
         self._thread.start()
@@ -232,15 +232,17 @@ class Checkpointer:
         begin: float,
         *,
         ready: Callable[[], None],
+        turns: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Write a checkpoint; `poll` reports the outcome. `begin` is the time of the call of
-        `save`; `ready` waits for the data of `pieces`.
+        `save`; `ready` waits for the data of `pieces`; the tensors are written inside of `turns()`.
         """
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
         missed = "written"
         try:
             together(lambda: self._begin(temporary, ready, state), self._group)
-            write_tensors(temporary, pieces, self._group)
+            with turns():
+                write_tensors(temporary, pieces, self._group)
             parts = together(lambda: self._fingerprints(temporary), self._group)
             files = {name: file for part in parts for name, file in part.items()}
             together(lambda: self._commit(temporary, step, files), self._group)

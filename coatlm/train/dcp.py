@@ -11,9 +11,9 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from coatlm.train.manifest import CheckpointError
 from coatlm.train.metadata import read_metadata
 from coatlm.train.tensor_reader import TensorReader
 
-FILE = 1 << 28  # bytes that a file has at least before a rank writes several
+FILE = 1 << 28  # bytes; a rank writes at most one file per this many
 
 
 class CoveringPlanner(DefaultSavePlanner):
@@ -87,10 +87,11 @@ class MakingPlanner(CoveringPlanner):
 
 
 class ShardWriter(filesystem.FileSystemWriter):
-    """Writes the shards of a rank with fsync, large ones into `files` files at once.
+    """Writes the shards of a rank with fsync, large ones into up to `files` files in parallel.
 
-    A file is written by one thread, so `files` is also the number of threads; DCP's own would lose
-    exceptions. DCP's copying ahead is off, because its thread would initialize CUDA on device 0.
+    Each file has a thread of its own; DCP's own threads would lose exceptions. DCP's copying ahead
+    is off, because its thread would initialize CUDA on device 0. For that reason tensors on a GPU
+    need files=1, which writes in the calling thread.
     """
 
     def __init__(self, directory: Path, *, files: int = 1) -> None:
@@ -110,10 +111,29 @@ class ShardWriter(filesystem.FileSystemWriter):
             replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=name))
             for items, name in zip(parts, names, strict=True)
         ]
-        with ThreadPoolExecutor(len(plans), "checkpoint files") as pool:
-            futures = [pool.submit(self._write_file, part, planner) for part in plans]
+        outcomes: list[list[WriteResult] | Exception] = [[] for _ in plans]
+
+        def write(number: int) -> None:
+            try:
+                outcomes[number] = self._write_file(plans[number], planner)
+            except Exception as error:
+                outcomes[number] = error
+
+        # not a pool of concurrent.futures: it takes no work once the main thread has ended, and the
+        # last save of a run that ends with an error may begin after that
+        threads = [Thread(target=write, args=(number,)) for number in range(1, len(plans))]
+        for thread in threads:
+            thread.start()
+        write(0)
+        for thread in threads:
+            thread.join()
+        results: list[WriteResult] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            results += outcome
         written: Future[list[WriteResult]] = Future()
-        written.set_result([result for future in futures for result in future.result()])
+        written.set_result(results)
         return written
 
     def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -126,9 +146,9 @@ class ShardWriter(filesystem.FileSystemWriter):
 
 
 def split_by_size(items: Sequence[WriteItem], parts: int) -> list[list[WriteItem]]:
-    """`items` in their order in at most `parts` lists of about the same number of bytes.
+    """`items` in their order in at most `parts` lists, of bytes as equal as whole items allow.
 
-    There is at least one list, and at most one per `FILE` bytes.
+    There is at least one list, and at most one per `FILE` bytes; further ones are not empty.
     """
     sizes = [_size(item) for item in items]
     count = max(1, min(parts, sum(sizes) // FILE))
@@ -138,7 +158,8 @@ def split_by_size(items: Sequence[WriteItem], parts: int) -> list[list[WriteItem
         load, number = heapq.heappop(loads)
         lists[number].append(at)
         heapq.heappush(loads, (load + sizes[at], number))
-    return [[items[at] for at in sorted(numbers)] for numbers in lists]
+    filled = [numbers for numbers in lists if numbers] or [[]]
+    return [[items[at] for at in sorted(numbers)] for numbers in filled]
 
 
 def _size(item: WriteItem) -> int:

@@ -1,8 +1,8 @@
 """Write and read sharded tensors in megatron-core's `torch_dist` layout.
 
 Each rank passes its shards, which are rectangles of the global tensors; the shards of all ranks
-together cover each tensor. A rank writes one `.distcp` file, or several if they are large, and
-`.metadata` maps every shard to a file and an offset. A checkpoint can be read with any other
+together cover each tensor. A rank writes one `.distcp` file, or several if its shards are large,
+and `.metadata` maps every shard to a file and an offset. A checkpoint can be read with any other
 sharding: each requested shard is assembled from the parts of stored shards that it overlaps. Values
 are copied bit by bit, so the stored and requested types must be equal.
 
@@ -40,7 +40,7 @@ from coatlm.train.dcp import CoveringPlanner, MakingPlanner, ShardReader, ShardW
 from coatlm.train.manifest import CheckpointError, write_file
 from coatlm.train.reports import error_line
 
-FILES = 4  # that a rank writes at once: page cache and disk take more than one thread gives
+FILES = 4  # that a rank writes in parallel: one thread does not saturate the disk
 
 
 def write_tensors(
@@ -50,14 +50,15 @@ def write_tensors(
 
     Raises CheckpointError on every rank if any rank fails or the shards do not cover a tensor.
     """
-    size = 1 if group is None else group.size()
+    size, tensors = 1 if group is None else group.size(), list(tensors)
+    on_host = not any(tensor.data is not None and tensor.data.is_cuda for tensor in tensors)
     try:
         save(
             _by_key(tensors),
-            storage_writer=ShardWriter(directory, files=FILES),
+            storage_writer=ShardWriter(directory, files=FILES if on_host else 1),
             planner=CoveringPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
-            no_dist=size == 1,  # otherwise DCP sends its plan through pickle, to itself
+            no_dist=size == 1,  # otherwise DCP pickles its plan and sends it to itself
         )
     except CheckpointException as error:
         reasons = {rank: error_line(failure[0]) for rank, failure in error.failures.items()}

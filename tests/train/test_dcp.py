@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,7 @@ def item(size: int) -> WriteItem:
         ((3,), 4, [(3,)]),
         ((4, 1, 2, 1), 4, [(4,), (1, 2, 1)]),
         ((1, 2, 90, 3, 4), 2, [(90,), (1, 2, 3, 4)]),
+        ((1, 100, 1), 4, [(100,), (1,), (1,)]),
         ((8, 8, 8, 8, 8), 3, [(8, 8), (8, 8), (8,)]),
     ],
 )
@@ -100,3 +103,27 @@ def test_files_are_of_equal_size_in_the_order_of_tensors(
     monkeypatch.setattr(dcp, "FILE", 8)
     lists = dcp.split_by_size([item(size) for size in sizes], parts)
     assert [tuple(int(i.index.fqn) for i in items) for items in lists] == expected
+
+
+LATE = """
+import sys, time
+from pathlib import Path
+from coatlm.train import dcp
+from coatlm.train.checkpoint import Checkpointer
+from tests.train.layouts import pieces_of, tensors_of
+
+dcp.FILE = 64
+saver = Checkpointer(Path(sys.argv[1]), keep=1, async_save=True)
+finish = saver._copies.finish
+saver._copies.finish = lambda: (time.sleep(1), finish())
+saver.save(1, pieces_of(tensors_of(1), "copies"), {})
+raise SystemExit(3)
+"""
+
+
+def test_a_save_is_completed_after_the_main_thread_has_ended_with_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LATE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    saved = tmp_path / step_name(1)
+    assert len(names(saved)) == 4 and verify(saved) == []
