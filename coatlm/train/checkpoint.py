@@ -210,6 +210,16 @@ class Checkpointer:
             self._thread = None
         self.poll()
 
+    def join(self) -> None:
+        """Wait for a checkpoint that is being written, in a run that ends with an error of its own.
+
+        A failure to write it is logged.
+        """
+        try:
+            self.wait()
+        except CheckpointError as error:
+            logger.error("%s", error)
+
     def _prepare(self) -> str:
         """On rank 0, remove incomplete checkpoints and check that the directory is writable.
 

@@ -121,9 +121,15 @@ class ShardWriter(filesystem.FileSystemWriter):
 
         # not a pool of concurrent.futures: it takes no work once the main thread has ended, and the
         # last save of a run that ends with an error may begin after that
-        threads = [Thread(target=write, args=(number,)) for number in range(1, len(plans))]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for number in range(1, len(plans)):
+            thread = Thread(target=write, args=(number,))
+            try:
+                thread.start()
+            except RuntimeError:  # from Python 3.12 on, for the same reason
+                write(number)
+            else:
+                threads.append(thread)
         write(0)
         for thread in threads:
             thread.join()

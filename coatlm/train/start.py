@@ -156,6 +156,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         )
     )
     stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics
+    stack.callback(loop.checkpoints.join)  # while this run still holds the lock, which a save needs
     return loop
 
 

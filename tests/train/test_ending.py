@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from coatlm.config import Config, make_config
 from coatlm.train import ending
+from coatlm.train.checkpoint import verify
 from coatlm.train.ending import finish, how_to_train_on
 from coatlm.train.faults import ExitCode, NonFiniteGuard
 from coatlm.train.resume import Progress
@@ -60,3 +63,38 @@ def test_a_plot_that_cannot_be_written_is_a_warning(
     finish(config(1, tmp_path), Progress(NonFiniteGuard(1), step=1), ExitCode.INTERRUPTED)
     assert "could not be drawn: division by zero" in caplog.text
     assert "stopped at step 1" in caplog.text
+
+
+SABOTAGE = """
+import sys, time
+from coatlm.commands.train import main
+from coatlm.train import checkpoint, step
+
+write, train, steps = checkpoint.write_tensors, step.Trainer.train_step, []
+
+def write_slowly(*arguments):
+    time.sleep(1.5)
+    write(*arguments)
+
+def fail_in_step_3(*arguments, **options):
+    steps.append(1)
+    if len(steps) == 3:
+        raise RuntimeError("sabotage")
+    return train(*arguments, **options)
+
+checkpoint.write_tensors, step.Trainer.train_step = write_slowly, fail_in_step_3
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_run_that_ends_with_an_error_completes_the_checkpoint_that_it_was_writing(
+    tmp_path: Path,
+) -> None:
+    words = ["quickstart", f"run.dir={tmp_path}", "data.text=[configs/*.yaml]", "data.seq_len=16"]
+    words += ["train.steps=9", "train.eval_every=0", "checkpoint.every=2"]
+    command = [sys.executable, "-W", "ignore", "-c", SABOTAGE, *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "sabotage" in done.stderr, done.stderr
+    assert "saved step_00000002" in done.stdout + done.stderr
+    saved = tmp_path / "checkpoints" / "step_00000002"
+    assert saved.is_dir() and verify(saved) == []
