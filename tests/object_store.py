@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import io
@@ -66,7 +67,8 @@ class Faults:
             self.requests[method, path] += 1
             self.ranges += [] if asked is None else [asked]
             for name, left in self._left.items():
-                if method == "GET" and path.endswith(name) and left[1]:
+                meant = "POST" if name == COMMIT else "GET"
+                if method == meant and path.endswith(name) and left[1]:
                     left[1] -= 1
                     fault = left[0]
         return fault
@@ -79,6 +81,10 @@ def broken(content: bytes, fault: str) -> bytes:
     flipped = bytearray(content)
     flipped[len(content) // 3] ^= 16
     return bytes(flipped)
+
+
+REPOSITORY = "org/corpus"  # the data set of `hub`
+COMMIT = "/commit/main"  # how the path of a commit to it ends
 
 
 class FaultyApplication(Faults):
@@ -220,11 +226,10 @@ def gs() -> Iterator[Faults]:
         yield Handler.faults
 
 
-REPOSITORY = "org/corpus"  # the data set of `hub`
-
-
 class Hub(BaseHTTPRequestHandler):
-    """The part of the Hub's API that reads a data set: its revision, its tree, its files."""
+    """The part of the Hub's API that reads a data set: its revision, its tree, its files; and that
+    commits files to it, whose contents travel in the commit.
+    """
 
     def __init__(self, root: Path, *more: Any) -> None:
         self.root = root
@@ -246,6 +251,41 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
             self.send_header("Content-Length", "0")
             self.end_headers()
+
+    def do_POST(self) -> None:
+        """Refuses requests without a token, and commits as `faults` say."""
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        api = f"/api/datasets/{REPOSITORY}"
+        fault = self.faults.take("POST", path, None) if path.endswith(COMMIT) else None
+        if self.headers.get("Authorization") != "Bearer secret":
+            self.send_error(401)
+        elif fault == "503":
+            self.send_error(503)
+        elif path == f"{api}/preupload/main":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                for file in json.loads(body)["files"]
+            ]
+            self._json({"files": files})
+        elif path == api + COMMIT:
+            for line in map(json.loads, body.splitlines()):
+                self._commit(line["key"], line["value"])
+            commit = f"http://{self.headers['Host']}/datasets/{REPOSITORY}/commit/{'0' * 40}"
+            self._json({"success": True, "commitOid": "0" * 40, "commitUrl": commit})
+        else:
+            self.send_error(404)
+
+    def _commit(self, key: str, value: dict[str, Any]) -> None:
+        if key == "file":
+            assert value["encoding"] == "base64"
+            target = self.root / value["path"]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(base64.b64decode(value["content"]))
+        elif key == "deletedFile":
+            (self.root / value["path"]).unlink()
+        else:
+            assert key == "header", key
 
     def _tree(self, folder: Path) -> None:
         recursive = "recursive=true" in self.path.lower()
@@ -284,7 +324,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def hub(root: Path) -> Iterator[Faults]:
     """A server with the files of `root`, to which hf://datasets/org/corpus leads in this process
-    and its children, and $HF_ENDPOINT/datasets/org/corpus/resolve/main.
+    and its children, and $HF_ENDPOINT/datasets/org/corpus/resolve/main. The former can write, too.
     """
     from huggingface_hub import HfFileSystem, constants
 
@@ -298,6 +338,7 @@ def hub(root: Path) -> Iterator[Faults]:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "ENDPOINT", address)
+        patch.setenv("HF_TOKEN", "secret")
         patch.delenv("HF_HUB_OFFLINE", raising=False)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         HfFileSystem.clear_instance_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from coatlm.train.checkpoint import Checkpointer, CheckpointError, check_resume,
 from coatlm.train.manifest import MANIFEST, step_name, verify
 from coatlm.train.remote_checkpoint import check_upload, download_checkpoint, remote_candidates
 from tests.forks import Forks
-from tests.object_store import FAULTS, KEYS, Faults, s3
+from tests.object_store import COMMIT, FAULTS, KEYS, REPOSITORY, Faults, hub, s3
 from tests.train.layouts import pieces_of, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,6 +65,28 @@ def test_what_is_uploaded_is_downloaded_whole_whatever_fails_on_the_way(
     assert {p.name: p.read_bytes() for p in found.iterdir()} == {
         p.name: p.read_bytes() for p in saved.iterdir()
     }
+
+
+@pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="needs huggingface_hub")
+def test_checkpoints_are_uploaded_to_the_hub_and_downloaded_again(tmp_path: Path) -> None:
+    (root := tmp_path / "hub").mkdir()
+    url = f"hf://datasets/{REPOSITORY}/runs/one"
+    with hub(root) as faults:
+        check_upload(url)
+        assert not any(path.is_file() for path in root.rglob("*"))  # the probe is gone again
+        faults.inject(COMMIT, "503", 2)
+        faults.requests.clear()
+        saved = save(tmp_path / "checkpoints", url, 1, 2)
+        files = 2 * len(list(saved.iterdir()))
+        assert sum(faults.requests[key] for key in faults.requests if key[0] == "POST") == files + 2
+        save(tmp_path / "checkpoints", url, 2)  # once more, over the first
+        found = download_checkpoint(url, tmp_path / "downloads", LOG)
+    assert found.name == saved.name and verify(found) == []
+    uploaded = root / "runs" / "one" / step_name(2)
+    for directory in (found, uploaded):
+        assert {p.name: p.read_bytes() for p in directory.iterdir()} == {
+            p.name: p.read_bytes() for p in saved.iterdir()
+        }
 
 
 def test_a_download_that_was_interrupted_goes_on_with_whole_files(
