@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
@@ -20,6 +21,15 @@ REDRAW = 0.1  # seconds between redraws of a bar
 RARE = 60.0  # seconds between progress lines without a terminal
 
 Advance = Callable[[int], object]  # called with the units of work done since the last call
+
+
+def ignore_library_warnings() -> None:
+    """Ignore warnings that are of no use to users, for the rest of the process.
+
+    megatron-core warns of optional packages on import; torch warns when a single process saves.
+    """
+    for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
 
 
 class Parser(argparse.ArgumentParser):

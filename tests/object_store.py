@@ -51,7 +51,9 @@ class Faults:
         self.ranges: list[str] = []  # the Range headers, in order
 
     def inject(self, name: str, fault: str, times: int = 1) -> None:
-        """Let the next `times` GETs of an object whose path ends with `name` fail."""
+        """Let the next `times` GETs of an object whose path ends with `name` fail, or commits to
+        the Hub if it is COMMIT.
+        """
         assert fault in (*FAULTS, "403")
         self._left[name] = [fault, times]
 

@@ -148,8 +148,8 @@ def save(found: dict[str, list[dict[str, Any]]], path: Path, options: list[str])
     text = json.dumps(found, indent=1) + "\n"
     if len(found) == 1:
         ((name, records),) = found.items()
-        benchmark = importlib.import_module(BENCHMARKS[name])
-        if hasattr(benchmark, "text"):
+        if whole_text(name):
+            benchmark = importlib.import_module(BENCHMARKS[name])
             text = benchmark.text(records, parse(name, options))
     try:
         with whole_file(path) as file:

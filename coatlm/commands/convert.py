@@ -25,11 +25,10 @@ if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, ignore_library_warnings
 
 if TYPE_CHECKING:
     from coatlm.hf.files import Report
@@ -102,8 +101,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Convert; errors of the user become one line and an exit code."""
     args = parse_arguments(arguments)
-    for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
-        warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    ignore_library_warnings()
     from coatlm.train.checkpoint import CheckpointError
 
     try:

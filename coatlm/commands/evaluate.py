@@ -33,12 +33,11 @@ import argparse
 import itertools
 import json
 import logging
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coatlm.config import Eval, make_config
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, ignore_library_warnings
 from coatlm.files import check_output, whole_file
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Evaluate; errors of the user become one line and an exit code."""
     args = parse_arguments(arguments)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    ignore_library_warnings()
     from coatlm.train.checkpoint import CheckpointError
 
     try:

@@ -31,13 +31,12 @@ if __name__ == "__main__":  # before the imports that take seconds
     process.listen(signal.SIGUSR1, speaks=SPEAKS)
 
 import argparse
-import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from coatlm.commands.arguments import add_config
 from coatlm.config import MOST_RANKS, PRESETS, Config, ConfigError, keys_table
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, ignore_library_warnings
 from coatlm.hf.run_config import load_run_config
 
 if TYPE_CHECKING:
@@ -142,9 +141,7 @@ def run(config: Config | ConfigError) -> int:
     """
     parent = os.getppid()  # before the imports, during which the launcher may exit
     process.outlive_streams()  # a closed pager or terminal must not end training
-    # megatron-core warns of optional packages on import; torch warns when a single process saves
-    for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
-        warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    ignore_library_warnings()
     from coatlm.train.faults import end_with
     from coatlm.train.reports import report_error
     from coatlm.train.setup import Launch

@@ -297,8 +297,8 @@ class FusedStep:
         lr * weight decay. Without spans there is nothing to do.
 
         `rates` in a tensor, fp32[2], are read when the kernel runs, also in replays of a CUDA
-        graph; as numbers they are fixed by the launch, which makes the kernel 1.5 to 3 %
-        faster.
+        graph; as numbers they are fixed by the launch, which is 1.5 to 3 % faster.
+
         `passes` are launches of the kernel: True finds `amax`, False updates with the scales that
         follow from it; (): those that the recipe needs.
         """

@@ -119,8 +119,8 @@ class ShardWriter(filesystem.FileSystemWriter):
             except Exception as error:
                 outcomes[number] = error
 
-        # not a pool of concurrent.futures: it takes no work once the main thread has ended, and the
-        # last save of a run that ends with an error may begin after that
+        # not a pool of concurrent.futures, which takes no work once the main thread has ended: a
+        # run waits for its save before (`Checkpointer.join`), other callers need not
         threads = []
         for number in range(1, len(plans)):
             thread = Thread(target=write, args=(number,))

@@ -61,7 +61,7 @@ def test_rows_need_the_gpus_that_they_use() -> None:
 
 def test_planned_is_the_planners_first_choice_for_the_same_samples() -> None:
     (found,) = (r for r in layouts.runs() if r.name == "8B of 8192 tokens, planned")
-    given = layouts.end_to_end_options(found._replace(options=dict(found.options)), 8, cluster(8))
+    given = layouts.end_to_end_options(found, 8, cluster(8))
     config, vocab = end_to_end.run_config(found.row, given)
     assert config.train.global_batch == 128  # 8 GPUs with 16 microbatches of one sample
     first = next(ranked(config, vocab, cluster(8)))
@@ -97,7 +97,7 @@ def test_rows_of_coatlm_are_compared_with_predictions(
 
 def test_a_peer_without_fewer_key_heads_says_so() -> None:
     with pytest.raises(ValueError, match=r"model\.kv_heads=8: must be 32 with the row fsdp2 bf16"):
-        end_to_end.peer_step("fsdp2 bf16", {"model": "7b", "model.kv_heads": "8"}, 1, 64, 1)
+        end_to_end.peer_step("fsdp2 bf16", {"model": "7b", "model.kv_heads": "8"})
 
 
 def test_records_are_written_after_each_row(

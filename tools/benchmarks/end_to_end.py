@@ -121,10 +121,9 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
 
 def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     """Measure the row in this process, which may be one of several ranks."""
-    size = int(options.get("mbs", 4)), int(options.get("seq", 2048))
-    microbatches = int(options.get("microbatches", 1))
+    *size, microbatches = sizes_of(options)
     if row in megatron_peer.ROWS or row in fsdp_peer.ROWS:
-        step, optimizer, sent = *peer_step(row, options, *size, microbatches), dict
+        step, optimizer, sent = *peer_step(row, options), dict
     else:
         config, vocab = run_config(row, options)
         document = int(options.get("document", 500))
@@ -177,6 +176,15 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def sizes_of(options: dict[str, str]) -> tuple[int, int, int]:
+    """Samples of a microbatch, their tokens, microbatches per step."""
+    return (
+        int(options.get("mbs", 4)),
+        int(options.get("seq", 2048)),
+        int(options.get("microbatches", 1)),
+    )
+
+
 def shape_of(options: dict[str, str]) -> tuple[int, int, int, int]:
     """hidden, layers, heads, ffn."""
     hidden, layers, heads, ffn = SHAPES[options.get("model", "3b")]
@@ -185,11 +193,11 @@ def shape_of(options: dict[str, str]) -> tuple[int, int, int, int]:
 
 def run_config(row: str, options: dict[str, str]) -> tuple[Any, int]:
     """The configuration of a row of coatlm with these options, and its vocabulary."""
-    mbs, count = int(options.get("mbs", 4)), int(options.get("microbatches", 1))
-    samples = int(options.get("gpus", 1)) * mbs * count
+    mbs, seq, microbatches = sizes_of(options)
+    samples = int(options.get("gpus", 1)) * mbs * microbatches
     overrides = [f"{name}={value}" for name, value in options.items() if "." in name]
     overrides = [f"train.global_batch={samples}", *overrides]
-    config = coatlm_config(row, shape_of(options), mbs, int(options.get("seq", 2048)), overrides)
+    config = coatlm_config(row, shape_of(options), mbs, seq, overrides)
     return config, int(options.get("vocab", VOCAB))
 
 
@@ -307,10 +315,9 @@ def coatlm_step(
     return step, trainer.optimizer, lambda: trainer.comm_bytes
 
 
-def peer_step(
-    row: str, options: dict[str, str], mbs: int, seq: int, microbatches: int
-) -> tuple[Callable[[], Any], Any]:
+def peer_step(row: str, options: dict[str, str]) -> tuple[Callable[[], Any], Any]:
     """A step of a peer, and its optimizer. Raises ValueError for what the peer does not have."""
+    mbs, seq, microbatches = sizes_of(options)
     hidden, layers, heads, ffn = shape_of(options)
     vocab, kv_heads = int(options.get("vocab", VOCAB)), int(options.get("model.kv_heads", heads))
     make: Callable[..., tuple[Callable[[], Any], Any]] = fsdp_peer.fsdp_step
