@@ -30,7 +30,7 @@ OUTSIDE = {  # file of the repository -> page of the site
 }
 LINK = re.compile(r"(?<!!)\[([^\]\[]*(?:\[[^\]]*\][^\]\[]*)*)\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)\s:]+)(\))")
-MARKED = re.compile(r"^(```\w+) (?:run|check)$", re.MULTILINE)  # for tests/test_guides.py
+MARKED = re.compile(r"^(```\w+) (?:run|check)$", re.MULTILINE)  # for tests/guides.py
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 

@@ -1,23 +1,29 @@
 """The README and the guides: commands run, and numbers were measured. test_docs.py has the rest.
 
-A fenced block says how its commands are tested:
+A fenced block says how its commands are tested, in order, in a directory of their page:
 
-    ```sh run      they are run, in order, in a directory of their own
+    ```sh run      all are run; guides.py says what makes them small
     ```python run  the same for a script
-    ```sh check    they need a GPU, a network, several processes or long: options and configuration
-                   are parsed, training becomes a dry run for as many ranks as are started
+    ```sh check    some are of the kinds that follow, which are checked, and the others are run
 
-Training that is run is made small (SMALL): the configuration's own steps and sizes take minutes.
+What is not run, and why:
+
+    make install   it downloads packages. The target exists
+    pip install    the same. Its extras and the file of constraints exist
+    pip wheel      it downloads setuptools; test_installed.py builds the wheel without a network
+    make test      it would run this test. The target exists
+    tools/bench.py its rows end-to-end, memory and rates need a GPU, and complain of nothing else
+    .ci/slurm, squeue, scancel     they need root and SLURM; tests marked `slurm` do the same
+
+test_guides_ranks.py has the pages that start several processes.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,229 +31,94 @@ from typing import Any
 
 import pytest
 
-from coatlm.commands import train as pretrain
-from coatlm.config import load_config
-from coatlm.config.program import SCRIPTS
-from coatlm.config.shipped import config_file
-from tests.forks import Forks
+from tests import guide_inputs
+from tests.distributed import ROOT
+from tests.guide_launchers import launch
+from tests.guide_runs import SMALL, STEPS, call
+from tests.guides import (
+    BLOCK,
+    GUIDES,
+    PAGES,
+    blocks,
+    commands,
+    not_run,
+    perform,
+    script,
+    starts_ranks,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
-SMALL = {
-    **{"model.layers": 1, "model.hidden": 64, "model.heads": 4, "model.ffn": 48},
-    "data.seq_len": 32,
-    **{"train.micro_batch": 2, "train.global_batch": 2, "train.eval_every": 2},
-    **{"train.eval_batches": 1, "checkpoint.every": 2, "log.every": 1},
-}
-STEPS = 4  # of a small run; twice as many where the command asks for more than the configuration
-BLOCK = re.compile(r"^```(sh|python) *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-
-
-def blocks(page: Path, mark: str) -> list[list[str]]:
-    """Of every block with this mark, the words of each command; comments and line ends go.
-
-    A Python script is the two words "python" and its text.
-    """
-    found = []
-    for language, kind, text in BLOCK.findall(page.read_text()):
-        if kind == mark and language == "python":
-            found.append([language, text])
-        elif kind == mark:
-            lines = text.replace("\\\n", " ").splitlines()
-            found += [words for line in lines if (words := shlex.split(line, comments=True))]
-    return found
-
-
-def commands(mark: str) -> list[Any]:
-    return [
-        pytest.param(words, id=f"{page.stem}: {shlex.join(words)[:70]}")
-        for page in PAGES
-        for words in blocks(page, mark)
-    ]
+FENCE = re.compile(r"^ *```(.*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(\.venv/|\.ci/|make |torchrun |srun |coatlm |python |pip |eval )", re.M)
+REMOTE = ROOT / "docs/guides/remote.md"
 
 
 def named(pages: Sequence[Path]) -> list[Any]:
     return [pytest.param(page, id=page.name) for page in pages]
 
 
-# what is run
-
-
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that reads as the checkout and may be written to."""
-    root = tmp_path_factory.mktemp("checkout")
-    for name in ("coatlm", "configs", "tools", "pretrain.py", "README.md"):
-        (root / name).symlink_to(ROOT / name)
-    text = "".join(f"def f{i}():\n    return {i * i}\n" for i in range(2000))
-    (root / "text.py").write_text(text)
-    pairs = "".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1}"}}\n' for i in range(200))
-    (root / "pairs.jsonl").write_text(pairs)
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("materials")
+    guide_inputs.common(root)
     return root
 
 
-@pytest.fixture(scope="module")
-def forks(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("output"), cwd=checkout)
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def script(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The script that is run, or a command of coatlm that has none, and the arguments."""
-    if Path(words[0]).name == "coatlm":
-        return SCRIPTS.get(words[1], words[1]), list(words[2:])
-    assert words[0] == ".venv/bin/python", f"{shlex.join(words)}: commands name .venv/bin/python"
-    return words[1], list(words[2:])
+# what is run
 
 
-def small(arguments: Sequence[str]) -> list[str]:
-    """The same training, but little of it."""
-    if "--dry-run" in arguments:
-        return list(arguments)
-    given = [word for word in arguments if "=" in word]
-    steps = STEPS * (2 if any(word.startswith("train.steps=") for word in given) else 1)
-    data = load_config(config_file(arguments[0]), given).data
-    prepared = bool(data.paths) and all(
-        "://" in path or any(Path().glob(f"{path}*"))
-        for path in (str(source.path) for source in data.paths)
-    )
-    own = prepared or "data.text=" in " ".join(given)
-    text = [] if own else ["data.paths=[]", "data.text=[text.py]", "data.tokenizer=byte"]
-    sizes = [f"{key}={value}" for key, value in SMALL.items()]
-    return [*arguments, *text, *sizes, f"train.steps={steps}"]
-
-
-def call(tool: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """The exit code of a tool's command line, run in this process."""
-    monkeypatch.setattr(sys, "argv", [tool, *arguments])
-    source = Path(tool).read_text() if tool.endswith(".py") else f"coatlm.commands.{tool}"
-    door = re.search(r"coatlm\.commands\.\w+", source)
-    name = door[0] if door else tool.removesuffix(".py").replace("/", ".")
-    code = importlib.import_module(name).main()
-    assert code is None or isinstance(code, int)
-    return code
-
-
-@pytest.mark.parametrize("page", named(PAGES))
-def test_commands_that_are_marked_run(
-    page: Path,
-    forks: Forks,
-    checkout: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("page", named([p for p in PAGES if p != REMOTE and not starts_ranks(p)]))
+def test_commands_of_a_page_run(
+    page: Path, materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(checkout)
-    for words in blocks(page, "run"):
-        if words[0] == "python":
-            exec(compile(words[1], str(page), "exec"), {})
-            continue
-        if words[1] == "-m":  # of another package
-            done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
-            assert done.returncode == 0, f"{shlex.join(words)}:\n{done.stderr[-3000:]}"
-            continue
-        file, arguments = script(words)
-        if file == "pretrain.py":
-            code, output = forks.run(*small(arguments))
-        else:
-            found = call(file, arguments, monkeypatch)
-            code, output = found or 0, "".join(capsys.readouterr())
-        assert code == 0, f"{shlex.join(words)} ended with {code}:\n{output[-3000:]}"
+    guide_inputs.given(page, materials, directory)
+    for words in commands(page):
+        if not not_run(words):
+            perform(words, monkeypatch)
 
 
 def test_commands_of_the_page_on_urls_run_against_a_store(
-    forks: Forks, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a bucket of text, from which the page prepares a dataset and trains."""
     import pyarrow
     import pyarrow.parquet
-    import zstandard
     from s3fs import S3FileSystem
 
     from coatlm.remote import Location
-    from tests.bpe import train_bpe
     from tests.object_store import s3
 
-    monkeypatch.chdir(checkout)
-    texts = [f"{i} squared is {i * i}, and cubed it is {i**3}." for i in range(4000)]
-    Path("data").mkdir(exist_ok=True)
-    train_bpe(texts, vocab_size=400).save("data/tokenizer.json")
-    lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
-    Path("a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts[:100]}), "books.parquet")
-    trained = 0
+    guide_inputs.given(REMOTE, materials, directory)
+    table = pyarrow.table({"text": guide_inputs.TEXTS[:100]})
+    pyarrow.parquet.write_table(table, "books.parquet")
+    # training on blocks of this size downloads several
+    monkeypatch.setitem(SMALL, "data.remote_block", 16384)
     with s3():
         for bucket in ("corpus", "runs"):
             S3FileSystem().mkdir(bucket)
-        Location.of("s3://corpus/web/a.jsonl.zst").upload(Path("a.jsonl.zst"))
+        Location.of("s3://corpus/web/a.jsonl.zst").upload(Path("corpus/a.jsonl.zst"))
         Location.of("s3://corpus/books.parquet").upload(Path("books.parquet"))
-        for words in blocks(ROOT / "docs/guides/remote.md", "check"):
-            if Path(words[0]).name == "pip":
-                continue
-            file, arguments = script(words)
-            if file != "pretrain.py":
-                fewer = ["2" if word == "32" else word for word in arguments]
-                assert not call(file, fewer, monkeypatch)
-                for path in Path("data").glob("web.*"):
-                    Location.of(f"s3://corpus/tokens/{path.name}").upload(path)
-                continue
-            trained += 1
-            own = [f"run.dir=runs/url{trained}", f"train.steps={STEPS * (trained - 1) or STEPS}"]
-            more = ["model.heads=4", "data.split=[90,10,0]", "data.remote_block=16384", *own]
-            code, output = forks.run(*small(arguments), *more)
-            assert code == 0, f"{shlex.join(words)} ended with {code}:\n{output[-3000:]}"
-    assert trained == 3 and f"at step {STEPS}" in output
+        for words in commands(REMOTE):
+            if not not_run(words):
+                perform(words, monkeypatch)
+            for path in Path("data").glob("web.*"):
+                Location.of(f"s3://corpus/tokens/{path.name}").upload(path)
+    assert f"at step {STEPS}" in Path("runs/llama-125m/train.log").read_text()
 
 
 # what is checked
 
 
-class Parsed(Exception):
-    """Raised in the place of what a tool would do next."""
-
-
-def parse(tool: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a tool read its command line, and no more."""
-    for name in ("parse_args", "parse_intermixed_args"):
-        original = getattr(argparse.ArgumentParser, name)
-
-        def stop(self: Any, *args: Any, original: Any = original) -> None:
-            original(self, *args)
-            raise Parsed
-
-        monkeypatch.setattr(argparse.ArgumentParser, name, stop)
-    with pytest.raises(Parsed):
-        call(tool, arguments, monkeypatch)
-
-
-def dry_run(arguments: Sequence[str], ranks: int) -> None:
-    """A run of `ranks` processes, checked and planned."""
-    assert pretrain.main([*arguments, "--dry-run", "--ranks", str(ranks)]) == 0
-
-
-def option(words: Sequence[str], name: str) -> int:
-    """The number behind `--name=`, 1 where it is not given."""
-    values = [word.partition("=")[2] for word in words if word.startswith(f"--{name}=")]
-    return int(values[0]) if values else 1
-
-
-def check_launch(words: Sequence[str]) -> None:
-    """torchrun and srun."""
-    at = next(i for i, word in enumerate(words) if word in ("pretrain.py", "train"))
-    start, arguments = words[:at], words[at + 1 :]
-    if start[0] == "srun":
-        dry_run(arguments, option(start, "nodes") * option(start, "ntasks-per-node"))
-    else:
-        dry_run(arguments, option(start, "nnodes") * option(start, "nproc-per-node"))
-
-
 def check_make(words: Sequence[str]) -> None:
-    """The target exists, and what it would train is a configuration."""
+    """The target exists."""
     done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    if "CONFIG" in given:
-        load_config(ROOT / given["CONFIG"], shlex.split(given.get("ARGS", "")))
 
 
 def check_pip(words: Sequence[str]) -> None:
@@ -261,41 +132,100 @@ def check_pip(words: Sequence[str]) -> None:
         assert name in extras["optional-dependencies"]
 
 
-@pytest.mark.parametrize("words", commands("check"))
-def test_commands_that_are_marked_check_would_start(
-    words: list[str], checkout: Path, monkeypatch: pytest.MonkeyPatch
+def check_bench(
+    words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(checkout)
+    """The benchmark has these options, and lacks nothing but a GPU."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    try:
+        code = call(*script(words), monkeypatch)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr().err
+    assert code == 2 and "needs 1 GPU, this machine has 0" in said, said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=f"{page.stem}: {shlex.join(words)[:70]}")
+        for page in PAGES
+        for words in commands(page)
+        if not_run(words)
+    ],
+)
+def test_commands_that_are_not_run_would_start(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
     name = Path(words[0]).name
     if name == "make":
         check_make(words)
     elif name == "pip":
         check_pip(words)
-    elif name in ("torchrun", "srun"):
-        check_launch(words)
-    elif script(words)[0] == "pretrain.py":
-        dry_run(words[2:], 1)
-    else:
-        parse(*script(words), monkeypatch)
+    elif "tools/bench.py" in words:
+        check_bench(words, monkeypatch, capsys)
+    elif "/slurm" in shlex.join(words):
+        assert os.access(".ci/slurm", os.X_OK)
 
 
-@pytest.mark.parametrize("page", named(GUIDES))
-def test_every_command_of_a_guide_is_run_or_checked(page: Path) -> None:
-    kinds = {kind for language, kind, _ in BLOCK.findall(page.read_text()) if language == "sh"}
-    assert kinds <= {"run", "check"}, "mark every sh block: ```sh run or ```sh check"
-    assert blocks(page, "run") or blocks(page, "check")
+@pytest.mark.parametrize("page", named(PAGES))
+def test_every_command_of_a_page_is_in_a_block_that_says_how_it_is_tested(page: Path) -> None:
+    for language, text in FENCE.findall(page.read_text()):
+        if language not in ("sh run", "sh check", "python run"):
+            assert not COMMAND.search(text), f"mark this block:\n{text}"
+    assert len(BLOCK.findall(page.read_text())) == sum(1 for _ in blocks(page))
+    for mark, found in blocks(page):
+        left = [shlex.join(words) for words in found if not_run(words)]
+        assert bool(left) == (mark == "check"), f"{mark}: not run are {left}"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc-per-node=3 pretrain.py configs/llama3-8b.yaml",
+        "torchrun --nproc-per-host=8 pretrain.py configs/llama3-8b.yaml",
+        "torchrun --nproc-per-node=8 --no-python pretrain.py configs/llama3-8b.yaml",
+        "torchrun --nproc-per-node=8 --no-python coatlm trian llama3-8b",
+        "srun --nodes=4 --ntasks-per-node=8 .venv/bin/python pretrain.py configs/llama3-8b",
+        "srun --nodes=4 --tasks-per-node=8 .venv/bin/python pretrain.py configs/llama3-8b.yaml",
+        "make trian CONFIG=configs/quickstart.yaml",
+        "make train CONFIG=configs/quickstrat.yaml",
+        'make train CONFIG=configs/quickstart.yaml ARGS="optim.lrr=3e-4"',
+        ".venv/bin/coatlm train quickstart optim.recipe=adam",
+        ".venv/bin/python pretrain.py configs/quickstart.yaml parallel.tp=2",
+        ".venv/bin/python tools/estimate_memory.py configs/llama-1b.yaml --rank-count 8",
+        ".venv/bin/python tools/preprocess_data.py --input corpus/*.txt --output-prefix data/x",
+        ".venv/bin/python tools/submit_slurm.py configs/llama3-8b.yaml --nodes 4 --gpus-per-host 8",
+        ".venv/bin/python tools/submit_slurm.py configs/llama3-8b.yaml --nodes 5 --gpus-per-node 7",
+        'eval "$(register-argcomplete coatlm)"',
+    ],
+)
 def test_a_command_that_is_wrong_is_found(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(checkout)
+    guide_inputs.given(ROOT / "README.md", materials, directory)
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
+        perform(shlex.split(line), monkeypatch)
+
+
+def test_ranks_of_a_wrong_command_fail(
+    materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What planning does not find: here a checkpoint is missing."""
+    guide_inputs.given(ROOT / "README.md", materials, directory)
+    line = "torchrun --nproc-per-node=4 pretrain.py configs/quickstart.yaml checkpoint.resume=gone"
+    line += " train.micro_batch=2"
+    with pytest.raises(AssertionError, match=r"exit codes \[2, 2, 2, 2\](.|\n)*gone"):
+        launch(shlex.split(line))
+
+
+def test_a_bench_row_that_does_not_exist_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
     with pytest.raises(AssertionError):
-        check_launch(shlex.split("torchrun --nproc-per-node=3 pretrain.py configs/llama3-8b.yaml"))
-    with pytest.raises(AssertionError):
-        check_make(["make", "trian"])
-    with pytest.raises(SystemExit):
-        parse("tools/estimate_memory.py", ["a.yaml", "--rank-count", "8"], monkeypatch)
+        check_bench(shlex.split(".venv/bin/python tools/bench.py end"), monkeypatch, capsys)
 
 
 # what is said

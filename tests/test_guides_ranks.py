@@ -1,0 +1,28 @@
+"""Commands of the pages that start several processes run; test_guides.py has the others.
+
+Ranks are forks in a group over gloo, at most eight: guides.py says what was scaled down.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import guide_inputs
+from tests.guide_runs import fork_jobs
+from tests.guides import PAGES, commands, not_run, perform, starts_ranks
+from tests.test_guides import directory, materials, named
+
+__all__ = ["directory", "materials"]  # fixtures
+
+
+@pytest.mark.parametrize("page", named([page for page in PAGES if starts_ranks(page)]))
+def test_commands_of_a_page_run(
+    page: Path, materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide_inputs.given(page, materials, directory)
+    fork_jobs(monkeypatch)
+    for words in commands(page):
+        if not not_run(words):
+            perform(words, monkeypatch)
