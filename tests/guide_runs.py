@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -36,6 +37,7 @@ SMALL: dict[str, object] = {
 VOCAB = 512  # where the configuration has more tokens
 STEPS = 4  # of a small run; twice as many where the command continues another run
 OTHER_TEXT = ["data.paths=[]", "data.text=[text.py]", "data.tokenizer=byte"]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TIMEOUT = 300.0  # seconds for the ranks of one command
 PEERS_S = 10.0  # seconds in which each of the others ends when one has failed
 
@@ -99,16 +101,17 @@ def ranks(
 ) -> None:
     """Run `function` in a fork with each of these environments, without GPUs."""
     Path("logs").mkdir(exist_ok=True)
-    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **NO_GPU}
     logs = [Path("logs", f"{rank}.log").absolute() for rank in range(len(environments))]
     for log in logs:
         log.unlink(missing_ok=True)
-    started = [
-        distributed.start(
-            function, *arguments, env={**os.environ, **common, **env}, log=log, cwd=Path.cwd()
-        )
-        for env, log in zip(environments, logs, strict=True)
-    ]
+    with patch.dict(os.environ, NO_GPU):  # a process that is spawned asks for GPUs before `start`
+        started = [
+            distributed.start(
+                function, *arguments, env={**os.environ, **common, **env}, log=log, cwd=Path.cwd()
+            )
+            for env, log in zip(environments, logs, strict=True)
+        ]
     try:
         distributed.wait(started, time.monotonic() + TIMEOUT)
         for one in started:  # one has failed, and the others say so, or none has
@@ -151,7 +154,7 @@ def in_this_process() -> None:
 def process(shown: str, words: Sequence[str]) -> None:
     """Run a program, without GPUs; commands of this environment come first in PATH."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"PATH": path, "PYTHONPATH": python_path(), **NO_GPU}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, f"{shown}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
 

@@ -33,7 +33,7 @@ from coatlm.config.program import SCRIPTS
 from tests.distributed import ROOT
 from tests.forks import pretrain
 from tests.guide_launchers import elastic, launch, submit
-from tests.guide_runs import SMALL, STEPS, call, coatlm, finish, launched, process, small
+from tests.guide_runs import SMALL, STEPS, call, coatlm, finish, fork_jobs, launched, process, small
 
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
@@ -75,9 +75,17 @@ def not_run(words: Sequence[str]) -> bool:
 
 
 def starts_ranks(page: Path) -> bool:
-    """Whether a command of the page starts several processes, or many of them."""
+    """Whether a command of the page starts several ranks, or writes a job that does."""
     launchers = (*LAUNCHERS, "elastic.py", "submit_slurm.py")
     return any(Path(word).name in launchers for words in commands(page) for word in words[:2])
+
+
+def perform_all(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of a page in the working directory, as far as tests run them."""
+    fork_jobs(monkeypatch)
+    for words in commands(page):
+        if not not_run(words):
+            perform(words, monkeypatch)
 
 
 def perform(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ from tests.guides import (
     commands,
     not_run,
     perform,
+    perform_all,
     script,
     starts_ranks,
 )
@@ -78,9 +79,7 @@ def test_commands_of_a_page_run(
     page: Path, materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guide_inputs.given(page, materials, directory)
-    for words in commands(page):
-        if not not_run(words):
-            perform(words, monkeypatch)
+    perform_all(page, monkeypatch)
 
 
 def test_commands_of_the_page_on_urls_run_against_a_store(

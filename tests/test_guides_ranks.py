@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import guide_inputs
-from tests.guide_runs import fork_jobs
-from tests.guides import PAGES, commands, not_run, perform, starts_ranks
+from tests.guides import PAGES, perform_all, starts_ranks
 from tests.test_guides import directory, materials, named
 
 __all__ = ["directory", "materials"]  # fixtures
@@ -22,7 +21,4 @@ def test_commands_of_a_page_run(
     page: Path, materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guide_inputs.given(page, materials, directory)
-    fork_jobs(monkeypatch)
-    for words in commands(page):
-        if not not_run(words):
-            perform(words, monkeypatch)
+    perform_all(page, monkeypatch)
