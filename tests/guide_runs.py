@@ -30,7 +30,7 @@ from tests.forks import pretrain
 from tools.studies import loss_runs
 
 SMALL: dict[str, object] = {
-    **{"model.layers": 2, "model.hidden": 64, "model.heads": 8, "model.ffn": 128},
+    **{"model.layers": 1, "model.hidden": 64, "model.heads": 8, "model.ffn": 128},
     **{"model.head_dim": 16, "data.seq_len": 32},
     **{"train.eval_every": 2, "train.eval_batches": 1, "checkpoint.every": 2, "log.every": 1},
 }
@@ -50,13 +50,16 @@ def small(arguments: Sequence[str], ranks: int = 1) -> list[str]:
     keys = {word.partition("=")[0] for word in given}
     path = config_file(arguments[0])
     config = load_config(path, given)
-    shipped, sizes = path.parent.name == "configs", dict(SMALL)
-    if shipped:
+    parallel, own = config.parallel, own_data(config.data)
+    sizes = dict(SMALL)
+    if path.parent.name == "configs":
+        sizes["model.layers"] = parallel.pp
         if (config.model.vocab or 0) > VOCAB:
             sizes["model.vocab"] = VOCAB
-    else:
+        if own:
+            sizes["data.split"] = "[80,20,0]"
+    else:  # a command of the page wrote it
         sizes = {key: value for key, value in sizes.items() if not key.startswith("model.")}
-    parallel = config.parallel
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     micro = config.train.micro_batch if "train.micro_batch" in keys else 2
     assert isinstance(micro, int) and ranks % model_ranks == 0
@@ -68,9 +71,7 @@ def small(arguments: Sequence[str], ranks: int = 1) -> list[str]:
         sizes["data.seq_len"] = 128  # a whole conversation
     if "train.steps" not in keys:  # pages show alternatives; only more steps continue a run
         shutil.rmtree(config.run.dir, ignore_errors=True)
-    if own_data(config.data) and shipped:
-        sizes["data.split"] = "[80,20,0]"
-    instead = [] if own_data(config.data) or "data.text" in keys else OTHER_TEXT
+    instead = [] if own or "data.text" in keys else OTHER_TEXT
     return [*arguments, *instead, *(f"{key}={value}" for key, value in sizes.items())]
 
 
@@ -122,7 +123,7 @@ def ranks(
             one.kill()
             one.join()
     texts = [log.read_text(errors="replace")[-3000:] for log in logs]
-    said = "\n".join(text for text, code in zip(texts, codes, strict=True) if code)
+    said = "\n".join(text for text, code in zip(texts, codes, strict=True) if code != 0)
     assert not any(codes) and None not in codes, f"{shown}: exit codes {codes}:\n{said}"
 
 
