@@ -99,10 +99,11 @@ class Config(Section):
                 f"eval.tasks={list(self.eval.tasks)} with precision.recipe=te-delayed: evaluations "
                 "would enter the amaxes of training; use te-current or te-blockwise"
             )
-        if self.precision.output_layer == "fp8":
+        if self.precision.output_layer != "bf16":
             if self.precision.recipe == "fp32":
                 raise ValueError(
-                    "precision.output_layer=fp8 with precision.recipe=fp32: must be bf16"
+                    f"precision.output_layer={self.precision.output_layer} with "
+                    "precision.recipe=fp32: must be bf16"
                 )
             divides("model.hidden", m.hidden, "the alignment of FP8 GEMMs", 16)
         self._check_flow()

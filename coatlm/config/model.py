@@ -278,10 +278,11 @@ class Precision(Section):
     GEMMs run in BF16 with fp32 sums, on the dequantized codes of the other operand; FP8 codes are
     computed as well, so this saves neither time nor memory. GEMM operands need parallel.tp=1."""
 
-    output_layer: Literal["bf16", "fp8"] = "bf16"
-    """The operands of the output layer's GEMMs, under any recipe but fp32. fp8 quantizes hidden
-    states and weights to e4m3 and gradients of logits to e5m2, with a scale per row; logits and the
-    loss are computed as with bf16. model.hidden must be a multiple of 16."""
+    output_layer: Literal["bf16", "fp8-gradients", "fp8"] = "bf16"
+    """The operands of the output layer's GEMMs, under any recipe but fp32. fp8-gradients computes
+    logits in BF16, and the gradients of hidden states and weights from operands in FP8: e5m2 for
+    gradients of logits, e4m3 for the others. fp8 computes logits from operands in FP8 as well. The
+    loss is computed from the logits as with bf16. model.hidden must be a multiple of 16."""
 
     guard: Literal["off", "warn", "fallback"] = "off"
     """What happens when FP8 hurts a layer: warn logs the layer and its tensor; fallback also lets

@@ -9,9 +9,10 @@ With a soft cap c, logits are c tanh(h / c) of h = hidden @ weight^T (fp8/softca
 are multiplied by 1 - tanh(h / c)^2.
 
 z is the coefficient of the z-loss, which keeps lse near 0 (Chowdhery et al. 2022, "PaLM", section
-5). Both passes loop over chunks of the vocabulary, and backward overwrites the logits of a chunk
-with dlogits. Either it recomputes them, so that one chunk is held at a time, or forward saves them
-all, which takes 2 V bytes per token in BF16 and spares one of four GEMMs. Both give the same bits.
+5). Both passes loop over chunks of the vocabulary, and in backward the GEMMs of a chunk compute
+dlogits from its logits (output_gemms.py). Either backward recomputes the logits, so that one chunk
+is held at a time, or forward saves them all, which takes 2 V bytes per token in BF16 and spares one
+of four GEMMs. Both give the same bits.
 
 Each chunk, and then each tensor-parallel rank, yields (max, sum of exp, label's logit) per token:
 
@@ -35,11 +36,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coatlm.fp8.softcap import soft_capped
-from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref, row_stats, row_stats_ref
+from coatlm.model.logits_quantize import TokenTerms
+from coatlm.model.loss_kernels import row_stats, row_stats_ref
 from coatlm.model.output_gemms import MakeGemms, OutputGemms, PlainGemms
 
 IGNORE = -100  # this label has no loss and no gradient
-CHUNK_BYTES = 256 * 2**20  # logits of one chunk
+CHUNK_BYTES = 256 * 2**20  # logits of one chunk, at least; the vocabulary may be smaller
+CHUNK_ROWS = 16384  # vocabulary rows of a chunk, at least, within LARGEST_CHUNK_BYTES
+LARGEST_CHUNK_BYTES = 2**30
 CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
 
 
@@ -137,9 +141,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, labels_T, lse_T = ctx.saved_tensors
-        logits_grad = logits_grad_ if hidden_TH.is_cuda else logits_grad_ref
         slope_T = 1 + 2 * ctx.z_loss * lse_T if ctx.z_loss else None
         dloss_T = dloss_T.float().masked_fill(labels_T == IGNORE, 0.0)
+        terms = TokenTerms(labels_T, lse_T, dloss_T, slope_T, ctx.cap)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(weight_VH, "main_grad", None) if wants_weight else None
         dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
@@ -148,12 +152,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.saved:  # as in a second backward
             chunks = _chunks(hidden_TH, len(weight_VH), ctx.chunk, gemms, shared=True)
         for rows, logits_TC in chunks:
-            first = ctx.first + rows.start
-            d_TC = logits_grad(logits_TC, labels_T, lse_T, dloss_T, first, slope_T, ctx.cap)
             into = dweight_VH if main_grad is None else main_grad
             gemms.backward_(
                 rows,
-                d_TC,
+                logits_TC,
+                terms,
+                ctx.first + rows.start,
                 dhidden=dhidden_TH,
                 dweight=None if into is None else into[rows],
                 accumulate=main_grad is not None,
@@ -164,8 +168,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
-    """Vocabulary rows whose logits for `tokens` fit CHUNK_BYTES; a multiple of 128, not 0."""
-    rows = CHUNK_BYTES // max(tokens * dtype.itemsize, 1)
+    """Vocabulary rows per chunk: a multiple of 128, at least that.
+
+    For each chunk 8 T H bytes of dhidden are read and written beside a GEMM of 2 T H rows FLOPs.
+    CHUNK_ROWS are where that no longer matters; many tokens get fewer, within LARGEST_CHUNK_BYTES.
+    """
+    row = max(tokens * dtype.itemsize, 1)
+    rows = min(max(CHUNK_BYTES // row, CHUNK_ROWS), LARGEST_CHUNK_BYTES // row)
     return max(rows // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
 
 
@@ -190,7 +199,7 @@ def linear_cross_entropy(
 
     `labels` (int64) are entries of the whole vocabulary; -100 gives loss 0 and no gradient, any
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
-    GPU). `chunk` is the number of vocabulary rows per chunk; by default CHUNK_BYTES decides.
+    GPU). `chunk` is the number of vocabulary rows per chunk, by default that of `default_chunk`.
     With `save_logits` and autograd, forward saves T * V logits for backward. z_loss is z, cap is c.
     `gemms` are those of the output layer, in BF16 or FP8 (output_gemms.py).
 

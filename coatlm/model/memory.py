@@ -182,17 +182,20 @@ def loss_bytes(config: Config, vocab: int) -> int:
     """Bytes that `loss.py` holds on the last stage as backward begins.
 
     They are the logits, of one chunk of the vocabulary or with logits=save all, and the gradient of
-    the last hidden state, in fp32 and in the dtype in which it is returned. In FP8 there are also
-    the codes of a chunk's gradients and of the hidden states, both direct and transposed, and those
-    of a chunk of the weight.
+    the last hidden state, in fp32 and in the dtype in which it is returned. With gradients in FP8
+    there are also their codes of a chunk, direct and transposed, the transposed codes of the hidden
+    states and those of a chunk of the weight; where logits are in FP8 too, the direct codes of the
+    hidden states.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
     rows = vocab // config.parallel.tp
     chunk = min(rows, default_chunk(tokens, weight_dtype(config)))
     held = rows if config.train.logits == "save" else chunk
     size = tokens * (held * e + m.hidden * (4 + e))
-    if config.precision.output_layer == "fp8":
-        size += 2 * tokens * (chunk + m.hidden) + chunk * m.hidden
+    layer = config.precision.output_layer
+    if layer != "bf16":
+        hidden_codes = m.hidden * (2 if layer == "fp8" else 1)
+        size += tokens * (2 * chunk + hidden_codes) + chunk * m.hidden
     return size
 
 

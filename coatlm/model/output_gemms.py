@@ -4,18 +4,22 @@
     dhidden[T, H] += dlogits[T, C] @ weight[C, H]             sums over C
     dweight[C, H]  = dlogits[T, C]^T @ hidden[T, H]           sums over T
 
-In FP8 each operand is quantized along the axis that its GEMM sums over (fp8/operand.py), with a
-power-of-two scale per row of the operand:
+In FP8 each operand is quantized along the axis that its GEMM sums over (fp8/operand.py), with
+power-of-two scales:
 
     operand                         format    a scale per
     hidden, weight                  E4M3      token, vocabulary entry
-    dlogits, weight^T               E5M2 E4M3 token, hidden channel of the chunk
-    dlogits^T, hidden^T             E5M2 E4M3 vocabulary entry, hidden channel
+    dlogits, weight^T               E5M2 E4M3 pass, hidden channel of the chunk
+    dlogits^T, hidden^T             E5M2 E4M3 pass, hidden channel
+
+`fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
+logits in BF16, so that the loss of given weights is that of a BF16 output layer.
 
 Gradients are E5M2 under every recipe. Relative to that of a label, up to 1, the gradients of the
 other logits are probabilities, which begin near 1 / V and fall from there. E4M3 rounds them to zero
-below about 2^-18, E5M2 below 2^-32. The codes of a chunk of the weight are computed at each use, so
-that no copy of the weight is held.
+below about 2^-18, E5M2 below 2^-31: therefore all gradients of a pass share one scale, which is
+known before them (logits_quantize.py). The codes of a chunk of the weight are computed at each use,
+so that no copy of the weight is held.
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded with zeros for the GEMMs.
@@ -36,10 +40,10 @@ from coatlm.config.model import Precision
 from coatlm.config.recipes import FAST, ROWS, GemmName
 from coatlm.fp8.gemm import ALIGNMENT, matmul
 from coatlm.fp8.norm_quantize import quantize_rows
-from coatlm.fp8.operand import emit, emit_transposed
+from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor
-
-GRADIENT = replace(ROWS, fmt="e5m2")
+from coatlm.model.logits_quantize import TokenTerms, quantize_logits_grad
+from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref
 
 
 class OutputGemms(Protocol):
@@ -52,13 +56,19 @@ class OutputGemms(Protocol):
     def backward_(
         self,
         rows: slice,
-        d_TC: Tensor,
+        logits_TC: Tensor,
+        terms: TokenTerms,
+        first: int,
         *,
         dhidden: Tensor | None,
         dweight: Tensor | None,
         accumulate: bool,
     ) -> None:
-        """Add to dhidden, fp32 [T, H], and write or with `accumulate` add to dweight, [C, H]."""
+        """Add to dhidden, fp32 [T, H], and write or with `accumulate` add to dweight, [C, H].
+
+        `first` is the entry of the whole vocabulary at which the chunk begins. The logits may be
+        overwritten.
+        """
         ...
 
 
@@ -77,12 +87,17 @@ class PlainGemms:
     def backward_(
         self,
         rows: slice,
-        d_TC: Tensor,
+        logits_TC: Tensor,
+        terms: TokenTerms,
+        first: int,
         *,
         dhidden: Tensor | None,
         dweight: Tensor | None,
         accumulate: bool,
     ) -> None:
+        gradient = logits_grad_ if logits_TC.is_cuda else logits_grad_ref
+        of_tokens = terms.labels, terms.lse, terms.dloss
+        d_TC = gradient(logits_TC, *of_tokens, first, terms.slope, terms.cap)
         if dhidden is not None:
             _add_gemm_(dhidden, d_TC, self.weight[rows])
         if dweight is None:
@@ -103,10 +118,10 @@ def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
         into.add_(a.float() @ b.float())
 
 
-class Fp8Gemms:
-    """GEMMs of FP8 operands, from hidden and weight in BF16; `fast`: see fp8/gemm.py.
+class Fp8GradientGemms(PlainGemms):
+    """dgrad and wgrad of FP8 operands, logits in BF16; `fast`: see fp8/gemm.py.
 
-    Raises ValueError unless both are BF16 and H is a multiple of 16.
+    Raises ValueError unless hidden and weight are BF16 and H is a multiple of 16.
     """
 
     def __init__(
@@ -122,15 +137,42 @@ class Fp8Gemms:
                     f"{name} is {x.dtype} with rows of {x.shape[1]} elements: GEMMs in FP8 take "
                     f"torch.bfloat16 and multiples of {ALIGNMENT}"
                 )
-        self.hidden, self.weight, self.fast = hidden_TH.detach(), weight_VH.detach(), fast
-
-    @cached_property
-    def _hidden_codes(self) -> QTensor:
-        return quantize_rows(self.hidden)
+        super().__init__(hidden_TH.detach(), weight_VH.detach())
+        self.fast = fast
 
     @cached_property
     def _hidden_codes_t(self) -> QTensor:
         return emit_transposed(self.hidden, ROWS)
+
+    def backward_(
+        self,
+        rows: slice,
+        logits_TC: Tensor,
+        terms: TokenTerms,
+        first: int,
+        *,
+        dhidden: Tensor | None,
+        dweight: Tensor | None,
+        accumulate: bool,
+    ) -> None:
+        direct, transposed = quantize_logits_grad(
+            logits_TC, terms, first, direct=dhidden is not None, transposed=dweight is not None
+        )
+        if direct is not None:
+            weight_t = emit_transposed(self.weight[rows], ROWS)
+            matmul(direct, weight_t, out=dhidden, fast="dgrad" in self.fast)
+        if transposed is not None:
+            own = replace(transposed, codes=transposed.codes[: logits_TC.shape[1]])
+            fast = "wgrad" in self.fast
+            matmul(own, self._hidden_codes_t, out=dweight, accumulate=accumulate, fast=fast)
+
+
+class Fp8Gemms(Fp8GradientGemms):
+    """All three GEMMs of FP8 operands."""
+
+    @cached_property
+    def _hidden_codes(self) -> QTensor:
+        return quantize_rows(self.hidden)
 
     def logits_(self, rows: slice, out_TC: Tensor) -> Tensor:
         weight = self.weight[rows]
@@ -141,35 +183,12 @@ class Fp8Gemms:
             return matmul(self._hidden_codes, codes, out=out_TC, accumulate=False, fast=fast)
         return out_TC.copy_(matmul(self._hidden_codes, codes, fast=fast)[:, : len(weight)])
 
-    def backward_(
-        self,
-        rows: slice,
-        d_TC: Tensor,
-        *,
-        dhidden: Tensor | None,
-        dweight: Tensor | None,
-        accumulate: bool,
-    ) -> None:
-        count = d_TC.shape[1]
-        if count % ALIGNMENT:
-            d_TC = F.pad(d_TC, (0, -count % ALIGNMENT))
-        direct, transposed = emit(
-            d_TC,
-            direct=None if dhidden is None else GRADIENT,
-            transposed=None if dweight is None else GRADIENT,
-        )
-        if direct is not None:
-            weight_t = emit_transposed(self.weight[rows], ROWS)
-            matmul(direct, weight_t, out=dhidden, fast="dgrad" in self.fast)
-        if transposed is not None:
-            codes, scale = transposed.codes[:count], transposed.scale[:count]
-            own = replace(transposed, codes=codes, scale=scale)
-            fast = "wgrad" in self.fast
-            matmul(own, self._hidden_codes_t, out=dweight, accumulate=accumulate, fast=fast)
+
+FP8_GEMMS = {"fp8-gradients": Fp8GradientGemms, "fp8": Fp8Gemms}
 
 
 def output_gemms(precision: Precision) -> MakeGemms:
     """The GEMMs that `precision.output_layer` names."""
     if precision.output_layer == "bf16":
         return PlainGemms
-    return partial(Fp8Gemms, fast=precision.fast_accumulation)
+    return partial(FP8_GEMMS[precision.output_layer], fast=precision.fast_accumulation)

@@ -41,6 +41,10 @@ SAVED = {  # of SavedTensors: what an FP8 layer saves in FP8
     "attention": "q, k, v and the attention output",
     "linear_input": "linear inputs",
 }
+OUTPUT_LAYER = {  # of precision.output_layer
+    "fp8-gradients": "FP8 GEMMs in backward",
+    "fp8": "FP8 GEMMs",
+}
 
 
 def plan(
@@ -122,8 +126,8 @@ def format_sentences(config: Config, *, several: bool) -> Iterator[str]:
         layers = f"{FORMATS[recipe]} GEMMs"
     else:
         layers = f"TransformerEngine's FP8 GEMMs ({recipe})"
-    if precision.output_layer == "fp8":
-        layers += "; the output layer has FP8 GEMMs"
+    if precision.output_layer != "bf16":
+        layers += f"; the output layer has {OUTPUT_LAYER[precision.output_layer]}"
     each = element_bytes(config) + bytes_per_parameter(config.optim.recipe, weight_dtype(config))
     comm = FORMATS.get(p.grad_comm, f"FP8 ({p.grad_comm})")
     sums = f" and summed over ranks in {comm}" if several else ""

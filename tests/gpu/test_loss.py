@@ -9,6 +9,11 @@ from torch import Tensor
 
 from coatlm.config import make_config
 from coatlm.model import loss_kernels
+from coatlm.model.logits_quantize import (
+    TokenTerms,
+    quantize_logits_grad,
+    quantize_logits_grad_ref,
+)
 from coatlm.model.loss import (
     all_logits,
     cross_entropy_ref,
@@ -16,7 +21,7 @@ from coatlm.model.loss import (
     linear_cross_entropy,
 )
 from coatlm.model.memory import loss_bytes
-from coatlm.model.output_gemms import Fp8Gemms
+from coatlm.model.output_gemms import FP8_GEMMS, Fp8Gemms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,8 +160,9 @@ def test_vocabulary_of_128k_takes_under_half_a_gib() -> None:
 @pytest.mark.parametrize("vocab", [32000, 50257])
 @pytest.mark.parametrize("options", [{}, {"save_logits": True}, {"z_loss": 1e-2, "cap": 5.0}])
 @pytest.mark.parametrize("main_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", FP8_GEMMS)
 def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
-    vocab: int, options: dict[str, Any], main_dtype: torch.dtype | None
+    vocab: int, options: dict[str, Any], main_dtype: torch.dtype | None, layer: str
 ) -> None:
     results = []
     for device in ("cuda", "cpu"):
@@ -166,7 +172,7 @@ def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
             x.requires_grad_()
         if main_dtype is not None:
             weight.main_grad = torch.ones(weight.shape, dtype=main_dtype, device=device)
-        gemms = partial(Fp8Gemms, fast=())
+        gemms = partial(FP8_GEMMS[layer], fast=())
         loss = linear_cross_entropy(hidden, weight, labels, chunk=4096, gemms=gemms, **options)
         loss.backward(dloss)
         dweight = weight.grad if main_dtype is None else weight.main_grad
@@ -177,6 +183,38 @@ def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
     assert (loss - expected).abs().max() < 2 * 6 * BF16_EPS
     for actual, gradient in zip(gradients, wanted, strict=True):
         assert relative(actual, gradient) < 2**-4.5
+
+
+@pytest.mark.parametrize("columns", [4096, 1105])
+@pytest.mark.parametrize("options", [{}, {"slope": True}, {"cap": 5.0}])
+def test_codes_of_gradients_are_those_of_the_reference(
+    columns: int, options: dict[str, Any]
+) -> None:
+    """An approximate exp may round to the neighbouring code; few do, and none moves further."""
+    torch.manual_seed(0)
+    tokens = 500
+    logits = (3 * torch.randn(tokens, columns, device="cuda")).bfloat16()
+    labels = torch.randint(-500, columns + 500, (tokens,), device="cuda")
+    dloss, slope = (torch.rand(tokens, device="cuda") + 0.1 for _ in range(2))
+    dloss[7] = 0.0
+    cap = options.get("cap")
+    lse = (logits.float() if cap is None else cap * torch.tanh(logits / cap).float()).logsumexp(1)
+    terms = TokenTerms(labels, lse, dloss, 2 * slope if "slope" in options else None, cap)
+    made = quantize_logits_grad(logits, terms, 100, direct=True, transposed=True)
+    alone = [
+        quantize_logits_grad(logits, terms, 100, direct=side, transposed=not side)
+        for side in (True, False)
+    ]
+    padded = torch.nn.functional.pad(logits, (0, -columns % 16), value=float("-inf"))
+    expected = quantize_logits_grad_ref(padded, terms, 100, direct=True, transposed=True)
+    for one, single, wanted in zip(made, (alone[0][0], alone[1][1]), expected, strict=True):
+        assert one.shape == wanted.shape and torch.equal(one.scale, wanted.scale)
+        codes, others, right = (x.codes.view(torch.uint8).int() for x in (one, single, wanted))
+        assert torch.equal(codes, others)
+        assert (codes - right).abs().max() <= 1
+        assert (codes != right).float().mean() < 1e-3
+    direct, transposed = (x.codes.view(torch.uint8) for x in made)
+    assert torch.equal(direct.t(), transposed[:, :tokens]) and not transposed[:, tokens:].any()
 
 
 def test_fast_accumulation_of_an_fp8_output_layer_adds_little() -> None:
@@ -199,15 +237,16 @@ def test_predictions_of_an_fp8_output_layer_are_those_of_its_logits() -> None:
     torch.testing.assert_close(top, logits.amax(-1), rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("layer", FP8_GEMMS)
 @pytest.mark.parametrize("save", [False, True])
-def test_an_fp8_output_layer_takes_the_memory_that_is_planned(save: bool) -> None:
+def test_an_fp8_output_layer_takes_the_memory_that_is_planned(save: bool, layer: str) -> None:
     hidden, weight, labels, _ = tensors(8192, 2048, 65536, torch.bfloat16)
     weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cuda")
     config = make_config(
         {
             "model": {"hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 4096},
             "data": {"text": ["unused"], "seq_len": 8192},
-            "precision": {"output_layer": "fp8"},
+            "precision": {"output_layer": layer},
             "train": {
                 "micro_batch": 1,
                 "global_batch": 1,
@@ -220,7 +259,8 @@ def test_an_fp8_output_layer_takes_the_memory_that_is_planned(save: bool) -> Non
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = linear_cross_entropy(hidden, weight, labels, save_logits=save, gemms=Fp8Gemms)
+        gemms = FP8_GEMMS[layer]
+        loss = linear_cross_entropy(hidden, weight, labels, save_logits=save, gemms=gemms)
         loss.sum().backward()
         torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before

@@ -221,10 +221,22 @@ def test_saves_its_inputs_and_four_bytes_a_token() -> None:
     ]
 
 
-def test_default_chunk_keeps_256_mib_of_logits() -> None:
-    assert default_chunk(8192, torch.bfloat16) == 16384
-    assert 8192 * 16384 * 2 == 256 * 2**20
-    assert default_chunk(2**30, torch.bfloat16) == 128
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "rows", "mib"),
+    [
+        (512, torch.bfloat16, 262144, 256),
+        (8192, torch.bfloat16, 16384, 256),
+        (16384, torch.bfloat16, 16384, 512),
+        (16384, torch.float32, 16384, 1024),
+        (65536, torch.bfloat16, 8192, 1024),
+        (2**30, torch.bfloat16, 128, 2**18),  # a GEMM's tile, whatever it takes
+    ],
+)
+def test_a_chunk_has_16384_rows_or_256_mib_if_that_is_more_and_at_most_1_gib(
+    tokens: int, dtype: torch.dtype, rows: int, mib: int
+) -> None:
+    assert default_chunk(tokens, dtype) == rows
+    assert tokens * rows * dtype.itemsize == mib * 2**20
 
 
 @pytest.mark.parametrize(

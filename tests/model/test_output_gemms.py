@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import ConfigError, make_config
+from coatlm.fp8 import emit
+from coatlm.model import logits_quantize
+from coatlm.model.logits_quantize import TokenTerms
 from coatlm.model.loss import (
     IGNORE,
     all_logits,
@@ -19,8 +22,9 @@ from coatlm.model.loss import (
     largest_logits,
     linear_cross_entropy,
 )
-from coatlm.model.output_gemms import Fp8Gemms, PlainGemms, output_gemms
+from coatlm.model.output_gemms import Fp8Gemms, Fp8GradientGemms, PlainGemms, output_gemms
 from tests.distributed import run_ranks
+from tests.fp8.sm90 import access_bytes, launches_compiled
 
 S, B, H = 7, 3, 48  # 21 tokens: no multiple of 16
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -50,24 +54,38 @@ def rounded(x: Tensor, axis: int, dtype: torch.dtype = torch.float8_e4m3fn) -> T
     return ((x.float() / scale).to(dtype).float() * scale).double()
 
 
-def expected(vocab: int, chunk: int, z: float = 0.0, cap: float | None = None) -> list[Tensor]:
-    """loss, dhidden, dweight by the formulas of loss.py and the table of output_gemms.py."""
+def rounded_gradient(d: Tensor, bound: Tensor) -> Tensor:
+    """d as E5M2 holds it, with the power of two at or above bound / MAX as its one scale."""
+    scale = (bound / MAX[torch.float8_e5m2]).log2().ceil().exp2()
+    return ((d / scale).float().to(torch.float8_e5m2).double() * scale).double()
+
+
+def expected(
+    vocab: int, chunk: int, z: float = 0.0, cap: float | None = None, *, forward: bool = True
+) -> list[Tensor]:
+    """loss, dhidden, dweight by the formulas of loss.py and the table of output_gemms.py.
+
+    `forward`: whether logits are of FP8 operands as well.
+    """
     hidden, weight, labels, dloss = (x.detach() for x in tensors(vocab))
     hidden, labels, dloss = hidden.flatten(0, 1), labels.flatten(), dloss.flatten().double()
-    raw = (rounded(hidden, 0) @ rounded(weight, 0).t()).bfloat16().double()
+    operands = [rounded(x, 0) if forward else x.double() for x in (hidden, weight)]
+    raw = (operands[0] @ operands[1].t()).bfloat16().double()
     logits = raw if cap is None else cap * torch.tanh(raw / cap)
     lse, counts = logits.logsumexp(1), labels != IGNORE
     label = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     loss = (lse - label + z * lse**2).where(counts, 0.0)
     d = (logits - lse[:, None]).exp() * (1 + 2 * z * lse)[:, None]
     d -= F.one_hot(labels.clamp(min=0), vocab)
-    d *= dloss.where(counts, 0.0)[:, None]
-    d = (d if cap is None else d * (1 - (logits / cap) ** 2)).bfloat16()
+    dloss = dloss.where(counts, 0.0)
+    d *= dloss[:, None]
+    d = d if cap is None else d * (1 - (logits / cap) ** 2)
+    d = rounded_gradient(d, (dloss.abs() * (1 + 2 * z * lse).abs().clamp(min=1)).max())
     dhidden, dweight = torch.zeros(S * B, H).double(), []
     for start in range(0, vocab, chunk):
         rows = slice(start, start + chunk)
-        dhidden += rounded(d[:, rows], 0, torch.float8_e5m2) @ rounded(weight[rows], 1)
-        dweight.append(rounded(d[:, rows], 1, torch.float8_e5m2).t() @ rounded(hidden, 1))
+        dhidden += d[:, rows] @ rounded(weight[rows], 1)
+        dweight.append(d[:, rows].t() @ rounded(hidden, 1))
     return [loss.view(S, B), dhidden.view(S, B, H), torch.cat(dweight)]
 
 
@@ -75,8 +93,8 @@ def relative(actual: Tensor, wanted: Tensor) -> float:
     return ((actual.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-# a logit, a gradient of one and a result are rounded to BF16; where fp32 and fp64 differ, a code
-# of E5M2 may flip: 2^-2 of one value among hundreds
+# a logit and a result are rounded to BF16; where fp32 and fp64 differ, a logit may be rounded to
+# the next BF16 and a code of E5M2 flip: 2^-2 of one value among hundreds
 CLOSE = 2**-8
 CASES: list[tuple[int, int, dict[str, Any]]] = [  # vocabulary, chunk, options
     (80, 80, {}),
@@ -88,14 +106,17 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [  # vocabulary, chunk, options
 ]
 
 
+@pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize(("vocab", "chunk", "options"), CASES)
 def test_loss_and_gradients_are_those_of_operands_rounded_to_fp8(
-    vocab: int, chunk: int, options: dict[str, Any]
+    vocab: int, chunk: int, options: dict[str, Any], forward: bool
 ) -> None:
     hidden, weight, labels, dloss = tensors(vocab)
-    loss = in_fp8(hidden, weight, labels, chunk=chunk, **options)
+    gemms = Fp8Gemms if forward else Fp8GradientGemms
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, gemms=gemms, **options)
     actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
-    wanted = expected(vocab, chunk, options.get("z_loss", 0.0), options.get("cap"))
+    z, cap = options.get("z_loss", 0.0), options.get("cap")
+    wanted = expected(vocab, chunk, z, cap, forward=forward)
     assert [relative(a, w) < CLOSE for a, w in zip(actual, wanted, strict=True)] == [True] * 3
     assert loss.dtype == torch.float32 and not actual[1][labels == IGNORE].any()
 
@@ -116,6 +137,45 @@ def test_errors_of_the_loss_and_its_gradients_are_within_those_of_the_formats(vo
     assert 2**-9 < relative(loss, exact_loss) < 2**-4
     # a logit that errs by d changes its softmax by the factor exp(d), besides rounding it
     assert all(2**-6 < relative(a, w) < 2**-2 for a, w in zip(actual, wanted, strict=True))
+
+
+def test_logits_of_fp8_gradients_are_those_of_bf16() -> None:
+    hidden, weight, labels, _ = tensors(77)
+    loss = linear_cross_entropy(hidden, weight, labels, gemms=Fp8GradientGemms)
+    assert torch.equal(loss, linear_cross_entropy(hidden, weight, labels))
+    logits = all_logits(hidden, weight, gemms=Fp8GradientGemms)
+    assert torch.equal(logits, all_logits(hidden, weight, gemms=PlainGemms))
+
+
+def test_gradients_of_tokens_with_small_weights_are_not_rounded_to_zero() -> None:
+    """One token's weight is 2^-20 of another's: its probabilities keep E5M2's three digits."""
+    hidden, weight, labels, _ = tensors(80)
+    dloss = torch.full((S, B), 2.0**-20)
+    dloss[0, 0] = 1.0
+    actual = torch.autograd.grad(in_fp8(hidden, weight, labels), hidden, dloss)[0]
+    alone = torch.autograd.grad(in_fp8(hidden, weight, labels), hidden, torch.ones(S, B))[0]
+    for token in (slice(1, 2), slice(4, 5)):
+        assert relative(actual[token] * 2.0**20, alone[token]) < 2**-8
+
+
+@pytest.mark.parametrize("cap", [None, 4.0])
+@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
+def test_kernel_of_quantized_gradients_compiles_for_sm90(
+    cap: float | None, sides: tuple[bool, bool]
+) -> None:
+    tokens = torch.empty(500, device="meta")
+    logits = torch.empty(500, 160, device="meta", dtype=torch.bfloat16)
+    labels = torch.empty(500, device="meta", dtype=torch.int64)
+    terms = TokenTerms(labels, tokens, tokens, None if cap is None else tokens, cap)
+    with launches_compiled(emit) as made:
+        direct, transposed = logits_quantize._launch(
+            logits, terms, 128, direct=sides[0], transposed=sides[1]
+        )
+    assert [None if x is None else list(x.shape) for x in (direct, transposed)] == [
+        [500, 160] if sides[0] else None,
+        [160, 512] if sides[1] else None,
+    ]
+    assert len(made) == 1 and access_bytes(made[0]).count(16) >= 4
 
 
 def test_saved_logits_give_the_bits_of_recomputed_ones() -> None:
@@ -184,26 +244,36 @@ def test_tensors_that_do_not_fit_are_refused(hidden: Tensor, weight: Tensor, mes
         in_fp8(hidden, weight, torch.zeros(2, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("layer", "gemms"), [("fp8", Fp8Gemms), ("fp8-gradients", Fp8GradientGemms)]
+)
 @pytest.mark.parametrize("recipe", ["bf16", "te-current", "coat-lean", "rowwise"])
-def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(recipe: str) -> None:
+def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(
+    recipe: str, layer: str, gemms: type
+) -> None:
     model = {"spec": "te"} if recipe.startswith("te") else {}
-    sections = {"model": model, "precision": {"recipe": recipe, "output_layer": "fp8"}}
+    sections = {"model": model, "precision": {"recipe": recipe, "output_layer": layer}}
     config = make_config(sections)
     hidden = weight = torch.zeros(16, 16).bfloat16()
-    assert isinstance(output_gemms(config.precision)(hidden, weight), Fp8Gemms)
+    made = output_gemms(config.precision)(hidden, weight)
+    assert type(made) is gemms and made.fast == config.precision.fast_accumulation
 
 
+@pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"precision": {"recipe": "fp32"}}, r"output_layer=fp8 with .*recipe=fp32: must be bf16"),
+        ({"precision": {"recipe": "fp32"}}, r"output_layer=LAYER with .*recipe=fp32: must be bf16"),
         ({"model": {"hidden": 72, "heads": 4}}, r"model\.hidden=72 is not a multiple of .*=16"),
     ],
 )
-def test_what_fp8_gemms_cannot_compute_is_refused(sections: dict[str, Any], message: str) -> None:
-    precision = {"output_layer": "fp8"} | sections.pop("precision", {})
-    with pytest.raises(ConfigError, match=message):
-        make_config({"precision": precision, **sections})
+def test_what_fp8_gemms_cannot_compute_is_refused(
+    sections: dict[str, Any], message: str, layer: str
+) -> None:
+    precision = {"output_layer": layer} | sections.get("precision", {})
+    sections = {**sections, "precision": precision}
+    with pytest.raises(ConfigError, match=message.replace("LAYER", layer)):
+        make_config(sections)
 
 
 def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:

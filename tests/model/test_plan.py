@@ -79,6 +79,8 @@ def test_formats_of_no_preset_are_told_without_one() -> None:
 def test_an_fp8_output_layer_is_named() -> None:
     c = config(precision={"output_layer": "fp8"})
     assert "layers have BF16 GEMMs; the output layer has FP8 GEMMs; weights" in sentences(c, 1)[1]
+    c = config(precision={"output_layer": "fp8-gradients"})
+    assert "; the output layer has FP8 GEMMs in backward; weights" in sentences(c, 1)[1]
 
 
 def test_imported_weights_are_named() -> None:

@@ -79,6 +79,7 @@ FLOW_VARIANTS: dict[str, dict[str, Any]] = {
     "blocks": {"model": {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
     "fp8 output": FP8_OUTPUT,
     "fp8 output, tied": FP8_OUTPUT | {"model": {"tie_embeddings": True}},
+    "fp8 output gradients": {"precision": {"output_layer": "fp8-gradients"}},
     "delayed": DELAYED,
     "four kv heads": {"model": {"kv_heads": 4, "ffn": 128}},
     "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
@@ -103,6 +104,7 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("tp2 sp", "saved inputs", "rowwise"),
         *((layout, "fp8 output, tied", "bf16") for layout in ("tp2 sp", "pp2", "dp2 zero3")),
         ("cp2", "fp8 output", "coat"),
+        ("tp2 sp", "fp8 output gradients", "coat"),
         ("dp2 zero2", "recompute", "rowwise"),
     ],
     4: [

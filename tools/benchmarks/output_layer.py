@@ -1,25 +1,29 @@
 """The output layer and its loss in BF16 and FP8, with logits that are saved or recomputed.
 
 Rows are hidden sizes. `ratio` divides the time of forward and backward by that in BF16 with
-recomputed logits. `extra_mib` is the peak memory beside inputs and the fp32 gradient of the weight;
-`error` the relative error of the loss, of the gradient of the hidden states and of that of the
-weight against BF16, for random tensors.
-Options: tokens=8192 vocab=128256 sizes=1024,2048,4096.
+recomputed logits and the first chunk. `extra_mib` is the peak memory beside inputs and the fp32
+gradient of the weight; `error` the relative error of the loss, of the gradient of the hidden states
+and of that of the weight against BF16, for random tensors.
+Options: tokens=8192 vocab=128256 sizes=1024,2048,4096 chunks=0,8192 (vocabulary entries per chunk;
+0, the default, is what a run uses).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coatlm.model.loss import linear_cross_entropy
-from coatlm.model.output_gemms import Fp8Gemms, PlainGemms
+from coatlm.model.loss import default_chunk, linear_cross_entropy
+from coatlm.model.output_gemms import FP8_GEMMS, PlainGemms
 from tools.benchmarks.clock import milliseconds, release
 
-OPTIONS = ("tokens", "vocab", "sizes")
-GEMMS = {"bf16": PlainGemms, "fp8": Fp8Gemms}
+OPTIONS = ("tokens", "vocab", "sizes", "chunks")
+GEMMS = {"bf16": PlainGemms, **FP8_GEMMS}
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -44,36 +48,39 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     expected: list[Tensor] = []
     records: list[dict[str, Any]] = []
-    for name, gemms in GEMMS.items():
-        for save in (False, True):
+    chunks = [int(size) or None for size in options.get("chunks", "0").split(",")]
+    for name, save, chunk in itertools.product(GEMMS, (False, True), chunks):
+        layer = partial(linear_cross_entropy, gemms=GEMMS[name], save_logits=save, chunk=chunk)
 
-            def forward(gemms: Any = gemms, save: bool = save) -> Tensor:
-                return linear_cross_entropy(hidden, weight, labels, gemms=gemms, save_logits=save)
+        def forward(layer: Callable[..., Tensor] = layer) -> Tensor:
+            return layer(hidden, weight, labels)
 
-            def both() -> Tensor:
-                loss = forward()
-                hidden.grad = None
-                loss.sum().backward()
-                return loss.detach()
+        def both() -> Tensor:
+            loss = forward()
+            hidden.grad = None
+            loss.sum().backward()
+            return loss.detach()
 
-            both()  # compiles, and allocates workspaces
-            main_grad.zero_()
-            release()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            loss = both()
-            extra = torch.cuda.max_memory_allocated() - before
-            assert hidden.grad is not None
-            found = [loss, hidden.grad, main_grad.clone()]
-            expected = expected or found
-            times = milliseconds(forward), milliseconds(both)
-            record: dict[str, Any] = {"hidden": row, "gemms": name, "save_logits": save}
-            record |= {"forward_ms": round(times[0], 3), "total_ms": round(times[1], 3)}
-            record["ratio"] = round(times[1] / (records[0]["total_ms"] if records else times[1]), 3)
-            record["extra_mib"] = round(extra / 2**20)
-            pairs = zip(found, expected, strict=True)
-            record["error"] = " ".join(
-                f"{float((a.float() - b.float()).norm() / b.float().norm()):.1e}" for a, b in pairs
-            )
-            records.append(record)
+        both()  # compiles, and allocates workspaces
+        main_grad.zero_()
+        release()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = both()
+        extra = torch.cuda.max_memory_allocated() - before
+        assert hidden.grad is not None
+        found = [loss, hidden.grad, main_grad.clone()]
+        expected = expected or found
+        times = milliseconds(forward), milliseconds(both)
+        record: dict[str, Any] = {"hidden": row, "gemms": name, "save_logits": save}
+        if "chunks" in options:
+            record["chunk"] = chunk or default_chunk(tokens, weight.dtype)
+        record |= {"forward_ms": round(times[0], 3), "total_ms": round(times[1], 3)}
+        record["ratio"] = round(times[1] / (records[0]["total_ms"] if records else times[1]), 3)
+        record["extra_mib"] = round(extra / 2**20)
+        pairs = zip(found, expected, strict=True)
+        record["error"] = " ".join(
+            f"{float((a.float() - b.float()).norm() / b.float().norm()):.1e}" for a, b in pairs
+        )
+        records.append(record)
     return records

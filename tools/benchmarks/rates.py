@@ -33,7 +33,7 @@ from coatlm.model.attention_backends import ORDER
 from coatlm.model.layer_time import TERA
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.memory import GIB
-from coatlm.model.output_gemms import Fp8Gemms, PlainGemms
+from coatlm.model.output_gemms import FP8_GEMMS, PlainGemms
 from coatlm.model.rates import Rates, load_rates, rates_of
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
@@ -194,7 +194,7 @@ def output(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     """TFLOP/s of the output layer with its loss and recomputed logits, by format and hidden."""
     tokens, vocab = (64, 256) if smoke else (8192, VOCAB)
     table: Table = {}
-    for name, gemms in (("bf16", PlainGemms), ("fp8", Fp8Gemms)):
+    for name, gemms in {"bf16": PlainGemms, **FP8_GEMMS}.items():
         for size in (64,) if smoke else OUTPUT_HIDDEN:
             hidden = torch.randn(tokens, 1, size, device=DEVICE).bfloat16().requires_grad_()
             weight = (torch.randn(vocab, size, device=DEVICE) / size**0.5).bfloat16()

@@ -1,0 +1,134 @@
+"""Gradients of logits as operands of FP8 GEMMs: computed from the logits and quantized in one pass.
+
+    d[T, C] = the gradient of loss.py       direct [T, C'], transposed [C', T'], codes of d / S
+
+S is one power of two for all tokens and all chunks, known before any gradient is:
+
+    S = power of two at or above B / MAX        B = max_T |dloss| max(1, |slope|)
+
+B bounds |d|, because a probability is at most 1. E5M2 represents gradients down to 2^-31 of B, so a
+row or a column of small gradients needs no scale of its own, and no pass that looks for amaxes.
+
+Shapes: T tokens, C vocabulary entries of a chunk; C' and T' are rounded up to multiples of 16, as
+GEMMs need it of a summed axis. Codes beyond C and T are zero.
+"""
+
+# mypy: disable-error-code="assignment, misc"
+# Kernels extend tuples at compile time, which changes their types.
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.nn.functional as F
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from coatlm.fp8.formats import E5M2
+from coatlm.fp8.gemm import padded_rows
+from coatlm.fp8.launch import Matrix, Placed, TileShape, empty_codes, launch_emit
+from coatlm.fp8.qtensor import TENSOR, QTensor
+from coatlm.fp8.scaling import power_of_two_ref, scaled_codes_ref
+from coatlm.fp8.softcap import tanh
+from coatlm.fp8.transpose import padded_t
+from coatlm.model.loss_kernels import logits_grad_ref
+
+TILE = TileShape(128, 64, 8, 1, 8)  # of logits
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """What the gradient of a token's logits depends on besides the logits; all are [T]."""
+
+    labels: Tensor  # int64
+    lse: Tensor  # fp32, log(sum(exp(logits))) over the whole vocabulary
+    dloss: Tensor  # fp32, 0 for tokens without a loss
+    slope: Tensor | None  # fp32, 1 + 2 z lse; None without z-loss
+    cap: float | None  # the soft cap of the logits
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """S, fp32 []; not finite where a term of B is not."""
+        bound = self.dloss.abs()
+        if self.slope is not None:
+            bound = bound * self.slope.abs().clamp(min=1.0)
+        return power_of_two_ref(bound.amax(), E5M2)
+
+
+def quantize_logits_grad_ref(
+    logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
+) -> tuple[QTensor | None, QTensor | None]:
+    """The definition, and the CPU path."""
+    arguments = terms.labels, terms.lse, terms.dloss, first, terms.slope, terms.cap
+    d_TC = logits_grad_ref(logits_TC.float(), *arguments)
+    codes = scaled_codes_ref(d_TC, terms.scale, E5M2)
+    return (
+        QTensor(codes, terms.scale, TENSOR, E5M2) if direct else None,
+        QTensor(padded_t(codes), terms.scale, TENSOR, E5M2) if transposed else None,
+    )
+
+
+@gluon.jit
+def load_logits_grad(source, factors, K, at, some, J: gl.constexpr, CAP: gl.constexpr):
+    """A loader of emit.py: gradients of logits [T, K], the columns from the entry `first` on."""
+    logits_ptr, label_ptr, lse_ptr, dloss_ptr, slope_ptr, first = source
+    first_row, first_column, row, column, inner, _ = at
+    logits_ptr += first_row.to(gl.int64) * K + first_column
+    each = first_row + row + J
+    x_at = (row * K + column)[:, :, None] + inner + J * K
+    x = gl.load(logits_ptr + x_at, mask=some[:, :, None], other=float("-inf")).to(gl.float32)
+    lse = gl.load(lse_ptr + each, mask=some, other=0.0)[:, :, None]
+    dloss = gl.load(dloss_ptr + each, mask=some, other=0.0)[:, :, None] * factors[0]
+    label = (gl.load(label_ptr + each, mask=some, other=-1) - first).to(gl.int32)[:, :, None]
+    if CAP is not None:
+        t = tanh(x / CAP)
+        x = CAP * t
+    softmax = gl.exp(x - lse)
+    if slope_ptr is not None:
+        softmax *= gl.load(slope_ptr + each, mask=some, other=0.0)[:, :, None]
+    d = gl.where(first_column + column[:, :, None] + inner == label, softmax - 1.0, softmax) * dloss
+    if CAP is not None:
+        d *= 1.0 - t * t
+    return (gl.where(some[:, :, None], d, 0.0),)
+
+
+def quantize_logits_grad(
+    logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
+) -> tuple[QTensor | None, QTensor | None]:
+    """E5M2 operands of the gradient of a chunk of logits, for dgrad and wgrad; None if not wanted.
+
+    logits: BF16 or fp32 [T, C], of the vocabulary entries from `first` on. They are only read.
+    """
+    beyond = padded_rows(logits_TC.shape[1]) - logits_TC.shape[1]
+    if beyond:  # the probability of these is zero, and no label names them
+        logits_TC = F.pad(logits_TC, (0, beyond), value=float("-inf"))
+    if not logits_TC.is_cuda:
+        return quantize_logits_grad_ref(
+            logits_TC, terms, first, direct=direct, transposed=transposed
+        )
+    return _launch(logits_TC, terms, first, direct=direct, transposed=transposed)
+
+
+def _launch(
+    logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
+) -> tuple[QTensor | None, QTensor | None]:
+    """The GPU path, for a multiple of 16 columns."""
+    (tokens, count), scale = logits_TC.shape, terms.scale
+    padded = padded_rows(tokens)
+    codes, codes_t = empty_codes(
+        logits_TC, E5M2 if direct else None, E5M2 if transposed else None, padded
+    )
+    launch_emit(
+        load_logits_grad,
+        (logits_TC, terms.labels, terms.lse, terms.dloss, terms.slope, first),
+        (Matrix(codes, codes_t, scale),),
+        (Placed(0, E5M2),),
+        (tokens, padded if transposed else tokens, count),
+        TILE,
+        options=terms.cap,
+    )
+    return (
+        None if codes is None else QTensor(codes, scale, TENSOR, E5M2),
+        None if codes_t is None else QTensor(codes_t, scale, TENSOR, E5M2),
+    )
