@@ -54,9 +54,30 @@ def test_rows_need_the_gpus_that_they_use() -> None:
     assert layouts.gpus({}) == 2
     assert number(4) == number(2) + 2 and number(8) == number(4) + 4  # weak scaling, 34B
     assert not any(found.name.startswith("34B") for found in runs_on(4))
-    for gpus in ("1", "9"):
-        with pytest.raises(ValueError, match=f"gpus={gpus}: 2 to 8 GPUs"):
+    assert all(found.gpus == 1 for found in runs_on(1))
+    assert not any("parts" in found.name for found in runs_on(2))
+    for gpus in ("0", "9"):
+        with pytest.raises(ValueError, match=f"gpus={gpus}: 1 to 8 GPUs"):
             layouts.rows({"gpus": gpus})
+
+
+def test_rows_of_one_gpu_are_valid_and_fit_80_gb() -> None:
+    h100 = load_rates("h100")
+    on_h100, tokens = Cluster(h100, 1, 1), {}
+    for found in (one for one in runs_on(1) if "weak scaling" not in one.name):
+        options = layouts.end_to_end_options(found, 1, on_h100)
+        config, vocab = end_to_end.run_config(found.row, options)
+        model, _, what = found.name.rpartition(", ")
+        layer = what.removeprefix("output layer ") if what != "parts" else "fp8-gradients"
+        assert config.precision.output_layer == layer
+        assert vocab == (128256 if model.startswith("8B") else 151936)
+        assert predicted(config, vocab, on_h100).peak < h100.memory_gib * GIB
+        assert end_to_end.captures(found.row, options) == (config.train.cuda_graphs is True)
+        if what == "parts":
+            assert config.train.cuda_graphs is False and options["trace"] == "1"
+        else:
+            tokens.setdefault(model, set()).add(config.train.global_batch * config.data.seq_len)
+    assert len(tokens) == 7 and all(len(each) == 1 for each in tokens.values())
 
 
 def test_planned_is_the_planners_first_choice_for_the_same_samples() -> None:
@@ -93,6 +114,17 @@ def test_rows_of_coatlm_are_compared_with_predictions(
     assert found["speed_ratio"] == round(found["predicted_tokens_per_s"] / 20000, 3)
     assert 0.6 < found["speed_ratio"] < 1.2 and 20 < found["predicted_gib"] < 40
     assert found["memory_ratio"] == pytest.approx(found["predicted_gib"] / 40, abs=0.002)
+    assert "alone_ms" not in found
+
+
+def test_parts_of_a_step_stand_beside_what_their_kernels_take_alone() -> None:
+    config, vocab = end_to_end.run_config(layouts.COAT, {"model": "7b", "mbs": "4"})
+    measured = {"tokens_per_s": 20000, "peak_gib": 40.0, "output_layer_ms": 20.0}
+    alone = layouts.compared(measured, config, vocab, cluster(1))["alone_ms"].split(" ")
+    time = predicted(config, vocab, cluster(1)).forecast.time
+    assert [float(ms) for ms in alone] == pytest.approx(
+        [1e3 * getattr(time, name) for name in layouts.PARTS], abs=0.06
+    )
 
 
 def test_a_peer_without_fewer_key_heads_says_so() -> None:

@@ -13,7 +13,9 @@ rank with the highest. Ranks that share samples (parallel.cp, parallel.tp of coa
 computes as many tokens per step as with data parallelism alone.
 trace=1 adds values per step from a trace of rank 0: `comm_ms`, time with communication,
 `exposed_ms`, communication without other kernels, and `idle_ms`, no kernels. Tracing slows the
-host, so `idle_ms` is too large. trace=DIR also stores the traces of all ranks in DIR.
+host, so `idle_ms` is too large. Without CUDA graphs there is also the kernels' time by part of a
+step: `output_layer_ms`, `gemm_ms`, `attention_ms`, `elementwise_ms`, and the norm, clipping and
+update. trace=DIR also stores the traces of all ranks in DIR.
 
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
 megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
@@ -44,7 +46,7 @@ from coatlm.model.fits import with_logits
 from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import Shape
-from tools.benchmarks.overlap import exposed, idle, length, trace
+from tools.benchmarks.overlap import UPDATE, exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
 
 SHAPES = {  # hidden, layers, heads, ffn
@@ -55,6 +57,10 @@ SHAPES = {  # hidden, layers, heads, ffn
     "8b": (4096, 32, 32, 14336),
     "13b": (5120, 40, 40, 13824),
     "34b": (8192, 48, 64, 22016),
+    "qwen-1.5b": (1536, 28, 12, 8960),
+    "qwen-3b": (2048, 36, 16, 11008),
+    "qwen-7b": (3584, 28, 28, 18944),
+    "qwen-14b": (5120, 48, 40, 13824),
 }
 OPTIONS = (
     "model",
@@ -157,10 +163,13 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     if "trace" in options:
         file = Path(options["trace"]) / f"rank{dist.get_rank()}.json.gz"
         keep = None if options["trace"] == "1" else file
-        communication, compute = trace(step, TRACED, keep)
-        parts["comm_ms"] = round(length(communication) / TRACED, 1)
-        parts["exposed_ms"] = round(exposed(communication, compute) / TRACED, 1)
-        parts["idle_ms"] = round(idle(communication, compute) / TRACED, 1)
+        found = trace(step, TRACED, keep)
+        both = found.communication, found.compute
+        parts["comm_ms"] = round(length(found.communication) / TRACED, 1)
+        parts["exposed_ms"] = round(exposed(*both) / TRACED, 1)
+        parts["idle_ms"] = round(idle(*both) / TRACED, 1)
+        if not captures(row, options):
+            parts |= {f"{part}_ms": round(ms / TRACED, 1) for part, ms in found.parts.items()}
     return {
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[WARMUP:]), 1),
@@ -201,6 +210,12 @@ def run_config(row: str, options: dict[str, str]) -> tuple[Any, int]:
     return config, int(options.get("vocab", VOCAB))
 
 
+def captures(row: str, options: dict[str, str]) -> bool:
+    """Whether CUDA graphs launch the row's kernels."""
+    graphs = row.endswith(("graphs step", "graphs microbatch"))
+    return graphs or options.get("train.cuda_graphs") == "true"
+
+
 def in_backward(options: dict[str, str]) -> bool:
     """Whether the row updates in backward, so that the time of an update is not known."""
     return options.get("train.update") == "backward"
@@ -219,7 +234,8 @@ def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Ev
             return inner(*args, **kwargs)
         events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         events[-1][0].record()
-        result = inner(*args, **kwargs)
+        with torch.profiler.record_function(UPDATE):
+            result = inner(*args, **kwargs)
         events[-1][1].record()
         return result
 

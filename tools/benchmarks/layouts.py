@@ -5,7 +5,12 @@
 and `memory_ratio`, which are predicted / measured. The layout called "planned" is the one that the
 planner ranks first. Rows of weak scaling use the number of GPUs in their name.
 
-Options: gpus=2 (2 to 8 GPUs of this machine) steps=5.
+With gpus=1 the rows are models of 0.5B to 14B parameters, with the output layer in BF16 and with
+its gradients in FP8. Rows called "parts" run without CUDA graphs and divide a step into output
+layer, GEMMs, attention, other kernels and update; `alone_ms` is what these take alone, in this
+order, at the rates of the planner.
+
+Options: gpus=2 (1 to 8 GPUs of this machine) steps=5.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from coatlm.model.step_time import Cluster
 from tools.benchmarks import end_to_end
 
 OPTIONS = ("gpus", "steps")
-LEAST, MOST = 2, 8  # GPUs
+LEAST, MOST = 2, 8  # GPUs of a row that does not say how many
 COAT, TE, FSDP = "coatlm coat, optim coat-lean", "megatron+te delayed", "fsdp2 torchao"
 FP8 = {"precision.scaling": "delayed", "parallel.main_grads": "bf16"}
 LLAMA_3_8B = {"model": "8b", "vocab": "128256", "model.kv_heads": "8", "seq": "8192", "mbs": "1"}
@@ -32,6 +37,27 @@ LLAMA_2_13B = {"model": "13b", "seq": "2048", "mbs": "2", "microbatches": "4"}
 CODE_LLAMA_34B = {"model": "34b", "model.kv_heads": "8", "seq": "2048", "mbs": "1"}
 QWEN_05B = {"model": "0.5b", "vocab": "151936", "seq": "1024", "mbs": "32", "model.kv_heads": "2"}
 QWEN_05B |= {"model.qkv_bias": "true", "model.tie_embeddings": "true"}
+QWEN = {"vocab": "151936", "seq": "1024", "model.qkv_bias": "true"}
+ONE_GPU = {  # name -> options; a step has as many tokens as leave it below 10 s
+    "0.5B": QWEN_05B | {"microbatches": "16", "train.cuda_graphs": "true"},
+    "1.5B": QWEN
+    | {"model": "qwen-1.5b", "mbs": "16", "microbatches": "16", "train.cuda_graphs": "true"}
+    | {"model.kv_heads": "2", "model.tie_embeddings": "true"},
+    "3B": QWEN
+    | {"model": "qwen-3b", "mbs": "16", "microbatches": "8", "model.kv_heads": "2"}
+    | {"model.tie_embeddings": "true"},
+    "8B of 2048 tokens": LLAMA_3_8B
+    | {"seq": "2048", "mbs": "2", "microbatches": "8", "optim.recipe": "coat-24"},
+    "8B of 8192 tokens": LLAMA_3_8B
+    | {"microbatches": "8", "optim.recipe": "coat-24", "train.logits": "save"},
+    "7B": QWEN
+    | {"model": "qwen-7b", "mbs": "8", "microbatches": "16", "model.kv_heads": "4"}
+    | {"optim.recipe": "coat-24"},
+    "14B": QWEN
+    | {"model": "qwen-14b", "mbs": "4", "microbatches": "32", "model.kv_heads": "8"}
+    | {"optim.offload": "states"},
+}
+PARTS = ("output_layer", "gemms", "attention", "elementwise", "update")  # of StepTime
 TP2 = {"parallel.tp": "2", "parallel.sequence_parallel": "true"}
 ZERO_3 = {"parallel.zero": "3", "parallel.weight_gather": "fp8"}
 
@@ -44,6 +70,7 @@ class Run(NamedTuple):
     options: Mapping[str, str]
     gpus: int | None = None  # None: all
     least: int = LEAST  # GPUs
+    most: int = MOST  # GPUs
     planned: bool = False  # in the layout that the planner ranks first
 
 
@@ -78,6 +105,13 @@ def runs() -> Iterator[Run]:
     giant = CODE_LLAMA_34B | {"microbatches": "4"}
     yield Run("34B, ZeRO-3", COAT, giant | ZERO_3, least=8)
     yield Run("34B, planned", COAT, giant, least=8, planned=True)
+    for name, options in ONE_GPU.items():
+        for layer in ("fp8-gradients", "bf16"):
+            one = options | {"precision.output_layer": layer}
+            yield Run(f"{name}, output layer {layer}", COAT, one, 1, 1, 1)
+        parts = options | {"precision.output_layer": "fp8-gradients", "trace": "1"}
+        parts |= {"microbatches": "2", "train.cuda_graphs": "false"}
+        yield Run(f"{name}, parts", COAT, parts, 1, 1, 1)
     for count in (1, 2, 4, 8):
         yield Run(f"7B, weak scaling to {count}", COAT, LLAMA_2_7B, count, count)
         small = QWEN_05B | {"microbatches": "4"}
@@ -87,14 +121,14 @@ def runs() -> Iterator[Run]:
 def rows(options: dict[str, str]) -> list[str]:
     """The names of the rows that this number of GPUs can run. Raises ValueError for others."""
     count = gpus(options)
-    return [run.name for run in runs() if run.least <= count]
+    return [run.name for run in runs() if run.least <= count <= run.most]
 
 
 def gpus(options: dict[str, str]) -> int:
-    """The number of GPUs that the benchmark needs. Raises ValueError outside of 2 to 8."""
+    """The number of GPUs that the benchmark needs. Raises ValueError outside of 1 to 8."""
     count = int(options.get("gpus", LEAST))
-    if not LEAST <= count <= MOST:
-        raise ValueError(f"gpus={count}: {LEAST} to {MOST} GPUs of one machine")
+    if not 1 <= count <= MOST:
+        raise ValueError(f"gpus={count}: 1 to {MOST} GPUs of one machine")
     return count
 
 
@@ -138,11 +172,15 @@ def end_to_end_options(run: Run, count: int, cluster: Cluster | None) -> dict[st
 
 def compared(
     found: Mapping[str, Any], config: Config, vocab: int, cluster: Cluster
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """What the planner predicts of a step, and the ratios of that to what was measured."""
     choice = predicted(config, vocab, cluster)
     speed, gib = choice.forecast.tokens_per_s, choice.peak / GIB
-    return {
+    time = choice.forecast.time
+    alone = {}
+    if "output_layer_ms" in found:
+        alone["alone_ms"] = " ".join(f"{1000 * getattr(time, part):.1f}" for part in PARTS)
+    return alone | {
         "predicted_tokens_per_s": round(speed),
         "speed_ratio": round(speed / found["tokens_per_s"], 3),
         "predicted_gib": round(gib, 1),

@@ -1,15 +1,23 @@
-"""The exposed communication of a step, that is, without concurrent compute, from a trace."""
+"""What a trace says of a step: exposed communication, and the kernels' time by part of the step.
+
+Communication is exposed where no other kernel runs at the same time.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from tools.benchmarks.clock import synchronize
+from tools.benchmarks.layer_profile import kind
 
 Interval = tuple[float, float]
+UPDATE = "update of the parameters"  # a range of the profiler
+OUTPUT_LAYER = "_LinearCrossEntropy"  # the autograd function, and the beginning of its backward's
 # NCCL's kernels, and those that pack and unpack FP8 payloads and find their shared scales
 COMMUNICATION = (
     "nccl",
@@ -21,13 +29,20 @@ COMMUNICATION = (
 )
 
 
-def trace(
-    step: Callable[[], object], steps: int, keep: Path | None = None
-) -> tuple[list[Interval], list[Interval]]:
-    """(begin, end) in milliseconds of the communication and of all other kernels of `steps`.
+class Trace(NamedTuple):
+    """(begin, end) in milliseconds of the kernels of some steps, and their sum by part of a step.
 
-    `keep`: a file for the trace itself, as chrome://tracing reads it.
+    `parts` has output_layer, gemm, attention, elementwise and update; the kernels of the first and
+    the last are in no other part. Kernels that a CUDA graph launches have no part.
     """
+
+    communication: list[Interval]
+    compute: list[Interval]
+    parts: dict[str, float]
+
+
+def trace(step: Callable[[], object], steps: int, keep: Path | None = None) -> Trace:
+    """Trace `steps` steps. `keep`: a file for the trace, as chrome://tracing reads it."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
         for _ in range(steps):
@@ -44,7 +59,26 @@ def trace(
         span = (event.time_range.start / 1000, event.time_range.end / 1000)
         ours = any(name in event.name.lower() for name in COMMUNICATION)
         (communication if ours else compute).append(span)
-    return communication, compute
+    return Trace(communication, compute, parts(profiler.events()))
+
+
+def parts(events: Iterable[Any]) -> dict[str, float]:
+    """Milliseconds of kernels by part of a step. `events`: FunctionEvents of torch's profiler."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU or not event.kernels:
+            continue
+        around, owner = event, ""
+        while around is not None and not owner:
+            if around.name == UPDATE:
+                owner = "update"
+            elif around.name.startswith(OUTPUT_LAYER):
+                owner = "output_layer"
+            around = around.cpu_parent
+        for kernel in event.kernels:
+            if not any(name in kernel.name.lower() for name in COMMUNICATION):
+                found[owner or kind(kernel.name, {})] += kernel.duration / 1000
+    return dict(found)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
