@@ -1,8 +1,10 @@
 """Shards: the units of work that tokenizing processes take one after the other.
 
-    segments, in order -> shards of about `shard_bytes` -> files of `coatlm.data.token_shard`
+    segments, in order -> shards of consecutive segments -> files of `coatlm.data.token_shard`
 
-The name of a shard is the hash of everything that its tokens depend on: files with size and mtime,
+A shard has about `shard_bytes` of input, and less of a small input, so that every process gets
+some: its size depends on the input alone, and a call with other workers finds the shards of the one
+before. The name of a shard is the hash of everything that its tokens depend on: files with size and mtime,
 tokenizer, options.
 """
 
@@ -31,6 +33,8 @@ from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.process import uninterrupted
 
 POLL_SECONDS = 0.2  # between checks of the worker processes
+MOST_SHARDS = 256  # of an input for which `shard_bytes` are not needed
+LEAST_BYTES = 1 << 20  # of a shard, if the input has as many
 
 
 class LostWorkerError(ValueError):
@@ -50,14 +54,16 @@ def fingerprint(segments: Sequence[Segment], options: Options, tokenizer: Tokeni
 def plan_shards(
     segments: Sequence[Segment], options: Options, tokenizer: Tokenizer, directory: Path
 ) -> list[TokenShard]:
-    """Group consecutive segments into shards of about options.shard_bytes."""
+    """Group consecutive segments into shards."""
+    total = sum(segment.nbytes for segment in segments)
+    enough = min(options.shard_bytes, max(total // MOST_SHARDS, LEAST_BYTES))
     shards: list[TokenShard] = []
     group: list[Segment] = []
     size = 0
     for at, segment in enumerate(segments):
         group.append(segment)
         size += segment.nbytes
-        if size >= options.shard_bytes or at == len(segments) - 1:
+        if size >= enough or at == len(segments) - 1:
             name = fingerprint(group, options, tokenizer)[:32]
             shards.append(TokenShard(directory / name, tuple(group), size))
             group, size = [], 0

@@ -273,6 +273,17 @@ def test_result_does_not_depend_on_the_number_of_workers(
     assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
 
 
+def test_small_inputs_are_divided_among_many_processes(tmp_path: Path) -> None:
+    """40 files of 256 KiB are ten shards of 1 MiB; of 64 MiB they would be one."""
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text("x" * (1 << 18))
+    options, tokenizer = Options(), make_tokenizer("byte")
+    segments = plan_segments([tmp_path / f"{number:02}.txt" for number in range(40)], 1 << 26)
+    shards = shards_module.plan_shards(segments, options, tokenizer, tmp_path)
+    assert [shard.nbytes for shard in shards] == [1 << 20] * 10
+    assert [segment for shard in shards for segment in shard.segments] == segments
+
+
 def test_documents_do_not_depend_on_the_size_of_shards(tmp_path: Path, mixture: list[str]) -> None:
     lines_only = [mixture[0].replace("[tjp]", "[jp]")]
     for shard_bytes in (777, 1 << 20):
