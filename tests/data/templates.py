@@ -2,6 +2,7 @@
 
 Of each family: the template, the special tokens of its tokenizer, and what tokenizer_config.json
 says of them. The templates are restricted to what a conversation without tools needs.
+test_published_templates.py has the published ones of Llama, Qwen, Phi and Gemma.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers import AddedToken
 
 from tests.bpe import train_bpe
 
@@ -70,7 +73,8 @@ QWEN_3 = """\
 {%- endif %}
 """
 
-# The system message goes in front of the last question.
+# The system message goes in front of the last question. No package of the extra `dev` holds the
+# templates of Mistral, so this imitation is all that is tested of them.
 MISTRAL = """\
 {%- if messages[0]['role'] == 'system' %}
     {%- set system, talk = messages[0]['content'] + '\\n\\n', messages[1:] %}
@@ -99,6 +103,7 @@ class Family:
     added: tuple[str, ...] = ()  # tokens that text may contain
     config: tuple[tuple[str, str], ...] = ()
     eod: str = "<|endoftext|>"
+    strips: bool = False  # whether special tokens take the white space behind them
 
 
 FAMILIES = {
@@ -135,9 +140,13 @@ CORPUS = ["How many legs has a spider? Eight.\n", "Wie viele Füße? 8, nicht 6.
 
 def write_tokenizer(directory: Path, name: str) -> str:
     """A byte-level BPE with a family's tokens and template; returns its spec."""
-    family = FAMILIES[name]
+    return write_family(directory, FAMILIES[name])
+
+
+def write_family(directory: Path, family: Family) -> str:
+    """The same for a family that FAMILIES does not have."""
     model = train_bpe(CORPUS, vocab_size=300)
-    model.add_special_tokens(list(family.special))
+    model.add_special_tokens([AddedToken(token, rstrip=family.strips) for token in family.special])
     model.add_tokens(list(family.added))
     directory.mkdir(parents=True, exist_ok=True)
     model.save(str(directory / "tokenizer.json"))
