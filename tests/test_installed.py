@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from coatlm.__main__ import COMMANDS, launches
 from coatlm.config.shipped import config_file, shipped
@@ -37,6 +41,65 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([*pip, "install", "--no-deps", f"--target={target}", str(wheel)], check=True)
     shutil.rmtree(source)
     return target
+
+
+def required(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
+    """The distributions that one needs here, with what these need, by their normalized names."""
+    found: dict[str, frozenset[str]] = {}
+    waiting = [(name, extras)]
+    while waiting:
+        name, extras = waiting.pop()
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if extras <= found.get(key, frozenset()) and key in found:
+            continue
+        found[key] = found.get(key, frozenset()) | extras
+        for text in metadata.distribution(name).requires or ():
+            need = Requirement(text)
+            asked = [{"extra": extra} for extra in ("", *extras)]
+            if need.marker is None or any(map(need.marker.evaluate, asked)):
+                waiting.append((need.name, frozenset(need.extras)))
+    return set(found)
+
+
+@pytest.fixture(scope="module")
+def bare(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that finds the wheel and the dependencies that it declares, and no others."""
+    home = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(home, with_pip=False, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    packages = {
+        (Path(str(metadata.distribution(name).locate_file(""))), str(file).split("/")[0])
+        for name in required("coatlm") - {"coatlm"}
+        for file in metadata.distribution(name).files or ()
+    }
+    for source, top in packages:
+        if top not in ("..", "__pycache__") and not (site / top).exists():
+            (site / top).symlink_to(source / top)
+    for entry in installed.iterdir():
+        if entry.name != "bin":
+            (site / entry.name).symlink_to(entry)
+    return home / "bin/python"
+
+
+def test_the_declared_dependencies_suffice(bare: Path, tmp_path: Path) -> None:
+    def run(*words: str) -> str:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        command = [str(bare), "-m", "coatlm", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    missing = subprocess.run([str(bare), "-c", "import pytest"], capture_output=True, text=True)
+    assert "No module named 'pytest'" in missing.stderr
+    (tmp_path / "text.txt").write_text(TEXT)
+    assert "done: step 1" in run("train", "quickstart", *SMALL, "train.steps=1")
+    run("convert", "--from", "coatlm", "--to", "hf", "runs/quickstart", "exported")
+    assert (tmp_path / "exported/model.safetensors").exists()
+    run("plot", "runs/quickstart", "--out", "losses.png")
+    assert "Peak in GiB" in run("estimate", "llama2-7b", "--ranks=8")
 
 
 def call(
@@ -84,8 +147,10 @@ def test_help_names_the_command_and_loads_no_torch(installed: Path, tmp_path: Pa
     env = {"PYTHONPATH": f"{tmp_path}:{installed}"}
     shown = call(installed, tmp_path, "--help", env=env).stdout
     assert all(f"\n    {name} " in shown for name in COMMANDS)
-    for name in ("train", "convert", "compare", "evaluate", "submit"):
-        done = call(installed, tmp_path, name, "--help", env=env)
+    without_torch = ("train", "convert", "compare", "evaluate", "submit")
+    for name in COMMANDS:
+        own = env if name in without_torch else {}
+        done = call(installed, tmp_path, name, "--help", env=own)
         assert done.stdout.startswith(f"usage: coatlm {name} "), done.stderr
         assert f"\n    coatlm {name} " in done.stdout and "tools/" not in done.stdout
 

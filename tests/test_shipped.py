@@ -128,7 +128,7 @@ def test_the_microbatch_of_a_file_is_the_fastest_that_fits_by_the_planner(path: 
     assert speeds[config.train.micro_batch] >= 0.98 * max(speeds.values()), speeds
 
 
-@each(PRETRAINED)
+@each(CONFIGS)
 def test_a_file_dry_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(path), "--dry-run"]) == 0
     assert "parameters" in capsys.readouterr().out

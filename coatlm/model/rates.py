@@ -66,7 +66,8 @@ class Rates(Section):
 
     layer: dict[str, Positive]
     """The time of GEMMs and elementwise kernels of a layer by precision.recipe, relative to coat
-    with delayed scales for FP8 layers and to bf16 for the others."""
+    with delayed scales for FP8 layers and to bf16 for the others; 1 for recipes without an entry.
+    `current` is that of current scales relative to delayed ones."""
 
     launch_us: dict[str, Positive]
     """Microseconds in which the host launches forward and backward of a layer, by format."""

@@ -118,11 +118,11 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Per GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.time.total / self.gpus
 
     def mfu(self, peak: float) -> float:
-        """Model FLOPs utilisation at `peak` FLOP/s per GPU."""
+        """Model FLOPs utilization at `peak` FLOP/s per GPU."""
         return self.tokens_per_s * self.flops / peak
 
 
@@ -202,7 +202,7 @@ def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
         if share:
             one = replaced(config, precision={"recipe": recipe})
             repeated = 1 + FORWARD * (config.train.recompute == "full")
-            slower = layers * share * repeated * rates.layer[recipe]
+            slower = layers * share * repeated * rates.layer.get(recipe, 1.0)
             if config.precision.flow and config.precision.scaling == "current":
                 slower *= rates.layer["current"]
             gemms += slower * layer_gemms(one, rates)

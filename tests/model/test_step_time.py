@@ -48,10 +48,23 @@ def test_a_measured_step_is_predicted_within_10_percent_and_its_memory_within_5(
 
 
 @pytest.mark.parametrize("kind", known())
-def test_every_recipe_has_rates(kind: str) -> None:
+def test_rates_are_those_of_recipes(kind: str) -> None:
     rates = load_rates(kind)
-    assert set(rates.layer) == {*get_args(PrecisionRecipe), "current"}
+    assert set(rates.layer) <= {*get_args(PrecisionRecipe), "current"}
     assert set(rates.optimizer) == set(get_args(OptimRecipe))
+
+
+def test_a_recipe_without_a_rate_is_taken_to_be_as_fast_as_coat() -> None:
+    rates = load_rates("h100")
+    words = ["train.global_batch=16", "precision.recipe=rowwise"]
+    config = load_config("llama3.2-3b", words)
+
+    def seconds(layer: dict[str, float]) -> float:
+        cluster = Cluster(rates.model_copy(update={"layer": layer}), 1)
+        return forecast(config, 128256, cluster).time.gemms
+
+    others = {name: rate for name, rate in rates.layer.items() if name != "rowwise"}
+    assert seconds(others) == seconds(others | {"rowwise": 1.0}) < seconds(rates.layer)
 
 
 def test_rates_are_interpolated_over_the_logarithm_and_constant_outside() -> None:
