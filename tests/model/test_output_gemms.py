@@ -279,29 +279,55 @@ def test_what_fp8_gemms_cannot_compute_is_refused(
 def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:
     """Relative errors of loss, dhidden (summed over ranks) and dweight, and of what is largest."""
     dist.init_process_group("gloo")
-    hidden, weight, labels, dloss = tensors(80)
-    wanted = expected(80, 40)  # chunks do not cross ranks: scales of W^T are those of a chunk
-    rows = slice(rank * 40, rank * 40 + 40)
-    shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
-    loss = in_fp8(hidden, shard, labels, group=group)
-    dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
-    dhidden = dhidden.float()
-    dist.all_reduce(dhidden)
-    found = largest_logits(hidden, shard, group=group, gemms=Fp8Gemms)
-    differ = (found != largest_logits(hidden, weight, gemms=Fp8Gemms)).sum()
-    pairs = zip((loss.detach(), dhidden, dweight), (*wanted[:2], wanted[2][rows]), strict=True)
-    return [*(relative(a, w) for a, w in pairs), float(differ)]
+    found: list[float] = []
+    for gemms in (Fp8Gemms, Fp8GradientGemms):
+        hidden, weight, labels, dloss = tensors(80)
+        # chunks do not cross ranks: scales of W^T are those of a chunk
+        wanted = expected(80, 40, forward=gemms is Fp8Gemms)
+        rows = slice(rank * 40, rank * 40 + 40)
+        shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
+        loss = linear_cross_entropy(hidden, shard, labels, group=group, gemms=gemms)
+        dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
+        dhidden = dhidden.float()
+        dist.all_reduce(dhidden)
+        largest = largest_logits(hidden, shard, group=group, gemms=gemms)
+        differ = (largest != largest_logits(hidden, weight, gemms=gemms)).sum()
+        pairs = zip((loss.detach(), dhidden, dweight), (*wanted[:2], wanted[2][rows]), strict=True)
+        found += [*(relative(a, w) for a, w in pairs), float(differ)]
+    return found
 
 
 def test_two_ranks_equal_one() -> None:
     for errors in run_ranks(2, f"{__name__}:vocabulary_parallel"):
-        assert max(errors) < CLOSE
+        assert len(errors) == 8 and max(errors) < CLOSE
 
 
-def test_a_tied_weight_gets_both_gradients() -> None:
+@pytest.mark.parametrize("gemms", [Fp8Gemms, Fp8GradientGemms])
+def test_a_tied_weight_gets_both_gradients(gemms: Any) -> None:
     _, weight, labels, dloss = tensors(80)
-    ids = labels.clamp(min=0)
-    in_fp8(F.embedding(ids, weight), weight, labels, chunk=32).backward(dloss)
+    ids, options = labels.clamp(min=0), {"chunk": 32, "gemms": gemms}
+    linear_cross_entropy(F.embedding(ids, weight), weight, labels, **options).backward(dloss)
     plain = tensors(80)[1]
     cross_entropy_ref(F.embedding(ids, plain), plain, labels).backward(dloss)
     assert 2**-6 < relative(weight.grad, plain.grad) < 2**-2
+
+
+@pytest.mark.parametrize("vocab", [77, 80])
+@pytest.mark.parametrize("save", [False, True])
+def test_a_bf16_output_layer_is_exact_to_its_rounding_against_fp64(vocab: int, save: bool) -> None:
+    """A logit and its gradient are rounded to BF16, which errs by at most 2^-9, relative."""
+    hidden, weight, labels, dloss = tensors(vocab)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = exact[0] @ exact[1].t()
+    exact_loss = F.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORE
+    )
+    wanted = torch.autograd.grad(exact_loss, exact, dloss.double())
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=32, save_logits=save)
+    actual = torch.autograd.grad(loss, (hidden, weight), dloss)
+    # the label's logit and the logarithm of the sum each err by a rounding of the largest logit
+    assert ((loss - exact_loss).abs() <= 2 * 2**-9 * logits.abs().amax(-1) + 1e-5).all()
+    # an error d of a logit changes its softmax by the factor exp(d); two more roundings
+    spread = 2 * 2**-9 * float(logits.detach().abs().max())
+    for got, exactly in zip(actual, wanted, strict=True):
+        assert 0 < relative(got, exactly) < spread + 2 * 2**-9
