@@ -54,7 +54,7 @@ RULES = tuple(
         # copies to a device
         (r"\.cuda\(", ".to('cpu', "),
         (r"\.to\('cpu', (torch\.device\('cpu'\))?\)", ".to('cpu')"),
-        # streams and synchronisation
+        # streams and synchronization
         (r"torch\.cuda\.synchronize\(\)", "None"),
         (r"torch\.cuda\.current_stream\(\)", "None"),
         # random numbers

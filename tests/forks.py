@@ -1,7 +1,7 @@
 """Start pretrain.py many times without importing torch each time.
 
 `Forks.start` gives a `Child` that runs `pretrain.main(arguments)` with its output in a file: a
-process of tests/distributed.py, which can be signalled and killed.
+process of tests/distributed.py, which can be signaled and killed.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ in --factors. "exact" means that the model computes the same function, apart fro
     stream    a channel of the residual stream is f times the others. No rescaling does that
               exactly: the loss printed for fp32 says how much the function changes
 
-One process computes loss and gradients of --batches microbatches of the run's validation part, on a
-GPU if there is one, with each of --recipes and, on the same weights (BF16 values), in fp32:
+One process computes loss and gradients of --batches microbatches of the run's validation split, on
+a GPU if there is one, with each of --recipes and, on the same weights (BF16 values), in fp32:
 
     loss error       ||l - l32|| / ||l32||, with l the losses of all tokens of a microbatch
     gradient error   root mean square of ||g - g32|| / ||g32|| over the weight matrices of the
@@ -214,7 +214,7 @@ def _has_transformer_engine() -> bool:
 def read_batches(
     saved: Config, fingerprint: str, count: int
 ) -> tuple[list[Microbatch], list[Microbatch]]:
-    """`count` microbatches of the validation part, and the next CALIBRATION tokens of it.
+    """`count` microbatches of the validation split, and the next CALIBRATION tokens of it.
 
     Raises ValueError if the tokenizer is another one than that of training.
     """
@@ -223,7 +223,7 @@ def read_batches(
         raise ValueError(f"tokenizer {tokenizer.spec}: the run was trained with another one")
     data = open_datasets(saved.data, tokenizer, seed=saved.run.seed).validation
     if data is None:
-        raise ValueError(f"data.split={list(saved.data.split)}: has no validation part")
+        raise ValueError(f"data.split={list(saved.data.split)}: has no validation split")
     size = saved.train.micro_batch
     more = -(-CALIBRATION // (size * saved.data.seq_len))
     found = list(

@@ -128,7 +128,7 @@ RULES = {
 
 
 def gradients(kind: str, blocks: int) -> Gradient:
-    """Simulated gradients, drawn anew at each call."""
+    """Simulated gradients, drawn again at each call."""
     generator = torch.Generator().manual_seed(SEED)
 
     def normal() -> Tensor:
@@ -211,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--blocks", type=int, default=256, help="of 128 (default: %(default)s)")
+    parser.add_argument(
+        "--blocks", type=int, default=256, help="blocks of 128 elements (default: %(default)s)"
+    )
     parser.add_argument("--beta2", type=float, nargs="+", default=[0.95, 0.999])
     parser.add_argument("--gradients", nargs="+", default=list(KINDS))
     options = parser.parse_args(arguments)

@@ -142,7 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("config", nargs="?", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    parser.add_argument("--gradients", type=Path, help="of an earlier call, instead of CONFIG")
+    parser.add_argument(
+        "--gradients", type=Path, help="gradients.pt of an earlier call, in place of CONFIG"
+    )
     parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="(default: %(default)s)")

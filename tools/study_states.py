@@ -91,7 +91,7 @@ class Moments:
     eps: float
 
     def update(self, m: Tensor, v: Tensor) -> Tensor:
-        """u, elementwise in fp32."""
+        """The update u of every element, in fp32, from moments m and v."""
         c1, c2 = (1 - beta**self.updates for beta in self.betas)
         return (m / c1) / ((v / c2).sqrt() + self.eps)
 

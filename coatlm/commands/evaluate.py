@@ -53,7 +53,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path)
     add("--data", nargs="+", default=[], help="files and globs, for perplexity")
-    add("--field", default="text", help="of JSON lines, and column of parquet (default: text)")
+    add(
+        "--field",
+        default="text",
+        help="field of JSON lines or column of parquet (default: %(default)s)",
+    )
     add("--tokenizer", help="a spec as in data.tokenizer, if the tokenizer's file has moved")
     add(
         "--prefix",
@@ -75,7 +79,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--new-tokens",
         type=int,
         default=Eval().tasks_new_tokens,
-        help="of a generated answer, at most (default: %(default)s)",
+        help="most tokens of a generated answer (default: %(default)s)",
     )
     add("--out", type=Path, help="write the results as JSON")
     return parser.parse(arguments)

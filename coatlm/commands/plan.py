@@ -111,10 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_config(parser)
     parser.add_argument("--gpus", type=whole_numbers, help="GPUs of the run; several with commas")
     parser.add_argument("--gpu", default="h100", help=f"{' | '.join(known())} (default: h100)")
-    parser.add_argument("--nodes", type=int, help="nodes (default: of 8 GPUs)")
+    parser.add_argument("--nodes", type=int, help="number of nodes (default: 8 GPUs each)")
     parser.add_argument("--network", type=float, help="GB/s per GPU (default: the rates')")
     parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
-    parser.add_argument("--tokens", type=float, help=f"of a run (default: {TOKENS:g})")
+    parser.add_argument("--tokens", type=float, help=f"tokens of a run (default: {TOKENS:g})")
     saving = f"seconds by which a checkpoint delays training (default: {SAVE:g})"
     parser.add_argument("--save", type=float, help=saving)
     parser.add_argument("--keep", action="store_true", help="predict CONFIG's own layout")

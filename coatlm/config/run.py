@@ -85,8 +85,8 @@ class Data(Section):
     """Tokens per sample, which is the context length of training."""
 
     split: tuple[Share, Share, Share] = (96, 2, 2)
-    """Relative sizes of the training, validation and test parts, as [train, validation, test]; each
-    is >= 0 and the first is > 0."""
+    """Relative sizes of the training, validation and test splits, as [train, validation, test];
+    each is >= 0 and the first is > 0."""
 
     reset_attention_mask: StrictBool = Field(
         default_factory=lambda data: bool(data.get("paths")),
@@ -158,7 +158,7 @@ class Data(Section):
                 f"remote_block={self.remote_block}"
             )
         if min(self.split) < 0 or self.split[0] <= 0:
-            raise ValueError(f"split={list(self.split)}: parts are >= 0 and the first is > 0")
+            raise ValueError(f"split={list(self.split)}: all are >= 0 and the first is > 0")
         return self
 
 
@@ -178,7 +178,7 @@ class Train(Section):
     size."""
 
     eval_every: StrictInt = number(50, "steps", ge=0, le=FOREVER)
-    """Steps between evaluations on the validation part; another one follows the last step. 0 means
+    """Steps between evaluations on the validation split; another one follows the last step. 0 means
     never."""
 
     eval_batches: StrictInt = number(8, "global batches", ge=1, le=2**30)

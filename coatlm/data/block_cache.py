@@ -133,7 +133,7 @@ class RemoteFile(CheckedBytes):
     base: Path  # the cache's name of a block without its number
 
     def read(self, begin: int, end: int) -> memoryview:
-        """As CheckedBytes.read; blocks that are damaged on the local disk are read again."""
+        """Read bytes [begin, end); blocks damaged on the local disk are downloaded again."""
         try:
             return super().read(begin, end)
         except DatasetError:

@@ -24,7 +24,7 @@ from coatlm.data.packing import PackedStream
 from coatlm.data.remote_dataset import open_source
 from coatlm.data.tokenizer import Tokenizer
 
-PARTS = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
 EVAL_SEED = 0  # validation samples are the same in every run
 
 logger = logging.getLogger("coatlm")
@@ -102,7 +102,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The parts of data.split; a part with ratio 0 is None."""
+    """The splits of the data by data.split; one with ratio 0 is None."""
 
     train: Dataset
     validation: Dataset | None
@@ -130,7 +130,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
     splits = [split_bounds(source.bounds_D1, data.split) for source in sources]
     masks = _masks(sources) if data.loss_mask == "completion" else []
 
-    def part(index: int) -> Dataset | None:
+    def split(index: int) -> Dataset | None:
         if data.split[index] == 0:
             return None
         streams: list[Stream | PackedStream] = []
@@ -139,7 +139,7 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
             streams.append(_stream(source, bounds[index], data, key, tokenizer.eod))
             if streams[-1].windows == 0:
                 raise ValueError(
-                    f"{source.name}: the {PARTS[index]} part (data.split) has "
+                    f"{source.name}: the {SPLITS[index]} split (data.split) has "
                     f"{bounds[index][-1] - bounds[index][0]} of {source.bounds_D1[-1]} tokens, but "
                     f"one sample takes data.seq_len + 1 = {data.seq_len + 1}"
                 )
@@ -154,9 +154,9 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
             sources=sources,
         )
 
-    train = part(0)
+    train = split(0)
     assert train is not None  # config: the first ratio is > 0
-    return Datasets(train, part(1), part(2), sources, weights)
+    return Datasets(train, split(1), split(2), sources, weights)
 
 
 def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
@@ -173,14 +173,14 @@ def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
 def _stream(
     source: Indexed, bounds_D1: NDArray[np.int64], data: Data, key: tuple[int, ...], eod: int
 ) -> Stream | PackedStream:
-    """The samples of one part of one source, as data.packing says."""
+    """The samples of one split of one source, as data.packing says."""
     if data.packing == "concat":
         return Stream(source.read, bounds_D1, seq_len=data.seq_len, key=key)
     stream = PackedStream(source.read, bounds_D1, seq_len=data.seq_len, key=key, padding=eod)
     logger.info(
         "%s: %s: %s documents in %s samples, %.2f %% padding, %s documents longer than a sample",
         source.name,
-        PARTS[key[1]],
+        SPLITS[key[1]],
         f"{int((np.diff(bounds_D1) > 0).sum()):,}",
         f"{stream.windows:,}",
         100 * stream.padded,

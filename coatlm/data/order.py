@@ -1,6 +1,6 @@
 """The order of samples: sample i is a pure function of (seed, i).
 
-    stream(e) = documents of a part, concatenated in the order shuffled(documents; seed, source, e)
+    stream(e) = documents of a split, concatenated in the order shuffled(documents; seed, source, e)
     window(e, w) = stream(e)[w * S : w * S + S + 1],  w = 0 .. (tokens - 1) // S - 1
     sample j of a source = window(e, shuffled(windows; seed, source, e)[j mod windows]),
                            e = j // windows
@@ -11,8 +11,8 @@ tokens after its last window are dropped. Nothing depends on the number of ranks
 so a run that is resumed, extended or moved to another layout reads the same samples in the same
 order.
 
-A source is split by tokens into contiguous training, validation and test parts. Their boundaries
-move to the nearest document boundary, unless a part would lose more than half of its tokens (with
+A source is divided by tokens into contiguous training, validation and test splits. Their boundaries
+move to the nearest document boundary, unless a split would lose more than half of its tokens (with
 few or huge documents); then they stay where they are and cut a document.
 
 Shapes: D documents, W windows, P = PERIOD samples of a blend.
@@ -35,7 +35,7 @@ PERIOD = 1 << 18  # samples after which the order of sources in a blend repeats
 def shuffled(count: int, *key: object) -> NDArray[np.int64]:
     """A permutation of 0..count-1 that is a pure function of (count, key): sorted by hash.
 
-    hash(i) = mix(h + i * golden), h = sha256(key), mix = SplitMix64's finaliser (Steele et al.,
+    hash(i) = mix(h + i * golden), h = sha256(key), mix = SplitMix64's finalizer (Steele et al.,
     2014). `mix` is a bijection of 64-bit words, so hashes never tie. Unlike a random generator's
     shuffle, the permutation does not depend on the version of a library.
     """
@@ -48,7 +48,7 @@ def shuffled(count: int, *key: object) -> NDArray[np.int64]:
 
 
 def split_bounds(bounds_D1: NDArray[np.int64], ratios: Sequence[float]) -> list[NDArray[np.int64]]:
-    """The document bounds (token offsets) of each part, by the rule in the module docstring."""
+    """The document bounds (token offsets) of each split, by the rule in the module docstring."""
     total = int(bounds_D1[-1])
     share = np.asarray(ratios, dtype=np.float64) / sum(ratios)
     exact = np.rint(total * np.cumsum(share)).astype(np.int64)[:-1]
@@ -58,11 +58,11 @@ def split_bounds(bounds_D1: NDArray[np.int64], ratios: Sequence[float]) -> list[
     sizes = np.diff(moved, prepend=0, append=total)
     cuts = moved if (2 * sizes >= share * total).all() else exact
     edges = [0, *(int(cut) for cut in cuts), total]
-    parts = []
+    splits = []
     for begin, end in itertools.pairwise(edges):
         inside = bounds_D1[(bounds_D1 > begin) & (bounds_D1 < end)]
-        parts.append(np.concatenate(([begin], inside, [end])).astype(np.int64))
-    return parts
+        splits.append(np.concatenate(([begin], inside, [end])).astype(np.int64))
+    return splits
 
 
 class _Epoch(NamedTuple):
@@ -74,7 +74,7 @@ class _Epoch(NamedTuple):
 
 
 class Stream:
-    """One part of one source as an infinite sequence of windows with random access."""
+    """One split of one source as an infinite sequence of windows with random access."""
 
     def __init__(
         self,

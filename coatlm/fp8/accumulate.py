@@ -53,7 +53,7 @@ class BlockFp8:
 
     @classmethod
     def zeros(cls, n: int, noise: Tensor, fmt: Fp8Format = E4M3) -> BlockFp8:
-        """n zeros on the device of `noise`. Raises ValueError unless n is a multiple of 128."""
+        """Make n zeros on the device of `noise`. Raises ValueError unless 128 divides n."""
         if n % SCALE_BLOCK:
             raise ValueError(f"n={n}: must be a multiple of {SCALE_BLOCK}")
         codes = torch.zeros(n, dtype=torch.uint8, device=noise.device).view(fmt.dtype)
@@ -61,7 +61,7 @@ class BlockFp8:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the codes."""
+        """The dtype of the codes."""
         return self.codes.dtype
 
     @property

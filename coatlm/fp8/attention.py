@@ -4,7 +4,7 @@ Forward computes with the exact values; backward decodes what was saved. The sta
 are saved as they are, so the probabilities that backward computes from decoded q and k do not sum
 to one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
 
-Among the tensors that autograd saves, q, k, v and the output are recognised by their memory, which
+Among the tensors that autograd saves, q, k, v and the output are recognized by their memory, which
 is that of an argument or of the result of one of the functions in WATCHED.
 Masks and probabilities are saved unchanged, whatever their shape.
 """

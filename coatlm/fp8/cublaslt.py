@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """All but the device, in words."""
+        """All fields but `device`, as key=value separated by spaces."""
         values = self._asdict() | {"a_scale": self.a_scale.name, "b_scale": self.b_scale.name}
         return " ".join(f"{key}={values[key]}" for key in self._fields[:-1])
 

@@ -78,7 +78,7 @@ class Placed(NamedTuple):
     further: int = 0  # columns from the loader's tile to where it is stored
 
     def constants(self) -> tuple[Any, ...]:
-        """The element of VALUES."""
+        """The constants that the kernel has for this value, an element of VALUES in emit.py."""
         return self.matrix, self.parts, self.part, self.further, self.fmt.triton_dtype
 
 
@@ -326,7 +326,7 @@ def _empty_scales(granularity: Granularity, shape: tuple[int, int], device: torc
 def empty_codes(
     like: Tensor, fmt: Fp8Format | None, fmt_t: Fp8Format | None, padded: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Uninitialised codes [M, K] and [K, M'], of those that have a format."""
+    """Uninitialized codes [M, K] and [K, M'], of those that have a format."""
     (m, k), device = like.shape, like.device
     codes = None if fmt is None else torch.empty(m, k, dtype=fmt.dtype, device=device)
     codes_t = None if fmt_t is None else torch.empty(k, padded, dtype=fmt_t.dtype, device=device)

@@ -227,7 +227,7 @@ def _norm_backward_kernel(
 def norm_quantize(
     a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, group_size: int = 0
 ) -> Normed:
-    """a (and add) BF16 or fp32 [R, H], weight [H] -> codes of the normalised rows, and of x.
+    """a (and add) BF16 or fp32 [R, H], weight [H] -> codes of the normalized rows, and of x.
 
     `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
     divides H.
@@ -282,7 +282,7 @@ def quantize_rows(x: Tensor) -> QTensor:
 
 
 def empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes of x[R, K] and row-wise scales [R, 1]."""
+    """Uninitialized codes of x[R, K] and row-wise scales [R, 1]."""
     codes = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
     return codes, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 

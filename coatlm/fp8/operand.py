@@ -3,8 +3,8 @@
     direct       [M, K]      a row, for its granularity, is a row of x
     transposed   [K, M']     a row is a column of x: ROW is one scale per column of x
 
-A granule's scale is S = amax / MAX in fp32, or with `power_of_two` the power of two at or above it
-(scaling.py): 1 where all elements are zero, at least 2^-126, not finite where the granule holds a
+A block's scale is S = amax / MAX in fp32, or with `power_of_two` the power of two at or above it
+(scaling.py): 1 where all elements are zero, at least 2^-126, not finite where the block holds a
 NaN or an infinity, whose codes are then all NaN. A code is x / S in fp32, rounded to nearest.
 
 M' is M rounded up to a multiple of 16, as GEMMs need it of a summed axis, or of the block length
@@ -70,7 +70,7 @@ def emit_ref(
         beyond = padded(rows, transposed.granularity) - rows
         values_t = torch.nn.functional.pad(values.t(), (0, beyond))
         other = _encode(values_t, transposed, scale)
-        other.codes.view(torch.uint8)[:, rows:] = 0  # also where the granule is NaN
+        other.codes.view(torch.uint8)[:, rows:] = 0  # also where the block is NaN
     return Emitted(one, other)
 
 

@@ -49,7 +49,7 @@ class Layout:
         return -(-size // ALIGN) * ALIGN
 
     def empty(self, *shape: int, device: torch.device) -> Tensor:
-        """Uninitialised payloads, uint8 [*shape, bytes]."""
+        """Uninitialized payloads, uint8 [*shape, bytes]."""
         return torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=device)
 
 

@@ -1,4 +1,4 @@
-"""A quantized tensor: x = codes * scale, with one scale for the elements of a granule.
+"""A quantized tensor: x = codes * scale, with one scale per block of elements.
 
 `Granularity` says which elements share a scale (coatlm/config/recipes.py): the whole tensor, a row,
 1 x G elements of a row, or blocks of rows x columns. Blocks of a saved activation run along its

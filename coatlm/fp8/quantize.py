@@ -1,11 +1,13 @@
-"""FP8 quantization: codes = cast(x / S), S = amax / MAX of each granule (COAT section 3).
+"""FP8 quantization: codes = cast(x / S), S = amax / MAX of each block (COAT section 3).
+
+A block is the elements that share a scale: all, a row, or a rectangle.
 
 x [..., K] is read as a matrix [M, K]; scaling.py has the rules of a scale. Three roundings: S, the
-fp32 quotient x / S, and the code. A granule with a NaN or an infinity has a scale that is not
+fp32 quotient x / S, and the code. A block with a NaN or an infinity has a scale that is not
 finite and nothing but NaN codes; a quotient too large for fp32 is NaN too.
 
 The quotient is rounded correctly, so that kernels give the bits of the reference. One divisor for
-a granule allows Markstein's division (IBM Journal of Research and Development 34, 1990): with r =
+a block allows Markstein's division (IBM Journal of Research and Development 34, 1990): with r =
 1 / S rounded to nearest, two steps q <- q - r (q S - x) from q = x r give x / S rounded to
 nearest, in five instructions per element; div.rn takes some twenty and a branch.
 """
@@ -45,7 +47,7 @@ def quantize_ref(
 
 
 def amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
-    """fp32, the largest |x| of each granule, in the shape of the scales."""
+    """fp32, the largest |x| of each block, in the shape of the scales."""
     if granularity == TENSOR:
         return x.float().abs().amax()
     if granularity == ROW:

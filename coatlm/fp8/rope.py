@@ -334,7 +334,7 @@ def split_qkv_rope(
     S, _, _, W = qkv_SBGW.shape
     if (heads_per_group + 2) * head_dim != W:
         raise ValueError(
-            f"qkv has {W} elements a group, must be (heads_per_group + 2) * head_dim = "
+            f"qkv has {W} elements per key-value head, must be (heads_per_group + 2) * head_dim = "
             f"({heads_per_group} + 2) * {head_dim}"
         )
     _check_tables(S, head_dim, cos, sin)

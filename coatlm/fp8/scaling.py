@@ -143,7 +143,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def inverse_power_of_two(exponent):
-    """1 / `power_of_two`; NaN for 255, so that all codes of the granule become NaN."""
+    """1 / `power_of_two`; NaN for 255, so that all codes of the block become NaN."""
     bits = tl.where(exponent == 255, 0x7FC00000, (254 - exponent) << 23)
     return bits.to(tl.float32, bitcast=True)
 

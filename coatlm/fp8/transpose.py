@@ -89,7 +89,7 @@ def quantize_direct(
     amax: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> QTensor:
-    """As `quantize_transposed`, but [M, K].
+    """source[M, K] times row[M] and column[K] in FP8 with a scale, not transposed.
 
     `amax` and `noise` as in `quantize_both`, without row or column.
     """

@@ -257,7 +257,10 @@ def _check_types(raw: Mapping[str, Any]) -> None:
 def _rotary_types(
     name: str, section: Any, sections: tuple[str, ...]
 ) -> list[tuple[str, Any, bool, str]]:
-    """As `wanted` of `_check_types`, for a set of rotary parameters; `sections` are sets too."""
+    """Rows (name, value, valid, what it must be) for a set of rotary parameters.
+
+    The values at the keys `sections` are such sets too.
+    """
     wanted = [(name, section, isinstance(section, dict | None), "an object")]
     for key, value in section.items() if isinstance(section, dict) else ():
         right = value is None or _is_number(value)

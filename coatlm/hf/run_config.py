@@ -27,7 +27,7 @@ def hf_directory(resume: str) -> Path | None:
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """As `coatlm.config.load_config`, completed from hf:DIR. Raises ConfigError."""
+    """Load a YAML file with overrides, completed from hf:DIR. Raises ConfigError."""
     return make_config(completed(override(read_mapping(path), overrides)))
 
 

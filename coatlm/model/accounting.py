@@ -166,7 +166,7 @@ def peak_flops(device_name: str | None) -> float | None:
 
 
 def mfu(flops_per_s: float, device_name: str | None) -> float | None:
-    """Model FLOPs utilisation of one GPU as a fraction; None where the peak is not known.
+    """Model FLOPs utilization of one GPU as a fraction; None where the peak is not known.
 
     The peak is that of BF16 for every recipe, so that recipes can be compared; FP8 may exceed 1.
     """

@@ -88,14 +88,14 @@ class Flow:
         self.noise: LayerNoise | None = None  # of gradients, for stochastic rounding
 
     def record(
-        self, name: str, source: Tensor | RowSource, quantised: Tensor | QTensor | None
+        self, name: str, source: Tensor | RowSource, quantized: Tensor | QTensor | None
     ) -> None:
         """Give the probe x[M, K], or a function that computes its rows, if x is held in FP8."""
         operand = OPERAND_OF.get(name.rpartition("_")[2])
         if operand in self.recipe.bf16:
             return
-        if self.probe is not None and isinstance(quantised, QTensor):
-            self.probe.record(name, source, quantised)
+        if self.probe is not None and isinstance(quantized, QTensor):
+            self.probe.record(name, source, quantized)
 
     def slot(self, name: str) -> dict[str, Tensor | None]:
         """How the gradient `name` is quantized: scale, amax and noise, as producers take them."""

@@ -56,7 +56,7 @@ def _row_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * C
     col = tl.arange(0, BLOCK)
-    # every lane has its own maximum and sum, so that nothing synchronises inside the loop; the
+    # every lane has its own maximum and sum, so that nothing synchronizes inside the loop; the
     # start is finite because the difference of two infinities is not a number
     top = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

@@ -72,10 +72,10 @@ class Probe:
         self.sums: dict[str, Tensor] = {}  # fp64 [SUMS], of RESIDUAL [MOMENTS]
 
     @torch.no_grad()
-    def record(self, name: str, source: Tensor | RowSource, quantised: QTensor) -> None:
+    def record(self, name: str, source: Tensor | RowSource, quantized: QTensor) -> None:
         """Measure the codes of x[M, K] = `source`, if `name` is new. Does not sync the device."""
         if name not in self.sums:
-            self.amax[name], self.sums[name] = _measure(source, quantised, self.sampled)
+            self.amax[name], self.sums[name] = _measure(source, quantized, self.sampled)
 
     @torch.no_grad()
     def record_residual(self, x: Tensor) -> None:
@@ -211,15 +211,15 @@ def qkv_gradient_rows(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tens
 
 
 def _measure(
-    source: Tensor | RowSource, quantised: QTensor, sampled: bool
+    source: Tensor | RowSource, quantized: QTensor, sampled: bool
 ) -> tuple[Tensor, Tensor]:
     """The amax and the sums of one tensor on this rank."""
     amax: list[Tensor] = []
     sums: list[Tensor] = []
-    m, k = quantised.shape
-    for start, stop in _pieces(m, k, quantised.granularity.rows or 1, sampled):
+    m, k = quantized.shape
+    for start, stop in _pieces(m, k, quantized.granularity.rows or 1, sampled):
         x = source[start:stop].float() if isinstance(source, Tensor) else source(start, stop)
-        part = _cut(quantised, start, stop)
+        part = _cut(quantized, start, stop)
         code, exact = part.codes.float(), x.double()
         counts = (
             torch.full((), x.numel(), device=x.device),

@@ -25,14 +25,14 @@ STEP, MICROBATCH = 2, 3  # where in `noise` they are
 
 
 class LayerNoise:
-    """The noise of one layer's gradients, views of that of its stage."""
+    """The noise of one layer's gradients: views of the tensor of its stage."""
 
     def __init__(self, noise: Tensor) -> None:
         self.noise = noise  # int32 [4 gradients, 4]
         self.slots = dict(zip(GRADIENTS, noise, strict=True))
 
     def advance_(self) -> None:
-        """Go on to the layer's next microbatch."""
+        """Advance the noise to the layer's next microbatch."""
         self.noise[:, MICROBATCH].add_(1)
 
 

@@ -66,9 +66,9 @@ class LayerGathers:
     gradients: OperandGather  # of row-parallel linears' outputs, in backward
 
 
-UNQUANTISED = OperandGather(None)
+UNQUANTIZED = OperandGather(None)
 TENSOR_WISE = OperandGather(CODES)
-PLAIN = LayerGathers(UNQUANTISED, UNQUANTISED, UNQUANTISED)
+PLAIN = LayerGathers(UNQUANTIZED, UNQUANTIZED, UNQUANTIZED)
 GATHERS = {  # precision.recipe, but for the FP8 flow -> what its layers gather
     "fp32": PLAIN,
     "bf16": PLAIN,
@@ -90,13 +90,13 @@ def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
     whole = granularity == TENSOR
     scales = None if whole else granularity
     inputs = OperandGather(CODES, scales, amaxes=int(whole))
-    again = UNQUANTISED
+    again = UNQUANTIZED
     if recipe.wgrad.activation.scaling == "forward":
         again = TENSOR_WISE
     elif recipe.saved.linear_input:
         again = OperandGather(CODES, scales)
     tensor_wise = recipe.tensor_wise_gradients
-    gradients = OperandGather(CODES, amaxes=int(current)) if tensor_wise else UNQUANTISED
+    gradients = OperandGather(CODES, amaxes=int(current)) if tensor_wise else UNQUANTIZED
     return LayerGathers(inputs, again, gradients)
 
 
@@ -144,7 +144,7 @@ class _Sender:
         for end in (0, p.pp - 1):
             if stage == end:
                 self._sum(1)
-                self._gather(UNQUANTISED, 1)
+                self._gather(UNQUANTIZED, 1)
         if stage == p.pp - 1:
             self._all_reduce(self.tokens, torch.float32)
             self._all_reduce(2 * self.tokens, torch.float32)

@@ -86,33 +86,33 @@ class Comm:
         return _work(dist.all_reduce(x, op, group=self.group, async_op=True))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        """Sum x, in place: part r, of sizes[r] elements, holds the sum on rank r alone."""
-        parts = x.split(list(sizes))
+        """Sum x, in place: slice r, of sizes[r] elements, holds the sum on rank r alone."""
+        slices = x.split(list(sizes))
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
-            part = parts[self.rank]
-            return _work(dist.reduce_scatter_tensor(part, x, group=self.group, async_op=True))
+            own = slices[self.rank]
+            return _work(dist.reduce_scatter_tensor(own, x, group=self.group, async_op=True))
         works = []
-        for owner, part in enumerate(parts):
-            if len(part):
-                self._count(part, part.nbytes if owner != self.rank else 0)
-                work = dist.reduce(part, group_dst=owner, group=self.group, async_op=True)
+        for owner, owned in enumerate(slices):
+            if len(owned):
+                self._count(owned, owned.nbytes if owner != self.rank else 0)
+                work = dist.reduce(owned, group_dst=owner, group=self.group, async_op=True)
                 works.append(_work(work))
         return Several(works)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        """Fill x, in place, from part r of rank r, which has sizes[r] elements."""
-        parts = x.split(list(sizes))
+        """Fill x, in place, from slice r of rank r, which has sizes[r] elements."""
+        slices = x.split(list(sizes))
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
-            part = parts[self.rank]
-            return _work(dist.all_gather_into_tensor(x, part, group=self.group, async_op=True))
+            own = slices[self.rank]
+            return _work(dist.all_gather_into_tensor(x, own, group=self.group, async_op=True))
         works = []
-        for owner, part in enumerate(parts):
-            if len(part):
+        for owner, owned in enumerate(slices):
+            if len(owned):
                 last = (owner - 1) % self.size
-                self._count(part, part.nbytes if last != self.rank else 0)
-                work = dist.broadcast(part, group_src=owner, group=self.group, async_op=True)
+                self._count(owned, owned.nbytes if last != self.rank else 0)
+                work = dist.broadcast(owned, group_src=owner, group=self.group, async_op=True)
                 works.append(_work(work))
         return Several(works)
 
@@ -124,7 +124,7 @@ class Comm:
         received_sizes: Sequence[int] | None = None,
         sent_sizes: Sequence[int] | None = None,
     ) -> Pending:
-        """Send part r of `sent` to rank r. Parts have equal sizes unless sizes are given."""
+        """Send slice r of `sent` to rank r. Slices have equal sizes unless sizes are given."""
         own = sent.nbytes / self.size
         if sent_sizes is not None:
             own = sent_sizes[self.rank] * sent.element_size()

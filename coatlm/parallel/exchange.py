@@ -1,7 +1,7 @@
 """Gradient format: an FP8 all-to-all with sums in fp32, so that each gradient is rounded once.
 
-Every rank packs its bucket into FP8 codes with scales, part by part (`fp8.payload`), and sends part
-r to rank r. Rank r decodes the parts of the other ranks and adds them, in fp32, to its own part,
+Every rank packs its bucket into FP8 codes with scales, shard by shard (`fp8.payload`), and sends
+shard r to rank r. Rank r decodes the shards of the other ranks and adds them, in fp32, to its own,
 which is not rounded. R - 1 of R contributions are rounded, so for any number of ranks the error is
 sqrt((R - 1) / R) times that of a cast. At ZeRO stage 0 the sums are all-gathered in FP8 as well,
 each block with its own scale, which rounds a second time.
@@ -65,11 +65,11 @@ class Fp8Exchange:
         if len(set(job.sizes)) > 1:
             yield from self._scatter_uneven(job, comm, shared)
             return
-        part = job.sizes[0]
-        pieces = list(_pieces(part, max(self.piece // comm.size, SCALE_BLOCK)))
+        shard = job.sizes[0]
+        pieces = list(_pieces(shard, max(self.piece // comm.size, SCALE_BLOCK)))
         out = job.out
         if job.whole:
-            out = torch.empty(part, dtype=torch.float32, device=job.grads.device)
+            out = torch.empty(shard, dtype=torch.float32, device=job.grads.device)
         if self.levels is None:
             yield from self._scatter(job.grads, out, pieces, comm, shared, job)
         else:
@@ -86,7 +86,7 @@ class Fp8Exchange:
         scale: Tensor | None,
         job: Sum,
     ) -> Steps:
-        """Sum this rank's part of all ranks' `grads` into `out`, in one exchange."""
+        """Sum this rank's shard of all ranks' `grads` into `out`, in one exchange."""
         x_RP = grads.view(comm.size, -1)
         owner_RG = job.tensors.owner.view(comm.size, -1)
 
@@ -141,9 +141,9 @@ class Fp8Exchange:
         yield from _pipeline(pieces, send_sums, land_sums)
 
     def _gather(
-        self, part: Tensor, out: Tensor, pieces: Sequence[tuple[int, int]], comm: Comm
+        self, shard: Tensor, out: Tensor, pieces: Sequence[tuple[int, int]], comm: Comm
     ) -> Steps:
-        """All-gather the sums `part` of every rank: the second half of an all-reduce."""
+        """All-gather the sums `shard` of every rank: the second half of an all-reduce."""
         levels = self.levels
         y_ABP = out.view(comm.size, -1)[:, None]
         if levels is not None:
@@ -155,7 +155,7 @@ class Fp8Exchange:
             first = payloads if levels is None else payloads[levels.inside.rank]
             where = comm if levels is None else levels.across
             mine = first.view(where.size, -1)[where.rank]
-            pack(part[begin:end][None, None], mine[None, None], layout=layout)
+            pack(shard[begin:end][None, None], mine[None, None], layout=layout)
             return where.all_gather(first.view(-1), [layout.nbytes] * where.size), payloads
 
         def land(begin: int, end: int, payloads: Tensor) -> None:
@@ -173,14 +173,14 @@ class Fp8Exchange:
             land(begin, end, payloads)
 
     def _scatter_uneven(self, job: Sum, comm: Comm, scale: Tensor | None) -> Steps:
-        """Sum parts of different sizes, in one exchange."""
+        """Sum shards of different sizes, in one exchange."""
         layouts = [Layout(size, self.fmt, scaled=scale is None) for size in job.sizes]
         sizes = [layout.nbytes for layout in layouts]
         sent = torch.empty(sum(sizes), dtype=torch.uint8, device=job.grads.device)
         owners = job.tensors.owner.split([size // SCALE_BLOCK for size in job.sizes])
-        parts = job.grads.split(list(job.sizes))
+        shards = job.grads.split(list(job.sizes))
         for rank, (x, payload, layout, owner) in enumerate(
-            zip(parts, sent.split(sizes), layouts, owners, strict=True)
+            zip(shards, sent.split(sizes), layouts, owners, strict=True)
         ):
             if rank == comm.rank:
                 continue
@@ -191,7 +191,7 @@ class Fp8Exchange:
         each = [mine.nbytes] * comm.size
         yield comm.all_to_all(received, sent, received_sizes=each, sent_sizes=sizes)
         shared = _shared(scale, owners[comm.rank][None, None])
-        own = Own(parts[comm.rank][None, None], comm.rank)
+        own = Own(shards[comm.rank][None, None], comm.rank)
         payloads = received.view(comm.size, 1, mine.nbytes)
         self._land(payloads, job.out[None, None], own, shared, add=job.add)
 

@@ -109,7 +109,7 @@ def _dense(part: Tensor | BlockFp8) -> Tensor:
 def _partial_gradients(chunks: Sequence[FlatModel]) -> list[Tensor | BlockFp8]:
     """This rank's shards of gradients that are sums over only its own tokens or heads."""
     parts = [chunk.bucket_of[p].summed(p) for chunk in chunks for p in partial_parameters(chunk)]
-    return [part for part in parts if len(part)]  # all ranks of `tp` own the same parts
+    return [part for part in parts if len(part)]  # all ranks of `tp` own the same shards
 
 
 def partial_parameters(chunk: FlatModel) -> list[nn.Parameter]:

@@ -188,7 +188,7 @@ class PrecisionGuard:
         return Decision([finding.key for finding in found], acted)
 
     def counts(self) -> dict[str, int]:
-        """For metrics: layers that fell back, tensors above a limit in the last measurement."""
+        """For metrics: layers in BF16, tensors above a limit in the last measurement."""
         return {"guard_bf16_layers": len(self.in_bf16), "guard_findings": len(self.suspected)}
 
     def state(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _ForeignUnpickler(_Unpickler):
-    """Also the types that megatron-core adds: objects of torch.save, and the plans of all ranks."""
+    """An unpickler that also allows what megatron-core adds: objects of torch.save, save plans."""
 
     ALLOWED: ClassVar[Mapping[tuple[str, str], Any]] = {
         **_Unpickler.ALLOWED,

@@ -159,10 +159,10 @@ def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
         return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
 
 
-def check_parts(config: Config, data: Datasets) -> None:
-    """Raise ConfigError if train.eval_every is above 0 without a validation part."""
+def check_splits(config: Config, data: Datasets) -> None:
+    """Raise ConfigError if train.eval_every is above 0 without a validation split."""
     if config.train.eval_every and data.validation is None:
-        raise ConfigError("train.eval_every > 0 needs a validation part: the second of data.split")
+        raise ConfigError("train.eval_every > 0 needs a validation split: the second of data.split")
 
 
 def check_size(config: Config, launch: Launch, vocab: int) -> None:

@@ -189,7 +189,7 @@ def is_value(value: Any) -> bool:
 def loss_plot(run_dir: Path) -> Path | None:
     """Draw loss.png with losses and learning rate from metrics.jsonl; None if there is no loss.
 
-    Training losses of earlier attempts are drawn in grey. Metrics of eval.tasks have an axis of
+    Training losses of earlier attempts are drawn in gray. Metrics of eval.tasks have an axis of
     their own.
     """
     from matplotlib.figure import Figure  # takes half a second, needed only at the end of a run

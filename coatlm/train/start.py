@@ -25,8 +25,8 @@ from coatlm.train.metrics import MetricsLogger
 from coatlm.train.phases import (
     begun_by,
     check_inputs,
-    check_parts,
     check_size,
+    check_splits,
     decide_layout,
     device_name,
     documents_as_before,
@@ -100,7 +100,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     data = peers.rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
-    peers.agree(lambda: check_parts(config, data))
+    peers.agree(lambda: check_splits(config, data))
     startup.lap("data")
     # the model's configuration; that of the run, which is saved, leaves train.logits open
     dp = config.data_parallel_size(launch.world_size)

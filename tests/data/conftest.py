@@ -36,7 +36,7 @@ def hf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE model with byte fallback, no normalisation, and </s>."""
+    """A BPE model with byte fallback, no normalization, and </s>."""
     return _train_sentencepiece(tmp_path_factory.mktemp("sp") / "with.model", eos_id=2)
 
 

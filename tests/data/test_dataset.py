@@ -290,20 +290,20 @@ def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
         open_indexed(tmp_path / "x", BYTE)
 
 
-@pytest.mark.parametrize(("split", "part"), [((1, 0, 0), "train"), ((98, 2, 0), "validation")])
-def test_a_part_shorter_than_a_sample_is_an_error_that_names_it(
-    split: tuple[int, int, int], part: str, prefix: Path
+@pytest.mark.parametrize(("split", "name"), [((1, 0, 0), "train"), ((98, 2, 0), "validation")])
+def test_a_split_shorter_than_a_sample_is_an_error_that_names_it(
+    split: tuple[int, int, int], name: str, prefix: Path
 ) -> None:
     tokens = int(open_indexed(prefix, BYTE).bounds_D1[-1])
-    seq_len = tokens if part == "train" else tokens // 2
-    with pytest.raises(ValueError, match=rf"letters: the {part} part .* {seq_len + 1}"):
+    seq_len = tokens if name == "train" else tokens // 2
+    with pytest.raises(ValueError, match=rf"letters: the {name} split .* {seq_len + 1}"):
         open_datasets(options(prefix, split=split, seq_len=seq_len), BYTE, seed=0)
 
 
 def test_text_shorter_than_a_sample_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("short")
     data = Data(text=(str(tmp_path / "x.txt"),), cache_dir=tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"data.text=.*x\.txt: the train part .* 6 tokens"):
+    with pytest.raises(ValueError, match=r"data.text=.*x\.txt: the train split .* 6 tokens"):
         open_datasets(data, BYTE, seed=0)
 
 
@@ -320,16 +320,16 @@ def test_text_is_prepared_and_opened(tmp_path: Path) -> None:
 
 def test_boundaries_lie_between_documents() -> None:
     bounds = np.arange(0, 10_001, 100)
-    parts = split_bounds(bounds, (96, 2, 2))
-    assert [(p[0], p[-1]) for p in parts] == [(0, 9600), (9600, 9800), (9800, 10_000)]
-    assert np.isin(np.concatenate(parts), bounds).all()
+    splits = split_bounds(bounds, (96, 2, 2))
+    assert [(p[0], p[-1]) for p in splits] == [(0, 9600), (9600, 9800), (9800, 10_000)]
+    assert np.isin(np.concatenate(splits), bounds).all()
 
 
 @pytest.mark.parametrize("lengths", [[100_000], [99_990, 10], [10, 99_980, 10], [50_000, 50_000]])
-def test_few_documents_are_cut_so_that_every_part_gets_its_tokens(lengths: list[int]) -> None:
+def test_few_documents_are_cut_so_that_every_split_gets_its_tokens(lengths: list[int]) -> None:
     bounds = np.cumsum([0, *lengths])
-    parts = split_bounds(bounds, (96, 2, 2))
-    assert [int(p[-1] - p[0]) for p in parts] == [96_000, 2000, 2000]
+    splits = split_bounds(bounds, (96, 2, 2))
+    assert [int(p[-1] - p[0]) for p in splits] == [96_000, 2000, 2000]
 
 
 @settings(deadline=None)
@@ -337,17 +337,17 @@ def test_few_documents_are_cut_so_that_every_part_gets_its_tokens(lengths: list[
     st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(lambda x: sum(x) > 0),
     st.tuples(st.integers(1, 99), st.integers(0, 99), st.integers(0, 99)),
 )
-def test_parts_are_disjoint_complete_and_at_least_half_of_their_share(
+def test_splits_are_disjoint_complete_and_at_least_half_of_their_share(
     lengths: list[int], ratios: tuple[int, int, int]
 ) -> None:
     bounds = np.cumsum([0, *lengths]).astype(np.int64)
-    parts = split_bounds(bounds, ratios)
-    assert parts[0][0] == 0 and parts[-1][-1] == bounds[-1]
-    for before, after in itertools.pairwise(parts):
+    splits = split_bounds(bounds, ratios)
+    assert splits[0][0] == 0 and splits[-1][-1] == bounds[-1]
+    for before, after in itertools.pairwise(splits):
         assert before[-1] == after[0]
-    for part, ratio in zip(parts, ratios, strict=True):
-        assert (np.diff(part) >= 0).all()
-        size, share = int(part[-1] - part[0]), bounds[-1] * ratio / sum(ratios)
+    for split, ratio in zip(splits, ratios, strict=True):
+        assert (np.diff(split) >= 0).all()
+        size, share = int(split[-1] - split[0]), bounds[-1] * ratio / sum(ratios)
         assert size >= share / 2 - 1  # 1: a cut lies on a whole token
         assert ratio or size == 0
 

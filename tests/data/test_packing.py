@@ -111,7 +111,7 @@ def test_epochs_and_seeds_differ_and_a_sample_depends_on_nothing_read_before() -
         [stream.ranges(e * stream.windows + i) for i in range(stream.windows)] for e in (0, 1)
     ]
     assert orders[0] != orders[1]
-    assert sorted(map(sorted, orders[0])) != sorted(map(sorted, orders[1]))  # other neighbours too
+    assert sorted(map(sorted, orders[0])) != sorted(map(sorted, orders[1]))  # other neighbors too
     assert stream_of(lengths).ranges(stream.windows + 3) == orders[1][3]
     assert stream_of(lengths, key=(2,)).ranges(0) != orders[0][0]
 

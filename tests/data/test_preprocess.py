@@ -312,7 +312,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert not (tmp_path / "out.idx").exists()
 
     first = set(written)
-    (tmp_path / "out.shards" / f"{written[3]}.bin").write_bytes(b"cut")  # not whole: made again
+    (tmp_path / "out.shards" / f"{written[3]}.bin").write_bytes(b"cut")  # not whole: written again
     written.clear()
     monkeypatch.setattr(
         shards_module, "write_shard", lambda s, *r: (written.append(s.base.name), write(s, *r))

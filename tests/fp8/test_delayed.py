@@ -1,4 +1,4 @@
-"""Delayed scales, and quantisation by scales that are not of the tensor."""
+"""Delayed scales, and quantization by scales that are not of the tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fp8.bounds import bytes_of
 
 both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 M, K = 21, 64
-Quantise = Callable[..., tuple[QTensor, ...]]
+Quantize = Callable[..., tuple[QTensor, ...]]
 
 
 @both
@@ -95,25 +95,25 @@ def test_a_margin_of_its_own_moves_scales_by_as_many_binades() -> None:
     assert torch.equal(DelayedScaling(E4M3).scale(history), scales[1])
 
 
-# quantisation
+# quantization
 
 
-def of_a_matrix(function: Any) -> Quantise:
+def of_a_matrix(function: Any) -> Quantize:
     x = torch.randn(M, K).bfloat16()
 
-    def quantise(scale: Tensor, fmt: Fp8Format, bad: float, **options: Any) -> tuple[QTensor, ...]:
+    def quantize(scale: Tensor, fmt: Fp8Format, bad: float, **options: Any) -> tuple[QTensor, ...]:
         given = x.clone()
         given[3, 5] += bad
         made = function(given, scale, fmt=fmt, **options)
         return made if isinstance(made, tuple) else (made,)
 
-    return quantise
+    return quantize
 
 
-def of_swiglu() -> Quantise:
+def of_swiglu() -> Quantize:
     x, da = 3 * torch.randn(M, 2 * K), torch.randn(M, K)
 
-    def quantise(scale: Tensor, fmt: Fp8Format, bad: float, **options: Any) -> tuple[QTensor, ...]:
+    def quantize(scale: Tensor, fmt: Fp8Format, bad: float, **options: Any) -> tuple[QTensor, ...]:
         given = da.clone()
         given[3, 5] += bad
         made = swiglu_backward_quantize(
@@ -121,33 +121,33 @@ def of_swiglu() -> Quantise:
         )
         return made.dx, made.dx_t
 
-    return quantise
+    return quantize
 
 
-def of_heads() -> Quantise:
+def of_heads() -> Quantize:
     parts = [torch.randn(M, 1, heads, 16) for heads in (4, 2, 2)]
     tables = rope_tables(torch.arange(M), rope_frequencies(16, 100.0))
 
-    def quantise(scale: Tensor, fmt: Fp8Format, bad: float, **options: Any) -> tuple[QTensor, ...]:
+    def quantize(scale: Tensor, fmt: Fp8Format, bad: float, **options: Any) -> tuple[QTensor, ...]:
         first = parts[0].clone()
         first[3, 0, 0, 5] += bad
         return join_quantize(first, *parts[1:], *tables, fmt=fmt, scale=scale, **options)
 
-    return quantise
+    return quantize
 
 
-QUANTISED: dict[str, Callable[[], Quantise]] = {
+QUANTIZED: dict[str, Callable[[], Quantize]] = {
     "both ways": lambda: of_a_matrix(quantize_both),
     "as it is": lambda: of_a_matrix(quantize_direct),
     "gate and up": of_swiglu,
     "q, k and v": of_heads,
 }
-each = pytest.mark.parametrize("kind", QUANTISED)
+each = pytest.mark.parametrize("kind", QUANTIZED)
 
 
-def quantised(kind: str) -> Quantise:
+def quantized(kind: str) -> Quantize:
     torch.manual_seed(0)
-    return QUANTISED[kind]()
+    return QUANTIZED[kind]()
 
 
 @each
@@ -156,8 +156,8 @@ def test_codes_by_a_given_scale_are_the_values_rounded_once_and_the_amax_is_thei
     kind: str, fmt: Fp8Format
 ) -> None:
     """Scales a power of two apart shift codes by binades, where none is subnormal or saturates."""
-    quantise, amax = quantised(kind), torch.tensor(0.5)
-    one, half = (quantise(torch.tensor(2.0**n), fmt, 0.0, amax=amax) for n in (-3, -4))
+    quantize, amax = quantized(kind), torch.tensor(0.5)
+    one, half = (quantize(torch.tensor(2.0**n), fmt, 0.0, amax=amax) for n in (-3, -4))
     for at_one, at_half in zip(one, half, strict=True):
         values, others = at_one.dequantize(), at_half.dequantize()
         exact = (values.abs() > 2.0**-3 * fmt.smallest_normal) & (others.abs() < 28.0 * 2**-4)
@@ -169,16 +169,16 @@ def test_codes_by_a_given_scale_are_the_values_rounded_once_and_the_amax_is_thei
 
 @each
 def test_an_amax_is_raised_and_never_lowered(kind: str) -> None:
-    quantise, scale = quantised(kind), torch.ones(())
+    quantize, scale = quantized(kind), torch.ones(())
     amax = torch.tensor(1e6)
-    quantise(scale, E5M2, 0.0, amax=amax)
+    quantize(scale, E5M2, 0.0, amax=amax)
     assert amax == 1e6
 
 
 @each
 @both
 def test_what_outgrows_a_given_scale_saturates(kind: str, fmt: Fp8Format) -> None:
-    for made in quantised(kind)(torch.tensor(2.0**-20), fmt, 0.0):
+    for made in quantized(kind)(torch.tensor(2.0**-20), fmt, 0.0):
         codes = made.codes.float()
         assert codes.abs().amax() == fmt.max
         assert not codes.isnan().any()
@@ -191,7 +191,7 @@ def test_values_that_are_not_finite_reach_their_codes_and_the_amax_under_a_finit
     kind: str, fmt: Fp8Format, bad: float
 ) -> None:
     amax = torch.zeros(())
-    for made in quantised(kind)(torch.ones(()), fmt, bad, amax=amax):
+    for made in quantized(kind)(torch.ones(()), fmt, bad, amax=amax):
         lost = made.codes.float().isnan()
         assert lost.any() and not lost.all()
     assert not amax.isfinite()
@@ -199,8 +199,8 @@ def test_values_that_are_not_finite_reach_their_codes_and_the_amax_under_a_finit
 
 @pytest.mark.parametrize("kind", ["gate and up", "q, k and v"])
 def test_the_current_scale_given_gives_the_current_codes(kind: str) -> None:
-    quantise: Any = quantised(kind)
-    current = quantise(None, E5M2, 0.0)
-    given = quantise(current[0].scale.clone(), E5M2, 0.0)
+    quantize: Any = quantized(kind)
+    current = quantize(None, E5M2, 0.0)
+    given = quantize(current[0].scale.clone(), E5M2, 0.0)
     for made, expected in zip(given, current, strict=True):
         assert torch.equal(bytes_of(made.codes), bytes_of(expected.codes))

@@ -128,7 +128,7 @@ def test_a_given_scale_saturates_and_the_amax_is_that_of_the_matrix(power_of_two
 
 @every
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_makes_its_granule_nan(bad: float, operand: Operand) -> None:
+def test_a_value_that_is_not_finite_makes_its_block_nan(bad: float, operand: Operand) -> None:
     x = matrix(48, 128)
     x[3, 5] = bad
     check(x, operand, operand)

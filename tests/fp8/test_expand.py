@@ -110,7 +110,7 @@ def test_signs_are_preserved_and_states_have_the_shape_of_x(how: Expansion) -> N
 
 
 @moments
-def test_side_data_is_at_most_five_bytes_a_group(how: Expansion) -> None:
+def test_side_data_is_at_most_five_bytes_per_block(how: Expansion) -> None:
     state = expand_quantize(values(how, n=100 * SCALE_BLOCK), how)
     assert sum(part.nbytes for part in state) == 100 * (SCALE_BLOCK + 5)
 
@@ -329,7 +329,7 @@ def arguments(how: Expansion) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 @every
-def test_quantize_kernel_compiles_for_sm90_in_fp32_with_one_lg2_and_one_ex2_an_element(
+def test_quantize_kernel_compiles_for_sm90_in_fp32_with_one_lg2_and_one_ex2_per_element(
     how: Expansion,
 ) -> None:
     kernel = compile_sm90(expand._quantize_kernel, *arguments(how), aligned=("n",))
@@ -337,11 +337,11 @@ def test_quantize_kernel_compiles_for_sm90_in_fp32_with_one_lg2_and_one_ex2_an_e
     assert "f64" not in ptx
     a_thread = expand.BLOCK * SCALE_BLOCK // 128
     assert ptx.count("ex2.approx.ftz.f32") == a_thread
-    assert a_thread < ptx.count("lg2.approx.ftz.f32") <= a_thread * 1.25  # and two a group
+    assert a_thread < ptx.count("lg2.approx.ftz.f32") <= a_thread * 1.25  # and two per block
 
 
 @every
-def test_dequantize_kernel_compiles_for_sm90_in_fp32_with_one_lg2_and_one_ex2_an_element(
+def test_dequantize_kernel_compiles_for_sm90_in_fp32_with_one_lg2_and_one_ex2_per_element(
     how: Expansion,
 ) -> None:
     kernel = compile_sm90(expand._dequantize_kernel, *arguments(how), aligned=("n",))

@@ -99,7 +99,7 @@ def test_every_finite_code_survives_a_round_trip(fmt: Fp8Format, overflow: str) 
 
 @both
 @pytest.mark.parametrize("sign", [1, -1])
-def test_every_tie_goes_to_the_even_mantissa_and_its_neighbours_to_the_nearest(
+def test_every_tie_goes_to_the_even_mantissa_and_its_neighbors_to_the_nearest(
     fmt: Fp8Format, sign: int
 ) -> None:
     values = positive_values(fmt)

@@ -51,7 +51,7 @@ def test_each_gradient_has_the_dtype_of_its_tensor(weight_dtype: torch.dtype) ->
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, weight_dtype)
 
 
-def test_saves_the_input_and_four_bytes_a_row() -> None:
+def test_saves_the_input_and_four_bytes_per_row() -> None:
     x, weight, _ = (t.requires_grad_() for t in tensors(64, 48, dtype=torch.bfloat16))
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(
@@ -98,6 +98,6 @@ def test_kernels_compile_for_sm90_with_16_byte_accesses(hidden: int, dtype: torc
     backward = compile_sm90(
         norm._rms_norm_backward_kernel, signature, tile | {"STAGES": 3}, num_warps=warps
     )
-    for compiled in (forward, backward):  # only rstd (one a row) and dweight's parts are narrower
+    for compiled in (forward, backward):  # only rstd (one per row) and dweight's parts are narrower
         assert access_bytes(compiled).count(16) >= 3
         assert min(access_bytes(compiled)) >= 4

@@ -38,7 +38,7 @@ def normed64(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @dtypes
-def test_codes_are_the_normalised_rows_rounded_once(dtype: torch.dtype) -> None:
+def test_codes_are_the_normalized_rows_rounded_once(dtype: torch.dtype) -> None:
     a, _, weight = tensors(dtype)
     made = norm_quantize(a, weight, EPS)
     exact = normed64(a, weight)
@@ -49,7 +49,7 @@ def test_codes_are_the_normalised_rows_rounded_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(made.rstd.double(), expected, rtol=FP32, atol=0)
 
 
-def test_the_sum_is_the_residual_stream_in_bf16_and_what_is_normalised() -> None:
+def test_the_sum_is_the_residual_stream_in_bf16_and_what_is_normalized() -> None:
     a, add, weight = tensors()
     made = norm_quantize(a, weight, EPS, add=add, group_size=16)
     assert torch.equal(made.x, (a.float() + add.float()).bfloat16())

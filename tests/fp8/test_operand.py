@@ -25,7 +25,7 @@ def random(rows: int, columns: int) -> Tensor:
     return x.bfloat16()
 
 
-def granules(shape: tuple[int, int], granularity: Granularity) -> list[tuple[slice, slice]]:
+def blocks(shape: tuple[int, int], granularity: Granularity) -> list[tuple[slice, slice]]:
     """The parts of a matrix that share a scale, in the order of their scales."""
     height, width = granularity.rows or shape[0], granularity.columns or shape[1]
     return [
@@ -36,9 +36,9 @@ def granules(shape: tuple[int, int], granularity: Granularity) -> list[tuple[sli
 
 
 def plain(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
-    """Codes as values and scales, granule by granule."""
+    """Codes as values and scales, block by block."""
     codes, scales = torch.zeros(x.shape), []
-    for place in granules(x.shape, operand.granularity):
+    for place in blocks(x.shape, operand.granularity):
         scale = float(x[place].abs().max()) / MAX[operand.fmt]
         if operand.power_of_two and scale:
             scale = 2.0 ** torch.tensor(scale).log2().ceil().item()
@@ -96,7 +96,7 @@ def test_both_operands_of_a_tensor_share_a_scale_and_codes() -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_not_finite_makes_its_granule_nan_and_no_other(
+def test_a_number_that_is_not_finite_makes_its_block_nan_and_no_other(
     granularity: Granularity, bad: float
 ) -> None:
     x = random(200, 256)
@@ -106,7 +106,7 @@ def test_a_number_that_is_not_finite_makes_its_granule_nan_and_no_other(
         (emit_direct(x, operand), (130, 140)),
         (emit_transposed(x, operand), (140, 130)),
     ):
-        for place in granules(made.codes.shape, granularity):
+        for place in blocks(made.codes.shape, granularity):
             inside = all(s.start <= i < s.stop for s, i in zip(place, at, strict=True))
             valid = made.codes.float()[place][:, : 200 if at[0] == 140 else None]
             if at[0] == 140 and inside:

@@ -300,7 +300,7 @@ def test_pack_compiles_for_sm90_with_vector_accesses(
         num_warps=module.WARPS,
     )
     assert ("atom" in compiled.asm["ptx"]) == (shared == "delayed")
-    each = 4096 // 128  # elements a thread: loads of x, stores of codes
+    each = 4096 // 128  # elements per thread: loads of x, stores of codes
     assert access_bytes(compiled).count(16) == each * source.itemsize // 16 + each // 16
 
 

@@ -1,4 +1,4 @@
-"""Quantization: error bounds from the formats' eps, scales a granule, and the kernels' arithmetic.
+"""Quantization: error bounds from the formats' eps, scales per block, and the kernels' arithmetic.
 
 The codes of the kernels are compared on a GPU; on the CPU they compile, their scales are right in
 the interpreter, and the division they use is checked with the C library's fused multiply-add.
@@ -41,8 +41,8 @@ def bits(q: QTensor) -> Tensor:
     return q.codes.view(torch.uint8)
 
 
-def granule_of(granularity: Granularity, x: Tensor) -> Tensor:
-    """The number of each element's granule, by counting rows and columns."""
+def block_of(granularity: Granularity, x: Tensor) -> Tensor:
+    """The number of each element's block, by counting rows and columns."""
     row, column = torch.meshgrid(*map(torch.arange, x.shape), indexing="ij")
     rows = granularity.rows or x.shape[0]
     columns = granularity.columns or x.shape[1]
@@ -53,7 +53,7 @@ def granule_of(granularity: Granularity, x: Tensor) -> Tensor:
 @every
 @settings(max_examples=10)
 @given(seed=seeds)
-def test_error_is_half_a_spacing_of_the_granules_scale(
+def test_error_is_half_a_spacing_of_the_blocks_scale(
     fmt: Fp8Format, granularity: Granularity, seed: int
 ) -> None:
     x = random(seed)
@@ -66,12 +66,12 @@ def test_error_is_half_a_spacing_of_the_granules_scale(
 
 @both
 @every
-def test_every_granule_has_the_scale_of_its_own_amax(
+def test_every_block_has_the_scale_of_its_own_amax(
     fmt: Fp8Format, granularity: Granularity
 ) -> None:
     x = random(1)
     q = quantize(x, fmt=fmt, granularity=granularity)
-    number = granule_of(granularity, x)
+    number = block_of(granularity, x)
     amax = torch.zeros(number.max() + 1).scatter_reduce(
         0, number.flatten(), x.abs().flatten(), "amax"
     )
@@ -126,14 +126,14 @@ def test_zeros_have_scale_one_and_keep_their_signs(
 @both
 @every
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_bad_value_spoils_its_granule_and_no_other(
+def test_one_bad_value_spoils_its_block_and_no_other(
     fmt: Fp8Format, granularity: Granularity, bad: float
 ) -> None:
     x = random(2, 256, 256)
     good = quantize(x, fmt=fmt, granularity=granularity)
     x[3, 5] = bad
     q = quantize(x, fmt=fmt, granularity=granularity)
-    number = granule_of(granularity, x)
+    number = block_of(granularity, x)
     spoilt = number == number[3, 5]
     assert q.codes.float()[spoilt].isnan().all() and q.dequantize()[spoilt].isnan().all()
     assert torch.equal(bits(q)[~spoilt], bits(good)[~spoilt])

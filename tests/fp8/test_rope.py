@@ -18,7 +18,7 @@ from coatlm.fp8.rope import (
 from coatlm.fp8.rope_scaling import attention_factor
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
-S, B, G, M, D = 5, 2, 3, 4, 16  # tokens, samples, groups, query heads a group, elements a head
+S, B, G, M, D = 5, 2, 3, 4, 16  # tokens, samples, groups, query heads per group, elements per head
 FP32 = 1e-6  # relative and absolute: three operations of 2^-24 on values of order one
 LLAMA3 = {
     "factor": 8.0,
@@ -192,7 +192,7 @@ def test_split_saves_the_tables_alone() -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     cos, sin = tables()
-    with pytest.raises(ValueError, match="elements a group"):
+    with pytest.raises(ValueError, match="elements per key-value head"):
         split_qkv_rope(fused(), cos, sin, heads_per_group=M + 1, head_dim=D)
     with pytest.raises(ValueError, match="cos has shape"):
         rope(torch.ones(S + 1, B, 1, D), cos, sin)

@@ -17,7 +17,7 @@ from tests.fp8.bounds import (
     bytes_of,
 )
 
-G, QUERIES, D = 2, 3, 32  # key heads, query heads of each, elements a head
+G, QUERIES, D = 2, 3, 32  # key heads, query heads of each, elements per head
 both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 
 

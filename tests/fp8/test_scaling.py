@@ -249,7 +249,7 @@ def _exponents_kernel(amax_ptr, scale_ptr, inverse_ptr, n, TOP: tl.constexpr, BL
 
 
 def edge_amaxes() -> torch.Tensor:
-    """0, denormals, the largest number, what is not finite, and 1.75 * 2^n with its neighbours."""
+    """0, denormals, the largest number, what is not finite, and 1.75 * 2^n with its neighbors."""
     edges = 1.75 * 2.0 ** torch.arange(-126, 128)
     up, down = (torch.nextafter(edges, torch.full_like(edges, to)) for to in (inf, 0.0))
     powers = 2.0 ** torch.arange(-126, 128)

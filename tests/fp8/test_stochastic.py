@@ -1,4 +1,4 @@
-"""Stochastic rounding: Philox against published vectors, means, neighbours, kernels simulated."""
+"""Stochastic rounding: Philox against published vectors, means, neighbors, kernels simulated."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_words_are_those_of_philox(counter: str, key: str, expected: str) -> Non
     assert [f"{int(word):08x}" for word in words] == expected.split()
 
 
-def neighbours(x: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
+def neighbors(x: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
     """The largest number of the format at most |x| and the smallest at least |x|."""
     numbers = decode_table(fmt)[:128]
     numbers = numbers[numbers.isfinite()].sort().values
@@ -88,11 +88,11 @@ def values(fmt: Fp8Format) -> Tensor:
 
 
 @both
-def test_a_code_is_a_neighbour_and_a_number_of_the_format_stays(fmt: Fp8Format) -> None:
+def test_a_code_is_a_neighbor_and_a_number_of_the_format_stays(fmt: Fp8Format) -> None:
     x = values(fmt)
     y = stochastic_ref(x, NOISE, fmt)
     assert torch.equal(y, fmt.encode(y).float())
-    below, above = neighbours(x, fmt)
+    below, above = neighbors(x, fmt)
     assert ((y.abs() == below) | (y.abs() == above)).all()
     assert (y * x >= 0).all()
     assert torch.equal(y[:3], x[:3])
@@ -112,7 +112,7 @@ def test_the_mean_of_codes_is_the_number(fmt: Fp8Format) -> None:
         noise[2] = step
         total += stochastic_ref(x, noise, fmt)
         count += 1
-    below, above = neighbours(x, fmt)
+    below, above = neighbors(x, fmt)
     gap = above - below
     up = (x.abs() - below) / torch.where(gap > 0, gap, 1.0)
     allowed = 5 * gap * (up * (1 - up) / count).sqrt() + 2.0**-15 * gap + 2.0**-20 * x.abs()
@@ -151,9 +151,9 @@ def test_bits_depend_on_place_key_step_and_microbatch_and_are_uniform() -> None:
     assert torch.equal(bits_ref(NOISE, 255, 40), n[:255, :40])
     counts = torch.bincount(n.flatten() >> 12, minlength=16) / n.numel()
     assert (counts - 1 / 16).abs().max() < 5 * math.sqrt(1 / 16 / n.numel())
-    centred = n.float() - n.float().mean()
+    centered = n.float() - n.float().mean()
     for axis in (0, 1):
-        related = (centred * centred.roll(1, axis)).mean() / centred.square().mean()
+        related = (centered * centered.roll(1, axis)).mean() / centered.square().mean()
         assert abs(related) < 5 / math.sqrt(n.numel())
 
 

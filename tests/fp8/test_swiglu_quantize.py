@@ -41,7 +41,7 @@ def gradient64(da: Tensor, x: Tensor) -> Tensor:
 
 
 @dtypes
-def test_codes_are_the_activations_rounded_once_with_a_scale_a_row(dtype: torch.dtype) -> None:
+def test_codes_are_the_activations_rounded_once_with_a_scale_per_row(dtype: torch.dtype) -> None:
     x = gate_up(dtype)
     made = swiglu_quantize(x)
     exact = swiglu64(x)

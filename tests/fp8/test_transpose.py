@@ -1,4 +1,4 @@
-"""Operands of weight gradients: codes against ml_dtypes, transposes, padding, norms made again."""
+"""Operands of weight gradients: codes against ml_dtypes, transposes, padding, norms recomputed."""
 
 import math
 

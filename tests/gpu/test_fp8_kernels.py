@@ -67,7 +67,7 @@ def same(actual: QTensor, expected: QTensor) -> None:
 
 
 def mixed(rows: int, columns: int) -> Tensor:
-    """Numbers of every size, with zeros of both signs; small, large and zero granules."""
+    """Numbers of every size, with zeros of both signs; small, large and zero blocks."""
     x = torch.randn(rows, columns) * torch.exp(3 * torch.randn(rows, columns))
     x[:, ::7] = 0.0
     x[:, 3::11] *= -0.0
@@ -227,7 +227,7 @@ def steps_apart(a: Tensor, b: Tensor) -> Tensor:
 
 
 @states
-def test_expand_encodes_as_the_reference_but_for_few_neighbouring_codes(how: Expansion) -> None:
+def test_expand_encodes_as_the_reference_but_for_few_neighboring_codes(how: Expansion) -> None:
     x = moment(how, 20000 * SCALE_BLOCK)
     actual, expected = expand_quantize(x.cuda(), how), expand_quantize_ref(x, how)
     k_steps = (actual.k16.cpu().int() - expected.k16.int()).abs()

@@ -106,7 +106,7 @@ def copy_states(to: AdamW, source: AdamW) -> None:
 
 
 @contextmanager
-def no_synchronisation() -> Iterator[None]:
+def no_synchronization() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -181,12 +181,12 @@ def test_a_step_neither_waits_nor_allocates_and_skips_on_the_device(recipe: str)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
-    with no_synchronisation():
+    with no_synchronization():
         opt.step(lr=1e-3, clip_coefficient=bad)
     assert torch.cuda.max_memory_allocated() == allocated
     after = tensors(opt)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with no_synchronisation():
+    with no_synchronization():
         opt.step(lr=1e-3, clip_coefficient=None)
     assert opt.step_count.item() == 3
 

@@ -190,7 +190,7 @@ def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
 def test_codes_of_gradients_are_those_of_the_reference(
     columns: int, options: dict[str, Any]
 ) -> None:
-    """An approximate exp may round to the neighbouring code; few do, and none moves further."""
+    """An approximate exp may round to the neighboring code; few do, and none moves further."""
     torch.manual_seed(0)
     tokens = 500
     logits = (3 * torch.randn(tokens, columns, device="cuda")).bfloat16()

@@ -11,7 +11,7 @@ from coatlm.optim.adamw import AdamW
 from coatlm.optim.offload import BUFFERS
 from coatlm.optim.recipes import RECIPES
 from coatlm.optim.shards import FlatShard, bytes_per_parameter
-from tests.gpu.test_fused_adamw import no_synchronisation, tensors, train
+from tests.gpu.test_fused_adamw import no_synchronization, tensors, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ def test_an_update_queues_its_copies_without_waiting_or_allocating() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
-    with no_synchronisation():
+    with no_synchronization():
         opt.step(lr=1e-3)
     assert torch.cuda.max_memory_allocated() == allocated
     assert opt.step_count.item() == 3

@@ -115,7 +115,7 @@ def test_operands_of_two_kinds_come_from_one_call() -> None:
 
 @every
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_makes_its_granule_nan(bad: float, operand: Operand) -> None:
+def test_a_value_that_is_not_finite_makes_its_block_nan(bad: float, operand: Operand) -> None:
     x = matrix(200, 512)
     x[130, 300] = bad
     check(x, operand, operand, rows=200)

@@ -105,7 +105,7 @@ def test_saved_logits_give_the_bits_of_recomputed_ones(dtype: torch.dtype, z_los
 
 
 class Gemms(TorchDispatchMode):
-    """Counts matrix products."""
+    """Counts GEMMs."""
 
     count = 0
 
@@ -150,7 +150,7 @@ def test_bf16_gradients_do_not_depend_on_the_chunks() -> None:
         hidden, weight, labels, dloss = tensors(torch.bfloat16)
         loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
         results.append(torch.autograd.grad(loss, (hidden, weight), dloss))
-    # dhidden is summed over the chunks in fp32 and rounded once, dweight is one product per row;
+    # dhidden is summed over the chunks in fp32 and rounded once, dweight is one GEMM per row;
     # lse differs in its last fp32 bits, which can flip a BF16 rounding: 2^-8 of single elements
     for whole, chunked in zip(*results, strict=True):
         assert whole.dtype == torch.bfloat16
@@ -208,7 +208,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
     assert largest.elements == tokens * chunk > max(hidden.numel(), weight.numel())
 
 
-def test_saves_its_inputs_and_four_bytes_a_token() -> None:
+def test_saves_its_inputs_and_four_bytes_per_token() -> None:
     hidden, weight, labels, _ = tensors()
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(

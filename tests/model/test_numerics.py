@@ -22,9 +22,9 @@ from coatlm.model.numerics import SUMS, TENSORS, Probe, RowSource, watched
 from tests.model.test_flow import build, run, run_config
 
 
-def measures(source: Tensor | RowSource, quantised: QTensor) -> dict[str, float]:
+def measures(source: Tensor | RowSource, quantized: QTensor) -> dict[str, float]:
     probe = Probe()
-    probe.record("fc1_input", source, quantised)
+    probe.record("fc1_input", source, quantized)
     at = 0, numerics.REPORTED.index("fc1_input")
     amax = torch.zeros(1, len(numerics.REPORTED))
     sums = torch.zeros(1, len(numerics.REPORTED), len(SUMS), dtype=torch.float64)

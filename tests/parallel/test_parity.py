@@ -74,7 +74,7 @@ FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
 DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps calibrates
 FP8_OUTPUT = {"precision": {"output_layer": "fp8"}}
 FLOW_VARIANTS: dict[str, dict[str, Any]] = {
-    "kept weights": {"precision": {"keep_weights": True}},
+    "saved FP8 weights": {"precision": {"keep_weights": True}},
     "saved inputs": {"precision": {"keep_linear_inputs": True}},
     "blocks": {"model": {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
     "fp8 output": FP8_OUTPUT,
@@ -93,7 +93,7 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("cp2 gathered", "plain", "coat-lean"),
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
-        ("pp2 vpp2", "kept weights", "coat"),
+        ("pp2 vpp2", "saved FP8 weights", "coat"),
         *((layout, "delayed", "coat") for layout in ("tp2", "tp2 sp", "dp2 zero1", "cp2")),
         ("pp2", "delayed", "coat"),
         ("pp2 vpp2", "delayed, recompute", "coat"),
@@ -269,7 +269,7 @@ def test_split_gemms_change_no_bit(curves: Any, layout: str, variant: str, recip
 
 
 def test_cached_fp8_weights_change_no_curve(curves: Any) -> None:
-    assert curves["single/kept weights/coat"] == curves["single/plain/coat"]
+    assert curves["single/saved FP8 weights/coat"] == curves["single/plain/coat"]
 
 
 def test_recomputed_layers_with_delayed_scales_change_no_curve(curves: Any) -> None:

@@ -302,7 +302,7 @@ def test_histories_are_those_of_the_finite_steps_and_equal_on_all_ranks(
 
 
 @delayed
-def test_delayed_scales_are_agreed_on_once_a_step(found: Any, size: int, case: Case) -> None:
+def test_delayed_scales_are_agreed_on_once_per_step(found: Any, size: int, case: Case) -> None:
     result = found[size][0]["/".join(case)]
     ranks = 4 if case[0] == "dp4" else 2
     amaxes = len(result["histories"][2])
@@ -335,7 +335,7 @@ def test_stage_2_frees_every_gradient_buffer(found: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
-def test_fp8_sends_at_most_1_04_bytes_an_element_and_reduction(found: Any, stage: str) -> None:
+def test_fp8_sends_at_most_1_04_bytes_per_element_and_reduction(found: Any, stage: str) -> None:
     microbatches = 4 if stage == "zero2" else 1
     for form, least, most in (("fp32", 4.0, 4.0), ("fp8-a2a", 132 / 128, 1.04)):
         result = found[2][0]["/".join(("dp2", stage, form, ""))]

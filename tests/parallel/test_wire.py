@@ -216,7 +216,7 @@ def test_without_shards_all_ranks_get_the_same_bits(found: Any, name: str) -> No
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_bytes_an_element_and_leg(found: Any, size: int) -> None:
+def test_bytes_per_element_and_leg(found: Any, size: int) -> None:
     share = (size - 1) / size
 
     def sent(case: str, form: str = "grad fp8") -> float:

@@ -65,7 +65,7 @@ def test_bf16_layer_holds_what_accounting_by_hand_says(records: dict[str, Record
     assert found == 16 * HIDDEN + 6 * FFN + 2 * 4 + 4 * HEADS
 
 
-def test_delayed_scales_of_a_step_before_cost_no_accuracy_and_hold_no_bytes_a_token(
+def test_delayed_scales_of_a_step_before_cost_no_accuracy_and_hold_no_bytes_per_token(
     records: dict[str, Record],
 ) -> None:
     current, delayed = records["coatlm coat"], records["coatlm coat delayed"]

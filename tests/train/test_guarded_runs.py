@@ -115,7 +115,7 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_outlier_channels_cost_loss_with_the_guard_off_and_not_with_fallback(
     outliers: dict[str, Any],
 ) -> None:
-    """Neighbours of an outlier in its block of 16 are saved as zeros, so qkv and gate|up hardly
+    """Neighbors of an outlier in its block of 16 are saved as zeros, so qkv and gate|up hardly
     learn: 1.31 where BF16 ends at 0.90 and fallback at 0.84. Runs of this size end some percent
     apart by chance.
     """

@@ -118,7 +118,7 @@ def test_recomputation_counts_nothing_twice(runs: Path) -> None:
 @pytest.mark.parametrize("recipe", ["asked", "coat-lean", "fp8-linear"])
 def test_errors_are_those_of_rounding(runs: Path, recipe: str) -> None:
     """A code is off by at most eps / 2 of its value, on average by about half of that: a source
-    that is not what the kernel quantised would be off by the whole.
+    that is not what the kernel quantized would be off by the whole.
     """
     for (_, tensor), line in by_tensor(runs / recipe, 4).items():
         if tensor == RESIDUAL:

@@ -1,6 +1,6 @@
-"""States in groups of 128 that run over the ends of rows move to other tensor-parallel layouts.
+"""States in blocks of 128 that run over the ends of rows move to other tensor-parallel layouts.
 
-Decoded here by the checkpoint's own description, not by the code that loads: what groups did not
+Decoded here by the checkpoint's own description, not by the code that loads: what blocks did not
 change is bit-equal, what did is within one rounding of its format (E4M3: 0.027 in the root of
 squares, FP16: 2^-11), and training goes on.
 """
@@ -120,12 +120,12 @@ def decoded(checkpoint: Path, recipe: str) -> dict[str, Tensor]:
 def decode_flat(
     tensors: dict[str, Tensor], recipe: str, name: str, first: str, shards: Any
 ) -> dict[str, Tensor]:
-    """The logical tensors whose groups lie, shard by shard, in flat tensors called `first`."""
+    """The logical tensors whose blocks lie, shard by shard, in flat tensors called `first`."""
     found: dict[str, Tensor] = {}
     for number, layout in enumerate(shards):
         end = max(r["start"] + torch.Size(r["shape"]).numel() for r in layout)
-        groups = -(-end // 128)
-        codes = torch.zeros(groups * 128, dtype=tensors[f"optimizer.state.{name}.{first}"].dtype)
+        blocks = -(-end // 128)
+        codes = torch.zeros(blocks * 128, dtype=tensors[f"optimizer.state.{name}.{first}"].dtype)
         places = []
         for r in layout:
             where = tuple(slice(o, o + n) for o, n in zip(r["offset"], r["shape"], strict=True))
@@ -133,7 +133,7 @@ def decode_flat(
             size = torch.Size(r["shape"]).numel()
             codes[r["start"] : r["start"] + size] = whole[where].reshape(-1)
             places.append((r, where, size))
-        own = slice(number * groups, (number + 1) * groups)
+        own = slice(number * blocks, (number + 1) * blocks)
         scales = {
             s: tensors[k][own]
             for s in (".k", ".scale")
@@ -148,7 +148,7 @@ def decode_flat(
 
 
 def decode(recipe: str, name: str, codes: Tensor, scales: dict[str, Tensor]) -> Tensor:
-    """fp32 of codes whose groups are 128 elements one after the other."""
+    """fp32 of codes whose blocks are 128 elements one after the other."""
     scale = scales[".scale"].reshape(-1)
     if recipe == "coat":
         how = M_E4M3 if name == "exp_avg" else V_E4M3

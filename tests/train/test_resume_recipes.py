@@ -16,7 +16,7 @@ from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs, s
 RECIPES = ("adamw-bf16", "kahan", "collage-light", "collage-plus", "fp8lm", "coat", "coat-lean")
 ONE_BYTE = "fp8lm, one-byte gradients"
 LAYOUT = "tp2 dp2 zero1"
-# all rows are multiples of 128, also on two tensor-parallel ranks: no group of 128 ever moves
+# all rows are multiples of 128, also on two tensor-parallel ranks: no block of 128 ever moves
 SIZES = MODEL | {"hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "layers": 2}
 TARGETS = {1: "single", 2: "tp2", 4: "pp2 dp2"}
 

@@ -49,7 +49,7 @@ KEYS = {
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """Preparing first, as it takes longest."""
+    """The rows in the order of measurement: preparing first, as it takes longest."""
     read = ["read local", "read s3, empty", "read s3, cached"]
     return ["prepare coatlm", "prepare megatron", *read]
 
@@ -60,7 +60,7 @@ def prepare(row: str) -> None:
 
 
 def gpus(options: dict[str, str]) -> int:
-    """None is needed."""
+    """The number of GPUs that the benchmark needs: none."""
     return 0
 
 

@@ -130,5 +130,5 @@ def attended(found: Table, base: Rates, shape: Shape) -> float:
 
 
 def rounded(value: float) -> float:
-    """Four digits."""
+    """`value`, rounded to four significant digits."""
     return float(f"{value:.4g}")

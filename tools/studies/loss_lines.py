@@ -56,7 +56,7 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Tokenize the data of a study once, for all runs. Raises ValueError.
 
-    The validation part must have as many samples as an evaluation reads, so that none counts twice.
+    The validation split must have as many samples as an evaluation reads: none counts twice.
     """
     if not config.train.eval_every:
         raise ValueError("train.eval_every=0: a study needs the loss after the last step; give > 0")
@@ -67,7 +67,7 @@ def prepare(config: Config) -> Prepared:
     if read > held_out:
         raise ValueError(
             f"train.eval_batches={config.train.eval_batches}: an evaluation reads {read} samples, "
-            f"the validation part of data.split={list(config.data.split)} has {held_out}"
+            f"the validation split of data.split={list(config.data.split)} has {held_out}"
         )
     return Prepared(
         _fingerprint(data),

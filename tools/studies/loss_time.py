@@ -114,7 +114,7 @@ def markdown(rows: Sequence[TimeRow]) -> Iterator[str]:
 
 
 def draw(lines: Sequence[Line], reference: str, path: Path) -> None:
-    """Plot validation losses over seconds, a colour per recipe, and the reference's final loss."""
+    """Plot validation losses over seconds, a color per recipe, and the reference's final loss."""
     found = newest(timed(lines))
     names = list(dict.fromkeys([reference, *(recipe for recipe, _, _ in found)]))
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Study:
-    """All that was measured."""
+    """The measurements of all stresses, factors and recipes."""
 
     points: list[Point]
     found: list[Found]

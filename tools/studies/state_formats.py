@@ -60,7 +60,7 @@ class DynamicExponent:
         return torch.cat([negative, ends[:1], positive, ends[1:]]).float()
 
     def midpoints(self) -> Tensor:
-        """The midpoints between neighbouring values, fp32[255] on the CPU."""
+        """The midpoints between neighboring values, fp32[255] on the CPU."""
         table = self.table()
         return (table[1:] + table[:-1]) / 2
 
@@ -97,7 +97,7 @@ def de8(*, signed: bool) -> Fp8Format:
 
 
 def round_trip(x: Tensor, how: Expansion) -> Tensor:
-    """x after it was stored once, fp32."""
+    """fp32: x, encoded in a format and decoded."""
     if isinstance(how.fmt, Fp8Format):
         return expand_dequantize(expand_quantize(x, how), how)
     return expand_dequantize_ref(expand_quantize_ref(x, how), how)
