@@ -216,6 +216,14 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "data.reset_attention_mask=true with model.head_dim=12: must be a multiple of 8",
         ),
         (
+            {"data": {"text": "x", "reset_position_ids": True}},
+            "data.reset_position_ids=true needs data.reset_attention_mask=true: tokens",
+        ),
+        (
+            {"data": {"paths": ["x"], "reset_attention_mask": False, "reset_position_ids": True}},
+            "data.reset_position_ids=true needs data.reset_attention_mask=true: tokens",
+        ),
+        (
             {"model": {"ffn": 706}, "parallel": {"tp": 4}},
             "model.ffn=706 is not a multiple of parallel.tp=4",
         ),

@@ -60,16 +60,7 @@ class Config(Section):
             divides("model.kv_heads", m.queries_groups, "parallel.tp*cp", p.tp * p.cp)
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
-        for what, given in (
-            ("data.reset_attention_mask=true", d.reset_attention_mask),
-            ("model.window", m.window is not None),
-        ):
-            if given and (m.size_per_head % 8 or m.size_per_head > 256):
-                unset = "reset_attention_mask" not in d.model_fields_set and d.reset_attention_mask
-                raise ValueError(
-                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8, at "
-                    f"most 256{', or data.reset_attention_mask=false be given' if unset else ''}"
-                )
+        self._check_documents()
         if p.sequence_parallel and p.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
@@ -125,6 +116,25 @@ class Config(Section):
                 f"needs one of {', '.join(FP32_RECIPES)}"
             )
         return self
+
+    def _check_documents(self) -> None:
+        """Raise ValueError for what attention within documents or a window does not support."""
+        m, d = self.model, self.data
+        for what, given in (
+            ("data.reset_attention_mask=true", d.reset_attention_mask),
+            ("model.window", m.window is not None),
+        ):
+            if given and (m.size_per_head % 8 or m.size_per_head > 256):
+                unset = "reset_attention_mask" not in d.model_fields_set and d.reset_attention_mask
+                raise ValueError(
+                    f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8, at "
+                    f"most 256{', or data.reset_attention_mask=false be given' if unset else ''}"
+                )
+        if d.reset_position_ids and not d.reset_attention_mask:
+            raise ValueError(
+                "data.reset_position_ids=true needs data.reset_attention_mask=true: tokens that "
+                "attend to other documents need positions in the sample"
+            )
 
     def _check_flow(self) -> None:
         """Raise ValueError for sizes and options that the FP8 kernels do not support."""

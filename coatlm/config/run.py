@@ -95,6 +95,10 @@ class Data(Section):
     """Let tokens attend only to tokens of their own document, not to others in the same sample. A
     run that resumes has the value of its own checkpoint again unless one is given."""
 
+    reset_position_ids: StrictBool = False
+    """Restart positions at 0 in every document; needs reset_attention_mask=true. A run that resumes
+    has the value of its own checkpoint again unless one is given."""
+
     eod_mask_loss: StrictBool = False
     """Exclude from the loss the first token of each document, which is predicted from the
     end-of-document token before it."""

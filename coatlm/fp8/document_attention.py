@@ -41,6 +41,11 @@ def first_keys(bounds_BE: Tensor | None, positions_S: Tensor, window: int | None
     return first_BS if window is None else first_BS.maximum(positions_S - (window - 1))
 
 
+def document_positions(bounds_BE: Tensor, positions_S: Tensor) -> Tensor:
+    """The position within its document of the token at each position of a sample: int32 [B, S]."""
+    return positions_S - first_keys(bounds_BE, positions_S)
+
+
 def visible_keys(
     bounds_BE: Tensor | None, queries: int, keys: int, window: int | None, device: torch.device
 ) -> Tensor:

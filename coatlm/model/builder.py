@@ -18,14 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.context_parallel import rank_positions
-from coatlm.fp8.rope import rope_frequencies, rope_tables
-from coatlm.fp8.rope_scaling import attention_factor
 from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.embedding import Embedding
 from coatlm.model.loss import all_logits, largest_logits, linear_cross_entropy
 from coatlm.model.output_gemms import output_gemms
+from coatlm.model.rotary import RotaryTables
 from coatlm.model.spec import block_spec
 from coatlm.parallel.cuda_graphs import captures
 from coatlm.parallel.groups import Groups
@@ -53,8 +51,9 @@ class Llama(GPTModel):
         if self.pre_process:  # of GPTModel, which takes no spec for it
             self.embedding.word_embeddings.__class__ = Embedding
         self.run, self.groups, self.tp_group = run, groups, groups.tp
-        self.shorter: dict[int, Tensor] = {}
-        self.cos_sin = self._rotary_tables(run.data.seq_len)
+        cp = groups.cp
+        self.rotary = RotaryTables(run, cp_rank=cp.rank(), cp_size=cp.size())
+        self.cos_sin = self.rotary.of_sample(run.data.seq_len)
         self.embedding_multiplier = model.embedding_multiplier
         if model.scale_embeddings:
             root = torch.tensor(math.sqrt(model.hidden), dtype=config.params_dtype)
@@ -80,9 +79,12 @@ class Llama(GPTModel):
         tokens attend within their document. The samples then lie one behind the other in all hidden
         states, [B S, 1, H], as attention reads them.
         """
-        shape, cos_sin = tokens.shape, self.rotary(tokens.shape[1] * self.groups.cp.size())
-        if document_bounds is not None:
-            tokens, cos_sin = tokens.reshape(1, -1), cos_sin.repeat(1, shape[0], 1)
+        shape, seq_len = tokens.shape, tokens.shape[1] * self.groups.cp.size()
+        if document_bounds is None:
+            cos_sin = self.rotary.of_sample(seq_len)
+        else:
+            cos_sin = self.rotary.of_documents(document_bounds, seq_len)
+            tokens = tokens.reshape(1, -1)
             labels = None if labels is None else labels.reshape(1, -1)
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         if hidden is not None and self.embedding_multiplier != 1.0:
@@ -119,24 +121,6 @@ class Llama(GPTModel):
             return losses
         largest = largest_logits(hidden, weight, group=group, gemms=self.gemms).t().view(shape)
         return torch.stack((losses.double(), largest.double()))
-
-    def rotary(self, seq_len: int) -> Tensor:
-        """`rotary_tables` of this rank's S tokens of a sample of `seq_len` tokens."""
-        if seq_len == self.cos_sin.shape[1] * self.groups.cp.size():
-            return self.cos_sin
-        if seq_len not in self.shorter:
-            self.shorter[seq_len] = self._rotary_tables(seq_len)
-        return self.shorter[seq_len]
-
-    def _rotary_tables(self, seq_len: int) -> Tensor:
-        return rotary_tables(self.run, self.token_positions(seq_len)).to(device())
-
-    def token_positions(self, seq_len: int) -> Tensor:
-        """Positions in a sample of `seq_len` tokens of this context-parallel rank's S tokens."""
-        cp = self.groups.cp
-        return rank_positions(
-            seq_len, cp.rank(), cp.size(), zigzag=cp.size() > 1 and not self.run.exchanges_heads
-        )
 
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.
@@ -233,25 +217,6 @@ def transformer_config(config: Config) -> TransformerConfig:
         overlap_p2p_comm=False,
         **options,
     )
-
-
-def rotary_tables(config: Config, positions_S: Tensor) -> Tensor:
-    """cos and sin of the rotary angles, fp32 [2, S, D/2].
-
-    If layers with a window have frequencies of their own (model.window.rope_theta) it is
-    [4, S, D/2], and theirs come last (`attention.SelfAttention.own_tables`).
-    """
-    m, length = config.model, config.data.seq_len
-    scaling = None if m.rope_scaling is None else m.rope_scaling.parameters()
-    kinds = [(m.rope_theta, scaling)]
-    if m.window is not None and m.window.rope_theta is not None:
-        kinds.append((m.window.rope_theta, None))
-    tables: list[Tensor] = []
-    for theta, stretched in kinds:
-        inv_freq = rope_frequencies(m.rotary_dim, theta, stretched, length=length)
-        factor, half = attention_factor(stretched), m.size_per_head // 2
-        tables += rope_tables(positions_S, inv_freq, factor=factor, half=half)
-    return torch.stack(tables)
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ from coatlm.model.layer_memory import (
     weight_dtype,
 )
 from coatlm.model.loss import default_chunk
+from coatlm.model.rotary import rotary_bytes
 from coatlm.optim.offload import BUFFERS, PIECE
 from coatlm.optim.recipes import find_recipe
 from coatlm.optim.shards import bytes_per_parameter
@@ -243,17 +244,13 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
-    With documents a microbatch has the tables of RoPE once more for each of its samples. The hidden
-    states are those that pipeline stages receive and send, and that sequence parallelism gathers.
+    The hidden states are those that pipeline stages receive and send, and that sequence parallelism
+    gathers.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
-    kinds = 2 if m.window is not None and m.window.rope_theta is not None else 1
-    tables = kinds * config.data.seq_len // p.cp * m.size_per_head * 4
-    if config.data.reset_attention_mask:
-        tables *= 1 + config.train.micro_batch
     between = 2 * round(hidden / (p.tp if p.sequence_parallel else 1)) if p.pp > 1 else 0
-    return 2 * WORKSPACE + tables + between + (hidden if p.sequence_parallel else 0)
+    return 2 * WORKSPACE + rotary_bytes(config) + between + (hidden if p.sequence_parallel else 0)
 
 
 def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:

@@ -99,12 +99,13 @@ def description(config: Config, vocab: int, dp: int, device: str | None) -> Iter
     t, begin = config.train, config.checkpoint
     tokens = t.global_batch * config.data.seq_len
     imported = begin.weights_only or begin.resume.startswith("hf:")
-    separate = config.data.reset_attention_mask
+    scope = "their own document" if config.data.reset_attention_mask else "all earlier ones"
+    restart = ", where positions begin at 0" if config.data.reset_position_ids else ""
     yield (
         f"{config.run.name} trains {short(parameters(config.model, vocab))} parameters"
         + (f" from the weights of {begin.resume}" if imported else "")
         + f" for {t.steps:,} steps of {tokens:,} tokens, {short(t.steps * tokens)} in total. "
-        + f"Tokens attend to {'their own document' if separate else 'all earlier ones'}."
+        + f"Tokens attend to {scope}{restart}."
     )
     yield from format_sentences(config, several=dp * config.parallel.cp > 1)
     yield from layout_sentences(config, vocab, dp, device)

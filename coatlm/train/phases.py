@@ -97,18 +97,30 @@ def decide_layout(
 
 
 def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
-    """The configuration with data.reset_attention_mask of the checkpoint from which this run
-    resumes, unless it is given: in older versions the default was false.
+    """The configuration with data.reset_attention_mask and data.reset_position_ids of the
+    checkpoint from which this run resumes, where they are not given. Without the keys, as older
+    versions wrote them, both are false.
+
+    Raises ConfigError for positions that are to restart where the checkpoint has no documents.
     """
-    if "reset_attention_mask" in config.data.model_fields_set:
+    data = config.data
+    missing = {"reset_attention_mask", "reset_position_ids"} - data.model_fields_set
+    if not missing:
         return config
     earlier = together(
         lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group
     )[0]
     if earlier is None:
         return config
-    before = earlier["data"].get("reset_attention_mask", False)
-    return replaced(config, data={"reset_attention_mask": before})
+    before = {key: earlier["data"].get(key, False) for key in missing}
+    if not before.get("reset_attention_mask", data.reset_attention_mask):
+        if data.reset_position_ids:
+            raise ConfigError(
+                "data.reset_position_ids=true needs data.reset_attention_mask=true to be given "
+                "too: it is false in the checkpoint from which this run resumes"
+            )
+        before["reset_position_ids"] = False  # without documents there is nothing to restart at
+    return replaced(config, data=before)
 
 
 def earlier_config(config: Config, launch: Launch) -> Saved | None:

@@ -111,7 +111,7 @@ class Predictor:
             labels_RW[i, : len(row.labels)] = torch.tensor(row.labels)
             last_R[i] = len(row.tokens) - 1
         model = getattr(self.chunks[0], "module", self.chunks[0])
-        at_S = model.token_positions(width)
+        at_S = model.rotary.token_positions(width)
         tokens_RS, labels_RS = (x[:, at_S].to(device()) for x in (tokens_RW, labels_RW))
         last_RS = (at_S == last_R[:, None]).to(device())
         parts = zip(tokens_RS.split(samples), labels_RS.split(samples), strict=True)

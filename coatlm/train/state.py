@@ -48,6 +48,7 @@ class SavedData(BaseModel):
     seq_len: PositiveInt
     tokenizer: str
     reset_attention_mask: bool = False  # before there was this key, samples had no documents
+    reset_position_ids: bool = False
 
 
 class SavedOptim(BaseModel):

@@ -19,6 +19,10 @@ DOCUMENTS = {"text": ["unused"], "seq_len": 256, "reset_attention_mask": True}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches per step, sections
     "bf16": (3, {"precision": {"recipe": "bf16"}}),
     "bf16 documents": (3, {"precision": {"recipe": "bf16"}, "data": DOCUMENTS}),
+    "restarting positions": (
+        3,
+        {"precision": {"recipe": "coat-lean"}, "data": DOCUMENTS | {"reset_position_ids": True}},
+    ),
     "coat": (3, {"precision": {"recipe": "coat"}}),
     "coat-lean": (3, {"precision": {"recipe": "coat-lean"}}),
     "fp8 output layer": (3, {"precision": {"recipe": "bf16", "output_layer": "fp8"}}),

@@ -569,6 +569,21 @@ def test_pipelines_and_sequence_parallelism_add_buffers_of_hidden_states() -> No
     assert (pp - one, sp - one) == (2 * hidden, hidden)
 
 
+def test_documents_and_restarting_positions_add_rotary_tables() -> None:
+    table = 64 * 16 * 4  # cos and sin of 64 positions and 8 pairs of elements, in fp32
+    documents = {"reset_attention_mask": True}
+    restarted = documents | {"reset_position_ids": True}
+
+    def tables(data: dict[str, Any], cp: int) -> int:
+        plain = config(parallel={"cp": cp})
+        return mem.rotary_bytes(mem.replaced(plain, data=data))
+
+    assert [tables(d, 1) for d in ({}, documents)] == [table, 5 * table]
+    assert tables(restarted, 1) == 5 * table + 64 * 4
+    assert [tables(d, 2) for d in ({}, documents)] == [table / 2, 5 * table / 2]
+    assert tables(restarted, 2) == 5 * table / 2 + table + 32 * 4
+
+
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     c = config(LLAMA2_7B, seq_len=2048, train={"micro_batch": 1, "global_batch": 24})
     peaks = {

@@ -60,6 +60,8 @@ def test_a_plan_begins_with_what_is_trained_in_which_formats() -> None:
     )
     separate = replaced(c, data={"reset_attention_mask": True})
     assert sentences(separate, 8)[0].endswith(" total. Tokens attend to their own document.")
+    restarted = replaced(separate, data={"reset_position_ids": True})
+    assert sentences(restarted, 8)[0].endswith(" own document, where positions begin at 0.")
     assert formats == (
         "Formats (preset fp8): layers have FP8 GEMMs and save norm inputs, gate and up in FP8 "
         "(coat, delayed scales); weights and optimizer states take 6.08 bytes per parameter "

@@ -1,4 +1,4 @@
-"""data.reset_attention_mask: true for prepared data, and as before in a run that resumes."""
+"""Defaults of data.reset_attention_mask and reset_position_ids, which a resumed run inherits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coatlm.config import make_config
+from coatlm.config import ConfigError, make_config
 from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
 from coatlm.train import phases
@@ -38,6 +38,43 @@ def test_a_value_that_is_not_given_is_that_of_the_checkpoint(
     config = make_config({"data": {"paths": ["a"], **given}})
     found = documents_as_before(config, Launch(), Peers(0, ("host",), None))  # type: ignore[arg-type]
     assert found.data.reset_attention_mask is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "earlier", "expected"),
+    [
+        ({}, {"reset_attention_mask": True, "reset_position_ids": True}, (True, True)),
+        ({}, {"reset_attention_mask": True}, (True, False)),  # of an older version
+        (
+            {"reset_position_ids": False},
+            {"reset_attention_mask": True, "reset_position_ids": True},
+            (True, False),
+        ),
+        ({"reset_position_ids": True}, {"reset_attention_mask": True}, (True, True)),
+        (
+            {"reset_attention_mask": False},
+            {"reset_attention_mask": True, "reset_position_ids": True},
+            (False, False),
+        ),
+    ],
+)
+def test_positions_restart_as_in_the_checkpoint_unless_told_otherwise(
+    given: Any, earlier: Any, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "earlier_config", lambda *_: {"data": earlier})
+    config = make_config({"data": {"paths": ["a"], **given}})
+    found = documents_as_before(config, Launch(), Peers(0, ("host",), None))  # type: ignore[arg-type]
+    assert (found.data.reset_attention_mask, found.data.reset_position_ids) == expected
+
+
+def test_positions_cannot_restart_in_a_run_begun_without_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(phases, "earlier_config", lambda *_: {"data": {}})
+    config = make_config({"data": {"paths": ["a"], "reset_position_ids": True}})
+    message = r"^data\.reset_position_ids=true needs .* to be given too: it is false in [^\n]*$"
+    with pytest.raises(ConfigError, match=message):
+        documents_as_before(config, Launch(), Peers(0, ("host",), None))  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_without_the_key_has_samples_without_documents() -> None:
