@@ -54,7 +54,7 @@ MAIN_GRADS = ("fp32", "bf16", "fp8")
 LARGEST_BATCH = 64  # samples per replica that --table7 tries
 
 
-class Model(NamedTuple):
+class PublishedModel(NamedTuple):
     """A model of Table 7, with Llama's vocabulary."""
 
     layers: int
@@ -63,7 +63,7 @@ class Model(NamedTuple):
     ffn: int
 
 
-class Case(NamedTuple):
+class Table7Case(NamedTuple):
     """A line of Table 7: what the paper ran on GPUs of 80 GB."""
 
     model: str
@@ -84,19 +84,19 @@ class Recipes(NamedTuple):
 
 
 MODELS = {
-    "7B": Model(32, 4096, 32, 11008),
-    "13B": Model(40, 5120, 40, 13824),
-    "30B": Model(60, 6656, 52, 17920),
+    "7B": PublishedModel(32, 4096, 32, 11008),
+    "13B": PublishedModel(40, 5120, 40, 13824),
+    "30B": PublishedModel(60, 6656, 52, 17920),
 }
 CASES = [
-    Case("7B", 1, 1, 2048, {"BF16": None, "TE": None, "COAT": 79.3}),
-    Case("7B", 2, 2, 2048, {"BF16": None, "TE": None, "COAT": 52.8}),
-    Case("7B", 4, 2, 2048, {"BF16": 55.1, "TE": 51.1, "COAT": 35.6}),
-    Case("7B", 8, 2, 2048, {"BF16": 41.2, "TE": 37.2, "COAT": 27.0}),
-    Case("13B", 2, 1, 1024, {"BF16": None, "TE": None, "COAT": 73.2}),
-    Case("13B", 4, 1, 2048, {"BF16": 76.1, "TE": 73.0, "COAT": 49.1}),
-    Case("13B", 8, 1, 2048, {"BF16": 49.4, "TE": 46.5, "COAT": 32.5}),
-    Case("30B", 8, 1, 2048, {"BF16": None, "TE": None, "COAT": 70.5}),
+    Table7Case("7B", 1, 1, 2048, {"BF16": None, "TE": None, "COAT": 79.3}),
+    Table7Case("7B", 2, 2, 2048, {"BF16": None, "TE": None, "COAT": 52.8}),
+    Table7Case("7B", 4, 2, 2048, {"BF16": 55.1, "TE": 51.1, "COAT": 35.6}),
+    Table7Case("7B", 8, 2, 2048, {"BF16": 41.2, "TE": 37.2, "COAT": 27.0}),
+    Table7Case("13B", 2, 1, 1024, {"BF16": None, "TE": None, "COAT": 73.2}),
+    Table7Case("13B", 4, 1, 2048, {"BF16": 76.1, "TE": 73.0, "COAT": 49.1}),
+    Table7Case("13B", 8, 1, 2048, {"BF16": 49.4, "TE": 46.5, "COAT": 32.5}),
+    Table7Case("30B", 8, 1, 2048, {"BF16": None, "TE": None, "COAT": 70.5}),
 ]
 TABLE7 = [
     Recipes("bf16, adamw-fp32", "BF16", "bf16", "adamw-fp32", "fp32"),
@@ -200,7 +200,7 @@ def table7(memory: float) -> Iterator[str]:
             )
 
 
-def best_layout(case: Case, recipes: Recipes, memory: float) -> tuple[str, int, int]:
+def best_layout(case: Table7Case, recipes: Recipes, memory: float) -> tuple[str, int, int]:
     """The first layout that fits, else that with the lowest peak: its name, peak, largest batch.
 
     Data parallel with ZeRO-1 comes first, then more and more tensor parallelism, which communicates
@@ -217,7 +217,7 @@ def best_layout(case: Case, recipes: Recipes, memory: float) -> tuple[str, int, 
     return min(found, key=lambda layout: layout[1])
 
 
-def case_config(case: Case, recipes: Recipes, tp: int) -> Config:
+def case_config(case: Table7Case, recipes: Recipes, tp: int) -> Config:
     """The configuration of one row of the table."""
     dp = case.gpus // tp
     base = make_config(

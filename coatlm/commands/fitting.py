@@ -18,7 +18,7 @@ GPUS = {"80": "h100", "141": "h200"}  # GB in the name of a GPU -> its rates
 SEQ_LEN = 4096
 
 
-class Case(NamedTuple):
+class FitColumn(NamedTuple):
     """A column of the table: a shipped configuration on some GPUs, with a layout for them."""
 
     name: str
@@ -29,10 +29,10 @@ class Case(NamedTuple):
 
 ONE = ("parallel.tp=1", "parallel.sequence_parallel=false")
 CASES = (
-    Case("Llama 3.1 8B", "llama3.1-8b", 1, ONE),
-    Case("Qwen3 14B", "qwen3-14b", 1, ONE),
-    Case("Qwen3 32B", "qwen3-32b", 1, ONE),
-    Case("Llama 3.1 70B", "llama3.1-70b", 8, ("parallel.tp=8", "parallel.pp=1")),
+    FitColumn("Llama 3.1 8B", "llama3.1-8b", 1, ONE),
+    FitColumn("Qwen3 14B", "qwen3-14b", 1, ONE),
+    FitColumn("Qwen3 32B", "qwen3-32b", 1, ONE),
+    FitColumn("Llama 3.1 70B", "llama3.1-70b", 8, ("parallel.tp=8", "parallel.pp=1")),
 )
 ROWS = (
     ("preset=bf16",),
@@ -62,7 +62,7 @@ def cell(gib: float, reserve_gib: float) -> str:
     return f"{gib:.1f} ({next(fits, 'no')})"
 
 
-def peak(case: Case, changes: tuple[str, ...]) -> int:
+def peak(case: FitColumn, changes: tuple[str, ...]) -> int:
     """The estimated peak in bytes of a rank that trains one sample per step."""
     batch = (f"data.seq_len={SEQ_LEN}", "train.micro_batch=1", "train.global_batch=1")
     config = load_run_config(case.config, [*changes, *case.layout, *batch])

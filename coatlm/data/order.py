@@ -65,7 +65,7 @@ def split_bounds(bounds_D1: NDArray[np.int64], ratios: Sequence[float]) -> list[
     return splits
 
 
-class _Epoch(NamedTuple):
+class _StreamEpoch(NamedTuple):
     """The order of one epoch: token p of the stream is tokens[p + shift_D[d(p)]]."""
 
     ends_D: NDArray[np.int64]  # stream offset at which the d-th document ends
@@ -89,7 +89,7 @@ class Stream:
         self._bounds_D1 = bounds_D1
         self._seq_len = seq_len
         self._key = key
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _StreamEpoch] = {}
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         """The seq_len + 1 tokens of a sample, for sample >= 0."""
@@ -108,13 +108,13 @@ class Stream:
         parts = np.stack((begins + shifts, ends + shifts), axis=1).tolist()  # one per document
         return [(a, b) for a, b in parts if a < b]
 
-    def _open_epoch(self, number: int) -> _Epoch:
+    def _open_epoch(self, number: int) -> _StreamEpoch:
         order_D = shuffled(len(self._bounds_D1) - 1, "documents", *self._key, number)
         ends_D = np.cumsum(np.diff(self._bounds_D1)[order_D])
         shift_D = self._bounds_D1[1:][order_D] - ends_D
         windows_W = shuffled(self.windows, "windows", *self._key, number)
         kept = {n: e for n, e in self._epochs.items() if n == number - 1}  # a step may straddle two
-        self._epochs = {**kept, number: _Epoch(ends_D, shift_D, windows_W)}
+        self._epochs = {**kept, number: _StreamEpoch(ends_D, shift_D, windows_W)}
         return self._epochs[number]
 
 

@@ -33,7 +33,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Inputs and labels, both of length at most W; labels of tokens scored before are IGNORE."""
 
     tokens: tuple[int, ...]
@@ -85,7 +85,7 @@ def check_windows(window: int, stride: int, batch: int) -> None:
         raise ValueError(f"batch={batch}: at least 1 window")
 
 
-def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[Window]:
+def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[ScoredWindow]:
     """The windows of one document, in order."""
     done = 1  # tokens scored so far, and the first one, which is never scored
     for start in range(0, len(ids), stride):
@@ -93,7 +93,7 @@ def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[Window]
         labels = ids[start + 1 : stop + 1]
         fresh = range(start + 1, stop + 1)
         counted = (n if at >= done else IGNORE for at, n in zip(fresh, labels, strict=True))
-        yield Window(tuple(ids[start:stop]), tuple(counted))
+        yield ScoredWindow(tuple(ids[start:stop]), tuple(counted))
         done = stop + 1
         if done >= len(ids):
             return

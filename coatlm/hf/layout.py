@@ -30,7 +30,7 @@ EMBEDDING = "model.embed_tokens.weight"
 FUSED = ("phi3",)  # families that store q, k and v, and gate and up, together
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Adjacent rows of a tensor of Hugging Face."""
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
     key: str
     shape: Shape
     stored: Mapping[str, Shape]  # Hugging Face's tensors
-    order: tuple[Run, ...]  # the rows of coatlm's tensor, from the first to the last
+    order: tuple[RowRun, ...]  # the rows of coatlm's tensor, from the first to the last
 
     def join(self, stored: Sequence[Tensor]) -> Tensor:
         """Join Hugging Face's tensors, in the order of `stored`, into coatlm's."""
@@ -65,7 +65,7 @@ class Entry:
             start += count
         return list(named.values())
 
-    def runs(self, first: int, stop: int) -> Iterator[Run]:
+    def runs(self, first: int, stop: int) -> Iterator[RowRun]:
         """The rows [first, stop) of coatlm's tensor.
 
         Rows beyond `shape`, which pad a vocabulary, are in no run.
@@ -74,7 +74,7 @@ class Entry:
         for name, row, count in self.order:
             low, high = max(first, start), min(stop, start + count)
             if low < high:
-                yield Run(name, row + low - start, high - low)
+                yield RowRun(name, row + low - start, high - low)
             start += count
 
 
@@ -127,7 +127,7 @@ def _layer_entries(model: Model, ours: str, theirs: str, *, together: bool) -> I
         yield _same(attention + "linear_qkv.layer_norm_weight", name, (H,))
     for kind, tail in [("weight", (H,)), *([("bias", ())] if model.qkv_bias else [])]:
         parts = {n: f"{theirs}self_attn.{n}_proj.{kind}" for n in rows}
-        order = [Run(parts[n], row, count) for n, row, count in _head_rows(model)]
+        order = [RowRun(parts[n], row, count) for n, row, count in _head_rows(model)]
         stored = {parts[n]: (count, *tail) for n, count in rows.items()}
         whole = f"{theirs}self_attn.qkv_proj.{kind}" if together else None
         yield _joined(f"{attention}linear_qkv.{kind}", stored, order, whole)
@@ -145,7 +145,7 @@ def _layer_entries(model: Model, ours: str, theirs: str, *, together: bool) -> I
         name = f"{theirs}{norms['mlp']}.weight"
         yield _same(mlp + "linear_fc1.layer_norm_weight", name, (H,))
     halves = {f"{theirs}mlp.{n}_proj.weight": (F, H) for n in ("gate", "up")}
-    order = [Run(name, 0, F) for name in halves]
+    order = [RowRun(name, 0, F) for name in halves]
     whole = f"{theirs}mlp.gate_up_proj.weight" if together else None
     yield _joined(mlp + "linear_fc1.weight", halves, order, whole)
     yield _same(mlp + "linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (H, F))
@@ -167,7 +167,7 @@ def _norm_names(model: Model) -> dict[str, str]:
     return {"input": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
-def _head_rows(model: Model) -> Iterator[Run]:
+def _head_rows(model: Model) -> Iterator[RowRun]:
     """The rows of linear_qkv, from q, k and v."""
     D, R, G = model.size_per_head, model.rotary_dim, model.queries_groups
     rest = (D - R) // 2
@@ -177,27 +177,27 @@ def _head_rows(model: Model) -> Iterator[Run]:
         queries = range(group * model.heads // G, (group + 1) * model.heads // G)
         for name, heads in (("q", queries), ("k", range(group, group + 1))):
             for head in heads:
-                yield from (Run(name, head * D + row, count) for row, count in pieces)
-        yield Run("v", group * D, D)
+                yield from (RowRun(name, head * D + row, count) for row, count in pieces)
+        yield RowRun("v", group * D, D)
 
 
-def _joined(key: str, parts: Mapping[str, Shape], order: list[Run], whole: str | None) -> Entry:
+def _joined(key: str, parts: Mapping[str, Shape], order: list[RowRun], whole: str | None) -> Entry:
     """An entry of several parts, which are stored one after the other as `whole` if it is given."""
     rows = [shape[0] for shape in parts.values()]
     shape = (sum(rows), *next(iter(parts.values()))[1:])
     if whole is not None:
         first = {name: sum(rows[:i]) for i, name in enumerate(parts)}
-        order = [Run(whole, first[name] + row, count) for name, row, count in order]
+        order = [RowRun(whole, first[name] + row, count) for name, row, count in order]
         parts = {whole: shape}
     merged = order[:1]
     for run in order[1:]:
         name, row, count = merged[-1]
         if (run.name, run.row) == (name, row + count):
-            merged[-1] = Run(name, row, count + run.length)
+            merged[-1] = RowRun(name, row, count + run.length)
         else:
             merged.append(run)
     return Entry(key, shape, parts, tuple(merged))
 
 
 def _same(key: str, name: str, shape: Shape) -> Entry:
-    return Entry(key, shape, {name: shape}, (Run(name, 0, shape[0]),))
+    return Entry(key, shape, {name: shape}, (RowRun(name, 0, shape[0]),))
