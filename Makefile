@@ -64,7 +64,8 @@ test: $(DEV)
 # tests run as on a CPU without vector instructions; make test covers those of this machine.
 NUMERICS := tests/fp8 tests/optim tests/model/test_flow.py tests/model/test_loss.py \
 	tests/model/test_numerics.py tests/model/test_scales.py tests/train/test_states_log.py \
-	tests/train/test_numerics_log.py tests/parallel/test_exchange.py tests/parallel/test_fp8_sum.py
+	tests/train/test_numerics_log.py tests/model/test_output_gemms.py \
+	tests/parallel/test_exchange.py tests/parallel/test_fp8_sum.py tests/parallel/test_wire.py
 NO_VECTORS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 
 numerics: $(DEV)
