@@ -1,10 +1,10 @@
 """Convert a Megatron checkpoint into a checkpoint of coatlm, one tensor at a time.
 
 Names and fused tensors of the two are the same (see `megatron_files`), so values are copied bit by
-bit unless another dtype is requested. Optimizer states of a torch_dist checkpoint in model space
-are taken over as those of `optim.recipe=adamw-fp32`: Megatron's moments and master weights are fp32
-as well. A run then continues at the iteration of the checkpoint; otherwise one starts from the
-weights alone.
+bit unless another dtype is requested. Optimizer states of a torch_dist checkpoint are taken over as
+those of `optim.recipe=adamw-fp32`: Megatron's moments and master weights are fp32 as well. States
+in flat buckets are only if a layout is found that fits all weights (see `megatron_buckets`). A run
+then continues at the iteration of the checkpoint; otherwise one starts from the weights alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from coatlm.convert.megatron_files import (
     find_iteration,
     open_megatron,
 )
+from coatlm.convert.megatron_split import EMBEDDING, HEAD
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import whole_directory
 from coatlm.hf.files import Described, Report
@@ -37,7 +38,6 @@ from coatlm.optim.recipes import MASTER, M, V
 from coatlm.train.manifest import STATE, describe, write_file, write_manifest
 from coatlm.train.shards import write_layout, write_one_by_one
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 STATES = "optimizer.state."
 SECTIONS = ("model", "data", "optim", "train")
 
@@ -78,6 +78,8 @@ def from_megatron(
     run = _config(sections, tokenizer, padded, seq_len, kind)
     check_layers(run.model, stored.described, str(source))
     plan = {entry.key: entry.shape for entry in entries(run.model, rows)}
+    if isinstance(stored, TorchDist) and not (weights_only and kind != torch.float32):
+        stored.find_bucketed(plan)
     states = {} if weights_only else _states(source, stored, plan, kind)
     exact = _masters(stored, plan) if kind == torch.float32 else {}
     _check(source, stored, plan, states | {name: plan[key] for key, name in exact.items()})
@@ -238,7 +240,7 @@ def _notes(
         if arguments := left_out(stored.header.arguments):
             notes.append(f"not taken over: {arguments}; set optim.schedule and its keys")
     else:
-        why = " (in flat buckets or pickles, which are not read)" if stored.bucketed else ""
+        why = f" ({stored.unread})" if stored.unread else ""
         notes.append(f"weights only: no optimizer states were taken over{why}")
     return tuple(notes)
 

@@ -8,7 +8,8 @@ coatlm has megatron-core's names, with one tensor per layer. A torch_dist checkp
 layers of a tensor along a new first axis, and may store the halves of linear_fc1.weight apart (`_w`
 is gate, `_v` is up). Optimizer states have the prefixes of STATES; `param`, the name in Megatron's
 `fully_reshardable` format, is the fp32 weight that others call `fp32_param`. States in flat buckets
-(`dp_reshardable`, Megatron's default) depend on the layout that wrote them and are not read.
+(`dp_reshardable`, Megatron's default) are found by `megatron_buckets` on request, because that
+reads all weights.
 
 A pickle has the tensors of one tensor- and pipeline-parallel rank, with layers counted from 0 in
 each chunk; the first of all stages come before the second of all stages, and each may have another
@@ -28,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coatlm.convert.megatron_buckets import BUCKETED, BucketStates, find_states
+from coatlm.convert.megatron_split import GATE_UP, join, split_axis
 from coatlm.convert.pickles import is_plain, load_pickle
 from coatlm.files import read_json
 from coatlm.hf.files import Described
@@ -40,15 +43,14 @@ STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 LONGEST = 100  # bytes of LATEST that are read
 BUCKETS = "optimizer.distributed."
+NO_LAYOUT = "in flat buckets, in which not all fp32 weights were found that round to the weights"
+NO_STEPS = "in flat buckets, without the optimizer's number of steps"
 PREFIXES = ("module.", "model.")  # NeMo and Megatron-Bridge wrap the model
 NORMS = {  # names in the state of a model without TransformerEngine -> in a checkpoint
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-GATE_UP = "mlp.linear_fc1.weight"
 COMMON = "common_state/shard_0_1"  # what common.pt holds, from megatron-core 0.19 on
-SPLIT_ROWS = ("embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
-SPLIT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 
 
@@ -104,13 +106,17 @@ def open_megatron(source: Path) -> TorchDist | RankFiles:
 
 
 class TorchDist:
-    """A `torch_dist` checkpoint. `bucketed`: it has optimizer states that are not read."""
+    """A `torch_dist` checkpoint. `unread` says why it has optimizer states that are not read."""
+
+    unread = ""
 
     def __init__(self, directory: Path) -> None:
         files = {path.name for path in directory.glob("*.distcp") if path.is_file()}
+        self._directory = directory
         self._stored = StoredTensors(directory, files)
         self.header = self._header(directory)
-        self.bucketed = any(key.startswith(BUCKETS) for key in self._stored.described)
+        self._buckets: BucketStates | None = None
+        self._bucketed: dict[str, tuple[str, str]] = {}  # our key -> the state and key in buckets
         # coatlm's key -> what is stored, and the layer in it if layers are stacked
         self._parts: dict[str, list[tuple[str, int | None]]] = {}
         for key in self._stored.described:
@@ -132,8 +138,45 @@ class TorchDist:
             raise ValueError(f"{path}: holds a {type(common).__name__}, not a list of one")
         return Header.of(common[0], path)
 
+    def find_bucketed(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Enter states in flat buckets, if there are any, for weights of these shapes.
+
+        Reads all weights. Otherwise `unread` says why the states were not found.
+        """
+        if not any(key.startswith(BUCKETS) for key in self._stored.described):
+            return
+        found = {key: d.shape for key, d in self.described.items()}
+        if any(found.get(key) != shape for key, shape in shapes.items()):
+            return  # of another model: the caller compares and names them
+        updates = self._bucketed_updates()
+        self._buckets = find_states(self._stored, shapes, self.read) if updates else None
+        if self._buckets is None:
+            self.unread = NO_LAYOUT if updates else NO_STEPS
+            return
+        self.header.updates = updates
+        for state in BUCKETED:
+            for key, shape in shapes.items():
+                ours = f"optimizer.state.{STATES[state]}.{key}"
+                self._bucketed[ours] = state, key
+                self.described[ours] = Described(torch.float32, shape)
+
+    def _bucketed_updates(self) -> int:
+        """The steps of an optimizer with states in buckets; 0 if that is not known."""
+        name = f"{BUCKETS}dp_group_idx_0.optimizer/shard_0_1"
+        content = self._stored.read_object(name)
+        if content is None:
+            return 0
+        path = self._directory / name
+        try:
+            groups = load_pickle(path, content)
+            return _updates(groups[0], path) if isinstance(groups, list) and groups else 0
+        except ValueError:
+            return 0
+
     def read(self, key: str) -> Tensor:
         """Read one tensor to the host."""
+        if self._buckets is not None and key in self._bucketed:
+            return self._buckets.read(*self._bucketed[key])
         parts = [
             self._stored.read(name) if layer is None else self._stored.read_layer(name, layer)
             for name, layer in self._parts[key]
@@ -184,7 +227,7 @@ class TorchDist:
 class RankFiles:
     """The pickles of all tensor- and pipeline-parallel ranks, without their optimizer states."""
 
-    bucketed = True
+    unread = "in pickles, which are not read"
 
     def __init__(self, directory: Path) -> None:
         found = [path for path in directory.iterdir() if RANK.fullmatch(path.name)]
@@ -210,12 +253,7 @@ class RankFiles:
 
     def read(self, key: str) -> Tensor:
         """Join the parts of one tensor."""
-        parts = self._parts[key]
-        if key.endswith(GATE_UP):
-            halves = [part.chunk(2) for part in parts]
-            return torch.cat([half[i] for i in (0, 1) for half in halves])
-        axis = _axis(key)
-        return parts[0].clone() if axis is None else torch.cat(parts, axis)
+        return join(key, self._parts[key])
 
     def _enter(self, path: Path, chunk: Mapping[str, Any], first: int) -> int:
         """Enter the tensors of a chunk whose first layer is `first`; returns its layers."""
@@ -235,7 +273,7 @@ class RankFiles:
     def _describe(self, key: str, parts: list[Tensor]) -> Described:
         if len(parts) != self._tp:
             raise ValueError(f"{key}: {len(parts)} parts of {self._tp} tensor-parallel ranks")
-        axis = 0 if key.endswith(GATE_UP) else _axis(key)
+        axis = split_axis(key)
         shape, dtype = parts[0].shape, parts[0].dtype
         if any(p.shape != shape or p.dtype != dtype for p in parts) or len(shape) <= (axis or 0):
             raise ValueError(
@@ -253,13 +291,6 @@ def _chunks(content: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
     if not chunks or not all(isinstance(chunk, Mapping) for chunk in chunks):
         raise ValueError(f"{path}: has no model")
     return chunks
-
-
-def _axis(key: str) -> int | None:
-    """The axis along which Megatron splits a tensor over ranks; None for one that all have."""
-    if key.endswith(SPLIT_ROWS):
-        return 0
-    return 1 if key.endswith(SPLIT_COLUMNS) else None
 
 
 def _rank(name: str) -> tuple[int, int]:

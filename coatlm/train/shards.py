@@ -122,12 +122,20 @@ class StoredTensors:
 
     def read_layer(self, key: str, layer: int) -> Tensor:
         """Read [layer] of a tensor to the host. Raises CheckpointError if parts are missing."""
+        return self._read_rows(key, layer, 1)[0]
+
+    def read_range(self, key: str, start: int, length: int) -> Tensor:
+        """Read [start : start + length] of a flat tensor to the host. Raises CheckpointError."""
+        assert start >= 0 and start + length <= self.described[key][1][0]
+        return self._read_rows(key, start, length)
+
+    def _read_rows(self, key: str, first: int, count: int) -> Tensor:
         dtype, shape = self.described[key]
-        tensor = torch.empty((1, *shape[1:]), dtype=dtype, device="cpu")
-        corner = (layer, *(0 for _ in shape[1:]))
+        tensor = torch.empty((count, *shape[1:]), dtype=dtype, device="cpu")
+        corner = (first, *(0 for _ in shape[1:]))
         part = ShardedTensor(key, tensor, dtype, tuple(tensor.shape), shape, corner, None)
         _fill(self._reader, _by_key([part]))
-        return tensor[0]
+        return tensor
 
     def read_object(self, key: str) -> bytes | None:
         """The bytes of an object that is no tensor, or None if there is none of that name."""

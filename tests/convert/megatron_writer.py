@@ -104,17 +104,26 @@ def forward(model: Any, labels: Tensor | None = None) -> Tensor:
     return model(tokens(), positions, mask, labels=labels)
 
 
-def trained(model: Any, job: dict[str, Any]) -> Any:
-    """Megatron's optimizer after STEPS steps of the model, or one with `load`.
+def trained(chunks: list[Any], job: dict[str, Any]) -> Any:
+    """Megatron's optimizer after STEPS steps of the model, which has one chunk.
 
-    Its states are allocated in the first step.
+    With `load`, after one step with gradients of zero, which allocates the states to load into.
     """
     sharded = job["optimizer"] != "plain"
-    ddp = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True),
-        model,
-    )
+    models = [
+        DistributedDataParallel(
+            chunk.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=sharded,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=job["bucket"] is not None,
+                bucket_size=job["bucket"],
+            ),
+            chunk,
+            disable_bucketing=number > 0,  # as Megatron-LM does
+        )
+        for number, chunk in enumerate(chunks)
+    ]
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
@@ -123,12 +132,15 @@ def trained(model: Any, job: dict[str, Any]) -> Any:
         params_dtype=torch.bfloat16 if job["bf16"] else torch.float32,
         use_distributed_optimizer=sharded,
     )
-    optimizer = get_megatron_optimizer(config, [ddp])
+    optimizer = get_megatron_optimizer(config, models)
     for _ in range(1 if job["load"] else STEPS):
-        ddp.zero_grad_buffer()
+        for ddp in models:
+            ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        forward(ddp, tokens().roll(-1, 1)).float().mean().backward()
-        ddp.finish_grad_sync()
+        if not job["load"]:
+            (ddp,) = models
+            forward(ddp, tokens().roll(-1, 1)).float().mean().backward()
+            ddp.finish_grad_sync()
         optimizer.step()
     return optimizer
 
@@ -155,7 +167,7 @@ def load(chunks: list[Any], optimizer: Any, source: str) -> None:
     state = state_of(chunks, metadata)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=True, metadata=metadata
+            state.copy(), is_loading=True, metadata=metadata
         )
     found = dist_checkpointing.load(state, source)
     for name, chunk in zip([n for n in state if n != "optimizer"], chunks, strict=True):
@@ -198,7 +210,7 @@ def save(chunks: list[Any], optimizer: Any, job: dict[str, Any]) -> None:
     metadata = metadata_of(job)
     state = state_of(chunks, metadata)
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=metadata)
+        state["optimizer"] = optimizer.sharded_state_dict(state.copy(), metadata=metadata)
     directory.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     dist_checkpointing.save(state | common, str(directory), content_metadata=metadata)
@@ -207,7 +219,7 @@ def save(chunks: list[Any], optimizer: Any, job: dict[str, Any]) -> None:
 DEFAULTS: dict[str, Any] = {
     **{"bf16": True, "bias": True, "norm": False, "tied": False, "layers": "separate"},
     **{"optimizer": None, "load": None, "save": None, "pickles": False, "logits": None},
-    **{"tp": 1, "pp": 1, "vpp": None},
+    **{"tp": 1, "pp": 1, "vpp": None, "bucket": None},
 }
 
 
@@ -222,7 +234,7 @@ def run_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         torch.manual_seed(1)
         chunks = build(job)
-        optimizer = trained(chunks[0], job) if job["optimizer"] else None
+        optimizer = trained(chunks, job) if job["optimizer"] else None
         if job["load"]:
             load(chunks, optimizer, job["load"])
         if job["save"]:
