@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"model": {"tie_embeddings": True}},
     "qwen": {"model": {"qkv_bias": True, "qk_norm": True}},
     "documents": {"data": {"reset_attention_mask": True}},
+    "positions": {"data": {"reset_attention_mask": True, "reset_position_ids": True}},
     "recompute": {"train": {"recompute": "full"}},
     "window": {"model": {"window": {"size": 9, "period": 2}, "attention_softcap": 2.0}},
     "mha": {"model": {"kv_heads": 4}, "train": {"recompute": "selective"}},
@@ -90,7 +91,8 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *(("tp2 sp", v, "coat-lean") for v in ("qwen", "documents", "recompute", "tied")),
         ("tp2 sp", "plain", "fp8-linear"),
         *(("cp2", v, "coat-lean") for v in ("documents", "mha")),
-        ("cp2 gathered", "plain", "coat-lean"),
+        *(("cp2 gathered", v, "coat-lean") for v in ("plain", "documents", "positions")),
+        ("pp2", "documents", "coat-lean"),
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
         ("pp2 vpp2", "saved FP8 weights", "coat"),
@@ -206,6 +208,8 @@ def cases_of(size: int) -> list[tuple[str, str]]:
             chosen = {1: ["single"], 2: ["tp2 sp", "pp2", "cp2"], 4: ["tp2 pp2"]}[size]
             if variant in CONTEXT:
                 chosen = {1: ["single"], 2: ["cp2", "cp2 gathered"], 4: ["cp4"]}[size]
+            if variant == "positions" and size == 2:  # ranks hold other tokens than with "cp2"
+                chosen = [*chosen, "cp2 gathered"]
             cases += [(layout, variant) for layout in chosen]
     return cases
 
