@@ -22,6 +22,10 @@ included, and 0 for the rest; data/talks.mask.crc32 its checksums. Train with
 
 reads whole datasets and verifies their checksums, for example after a copy.
 
+With `--pack 8192`, the last lines say what samples of 8192 tokens (data.seq_len) cost with each
+value of data.packing: their number, the share of padding, and how many documents are cut, over the
+whole dataset, before data.split divides it. Nothing of this is stored.
+
 The name of a file determines its format:
   *.jsonl *.ndjson *.json    one JSON object per line, with the document in --field
   *.parquet                  one document per row, in --column
@@ -50,7 +54,8 @@ from pathlib import Path
 
 from coatlm.console import Parser, explain, fail, progress
 from coatlm.data.chat import NONE, OWN, chat_format
-from coatlm.data.indexed import open_checked
+from coatlm.data.indexed import open_checked, read_index
+from coatlm.data.packing import packing_cost
 from coatlm.data.preprocess import preprocess
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.token_shard import SHARD_BYTES, Options
@@ -99,6 +104,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="MiB of a JSON line, parquet value or zstd window (default: %(default)s)",
     )
     add(
+        "--pack",
+        type=int,
+        metavar="SEQ_LEN",
+        help="print what packing into samples of SEQ_LEN tokens would cost",
+    )
+    add(
         "--overwrite",
         action="store_true",
         help="replace a dataset with other inputs or options, or one without checksums",
@@ -114,7 +125,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--workers is >= 0 and --shard-mb is >= 1")
     if not (1 <= parsed.max_expansion <= 1e9 and 1 <= parsed.max_record_mb <= 1 << 20):
         parser.error("--max-expansion is in 1..1e9 and --max-record-mb in 1..1048576")
+    if parsed.pack is not None:
+        if parsed.verify:
+            parser.error("--pack is an option of --input")
+        shortest, longest = sample_lengths()
+        if not shortest <= parsed.pack <= longest:
+            parser.error(f"--pack {parsed.pack}: must be in {shortest}..{longest}, as data.seq_len")
     return parsed
+
+
+def sample_lengths() -> tuple[int, int]:
+    """The range of data.seq_len."""
+    from coatlm.config import Data  # slow, and processes that tokenize import this module
+
+    limits = Data.model_json_schema()["properties"]["seq_len"]
+    return limits["minimum"], limits["maximum"]
 
 
 def verify(prefixes: list[Path], workers: int) -> int:
@@ -134,42 +159,58 @@ def verify(prefixes: list[Path], workers: int) -> int:
     return code
 
 
+def prepare(arguments: argparse.Namespace) -> str:
+    """Write the dataset; returns what it holds. Raises ValueError, and OSError from writing."""
+    begin = time.monotonic()
+    prefix, spec = arguments.output_prefix, arguments.tokenizer
+    template = arguments.chat_template or OWN
+    options = Options(
+        tokenizer=spec,
+        field=arguments.field,
+        column=arguments.column,
+        append_eod=arguments.append_eod,
+        shard_bytes=arguments.shard_mb << 20,
+        chat=chat_format(make_tokenizer(spec), template) if arguments.chat else None,
+    )
+    manifest = preprocess(
+        arguments.input,
+        prefix,
+        options,
+        limits=Limits(arguments.max_expansion, arguments.max_record_mb << 20),
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
+    )
+    learned = f", of which {manifest.learned_tokens:,} are learned," if manifest.masked else ""
+    lines = [
+        f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        f"{learned} ({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
+        f"{time.monotonic() - begin:.1f} s; {manifest.replaced_utf8:,} characters were not UTF-8, "
+        f"{manifest.empty_documents:,} documents had no text"
+    ]
+    if arguments.pack is not None:
+        _, bounds_D1 = read_index(prefix, manifest)
+        for packing, cost in packing_cost(bounds_D1, arguments.pack).items():
+            lines.append(
+                f"{prefix}: data.seq_len={arguments.pack} data.packing={packing}: "
+                f"{cost.samples:,} samples, {100 * cost.padded:.2f} % padding, "
+                f"{cost.cut:,} documents cut"
+            )
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = parse_arguments()
     if arguments.verify:
         return verify(arguments.verify, arguments.workers)
-    begin = time.monotonic()
     try:
-        spec, template = arguments.tokenizer, arguments.chat_template or OWN
-        options = Options(
-            tokenizer=spec,
-            field=arguments.field,
-            column=arguments.column,
-            append_eod=arguments.append_eod,
-            shard_bytes=arguments.shard_mb << 20,
-            chat=chat_format(make_tokenizer(spec), template) if arguments.chat else None,
-        )
-        manifest = preprocess(
-            arguments.input,
-            arguments.output_prefix,
-            options,
-            limits=Limits(arguments.max_expansion, arguments.max_record_mb << 20),
-            workers=arguments.workers,
-            overwrite=arguments.overwrite,
-        )
+        text = prepare(arguments)
     except OSError as error:  # from writing; errors of reading are ValueErrors with the file's name
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return fail(ValueError(f"{arguments.output_prefix}: {explain(error)}"), 4 if full else 2)
     except ValueError as error:
         return fail(error)
-    learned = f", of which {manifest.learned_tokens:,} are learned," if manifest.masked else ""
-    print(
-        f"{arguments.output_prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
-        f"{learned} ({manifest.dtype}, vocabulary {manifest.vocab_size:,}) in "
-        f"{time.monotonic() - begin:.1f} s; {manifest.replaced_utf8:,} characters were not UTF-8, "
-        f"{manifest.empty_documents:,} documents had no text"
-    )
+    print(text)
     return 0
 
 

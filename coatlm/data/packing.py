@@ -65,6 +65,38 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[int]:
     return bins
 
 
+class PackingCost(NamedTuple):
+    """What an epoch of one value of data.packing costs."""
+
+    samples: int
+    padded: float  # share of padding in the samples
+    cut: int  # documents that no sample holds whole
+
+
+def packing_cost(bounds_D1: NDArray[np.int64], seq_len: int) -> dict[str, PackingCost]:
+    """The cost of each value of data.packing for documents with these bounds (token offsets).
+
+    With concat, `cut` is that of one epoch, and others differ a little; it includes the documents
+    of the fewer than seq_len tokens behind the last sample.
+    """
+    capacity = seq_len + 1
+    sizes_D = np.diff(bounds_D1)
+    _, length_P = pieces(bounds_D1, seq_len)
+    samples = max(best_fit(np.sort(length_P)[::-1].tolist(), capacity), default=-1) + 1
+    padded = 1.0 - int(length_P.sum()) / max(samples * capacity, 1)
+    order_D = shuffled(len(sizes_D), "documents", 0)
+    ends_D = np.cumsum(sizes_D[order_D])
+    begins_D = ends_D - sizes_D[order_D]
+    windows = max(int(sizes_D.sum()) - 1, 0) // seq_len
+    end_of_all = windows * seq_len + 1 if windows else 0
+    window_end_D = np.minimum((begins_D // seq_len + 1) * seq_len + 1, end_of_all)
+    cut_D = (ends_D > window_end_D) & (ends_D > begins_D)
+    return {
+        "best-fit": PackingCost(samples, padded, int((sizes_D > capacity).sum())),
+        "concat": PackingCost(windows, 0.0, int(cut_D.sum())),
+    }
+
+
 class _Epoch(NamedTuple):
     """One epoch: the pieces of the bins, by bin, and the order of the bins."""
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from coatlm.config import Data
 from coatlm.data.batches import microbatches
 from coatlm.data.dataset import open_datasets
-from coatlm.data.packing import PackedStream, best_fit, pieces
+from coatlm.data.order import Stream
+from coatlm.data.packing import PackedStream, best_fit, packing_cost, pieces
 from coatlm.data.tokenizer import ByteTokenizer
 from tests.data.test_dataset import write_foreign
 
@@ -102,6 +103,27 @@ def test_the_share_of_padding_is_that_of_the_samples() -> None:
     ids = np.concatenate([stream[i] for i in range(stream.windows)])
     assert stream.windows == 3
     assert stream.padded == pytest.approx((ids == PADDING).mean()) == pytest.approx(6 / 27)
+
+
+@given(sizes)
+def test_the_cost_of_packing_is_that_of_the_samples(lengths: list[int]) -> None:
+    bounds = bounds_of(lengths)
+    documents = {(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b}
+    packed, plain = stream_of(lengths), Stream(np.arange, bounds, seq_len=SEQ_LEN, key=())
+    cost = packing_cost(bounds, SEQ_LEN)
+    assert list(cost) == ["best-fit", "concat"]
+    for stream, found in zip((packed, plain), cost.values(), strict=True):
+        whole = {part for i in range(stream.windows) for part in stream.ranges(i)} & documents
+        assert (found.samples, found.cut) == (stream.windows, len(documents - whole))
+    assert cost["best-fit"].padded == packed.padded and cost["concat"].padded == 0
+
+
+def test_the_cost_of_packing_by_hand() -> None:
+    # in samples of 9 tokens: 9 | 5 + 4 | 9 of 12 | 4 more of 12, a token of them a second time
+    assert packing_cost(bounds_of([9, 5, 4, 12]), 8)["best-fit"] == (4, 1 - 31 / 36, 1)
+    # samples end behind tokens 9, 17 and 25: each of these documents crosses the end of one
+    assert packing_cost(bounds_of([7, 7, 7, 7]), 8)["concat"] == (3, 0, 3)
+    assert packing_cost(bounds_of([5]), 8) == {"best-fit": (1, 1 - 5 / 9, 0), "concat": (0, 0, 1)}
 
 
 def test_epochs_and_seeds_differ_and_a_sample_depends_on_nothing_read_before() -> None:

@@ -676,7 +676,7 @@ def test_the_help_of_the_tool_names_every_format_and_option() -> None:
     options = (
         "input output-prefix tokenizer field column append-eod workers shard-mb overwrite verify"
     )
-    options += " max-expansion max-record-mb"
+    options += " max-expansion max-record-mb pack"
     formats = "*.jsonl *.parquet *.gz *.zst hf: sentencepiece: tiktoken: data.paths"
     for word in [*(f"--{option}" for option in options.split()), *formats.split()]:
         assert word in text

@@ -169,9 +169,8 @@ def texts() -> int:
     from coatlm.data.indexed import open_indexed
     from coatlm.data.tokenizer import ByteTokenizer
 
-    code = _command(
-        main, "--input", "text.*", "--output-prefix", "out/data", "--workers=1", "--shard-mb=1"
-    )
+    words = ["--workers=1", "--shard-mb=1", "--pack=64"]
+    code = _command(main, "--input", "text.*", "--output-prefix", "out/data", *words)
     if code == 0:
         open_indexed(Path("out/data"), ByteTokenizer())
     return code

@@ -1,0 +1,70 @@
+"""`coatlm prepare --pack` says what packing would cost; tests/data/ has the rest of the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from coatlm.commands.prepare import main
+from coatlm.data.manifest import SUFFIXES, suffixed
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of `coatlm prepare WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["prepare", *words])
+    try:
+        return main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_the_cost_of_packing_is_printed_and_nothing_of_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ["a" * 8, "b" * 4, "c" * 3, "d" * 11]  # each gets an end-of-document token
+    Path("x.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    words = ["--input", "x.jsonl", "--workers=1", "--output-prefix"]
+    assert run(monkeypatch, *words, "plain") == 0
+    (written,) = capsys.readouterr().out.splitlines()
+    for _ in range(2):  # the second call finds the dataset
+        assert run(monkeypatch, *words, "out", "--pack", "8") == 0
+        said, packed, plain = capsys.readouterr().out.splitlines()
+        assert said.partition(" in ")[0] == written.partition(" in ")[0].replace("plain", "out")
+        assert packed == (
+            "out: data.seq_len=8 data.packing=best-fit: 4 samples, 13.89 % padding, 1 documents cut"
+        )
+        assert plain.startswith("out: data.seq_len=8 data.packing=concat: 3 samples, 0.00 % pad")
+    for suffix in SUFFIXES:
+        pair = [suffixed(Path(name), suffix).read_bytes() for name in ("out", "plain")]
+        assert pair[0] == pair[1]
+    assert len(list(tmp_path.iterdir())) == 1 + 2 * len(SUFFIXES)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--pack", "1"], "--pack 1: must be in 2..134217728, as data.seq_len"),
+        (["--pack", "134217729"], "--pack 134217729: must be in 2..134217728, as data.seq_len"),
+        (["--pack", "-9" + "9" * 5000], "argument --pack: invalid int value: '-99999"),
+        (["--pack", "8k"], "argument --pack: invalid int value: '8k'"),
+        (["--pack"], "argument --pack: expected one argument"),
+        (["--pack", "8", "--verify", "x"], "--pack is an option of --input"),
+    ],
+)
+def test_a_length_that_no_sample_has_is_refused_before_any_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = [] if "--verify" in words else ["--input", "missing.txt", "--output-prefix", "out"]
+    assert run(monkeypatch, *inputs, *words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {reason}") and captured.err.count("\n") == 1
+    assert captured.out == "" and list(tmp_path.iterdir()) == []
