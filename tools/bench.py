@@ -188,10 +188,10 @@ def run_benchmark(
     benchmark = importlib.import_module(BENCHMARKS[name])
     if hasattr(benchmark, "TOGETHER") and rows:
         rows = [benchmark.TOGETHER.join(rows)]
-    waiting: deque[Row] = deque()
+    waiting: deque[RowProcess] = deque()
     for number in range(len(rows)):
         while len(waiting) <= AHEAD and number + len(waiting) < len(rows):
-            waiting.append(Row(name, rows[number + len(waiting)], options))
+            waiting.append(RowProcess(name, rows[number + len(waiting)], options))
         process = waiting.popleft()
         records = process.measure() if time.monotonic() < deadline else process.leave_out()
         for record in records:
@@ -199,7 +199,7 @@ def run_benchmark(
         yield records
 
 
-class Row:
+class RowProcess:
     """The process of a row. It starts and imports immediately, and measures on demand."""
 
     def __init__(self, benchmark: str, row: str, options: list[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from coatlm.fp8 import activation, norm, rope
 from tools import bench
 from tools.benchmarks import end_to_end, layer, layer_profile
-from tools.benchmarks.layer_stacks import Shape
+from tools.benchmarks.layer_stacks import LayerShape
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = {"smoke": "1", "steps": "1", "batch": "2"}
@@ -83,7 +83,7 @@ def test_roofline_is_gemms_attention_and_traffic(records: dict[str, Record]) -> 
 
 
 def test_traffic_of_coats_flow_is_counted_in_bytes() -> None:
-    shape = Shape(hidden=16, ffn=32, heads=1, seq=8, batch=2)
+    shape = LayerShape(hidden=16, ffn=32, heads=1, seq=8, batch=2)
     assert layer_profile.elementwise_bytes(shape) == 16 * (70 * 16 + 16 * 32) + 4 * (
         4 * 16 * 16 + 3 * 16 * 32
     )
@@ -144,8 +144,8 @@ def test_a_stack_that_is_dropped_leaves_no_weights_behind() -> None:
     """Run apart: it starts a process group of its own."""
     script = """if True:
         import gc, weakref
-        from tools.benchmarks.layer_stacks import Shape, coatlm_stack
-        shape = Shape(hidden=64, ffn=176, heads=2, seq=16, batch=1)
+        from tools.benchmarks.layer_stacks import LayerShape, coatlm_stack
+        shape = LayerShape(hidden=64, ffn=176, heads=2, seq=16, batch=1)
         stack = coatlm_stack("coatlm bf16", shape, 2)
         x, dy = stack.inputs(1)
         stack.step(x, dy)
@@ -181,8 +181,8 @@ def test_an_unknown_hidden_size_is_refused() -> None:
 
 
 def test_default_shapes_are_those_of_llama_2() -> None:
-    assert layer.shapes({})[0] == Shape(hidden=4096, ffn=11008, heads=32, seq=4096, batch=4)
-    assert layer.shapes({})[-1] == Shape(hidden=2048, ffn=5504, heads=16, seq=2048, batch=4)
+    assert layer.shapes({})[0] == LayerShape(hidden=4096, ffn=11008, heads=32, seq=4096, batch=4)
+    assert layer.shapes({})[-1] == LayerShape(hidden=2048, ffn=5504, heads=16, seq=2048, batch=4)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def reloaded(rank: int, size: int, _: None) -> list[bool]:
     start_processes(Launch.from_environment())
     sizes = {"batch": 2, "seq": 32, "hidden": 128, "layers": 1, "steps": 1}
     config = gradients.configuration("bf16 mbs2", sizes)
-    run = gradients.Run(config, make_groups(config.parallel), gradients.Source(2, 32))
+    run = gradients.GradientModel(config, make_groups(config.parallel), gradients.Source(2, 32))
     weights = {name: torch.randn_like(p) for name, p in run.params.items()}
     run.load(weights)
     run.step(0, 0.0)

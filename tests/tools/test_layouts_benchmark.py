@@ -26,7 +26,7 @@ def cluster(gpus: int) -> Cluster:
     return Cluster(H200, gpus, gpus)
 
 
-def runs_on(gpus: int) -> Iterator[layouts.Run]:
+def runs_on(gpus: int) -> Iterator[layouts.LayoutRow]:
     names = layouts.rows({"gpus": str(gpus)})
     assert len(names) == len(set(names))
     return (found for found in layouts.runs() if found.name in names)
@@ -137,7 +137,7 @@ def test_records_are_written_after_each_row(
 ) -> None:
     out = tmp_path / "found.json"
 
-    class Row:
+    class RowProcess:
         """Stands for the process of a row; the last one is interrupted."""
 
         def __init__(self, benchmark: str, row: str, options: list[str]) -> None:
@@ -148,7 +148,7 @@ def test_records_are_written_after_each_row(
                 raise KeyboardInterrupt
             return [{"row": self.row, "ms": 1}]
 
-    monkeypatch.setattr(bench, "Row", Row)
+    monkeypatch.setattr(bench, "RowProcess", RowProcess)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "bench", "end-to-end", "--out", str(out))

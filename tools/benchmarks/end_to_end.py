@@ -45,7 +45,7 @@ from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.model.fits import with_logits
 from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
-from tools.benchmarks.layer_stacks import Shape
+from tools.benchmarks.layer_stacks import LayerShape
 from tools.benchmarks.overlap import UPDATE, exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
 
@@ -345,7 +345,7 @@ def peer_step(row: str, options: dict[str, str]) -> tuple[Callable[[], Any], Any
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())
-    sizes = Shape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
+    sizes = LayerShape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
     draw = random_tokens(mbs, seq, dist.get_rank(), vocab)
     return make(row, sizes, layers, vocab, draw, microbatches)
 

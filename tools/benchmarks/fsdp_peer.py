@@ -20,9 +20,9 @@ from tools.benchmarks.clock import DEVICE
 from tools.benchmarks.layer_stacks import (
     INIT_STD,
     SEED,
+    LayerShape,
     PlainLayer,
     PlainRMSNorm,
-    Shape,
     rope_tables,
 )
 
@@ -33,7 +33,7 @@ ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 class PlainLlama(nn.Module):
     """Plain layers between an embedding and an output layer: tokens [B, S] -> logits [B, S, V]."""
 
-    def __init__(self, shape: Shape, layers: int, vocab: int) -> None:
+    def __init__(self, shape: LayerShape, layers: int, vocab: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, shape.hidden)
         self.layers = nn.ModuleList(PlainLayer(shape) for _ in range(layers))
@@ -51,7 +51,12 @@ class PlainLlama(nn.Module):
 
 
 def fsdp_step(
-    row: str, shape: Shape, layers: int, vocab: int, draw: Callable[[], Tensor], microbatches: int
+    row: str,
+    shape: LayerShape,
+    layers: int,
+    vocab: int,
+    draw: Callable[[], Tensor],
+    microbatches: int,
 ) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
     """A step over `microbatches` of tokens [B, S + 1] that `draw` returns, and its optimizer.
 

@@ -101,7 +101,7 @@ def measure(names: str, options: dict[str, str]) -> Iterator[dict[str, Any]]:
     groups = make_groups(reference.parallel)
     source = Source(size["batch"], size["seq"])
     for steps in (0, size["steps"]):
-        run = Run(reference, groups, source)
+        run = GradientModel(reference, groups, source)
         for step in range(steps):
             run.step(step, min(RATE, RATE * (step + 1) / 30))
         weights = {name: p.detach().clone() for name, p in run.params.items()}
@@ -110,7 +110,7 @@ def measure(names: str, options: dict[str, str]) -> Iterator[dict[str, Any]]:
         for name in names.split(TOGETHER):
             del run
             release()
-            run = Run(configuration(name, size), groups, source)
+            run = GradientModel(configuration(name, size), groups, source)
             run.load(weights)
             loss, found = run.gradients(size["steps"])
             yield {
@@ -158,7 +158,7 @@ class Source:
         return self.ids[start : start + count].view(batch, length).to(DEVICE)
 
 
-class Run:
+class GradientModel:
     """A model whose gradients can be read."""
 
     def __init__(self, config: Config, groups: Any, source: Source) -> None:

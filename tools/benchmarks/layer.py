@@ -38,7 +38,7 @@ from tools.benchmarks.clock import DEVICE, elapsed, mark, milliseconds, release,
 from tools.benchmarks.layer_memory import held, held_by_compiled, peak_mib
 from tools.benchmarks.layer_stacks import (
     COATLM,
-    Shape,
+    LayerShape,
     Stack,
     coatlm_stack,
     groups,
@@ -97,7 +97,7 @@ def prepare(row: str) -> None:
         layer_peers.prepare(row)
 
 
-def shapes(options: dict[str, str]) -> list[Shape]:
+def shapes(options: dict[str, str]) -> list[LayerShape]:
     """The requested shapes. Raises ValueError for a hidden size without a known ffn size."""
     smoke = "smoke" in options
     batch, head_dim = int(options.get("batch", 4)), SMOKE_HEAD_DIM if smoke else HEAD_DIM
@@ -109,7 +109,7 @@ def shapes(options: dict[str, str]) -> list[Shape]:
         hidden, seq = map(int, sizes)
         if hidden not in FFN:
             raise ValueError(f"shapes={item}: hidden is one of {', '.join(map(str, FFN))}")
-        found.append(Shape(hidden, FFN[hidden], hidden // head_dim, seq, batch))
+        found.append(LayerShape(hidden, FFN[hidden], hidden // head_dim, seq, batch))
     return found
 
 
@@ -164,7 +164,7 @@ def summary(found: list[Record]) -> list[Record]:
     return list(table.values())
 
 
-def records(row: str, shape: Shape, options: dict[str, str]) -> Iterator[Record]:
+def records(row: str, shape: LayerShape, options: dict[str, str]) -> Iterator[Record]:
     """The measurements of a row at a shape; with `profile`, also one record per kernel."""
     steps = int(options.get("steps", 3 if "smoke" in options else 30))
     extras = ("graph" in options, "profile" in options)
@@ -196,7 +196,7 @@ def peer(
     profile: bool = False,
 ) -> tuple[Record, ...]:
     """The records of a peer, measured once per process. Raises ImportError without its package."""
-    shape = Shape(hidden, ffn, heads, seq, batch)
+    shape = LayerShape(hidden, ffn, heads, seq, batch)
 
     def build(layers: int) -> Stack:
         return layer_peers.peer_stack(row, shape, layers, fp32_grads=fp32_grads)
@@ -205,7 +205,7 @@ def peer(
 
 
 def _of_stack(
-    row: str, build: Build, shape: Shape, steps: int, graph: bool, profile: bool
+    row: str, build: Build, shape: LayerShape, steps: int, graph: bool, profile: bool
 ) -> Iterator[Record]:
     stack = build(1)
     record = timing(stack, shape, steps)
@@ -223,7 +223,7 @@ def _of_stack(
     yield from layer_profile.shown(kernels)
 
 
-def timing(stack: Stack, shape: Shape, steps: int) -> Record:
+def timing(stack: Stack, shape: LayerShape, steps: int) -> Record:
     """Median milliseconds of forward, of the whole step, and of launching it."""
     x, dy = stack.inputs(shape.batch)
     for _ in range(WARMUP):
@@ -257,7 +257,7 @@ def timing(stack: Stack, shape: Shape, steps: int) -> Record:
 
 
 def graphed(
-    stack: Stack, shape: Shape, measure: Callable[[Callable[[], object]], float]
+    stack: Stack, shape: LayerShape, measure: Callable[[Callable[[], object]], float]
 ) -> float | str:
     """What `measure` says of replaying a step's CUDA graph, or why it cannot be captured."""
     if DEVICE == "cpu":
@@ -278,7 +278,7 @@ def graphed(
     return round(measure(graph.replay), 3)
 
 
-def errors(stack: Stack, shape: Shape) -> Record:
+def errors(stack: Stack, shape: LayerShape) -> Record:
     """Errors relative to fp32 on one sample; for y and dx also without the residual stream."""
     assert stack.weights is not None
     weights = stack.weights()

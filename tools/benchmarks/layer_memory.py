@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tools.benchmarks.clock import DEVICE, release
-from tools.benchmarks.layer_stacks import Shape, Stack
+from tools.benchmarks.layer_stacks import LayerShape, Stack
 
 LAYERS = 4
 
 
-def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
+def held(build: Callable[[int], Stack], shape: LayerShape) -> dict[str, float]:
     """Bytes per token and layer that a stack holds between forward and backward."""
     stack = build(LAYERS)
     x, dy = stack.inputs(shape.batch)
@@ -35,7 +35,7 @@ def held(build: Callable[[int], Stack], shape: Shape) -> dict[str, float]:
     return record
 
 
-def held_by_compiled(stack: Stack, shape: Shape) -> dict[str, float]:
+def held_by_compiled(stack: Stack, shape: LayerShape) -> dict[str, float]:
     """Bytes per token and layer of a compiled layer, called LAYERS times in place of a stack.
 
     A second batch size, to separate what grows with the tokens, would compile it again.
@@ -75,7 +75,7 @@ def _saved_bytes(stack: Stack, x: Tensor) -> int:
     return sum(storages.values())
 
 
-def peak_mib(stack: Stack, shape: Shape) -> float:
+def peak_mib(stack: Stack, shape: LayerShape) -> float:
     """The most that a step of one layer allocates on top of weights, gradients, x and dy."""
     x, dy = stack.inputs(shape.batch)
     release()

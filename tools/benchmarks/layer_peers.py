@@ -21,8 +21,8 @@ from tools.benchmarks.layer_stacks import (
     INIT_STD,
     NORM_EPS,
     SEED,
+    LayerShape,
     PlainLayer,
-    Shape,
     Stack,
     plain_stack,
 )
@@ -47,7 +47,7 @@ def prepare(row: str) -> None:
         import torchao.float8  # type: ignore[import-not-found]  # noqa: F401
 
 
-def peer_stack(row: str, shape: Shape, layers: int, *, fp32_grads: bool = True) -> Stack:
+def peer_stack(row: str, shape: LayerShape, layers: int, *, fp32_grads: bool = True) -> Stack:
     """Build `layers` layers of a peer. Raises ImportError if it is not installed."""
     prepare(row)
     if row in TE_RECIPES:
@@ -59,7 +59,9 @@ def peer_stack(row: str, shape: Shape, layers: int, *, fp32_grads: bool = True) 
     return one.repeated(layers)
 
 
-def _transformer_engine(kind: str | None, shape: Shape, layers: int, fp32_grads: bool) -> Stack:
+def _transformer_engine(
+    kind: str | None, shape: LayerShape, layers: int, fp32_grads: bool
+) -> Stack:
     import transformer_engine.pytorch as te
 
     torch.manual_seed(SEED)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tools.benchmarks.clock import DEVICE, milliseconds, synchronize
-from tools.benchmarks.layer_stacks import Shape, Stack
+from tools.benchmarks.layer_stacks import LayerShape, Stack
 
 COPY = {"cuda": 1 << 30, "cpu": 1 << 24}[DEVICE]  # bytes
 PROFILED = 5  # steps
@@ -26,7 +26,7 @@ ATTENTION = ("sdpa", "flash", "fmha", "attention", "cudnn")  # in lower-cased ke
 GEMM = ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "wgmma", "aten::mm")
 SHOWN_MS = 0.003  # shorter kernels are not listed, but are in the sums
 
-Bytes = Callable[[Shape], float]
+Bytes = Callable[[LayerShape], float]
 BYTES: dict[str, dict[str, Bytes]] = {
     # row ("" means every row) -> kernel -> bytes that its launches must move per step and layer
     "": {
@@ -54,7 +54,7 @@ ELEMENTWISE = {  # bytes per token that COAT's flow must move: (coefficient of H
 WEIGHT_CAST = 4  # bytes per weight: BF16 read, FP8 and its transpose written
 
 
-def profile(row: str, stack: Stack, shape: Shape) -> list[dict[str, Any]]:
+def profile(row: str, stack: Stack, shape: LayerShape) -> list[dict[str, Any]]:
     """One record per kernel of a step, longest first: its kind, time, and bandwidth if known.
 
     On a CPU the records are of operators instead of kernels.
@@ -120,7 +120,7 @@ def shown(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # the roofline
 
 
-def roofline(shape: Shape) -> dict[str, Any]:
+def roofline(shape: LayerShape) -> dict[str, Any]:
     """Milliseconds of GEMMs (fast and slow accumulation), attention and memory traffic alone."""
     copy = copy_rate()
     tokens, hidden, ffn = shape.tokens, shape.hidden, shape.ffn
@@ -152,7 +152,7 @@ def roofline(shape: Shape) -> dict[str, Any]:
     }
 
 
-def elementwise_bytes(shape: Shape) -> int:
+def elementwise_bytes(shape: LayerShape) -> int:
     """Bytes that the elementwise kernels of COAT's flow must move in a step of one layer."""
     a_token = sum(h * shape.hidden + f * shape.ffn for h, f in ELEMENTWISE.values())
     weights = shape.hidden * (4 * shape.hidden + 3 * shape.ffn)
@@ -171,7 +171,7 @@ def gemm(m: int, n: int, k: int, dtype: torch.dtype, *, fast: bool) -> float:
     )
 
 
-def attention(shape: Shape) -> tuple[float, float]:
+def attention(shape: LayerShape) -> tuple[float, float]:
     """Milliseconds of causal attention in BF16, forward and backward, on [S, B, N, D] memory."""
 
     def heads() -> Tensor:

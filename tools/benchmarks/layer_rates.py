@@ -23,7 +23,7 @@ from coatlm.model.layer_time import PASSES, TERA
 from coatlm.model.rates import Rates, interpolated
 from tools.benchmarks import layer
 from tools.benchmarks.clock import DEVICE, release, sustained
-from tools.benchmarks.layer_stacks import COATLM, Shape, coatlm_stack
+from tools.benchmarks.layer_stacks import COATLM, LayerShape, coatlm_stack
 
 HIDDEN, SEQ, BATCH, HEAD_DIM = (256, 512, 1024, 2048, 4096, 8192), 2048, 4, 128
 ELEMENTS = 4096 * SEQ * BATCH  # of the residual stream of a layer, at least
@@ -90,15 +90,15 @@ def recipes(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     yield "layer", table
 
 
-def layer_shape(hidden: int, smoke: bool) -> Shape:
+def layer_shape(hidden: int, smoke: bool) -> LayerShape:
     """A layer of 4 h^2 and 9 h^2 weights, so that the smallest size of its GEMMs is h."""
     if smoke:
-        return Shape(hidden, 3 * hidden, hidden // 32, 32, 2)
+        return LayerShape(hidden, 3 * hidden, hidden // 32, 32, 2)
     batch = max(BATCH, ELEMENTS // (hidden * SEQ))
-    return Shape(hidden, 3 * hidden, hidden // HEAD_DIM, SEQ, batch)
+    return LayerShape(hidden, 3 * hidden, hidden // HEAD_DIM, SEQ, batch)
 
 
-def layer_seconds(stack: Any, shape: Shape) -> float:
+def layer_seconds(stack: Any, shape: LayerShape) -> float:
     """The time of forward and backward of a layer, on a GPU replayed from a CUDA graph."""
     if DEVICE == "cuda":
         replayed = layer.graphed(stack, shape, sustained)
@@ -108,7 +108,7 @@ def layer_seconds(stack: Any, shape: Shape) -> float:
     return float(layer.timing(stack, shape, CPU_STEPS)["ms"]) / 1000
 
 
-def launch_us(row: str, shape: Shape) -> float:
+def launch_us(row: str, shape: LayerShape) -> float:
     """Microseconds in which the host launches forward and backward of one more layer.
 
     A small microbatch: the device is done before the host, and no launch waits for it.
@@ -121,7 +121,7 @@ def launch_us(row: str, shape: Shape) -> float:
     return max(1000 * (more - first) / LAUNCHED, 1.0)
 
 
-def attended(found: Table, base: Rates, shape: Shape) -> float:
+def attended(found: Table, base: Rates, shape: LayerShape) -> float:
     """Seconds of attention of a layer, forward and backward, by the rates measured before."""
     table = found.get("attention", base.attention)
     sizes = table[min(table, key=lambda dim: abs(dim - shape.head_dim))]

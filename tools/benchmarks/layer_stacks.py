@@ -36,7 +36,7 @@ COATLM = {  # row -> model.spec, precision.recipe, precision.scaling
 }
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """The sizes of a layer and its microbatch: elements, heads, tokens per sample, samples."""
 
     hidden: int
@@ -114,7 +114,7 @@ def groups() -> Any:
 
 
 def coatlm_stack(
-    row: str, shape: Shape, layers: int, overrides: Sequence[str] = (), *, first: bool = False
+    row: str, shape: LayerShape, layers: int, overrides: Sequence[str] = (), *, first: bool = False
 ) -> Stack:
     """Build layers as the trainer does, with fp32 weight gradients in `main_grad`.
 
@@ -227,7 +227,7 @@ class PlainLayer(nn.Module):
     fastest with these.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.heads, self.head_dim = shape.heads, shape.head_dim
         hidden, ffn = shape.hidden, shape.ffn
@@ -254,7 +254,7 @@ def _rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return x_BNSD * cos_SD + torch.cat((-second, first), dim=-1) * sin_SD
 
 
-def rope_tables(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(shape: LayerShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [S, D] on the device; the two halves of D are equal."""
     exponent = torch.arange(0, shape.head_dim, 2, device=DEVICE).float() / shape.head_dim
     angle = torch.outer(torch.arange(shape.seq, device=DEVICE).float(), ROPE_THETA**-exponent)
@@ -262,7 +262,7 @@ def rope_tables(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return both.cos().to(dtype), both.sin().to(dtype)
 
 
-def plain_stack(shape: Shape, *, compiled: Callable[[PlainLayer], Any] | None = None) -> Stack:
+def plain_stack(shape: LayerShape, *, compiled: Callable[[PlainLayer], Any] | None = None) -> Stack:
     """One BF16 layer, or `compiled(layer)`; autograd stores gradients in `grad`."""
     torch.manual_seed(SEED)
     with torch.device(DEVICE):
@@ -279,7 +279,7 @@ def plain_stack(shape: Shape, *, compiled: Callable[[PlainLayer], Any] | None = 
 
 
 def reference_gradients(
-    weights: dict[str, Tensor], shape: Shape, x_SBH: Tensor, dy_SBH: Tensor
+    weights: dict[str, Tensor], shape: LayerShape, x_SBH: Tensor, dy_SBH: Tensor
 ) -> dict[str, Tensor]:
     """y, dx and the weights' gradients of the same layer in fp32, in megatron's layouts."""
     with torch.device(DEVICE):
@@ -301,10 +301,10 @@ def reference_gradients(
     return found
 
 
-def _by_kind(weight: Tensor, shape: Shape) -> Tensor:
+def _by_kind(weight: Tensor, shape: LayerShape) -> Tensor:
     """Rows ordered head, (q, k, v), element -> (q, k, v), head, element."""
     return weight.unflatten(0, (shape.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _by_head(weight: Tensor, shape: Shape) -> Tensor:
+def _by_head(weight: Tensor, shape: LayerShape) -> Tensor:
     return weight.unflatten(0, (3, shape.heads, -1)).transpose(0, 1).flatten(0, 2)

@@ -62,7 +62,7 @@ TP2 = {"parallel.tp": "2", "parallel.sequence_parallel": "true"}
 ZERO_3 = {"parallel.zero": "3", "parallel.weight_gather": "fp8"}
 
 
-class Run(NamedTuple):
+class LayoutRow(NamedTuple):
     """A row: its name, that of the row of `end-to-end`, and the options of it."""
 
     name: str
@@ -74,48 +74,50 @@ class Run(NamedTuple):
     planned: bool = False  # in the layout that the planner ranks first
 
 
-def runs() -> Iterator[Run]:
+def runs() -> Iterator[LayoutRow]:
     """All rows in the order of their importance."""
     large = {**LLAMA_3_8B, "microbatches": "16"}
-    yield Run("8B of 8192 tokens, ZeRO-1", COAT, large)
-    yield Run("8B of 8192 tokens, planned", COAT, large, planned=True)
-    yield Run("8B of 8192 tokens, megatron+te delayed", TE, large)
+    yield LayoutRow("8B of 8192 tokens, ZeRO-1", COAT, large)
+    yield LayoutRow("8B of 8192 tokens, planned", COAT, large, planned=True)
+    yield LayoutRow("8B of 8192 tokens, megatron+te delayed", TE, large)
     for mbs in ("4", "2"):
         traced = LLAMA_2_7B | {"mbs": mbs, "microbatches": "1", "trace": "1"}
-        yield Run(f"7B, microbatch {mbs}, traced", COAT, traced)
-    yield Run(
+        yield LayoutRow(f"7B, microbatch {mbs}, traced", COAT, traced)
+    yield LayoutRow(
         "7B, microbatch 4, megatron+te delayed",
         TE,
         LLAMA_2_7B | {"microbatches": "1", "trace": "1"},
     )
-    yield Run("7B, ZeRO-1", COAT, LLAMA_2_7B)
-    yield Run("7B, ZeRO-3", COAT, LLAMA_2_7B | ZERO_3)
-    yield Run("7B, fsdp2 torchao", FSDP, LLAMA_2_7B | {"mbs": "2", "microbatches": "8"})
-    yield Run("7B, TP2", COAT, LLAMA_2_7B | TP2)
-    yield Run("7B, TP2, 2 chunks", COAT, LLAMA_2_7B | TP2 | {"parallel.tp_chunks": "2"})
-    yield Run("7B, PP2", COAT, LLAMA_2_7B | {"parallel.pp": "2", "mbs": "2", "microbatches": "8"})
+    yield LayoutRow("7B, ZeRO-1", COAT, LLAMA_2_7B)
+    yield LayoutRow("7B, ZeRO-3", COAT, LLAMA_2_7B | ZERO_3)
+    yield LayoutRow("7B, fsdp2 torchao", FSDP, LLAMA_2_7B | {"mbs": "2", "microbatches": "8"})
+    yield LayoutRow("7B, TP2", COAT, LLAMA_2_7B | TP2)
+    yield LayoutRow("7B, TP2, 2 chunks", COAT, LLAMA_2_7B | TP2 | {"parallel.tp_chunks": "2"})
+    yield LayoutRow(
+        "7B, PP2", COAT, LLAMA_2_7B | {"parallel.pp": "2", "mbs": "2", "microbatches": "8"}
+    )
     long = LLAMA_2_7B | {"seq": "16384", "mbs": "1", "microbatches": "2"}
-    yield Run("7B of 16384 tokens, ZeRO-1", COAT, long)
+    yield LayoutRow("7B of 16384 tokens, ZeRO-1", COAT, long)
     for way in ("a2a", "all_gather"):
         options = long | {"parallel.cp": "2", "parallel.cp_comm": way}
-        yield Run(f"7B of 16384 tokens, CP2 by {way}", COAT, options)
-    yield Run("13B, ZeRO-3", COAT, LLAMA_2_13B | ZERO_3)
-    yield Run("13B, TP2", COAT, LLAMA_2_13B | TP2)
-    yield Run("13B, planned", COAT, LLAMA_2_13B, planned=True)
+        yield LayoutRow(f"7B of 16384 tokens, CP2 by {way}", COAT, options)
+    yield LayoutRow("13B, ZeRO-3", COAT, LLAMA_2_13B | ZERO_3)
+    yield LayoutRow("13B, TP2", COAT, LLAMA_2_13B | TP2)
+    yield LayoutRow("13B, planned", COAT, LLAMA_2_13B, planned=True)
     giant = CODE_LLAMA_34B | {"microbatches": "4"}
-    yield Run("34B, ZeRO-3", COAT, giant | ZERO_3, least=8)
-    yield Run("34B, planned", COAT, giant, least=8, planned=True)
+    yield LayoutRow("34B, ZeRO-3", COAT, giant | ZERO_3, least=8)
+    yield LayoutRow("34B, planned", COAT, giant, least=8, planned=True)
     for name, options in ONE_GPU.items():
         for layer in ("fp8-gradients", "bf16"):
             one = options | {"precision.output_layer": layer}
-            yield Run(f"{name}, output layer {layer}", COAT, one, 1, 1, 1)
+            yield LayoutRow(f"{name}, output layer {layer}", COAT, one, 1, 1, 1)
         parts = options | {"precision.output_layer": "fp8-gradients", "trace": "1"}
         parts |= {"microbatches": "2", "train.cuda_graphs": "false"}
-        yield Run(f"{name}, parts", COAT, parts, 1, 1, 1)
+        yield LayoutRow(f"{name}, parts", COAT, parts, 1, 1, 1)
     for count in (1, 2, 4, 8):
-        yield Run(f"7B, weak scaling to {count}", COAT, LLAMA_2_7B, count, count)
+        yield LayoutRow(f"7B, weak scaling to {count}", COAT, LLAMA_2_7B, count, count)
         small = QWEN_05B | {"microbatches": "4"}
-        yield Run(f"0.5B, weak scaling to {count}", COAT, small, count, count)
+        yield LayoutRow(f"0.5B, weak scaling to {count}", COAT, small, count, count)
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -147,7 +149,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     return found if cluster is None else found | compared(found, config, vocab, cluster)
 
 
-def end_to_end_options(run: Run, count: int, cluster: Cluster | None) -> dict[str, str]:
+def end_to_end_options(run: LayoutRow, count: int, cluster: Cluster | None) -> dict[str, str]:
     """The options of `end-to-end` for a row. Raises ValueError if a layout is to be planned and the
     planner has no rates of the GPU, or if no layout fits.
     """

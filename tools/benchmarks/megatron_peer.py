@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.benchmarks.layer_stacks import Shape
+from tools.benchmarks.layer_stacks import LayerShape
 
 ROWS = {  # -> fp8, fp8_recipe of megatron-core
     "megatron+te bf16": (None, None),
@@ -25,7 +25,7 @@ ROWS = {  # -> fp8, fp8_recipe of megatron-core
 
 def megatron_step(
     row: str,
-    shape: Shape,
+    shape: LayerShape,
     layers: int,
     vocab: int,
     draw: Callable[[], Tensor],
