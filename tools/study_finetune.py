@@ -58,8 +58,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
 from tools import study_loss  # noqa: E402
 from tools.studies.accuracy_table import markdown, tabulate  # noqa: E402
 from tools.studies.loss_lines import DONE, Line, read_lines  # noqa: E402
-from tools.studies.loss_study import Study, read_study  # noqa: E402
-from tools.studies.tasks import TASKS, Pair, draw_pairs, write_pairs  # noqa: E402
+from tools.studies.loss_study import LossStudy, read_study  # noqa: E402
+from tools.studies.tasks import TASKS, TaskExample, draw_pairs, write_pairs  # noqa: E402
 
 logger = logging.getLogger("study_finetune")
 
@@ -69,11 +69,11 @@ LAST = 1 << 30  # steps between checkpoints: only the last step, which is evalua
 BYTE = ByteTokenizer()
 
 
-class Session(study_loss.Session):
+class FinetuneSession(study_loss.Session):
     """One call of the tool that trains. A line has the accuracy of each task too."""
 
     def __init__(
-        self, study: Study, options: argparse.Namespace, test: Sequence[Pair], start: str
+        self, study: LossStudy, options: argparse.Namespace, test: Sequence[TaskExample], start: str
     ) -> None:
         super().__init__(study, options)
         self.test = test
@@ -87,7 +87,7 @@ class Session(study_loss.Session):
         super()._append(line)
 
 
-def accuracies(run: Path, test: Sequence[Pair]) -> dict[str, float]:
+def accuracies(run: Path, test: Sequence[TaskExample]) -> dict[str, float]:
     """Task -> % of its examples that the newest checkpoint of a run decodes exactly."""
     checkpoint = named_checkpoint(run, logger)
     examples = [
@@ -104,7 +104,7 @@ def accuracies(run: Path, test: Sequence[Pair]) -> dict[str, float]:
     return found
 
 
-def fine_tuning(study: Study, checkpoint: Path, prefix: Path) -> Study:
+def fine_tuning(study: LossStudy, checkpoint: Path, prefix: Path) -> LossStudy:
     """The study that starts from a checkpoint's weights, on the tasks prepared at `prefix`.
 
     Raises ValueError for a study with a trunk, and for a checkpoint with another tokenizer.
@@ -125,7 +125,7 @@ def fine_tuning(study: Study, checkpoint: Path, prefix: Path) -> Study:
     return dataclasses.replace(study, base=base)
 
 
-def prepare_tasks(runs: Path, train: int, test: int) -> tuple[Path, list[Pair]]:
+def prepare_tasks(runs: Path, train: int, test: int) -> tuple[Path, list[TaskExample]]:
     """Write the examples below `runs`/tasks; returns the dataset's prefix and the test examples."""
     taught, asked = draw_pairs(train, test)
     directory = runs / "tasks"
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             checkpoint = named_checkpoint(options.checkpoint, logger)
             prefix, test = prepare_tasks(options.runs, options.train, options.test)
             study = fine_tuning(study, checkpoint, prefix)
-            session = Session(study, options, test, study_loss.fingerprint(checkpoint))
+            session = FinetuneSession(study, options, test, study_loss.fingerprint(checkpoint))
             code = session.run(options.minutes, retry=options.retry)
         report(study.reference, options.out)
     except (ValueError, OSError) as error:

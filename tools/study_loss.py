@@ -71,8 +71,8 @@ from tools.studies.loss_lines import (  # noqa: E402
     read_lines,
     result,
 )
-from tools.studies.loss_runs import CPU, Ended, Job, Places, gpus, run_jobs  # noqa: E402
-from tools.studies.loss_study import TRUNK, Study, read_study  # noqa: E402
+from tools.studies.loss_runs import CPU, Ended, Places, StudyJob, gpus, run_jobs  # noqa: E402
+from tools.studies.loss_study import TRUNK, LossStudy, read_study  # noqa: E402
 from tools.studies.loss_table import as_json, draw, markdown, tabulate  # noqa: E402
 
 UNFINISHED = int(ExitCode.REQUEUE)
@@ -83,20 +83,22 @@ MOST_MINUTES = 1e6
 class Session:
     """One call of the tool that trains."""
 
-    def __init__(self, study: Study, options: argparse.Namespace) -> None:
+    def __init__(self, study: LossStudy, options: argparse.Namespace) -> None:
         self.study, self.out = study, options.out
         names = gpus()
         self.places = Places.of(names, options.per_gpu)
         first = sorted(study.recipes.items(), key=lambda row: row[0] != study.reference)
         self.jobs = [
-            Job(recipe, seed, study.config(options.runs, recipe, seed), row.ranks)
+            StudyJob(recipe, seed, study.config(options.runs, recipe, seed), row.ranks)
             for seed in study.seeds
             for recipe, row in first
         ]
-        self.trunk: Job | None = None
+        self.trunk: StudyJob | None = None
         if study.trunk is not None:
             trunk = study.trunk_config(options.runs)
-            self.trunk = Job(TRUNK, trunk.run.seed, trunk, study.recipes[study.reference].ranks)
+            self.trunk = StudyJob(
+                TRUNK, trunk.run.seed, trunk, study.recipes[study.reference].ranks
+            )
         for job in (*self.jobs, *filter(None, [self.trunk])):
             self.places.check(job)
             _check_directory(job.config)
@@ -126,7 +128,7 @@ class Session:
         states = [x["state"] for key, x in newest(read_lines(self.out)).items() if key in chosen]
         return UNFINISHED if not finished else int(FAILED in states)
 
-    def _run_trunk(self, trunk: Job, end: float | None) -> bool:
+    def _run_trunk(self, trunk: StudyJob, end: float | None) -> bool:
         """Train the trunk, unless that is done; whether it is. Later lines have its fingerprint."""
         ended: list[Ended] = []
         manifest = last_checkpoint(trunk.config) / MANIFEST
@@ -142,14 +144,14 @@ class Session:
             raise ValueError(f"{trunk.config.run.dir}: no losses in it, and a checkpoint")
         return True
 
-    def _line(self, job: Job) -> Line:
+    def _line(self, job: StudyJob) -> Line:
         """The part of a job's line that is known before it runs."""
         row = self.study.recipes.get(job.recipe)
         overrides = list(self.study.trunk or () if row is None else row.overrides)
         own = {"recipe": job.recipe, "seed": job.seed, "overrides": overrides, "ranks": job.ranks}
         return self.common | own
 
-    def _already(self, job: Job) -> bool:
+    def _already(self, job: StudyJob) -> bool:
         """Whether the run had finished, and its call had no time for the line; writes the line."""
         try:
             found = result(job.config, job.ranks, self.prepared)
@@ -158,7 +160,7 @@ class Session:
         self._append(self._line(job) | {"state": DONE, "seconds": sum(job.pieces())} | found)
         return True
 
-    def _end(self, job: Job, ended: Ended) -> None:
+    def _end(self, job: StudyJob, ended: Ended) -> None:
         """Write the line of a job that has ended."""
         line = self._line(job) | {"seconds": round(sum(job.pieces()), 3)}
         try:
@@ -199,7 +201,7 @@ def _check_directory(config: Config) -> None:
             raise ValueError(f"{path}: {key}={old}, now {new}: give another --runs")
 
 
-def report(study: Study, out: Path, pool: Iterable[Path]) -> None:
+def report(study: LossStudy, out: Path, pool: Iterable[Path]) -> None:
     """Print the table and write it as JSON and as a plot. Raises ValueError."""
     lines = [line for path in (out, *pool) for line in read_lines(path)]
     if not lines:

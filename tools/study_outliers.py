@@ -65,9 +65,9 @@ from coatlm.train.state import read_run_state
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
 
 from tools.studies.outlier_report import (  # noqa: E402
-    Found,
+    OutlierStudy,
     Point,
-    Study,
+    RecipeErrors,
     as_json,
     draw,
     markdown,
@@ -97,9 +97,9 @@ def study(
     configs: Mapping[str, Config],
     stresses: Sequence[str],
     factors: Sequence[int],
-) -> Study:
+) -> OutlierStudy:
     """Compare `configs`, by recipe, with fp32. Raises ValueError if the checkpoint does not fit."""
-    result = Study([], [])
+    result = OutlierStudy([], [])
     weights = read_weights(checkpoint, device())
     vocab = len(weights["embedding.word_embeddings.weight"])
     total = len(stresses) * len(factors) * (len(configs) + 1)
@@ -141,7 +141,7 @@ def measure(
 
 def judge(
     stress: str, factor: int, recipe: str, got: Sequence[Result], wanted: Sequence[Result]
-) -> Found:
+) -> RecipeErrors:
     """The errors of `got`, a recipe's results, to `wanted`, those of fp32."""
     pairs = list(zip(got, wanted, strict=True))
     errors = [matrix_errors(g.gradients, w.gradients) for g, w in pairs]
@@ -150,7 +150,7 @@ def judge(
     by_matrix = {key: statistics.fmean(e[key] for e in errors) for key in errors[0]}
     # a NaN is the worst of all
     worst = max(by_matrix, key=lambda key: (math.isnan(by_matrix[key]), by_matrix[key]))
-    return Found(
+    return RecipeErrors(
         stress,
         factor,
         recipe,
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _study(options: Any) -> tuple[Study, dict[str, Any]]:
+def _study(options: Any) -> tuple[OutlierStudy, dict[str, Any]]:
     """Read the checkpoint and the data that the command line names, and study them."""
     path = named_checkpoint(options.checkpoint, logging.getLogger("coatlm"))
     state = read_run_state(path)

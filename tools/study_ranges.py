@@ -97,7 +97,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RangeRule:
     """The ranges of both moments, and other ones for the first `early_steps` steps."""
 
     m: Range
@@ -116,14 +116,14 @@ def v_to(end: float, wide_end: float | None = None) -> Range:
 
 
 M_NOW, KERNEL = Range(-9.0), Range(MAX - math.log2(448 * 448 / 2), down=True, k16_min=1)
-PUBLISHED = Rule(KERNEL, KERNEL)
+PUBLISHED = RangeRule(KERNEL, KERNEL)
 RULES = {
-    "coatlm": Rule(M_NOW, v_to(-6.0)),
-    "v to 2^-7": Rule(M_NOW, v_to(-7.0)),
-    "v to 2^-9": Rule(M_NOW, v_to(-9.0)),
-    "by span": Rule(M_NOW, v_to(-7.0, wide_end=-9.0)),
-    "best of 4": Rule(M_NOW, Range(-6.0, ends=ENDS, k16_min=8)),
-    "by age": Rule(M_NOW, v_to(-7.0), early=(Range(-8.0, multiple=2), v_to(-8.0))),
+    "coatlm": RangeRule(M_NOW, v_to(-6.0)),
+    "v to 2^-7": RangeRule(M_NOW, v_to(-7.0)),
+    "v to 2^-9": RangeRule(M_NOW, v_to(-9.0)),
+    "by span": RangeRule(M_NOW, v_to(-7.0, wide_end=-9.0)),
+    "best of 4": RangeRule(M_NOW, Range(-6.0, ends=ENDS, k16_min=8)),
+    "by age": RangeRule(M_NOW, v_to(-7.0), early=(Range(-8.0, multiple=2), v_to(-8.0))),
 }
 
 

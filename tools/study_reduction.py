@@ -47,7 +47,7 @@ from coatlm.train.setup import Launch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
 
-from tools.studies.gradient_sums import Found, RankGradients, study  # noqa: E402
+from tools.studies.gradient_sums import RankGradients, SumErrors, study  # noqa: E402
 
 RANKS = (8, 32, 128)
 ELEMENTS = 1 << 22
@@ -104,7 +104,7 @@ def _spread(groups: int, most: int) -> Tensor:
     return (torch.arange(count, device=device()) * groups) // count
 
 
-def markdown(found: Sequence[Found]) -> Iterator[str]:
+def markdown(found: Sequence[SumErrors]) -> Iterator[str]:
     """Yield the lines of the table."""
     yield "| sum | ranks | SNR dB | relative error | underflow | overflow | smallest mu |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -117,7 +117,7 @@ def markdown(found: Sequence[Found]) -> Iterator[str]:
         )
 
 
-def draw(found: Sequence[Found], path: Path) -> None:
+def draw(found: Sequence[SumErrors], path: Path) -> None:
     """Plot SNR, underflow and overflow over the number of ranks."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     axes = figure.subplots(1, 3)

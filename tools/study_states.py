@@ -97,7 +97,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Study:
+class StateStudy:
     """The tables over all elements, and over those whose v no format rounds to zero ("nonzero")."""
 
     elements: int
@@ -154,7 +154,7 @@ def _spread(x_GE: Tensor, share: float) -> Tensor:
     return x_GE[torch.arange(count) * len(x_GE) // count].flatten()
 
 
-def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:
+def study(moments: Moments, *, device: torch.device | str = "cpu") -> StateStudy:
     """The errors of each format of m with each format of v, computed in fp32, summed in fp64."""
     rows, columns = list(M_FORMATS), list(V_FORMATS)
     squares = torch.zeros(2, len(rows), len(columns), dtype=torch.float64)  # [all | nonzero]
@@ -182,7 +182,7 @@ def study(moments: Moments, *, device: torch.device | str = "cpu") -> Study:
         )
     ]
     shares = dict(zip(columns, (zeroed / count[0]).tolist(), strict=True))
-    return Study(int(count[0]), int(count[1]), shares, *cells)
+    return StateStudy(int(count[0]), int(count[1]), shares, *cells)
 
 
 def _sums(x: Tensor, nonzero: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _sums(x: Tensor, nonzero: Tensor) -> Tensor:
     return torch.stack([squares.sum(), squares[nonzero].sum()]).cpu()
 
 
-def markdown(result: Study) -> Iterator[str]:
+def markdown(result: StateStudy) -> Iterator[str]:
     """The lines of Table 1, Table 8 and the rules of expansion, over all and nonzero elements."""
     lost = result.elements - result.nonzero
     views = [(f"all {result.elements:,} elements", result.mse, result.error)]
@@ -269,7 +269,7 @@ def _draw_range(axes: Axes, x: Tensor, how: Expansion, title: str) -> None:
     axes.legend(frameon=False)
 
 
-def as_json(moments: Moments, result: Study) -> dict[str, Any]:
+def as_json(moments: Moments, result: StateStudy) -> dict[str, Any]:
     """The contents of states.json; the MSE is in units of 1."""
     return {
         "updates": moments.updates,

@@ -25,8 +25,8 @@ from coatlm.optim.schedule import learning_rate
 from tools import study_loss
 from tools.studies import loss_runs
 from tools.studies.loss_lines import Line, check_comparable, newest
-from tools.studies.loss_runs import CPU, Ended, Job, Places, run_jobs
-from tools.studies.loss_study import Recipe, Study, read_study
+from tools.studies.loss_runs import CPU, Ended, Places, StudyJob, run_jobs
+from tools.studies.loss_study import LossStudy, StudyRecipe, read_study
 from tools.studies.loss_table import difference, markdown, tabulate
 
 ROOT = Path(__file__).parents[2]
@@ -239,19 +239,19 @@ time.sleep(60)
 """
 
 
-def jobs(tmp_path: Path, count: int, *, ranks: int = 1) -> list[Job]:
-    study = Study("s", {}, (), (1,), "r", {"r": Recipe((), ranks)})
-    return [Job("r", seed, study.config(tmp_path, "r", seed), ranks) for seed in range(count)]
+def jobs(tmp_path: Path, count: int, *, ranks: int = 1) -> list[StudyJob]:
+    study = LossStudy("s", {}, (), (1,), "r", {"r": StudyRecipe((), ranks)})
+    return [StudyJob("r", seed, study.config(tmp_path, "r", seed), ranks) for seed in range(count)]
 
 
-def show(tmp_path: Path, *, code: int = 0, together: int = 1) -> Callable[[Job], list[str]]:
+def show(tmp_path: Path, *, code: int = 0, together: int = 1) -> Callable[[StudyJob], list[str]]:
     """A command that notes its GPU and rank, waits for `together` such notes, and exits."""
     words = [sys.executable, "-c", SHOW, str(tmp_path / "seen")]
     return lambda job: [*words, str(job.seed), str(code), str(together)]
 
 
 def test_jobs_take_the_emptiest_gpu_and_a_job_of_two_ranks_both(tmp_path: Path) -> None:
-    ended: list[Job] = []
+    ended: list[StudyJob] = []
     single, double = jobs(tmp_path, 3), jobs(tmp_path, 4, ranks=2)[3:]
     places = Places.of(["4", "7"], per_gpu=1)
     assert run_jobs(
@@ -314,7 +314,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_killed_and_the_failed_one_counts(
 def test_at_the_end_jobs_get_sigterm_and_none_is_reported(tmp_path: Path) -> None:
     begun = tmp_path / "state"
     command = [sys.executable, "-c", SAVES, str(begun)]
-    todo, reported = jobs(tmp_path, 2), list[Job]()
+    todo, reported = jobs(tmp_path, 2), list[StudyJob]()
     end = time.monotonic() + 3
     assert not run_jobs(
         todo,

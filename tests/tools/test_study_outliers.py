@@ -12,7 +12,7 @@ import torch
 
 from tests.tools.stressed import BATCH, SEQ, make_checkpoint
 from tools import study_outliers
-from tools.studies.outlier_report import Found, Point, Study, as_json
+from tools.studies.outlier_report import OutlierStudy, Point, RecipeErrors, as_json
 from tools.studies.recipe_models import Result
 from tools.study_outliers import judge, main, mean_and_error
 
@@ -139,8 +139,10 @@ def test_an_error_that_is_not_finite_is_a_result(value: float) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:
-    found = Found("swiglu", 1, "coat", math.nan, 0.1, math.inf, 0.2, 0.3, "w")
-    written = json.loads(as_json(Study([Point("swiglu", 1, 2.0, 0.0, 3.0)], [found]), {"step": 4}))
+    found = RecipeErrors("swiglu", 1, "coat", math.nan, 0.1, math.inf, 0.2, 0.3, "w")
+    written = json.loads(
+        as_json(OutlierStudy([Point("swiglu", 1, 2.0, 0.0, 3.0)], [found]), {"step": 4})
+    )
     assert written["found"][0] == {
         "stress": "swiglu",
         "factor": 1,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.studies.gradient_sums import Found, RankGradients, study
+from tools.studies.gradient_sums import RankGradients, SumErrors, study
 from tools.study_reduction import main
 
 GROUPS = 64
@@ -28,7 +28,7 @@ def made(ranks: int, *, alike: float) -> RankGradients:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, int], Found]:
+def found() -> dict[tuple[str, int], SumErrors]:
     return {(f.how, f.ranks): f for f in study(made(32, alike=0.9), [8, 32])}
 
 

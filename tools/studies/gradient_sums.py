@@ -74,7 +74,7 @@ class RankGradients:
 
 
 @dataclass(frozen=True)
-class Found:
+class SumErrors:
     """The errors of one summation over N ranks."""
 
     how: str
@@ -86,7 +86,7 @@ class Found:
     mu: float | None  # the smallest mu of auto-scaling
 
 
-def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[Found]:
+def study(gradients: RankGradients, ranks: Sequence[int]) -> Iterator[SumErrors]:
     """Yield the errors of every way of summing, for each number of ranks. Raises ValueError."""
     most = len(gradients.values)
     if not ranks or max(ranks) > most or min(ranks) < 2:
@@ -187,10 +187,10 @@ def accumulated(g: RankGradients, fmt: Fp8Format, *, nearest: bool = False) -> T
     return Total(sums.float())
 
 
-def _judge(how: str, g: RankGradients, total: Total, *, mu: float | None = None) -> Found:
+def _judge(how: str, g: RankGradients, total: Total, *, mu: float | None = None) -> SumErrors:
     exact = g.values.double().sum(0)
     error = (exact - total.value.double()).square().sum() / exact.square().sum()
-    return Found(
+    return SumErrors(
         how,
         len(g.values),
         snr=float(-10 * error.log10()),

@@ -39,7 +39,7 @@ STOPPED = {code for n in process.INTERRUPTS for code in (128 + n, -n)} | {-signa
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyJob:
     """One run of a study."""
 
     recipe: str
@@ -74,7 +74,7 @@ def gpus() -> list[str]:
     return names[:count] or [CPU]
 
 
-def pretrain(job: Job) -> list[str]:
+def pretrain(job: StudyJob) -> list[str]:
     """The command of a job's ranks."""
     return [sys.executable, str(ROOT / "pretrain.py"), f"{job.files}.yaml"]
 
@@ -89,7 +89,7 @@ class Places:
     def of(cls, names: Sequence[str], per_gpu: int) -> Places:
         return cls(dict.fromkeys(names, per_gpu))
 
-    def check(self, job: Job) -> None:
+    def check(self, job: StudyJob) -> None:
         """Raise ValueError unless a job fits if nothing else runs. On a CPU ranks share it."""
         room = sum(self.free.values()) if CPU in self.free else len(self.free)
         if job.ranks > room:
@@ -121,14 +121,14 @@ class Places:
 class Running:
     """The processes of a job."""
 
-    job: Job
+    job: StudyJob
     names: list[str]  # GPUs
     processes: list[subprocess.Popen[bytes]]
     begin: float = field(default_factory=time.monotonic)
     failed: tuple[int, float] | None = None  # exit code of the first rank that failed, and when
 
     @classmethod
-    def start(cls, job: Job, names: list[str], command: Sequence[str]) -> Running:
+    def start(cls, job: StudyJob, names: list[str], command: Sequence[str]) -> Running:
         """Start the ranks of a job on these GPUs; their output is appended to the job's log."""
         job.files.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(f"{job.files}.yaml"), job.config.to_yaml())
@@ -182,12 +182,12 @@ class Running:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[StudyJob],
     places: Places,
-    on_end: Callable[[Job, Ended], None],
+    on_end: Callable[[StudyJob, Ended], None],
     *,
     end: float | None = None,
-    command: Callable[[Job], Sequence[str]] = pretrain,
+    command: Callable[[StudyJob], Sequence[str]] = pretrain,
 ) -> bool:
     """Run jobs and call `on_end` for each that ended and was not stopped; whether all have ended.
 

@@ -46,7 +46,7 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StudyRecipe:
     """A row of the study: overrides, and the data-parallel ranks of its runs."""
 
     overrides: tuple[str, ...]
@@ -54,7 +54,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Study:
+class LossStudy:
     """A validated study."""
 
     name: str
@@ -62,7 +62,7 @@ class Study:
     overrides: tuple[str, ...]
     seeds: tuple[int, ...]
     reference: str
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, StudyRecipe]
     trunk: tuple[str, ...] | None = None
     free: tuple[str, ...] = ()
 
@@ -124,7 +124,7 @@ def read_study(
     *,
     recipes: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-) -> Study:
+) -> LossStudy:
     """Read a study; `recipes` and `seeds` choose some of its runs, the reference always included.
 
     `changes` are overrides behind those of the study, before those of a recipe. Raises ValueError
@@ -152,7 +152,7 @@ def read_study(
     if not isinstance(base, dict):
         raise ValueError(f"{path}: base={base!r}: must be a file or a mapping of sections")
     trunk = found.get("trunk")
-    return Study(
+    return LossStudy(
         name=path.stem,
         base=base,
         overrides=(*_words(found.get("overrides", []), "overrides"), *changes),
@@ -171,7 +171,7 @@ def _mapping(found: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
     return value
 
 
-def _recipe(name: str, value: Any, free: Sequence[str]) -> Recipe:
+def _recipe(name: str, value: Any, free: Sequence[str]) -> StudyRecipe:
     field = f"recipes.{name}"
     if name == TRUNK or not name or set(name) & set("/ \t\n") or name.startswith("."):
         raise ValueError(f"{field}: a recipe names a directory, without spaces, and is not {TRUNK}")
@@ -189,7 +189,7 @@ def _recipe(name: str, value: Any, free: Sequence[str]) -> Recipe:
         key = word.partition("=")[0]
         if key.startswith(STIPULATED) and key not in (*FREE, *free):
             raise ValueError(f"{field}: {word}: {key} is the same for all recipes of a study")
-    return Recipe(words, ranks)
+    return StudyRecipe(words, ranks)
 
 
 def _words(value: Any, field: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ TITLES = {"val_loss": "validation loss", "last_loss": "training loss, last 5 %"}
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """The differences of n pairs, in % of the reference's loss."""
 
     pairs: int
@@ -39,30 +39,30 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Row:
+class RecipeRow:
     """One recipe: differences by loss, and medians over its finished runs."""
 
     recipe: str
     runs: int
     failed: int
-    differences: dict[str, Difference]  # key of LOSSES -> differences; of the reference too: 0
+    differences: dict[str, PairedDifference]  # by key of LOSSES; 0 for the reference
     losses: dict[str, float | None]  # key of LOSSES -> mean over runs
     tokens_per_s: float | None
     peak_gib: float | None
 
 
-def difference(values: Sequence[float], reference: Sequence[float]) -> Difference:
+def difference(values: Sequence[float], reference: Sequence[float]) -> PairedDifference:
     """The differences of paired losses, by the formulas of the module docstring."""
     d = 100 * (np.asarray(values, dtype=np.float64) / np.asarray(reference) - 1)
     n = len(d)
     if not n:
-        return Difference(0, None, None, None, None, None)
+        return PairedDifference(0, None, None, None, None, None)
     sd = float(d.std(ddof=1)) if n > 1 else None
     error = None if sd is None else sd / math.sqrt(n)
-    return Difference(n, float(d.mean()), error, sd, float(d.min()), float(d.max()))
+    return PairedDifference(n, float(d.mean()), error, sd, float(d.min()), float(d.max()))
 
 
-def tabulate(lines: Sequence[Line], reference: str) -> list[Row]:
+def tabulate(lines: Sequence[Line], reference: str) -> list[RecipeRow]:
     """A row per recipe, the reference first. Raises ValueError for lines that do not compare."""
     check_all_comparable(lines)
     found = newest([line for line in lines if line["recipe"] != TRUNK])
@@ -75,10 +75,10 @@ def finished(found: Mapping[Key, Line], name: str) -> dict[tuple[int, str | None
     return {(s, t): x for (r, s, t), x in found.items() if r == name and x["state"] == DONE}
 
 
-def _row(found: Mapping[Key, Line], name: str, reference: str) -> Row:
+def _row(found: Mapping[Key, Line], name: str, reference: str) -> RecipeRow:
     mine, theirs = finished(found, name), finished(found, reference)
     both = [key for key in mine if key in theirs]
-    return Row(
+    return RecipeRow(
         name,
         runs=len(mine),
         failed=sum(r == name and x["state"] == FAILED for (r, _, _), x in found.items()),
@@ -100,7 +100,7 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
+def markdown(rows: Sequence[RecipeRow]) -> Iterator[str]:
     """Yield the lines of the table: mean difference +- standard error, sd, smallest to largest."""
     yield (
         f"| recipe | pairs | failed | validation loss, % of {rows[0].recipe} | sd | range "
@@ -123,7 +123,7 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[RecipeRow]) -> list[dict[str, Any]]:
     """The table as JSON values."""
     return [
         {**vars(row), "differences": {k: vars(d) for k, d in row.differences.items()}}
@@ -131,7 +131,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[RecipeRow], path: Path) -> None:
     """Plot mean differences with standard errors (thick) and ranges (thin), a row per recipe."""
     shown = [row for row in rows[1:] if row.differences["val_loss"].pairs]
     figure = Figure(figsize=(11, 1.2 + 0.32 * max(len(shown), 3)), layout="constrained")

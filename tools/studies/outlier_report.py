@@ -26,7 +26,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Found:
+class RecipeErrors:
     """The errors of a recipe at a point: means over microbatches, and their standard errors."""
 
     stress: str
@@ -41,14 +41,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Study:
+class OutlierStudy:
     """The measurements of all stresses, factors and recipes."""
 
     points: list[Point]
-    found: list[Found]
+    found: list[RecipeErrors]
 
 
-def markdown(result: Study) -> Iterator[str]:
+def markdown(result: OutlierStudy) -> Iterator[str]:
     """Yield the lines of one table per stress, errors in percent."""
     for stress in dict.fromkeys(p.stress for p in result.points):
         points = [p for p in result.points if p.stress == stress]
@@ -67,7 +67,7 @@ def markdown(result: Study) -> Iterator[str]:
         yield ""
 
 
-def _cell(found: Found) -> str:
+def _cell(found: RecipeErrors) -> str:
     loss = _percent(found.loss_error, found.loss_error_se)
     return f"{loss}, {_percent(found.gradient_error, found.gradient_error_se)}"
 
@@ -77,7 +77,7 @@ def _percent(mean: float, error: float) -> str:
     return f"{100 * mean:.3g}{spread}"
 
 
-def draw(result: Study, path: Path) -> None:
+def draw(result: OutlierStudy, path: Path) -> None:
     """Plot both errors over the factor, a column of panels per stress and a line per recipe."""
     stresses = list(dict.fromkeys(p.stress for p in result.points))
     figure = Figure(figsize=(1 + 4 * len(stresses), 7), layout="constrained")
@@ -112,10 +112,10 @@ def draw(result: Study, path: Path) -> None:
     figure.savefig(path, format="png", dpi=130)
 
 
-def as_json(result: Study, about: Mapping[str, Any]) -> str:
+def as_json(result: OutlierStudy, about: Mapping[str, Any]) -> str:
     """The contents of outliers.json; numbers that are not finite become null."""
 
-    def plain(row: Point | Found) -> dict[str, Any]:
+    def plain(row: Point | RecipeErrors) -> dict[str, Any]:
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(row).items()

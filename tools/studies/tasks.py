@@ -24,7 +24,7 @@ MOST_REPEATS = 1000  # draws in a row of prompts that occur already, at which a 
 
 
 @dataclass(frozen=True)
-class Pair:
+class TaskExample:
     """An example of one task."""
 
     task: str
@@ -66,13 +66,15 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-def draw_pairs(train: int, test: int, *, seed: int = 0) -> tuple[list[Pair], list[Pair]]:
+def draw_pairs(
+    train: int, test: int, *, seed: int = 0
+) -> tuple[list[TaskExample], list[TaskExample]]:
     """`train` and `test` different examples per task, each part in random order.
 
     Raises ValueError if a task does not have as many prompts.
     """
     rng = random.Random(seed)
-    parts: tuple[list[Pair], list[Pair]] = ([], [])
+    parts: tuple[list[TaskExample], list[TaskExample]] = ([], [])
     for task, draw in TASKS.items():
         drawn: dict[str, str] = {}
         repeats = 0
@@ -84,7 +86,7 @@ def draw_pairs(train: int, test: int, *, seed: int = 0) -> tuple[list[Pair], lis
                     f"{train} examples to train on and {test} to test: {task} has fewer prompts"
                 )
             drawn[prompt] = completion
-        pairs = [Pair(task, prompt, completion) for prompt, completion in drawn.items()]
+        pairs = [TaskExample(task, prompt, completion) for prompt, completion in drawn.items()]
         parts[0].extend(pairs[:train])
         parts[1].extend(pairs[train:])
     for part in parts:
@@ -92,7 +94,7 @@ def draw_pairs(train: int, test: int, *, seed: int = 0) -> tuple[list[Pair], lis
     return parts
 
 
-def write_pairs(pairs: Sequence[Pair], path: Path) -> None:
+def write_pairs(pairs: Sequence[TaskExample], path: Path) -> None:
     """Write JSON lines that tools/preprocess_data.py --chat reads."""
     lines = [json.dumps({"prompt": p.prompt, "completion": p.completion}) for p in pairs]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
