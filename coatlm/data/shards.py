@@ -4,8 +4,8 @@
 
 A shard has about `shard_bytes` of input, and less of a small input, so that every process gets
 some: its size depends on the input alone, and a call with other workers finds the shards of the one
-before. The name of a shard is the hash of everything that its tokens depend on: files with size and mtime,
-tokenizer, options.
+before. The name of a shard is the hash of everything that its tokens depend on: files with size and
+mtime, tokenizer, options.
 """
 
 from __future__ import annotations

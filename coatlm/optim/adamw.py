@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,17 +34,16 @@ from coatlm.optim.fused import FusedStep, prepare
 from coatlm.optim.moment_formats import Stored, named_state
 from coatlm.optim.offload import PIECE, Piece, StateOffload, make_pieces, parts
 from coatlm.optim.recipes import MASTER, M, Recipe, V, find_recipe
-from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, initial_states, round_up
+from coatlm.optim.shards import (
+    FlatShard,
+    Proposal,
+    check_recipe,
+    decayed_blocks,
+    initial_states,
+    round_up,
+)
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
-
-
-class Proposal(NamedTuple):
-    """The result of a step for a range of elements, before it is written."""
-
-    update: Tensor  # fp32, to be added to the weights
-    weight: Tensor  # in the model's dtype
-    states: Stored
 
 
 class AdamW:
@@ -311,10 +310,6 @@ class AdamW:
         if self.offload is not None:
             self.offload.synchronize()
         return self._states
-
-    def state_bytes(self) -> int:
-        """Bytes of all states, without weights and gradients."""
-        return sum(t.numel() * t.element_size() for states in self.states for t in states.values())
 
     @torch.no_grad()
     def decode(self, i: int, name: str) -> Tensor:

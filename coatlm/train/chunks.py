@@ -1,4 +1,4 @@
-"""The model chunks of a rank in flat buckets, reduced and gathered as section `parallel` says."""
+"""The model chunks of a rank: their flat buckets, their delayed scales and their rounding noise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from coatlm.config import Config, Parallel
 from coatlm.config.recipes import ROW
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
+from coatlm.fp8.operand import format_of
 from coatlm.model.builder import Llama
-from coatlm.model.coat_layer import CoatTransformerLayer
+from coatlm.model.coat_layer import CoatTransformerLayer, flows_of
+from coatlm.model.rounding import GradientNoise
+from coatlm.model.scales import DelayedScales
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange, Levels
@@ -112,3 +115,27 @@ def fp8_weights(module: Any, config: Config) -> frozenset[nn.Parameter]:
         layers = [layer for layer in layers if isinstance(layer, CoatTransformerLayer)]
     params = [p for layer in layers for p in layer.parameters()]
     return frozenset(p for p in params if p.requires_grad and p.dim() == 2)
+
+
+def delayed_scales(
+    config: Config, modules: Sequence[Llama], groups: Groups
+) -> DelayedScales | None:
+    """The delayed scales of this pipeline stage's FP8 layers; None with current scaling."""
+    precision = config.precision
+    if precision.scaling == "current":
+        return None
+    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
+    fmt = format_of(precision.flow_recipe().dgrad.gradient)
+    margin = precision.delayed_margin
+    return DelayedScales(flows, fmt, device=device(), margin=margin, group=groups.stage)
+
+
+def gradient_noise(
+    config: Config, modules: Sequence[Llama], groups: Groups
+) -> GradientNoise | None:
+    """The noise of stochastic rounding in this pipeline stage's layers; None without it."""
+    if config.precision.grad_rounding == "nearest":
+        return None
+    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
+    rank = groups.world.rank()
+    return GradientNoise(flows, seed=config.run.seed, rank=rank, device=device())

@@ -14,12 +14,10 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data import context_parallel
 from coatlm.data.batches import Microbatch
-from coatlm.fp8.operand import format_of
 from coatlm.model import numerics
-from coatlm.model.builder import Llama, build_model
+from coatlm.model.builder import build_model
 from coatlm.model.coat_layer import change_layers, flows_of
-from coatlm.model.rounding import GradientNoise
-from coatlm.model.scales import DelayedScales, Histories
+from coatlm.model.scales import Histories
 from coatlm.model.traffic import step_traffic
 from coatlm.optim import edq
 from coatlm.optim.adamw import AdamW
@@ -34,7 +32,13 @@ from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, gpu_memory
-from coatlm.train.chunks import GRAD_DTYPES, make_chunks, sum_noise
+from coatlm.train.chunks import (
+    GRAD_DTYPES,
+    delayed_scales,
+    gradient_noise,
+    make_chunks,
+    sum_noise,
+)
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -326,30 +330,6 @@ class Trainer:
             enter=enter,
             graphs=self.graphs,
         )
-
-
-def delayed_scales(
-    config: Config, modules: Sequence[Llama], groups: Groups
-) -> DelayedScales | None:
-    """The delayed scales of this pipeline stage's FP8 layers; None with current scaling."""
-    precision = config.precision
-    if precision.scaling == "current":
-        return None
-    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
-    fmt = format_of(precision.flow_recipe().dgrad.gradient)
-    margin = precision.delayed_margin
-    return DelayedScales(flows, fmt, device=device(), margin=margin, group=groups.stage)
-
-
-def gradient_noise(
-    config: Config, modules: Sequence[Llama], groups: Groups
-) -> GradientNoise | None:
-    """The noise of stochastic rounding in this pipeline stage's layers; None without it."""
-    if config.precision.grad_rounding == "nearest":
-        return None
-    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
-    rank = groups.world.rank()
-    return GradientNoise(flows, seed=config.run.seed, rank=rank, device=device())
 
 
 def ignore(phase: str | None) -> None:

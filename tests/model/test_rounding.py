@@ -16,7 +16,7 @@ from coatlm.model import flow_gemms
 from coatlm.model.coat_layer import flows_of
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import GRADIENTS
-from coatlm.train.step import delayed_scales, gradient_noise
+from coatlm.train.chunks import delayed_scales, gradient_noise
 from tests.model.test_flow import build, equal, run, run_config
 
 CPU = torch.device("cpu")

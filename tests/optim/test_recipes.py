@@ -20,6 +20,7 @@ from tests.optim.toy import (
     optimizer,
     shard_of,
     snapshot,
+    state_bytes,
     train,
     weights,
 )
@@ -48,7 +49,7 @@ def test_bytes_per_parameter(recipe: str, budget: float) -> None:
     """Beside the BF16 weight; with it coat-lean has 6.08, coat-24 5.08; m and v of COAT 2.08."""
     assert bytes_per_parameter(recipe, BF16) == budget
     n = 128 * 7
-    assert optimizer([shard_of(weights(n))], recipe).state_bytes() == budget * n
+    assert state_bytes(optimizer([shard_of(weights(n))], recipe)) == budget * n
 
 
 def test_fp32_weights_are_their_own_master() -> None:

@@ -59,3 +59,8 @@ def snapshot(opt: AdamW) -> list[Tensor]:
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def state_bytes(opt: AdamW) -> int:
+    """Bytes of all states, without weights and gradients."""
+    return sum(tensor.nbytes for states in opt.states for tensor in states.values())

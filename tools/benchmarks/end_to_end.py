@@ -46,8 +46,9 @@ from coatlm.model.fits import with_logits
 from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import LayerShape
-from tools.benchmarks.overlap import UPDATE, exposed, idle, length, trace
+from tools.benchmarks.overlap import exposed, idle, length, trace
 from tools.benchmarks.ranks import run_ranks, send_record
+from tools.benchmarks.updates import record_updates, update_ms
 
 SHAPES = {  # hidden, layers, heads, ffn
     "0.5b": (896, 24, 14, 4864),
@@ -219,35 +220,6 @@ def captures(row: str, options: dict[str, str]) -> bool:
 def in_backward(options: dict[str, str]) -> bool:
     """Whether the row updates in backward, so that the time of an update is not known."""
     return options.get("train.update") == "backward"
-
-
-def record_updates(optimizer: Any) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Record events around every call of `optimizer.step`: norm, clipping and update.
-
-    An update that is captured in a graph of the whole step is not called again.
-    """
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    inner = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if torch.cuda.is_current_stream_capturing():
-            return inner(*args, **kwargs)
-        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        events[-1][0].record()
-        with torch.profiler.record_function(UPDATE):
-            result = inner(*args, **kwargs)
-        events[-1][1].record()
-        return result
-
-    optimizer.step = step
-    return events
-
-
-def update_ms(updates: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> dict[str, float]:
-    """The median time of an update, where updates run apart from other work."""
-    if not updates:
-        return {}
-    return {"update_ms": round(statistics.median(a.elapsed_time(b) for a, b in updates), 1)}
 
 
 def random_tokens(mbs: int, seq: int, rank: int, vocab: int = VOCAB) -> Callable[[], torch.Tensor]:

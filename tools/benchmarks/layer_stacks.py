@@ -130,7 +130,7 @@ def coatlm_stack(
     from coatlm.parallel.collectives import Traffic
     from coatlm.parallel.flat_model import FlatModel
     from coatlm.parallel.wire import Plain
-    from coatlm.train.step import delayed_scales, gradient_noise
+    from coatlm.train.chunks import delayed_scales, gradient_noise
 
     spec, recipe, scaling = COATLM[row]
     model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
