@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from coatlm.data.tokenizer import make_tokenizer
 from tests.bpe import train_bpe
 from tests.data.templates import write_tokenizer
 from tests.distributed import ROOT, run_ranks
@@ -64,28 +65,37 @@ def studies(directory: Path) -> None:
         path.write_text(re.sub(r"^  te-.*\n", "", text, flags=re.MULTILINE))
 
 
-def fine_tuning(directory: Path) -> None:
-    """A model of Hugging Face in the place of Qwen2.5 0.5B, conversations, and a run on bytes."""
+def save_model(family: str, directory: Path, **more: object) -> None:
+    """A Hugging Face model of SMALL sizes, of one of transformers' families."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    studies(directory)
-    model = directory / "models/qwen2.5-0.5b"
-    write_tokenizer(model, "qwen2.5")
     sizes = AutoConfig.for_model(
-        "qwen2",
+        family,
         hidden_size=SMALL["model.hidden"],
         num_hidden_layers=SMALL["model.layers"],
         num_attention_heads=SMALL["model.heads"],
         head_dim=SMALL["model.head_dim"],
-        num_key_value_heads=2,
         intermediate_size=SMALL["model.ffn"],
         vocab_size=VOCAB,
+        **more,
+    )
+    AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16).save_pretrained(directory)
+
+
+def fine_tuning(directory: Path) -> None:
+    """A model of Hugging Face in the place of Qwen2.5 0.5B, conversations, and a run on bytes."""
+    studies(directory)
+    model = directory / "models/qwen2.5-0.5b"
+    write_tokenizer(model, "qwen2.5")
+    save_model(
+        "qwen2",
+        model,
+        num_key_value_heads=2,
         tie_word_embeddings=True,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
-    AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16).save_pretrained(model)
     with (directory / "talks.jsonl").open("w") as talks:
         for i in range(200):
             question = {"role": "user", "content": f"{i} + 1?"}
@@ -93,6 +103,28 @@ def fine_tuning(directory: Path) -> None:
             print(json.dumps({"messages": [question, answer]}), file=talks)
             print(json.dumps({"prompt": f"{i} + 2?", "completion": str(i + 2)}), file=talks)
     finish("trunk", pretrain, small(["configs/quickstart.yaml", "run.dir=runs/trunk"]))
+
+
+def own_model(directory: Path) -> None:
+    """A model of Hugging Face in the place of Llama 3 8B, and its instruction-tuned sibling.
+
+    As with the published ones, only the tokenizer of the sibling has a chat template and calls the
+    end of a turn the end of a text.
+    """
+    model = directory / "models/llama3-8b"
+    write_tokenizer(directory / "models/llama3-8b-instruct", "llama3")
+    write_tokenizer(model, "llama3")
+    tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(tokens))
+    save_model(
+        "llama",
+        model,
+        eos_token_id=make_tokenizer(f"hf:{model}/tokenizer.json").eod,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )
 
 
 def from_megatron_lm(directory: Path) -> None:
@@ -106,5 +138,6 @@ def from_megatron_lm(directory: Path) -> None:
 GIVEN: dict[str, Callable[[Path], None]] = {
     "fine-tuning": fine_tuning,
     "from-megatron-lm": from_megatron_lm,
+    "own-model": own_model,
     "recipes": studies,
 }

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from coatlm.commands import train
+from coatlm.commands.train import main as command
+from coatlm.config import load_config
+from coatlm.config.shipped import config_file
 from tests.commands.test_slurm_script import RECORDER
 from tests.commands.test_slurm_script import run as run_script
 from tests.distributed import free_port
 from tests.forks import pretrain
-from tests.guide_runs import call, coatlm, process, ranks, small
+from tests.guide_runs import call, coatlm, finish, process, ranks, small
 
 MOST_RANKS = 8  # of a job of SLURM
 REAL_RANKS = 2  # a rank of torchrun imports torch, which takes seconds; a fork has it
@@ -29,7 +31,7 @@ PORTS = range(29500, 30500)  # that coatlm derives from SLURM_JOB_ID
 
 def planned(arguments: Sequence[str], ranks: int) -> None:
     """Plan the command as the page has it."""
-    assert train.main([*arguments, "--dry-run", "--ranks", str(ranks)]) == 0, shlex.join(arguments)
+    assert command([*arguments, "--dry-run", "--ranks", str(ranks)]) == 0, shlex.join(arguments)
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
@@ -88,6 +90,18 @@ def launch(words: Sequence[str]) -> None:
         ranks(shown, coatlm, ["train", *adapted], environments)
     else:
         ranks(shown, pretrain, adapted, environments)
+
+
+def train(arguments: Sequence[str]) -> None:
+    """coatlm train, which starts one process per GPU where there are several."""
+    shown = shlex.join(["coatlm", "train", *arguments])
+    given = [word for word in arguments[1:] if "=" in word and not word.startswith("-")]
+    parallel = load_config(config_file(arguments[0]), given).parallel
+    size = parallel.tp * parallel.pp * parallel.cp
+    if size == 1 or "--dry-run" in arguments:
+        finish(shown, coatlm, ["train", *small(arguments)])
+    else:
+        ranks(shown, coatlm, ["train", *small(arguments, size)], torchrun_environments(size))
 
 
 def elastic(arguments: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ A command is run as it stands on the page, with these changes:
 
     training       keys of SMALL and a text of its own, unless the page has prepared data before;
                    a configuration that the page itself wrote keeps its model
+    coatlm train   as many forks as its tensor, pipeline and context parallelism need
     torchrun       up to REAL_RANKS processes: torchrun itself; else forks with its environment,
                    as many as the page starts, over gloo. torchrun's parser reads the options
     srun           forks with SLURM's environment, over gloo: as many nodes as on the page, and
@@ -32,8 +33,8 @@ import pytest
 from coatlm.config.program import SCRIPTS
 from tests.distributed import ROOT
 from tests.forks import pretrain
-from tests.guide_launchers import elastic, launch, submit
-from tests.guide_runs import SMALL, STEPS, call, coatlm, finish, fork_jobs, launched, process, small
+from tests.guide_launchers import elastic, launch, submit, train
+from tests.guide_runs import SMALL, STEPS, call, finish, fork_jobs, launched, process, small
 
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
@@ -100,7 +101,7 @@ def perform(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif name == "eval":
         process(shown, ["bash", "-c", f'set -e; text={words[1]}; eval "$text"'])
     elif name == "coatlm" and words[1] == "train":
-        finish(shown, coatlm, ["train", *small(words[2:])])
+        train(words[2:])
     elif words[1] == "-m":  # of another package
         process(shown, [sys.executable, *words[1:]])
     else:
