@@ -21,8 +21,10 @@ PARALLEL := --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 BANDIT := $(VENV)/bin/bandit --quiet --configfile pyproject.toml --recursive coatlm tools pretrain.py
 # torch 2.11 brings this one, constraints.txt the newest.
 OLDEST_TRITON := 3.6.0
+# The megatron-core of Python 3.12 and later. Its code also runs on 3.11, but pip has to be persuaded.
+NEWEST_MEGATRON = $(shell sed -n 's/^megatron-core==\([0-9.]*\);.*>= "3.12"$$/\1/p' constraints.txt)
 
-.PHONY: help install train test numerics check audit kernels fuzz drill bench format docs
+.PHONY: help install train test numerics check audit kernels megatron fuzz drill bench format docs
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests, in JOBS processes ($(JOBS)); those for GPUs or SLURM where there are any"
@@ -30,6 +32,7 @@ help:
 	@echo "make check    lint, formatting, types, who may import whom, and insecure code"
 	@echo "make audit    known vulnerabilities of the pinned packages; asks PyPI"
 	@echo "make kernels  build all kernels for sm_90 with the oldest Triton as well"
+	@echo "make megatron try checkpoints of the newest megatron-core, also on Python 3.11"
 	@echo "make fuzz     damage files and options at random for MINUTES ($(MINUTES)), see what happens"
 	@echo "make drill    kill, stop, starve and damage a running job, round after round"
 	@echo "make bench    measure kernels, layers and the optimizer against their peers"
@@ -91,6 +94,13 @@ kernels: $(DEV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
 		--target $(VENV)/triton triton==$(OLDEST_TRITON)
 	PYTHONPATH=$(VENV)/triton $(PYTEST) $(PARALLEL) tests/fp8 tests/model tests/optim -k 'sm90 or compile'
+
+megatron: $(DEV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+		--python-version 3.12 --ignore-requires-python --only-binary=:all: \
+		--target $(VENV)/megatron megatron-core==$(NEWEST_MEGATRON)
+	PYTHONPATH=$(abspath $(VENV))/megatron $(PYTEST) $(PARALLEL) \
+		tests/convert/test_megatron.py tests/convert/test_buckets.py $(ARGS)
 
 fuzz: $(DEV)
 	@FUZZ_MINUTES=$(MINUTES) $(PYTEST) -s tests/fuzz $(ARGS)
