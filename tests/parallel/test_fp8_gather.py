@@ -54,7 +54,7 @@ FLOW_CASES: dict[int, dict[str, dict[str, Any]]] = {
         "coat-lean": {"precision": {"recipe": "coat-lean"}, "optim": {"recipe": "coat-lean"}},
         "fp8-linear": {"precision": {"recipe": "fp8-linear", "grad_format": "e4m3"}},
         "coat-paper": {"precision": {"recipe": "coat-paper"}, "parallel": {"zero": 2}},
-        "kept weights": {"precision": {"keep_weights": True}},
+        "saved FP8 weights": {"precision": {"keep_weights": True}},
         "recompute": {"train": {"recompute": "full"}},
         "bf16 ends, biases": {
             "model": {"qkv_bias": True, "qk_norm": True},

@@ -42,7 +42,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "one parameter per bucket": BF16 | TIED | {"parallel": {"bucket_size": 1}},
         "one bucket": {"parallel": {"bucket_size": 10**9}},
         "recompute": LEAN | {"train": {"recompute": "full"}, "parallel": {"main_grads": "bf16"}},
-        "kept weights": LEAN | {"precision": COAT["precision"] | {"keep_weights": True}},
+        "saved FP8 weights": LEAN | {"precision": COAT["precision"] | {"keep_weights": True}},
         "delayed": LEAN | {"precision": COAT["precision"] | {"scaling": "delayed"}},
         "rounding": LEAN | {"precision": COAT["precision"] | {"grad_rounding": "stochastic"}},
         "offload": {"optim": {"recipe": "coat-lean", "offload": "states"}},

@@ -21,7 +21,7 @@ TURNS = ("fp8", "bf16", "bf16", "fp8", "bf16")  # what all layers compute in, st
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "delayed": {"precision": {"scaling": "delayed"}},
-    "kept weights": {"precision": {"keep_weights": True}},
+    "saved FP8 weights": {"precision": {"keep_weights": True}},
     "recompute": {"train": {"recompute": "full"}},
     "selective": {"train": {"recompute": "selective"}},
     "qwen": {"model": {"qkv_bias": True, "qk_norm": True}},
