@@ -65,7 +65,7 @@ test: $(DEV)
 
 # Vector units of other widths add in another order, and a tolerance may hold on one CPU only. These
 # tests run as on a CPU without vector instructions; make test covers those of this machine.
-NUMERICS := tests/fp8 tests/optim tests/model/test_flow.py tests/model/test_loss.py \
+NUMERICS := tests/fp8 tests/kernels tests/optim tests/model/test_flow.py tests/model/test_loss.py \
 	tests/model/test_numerics.py tests/model/test_scales.py tests/train/test_states_log.py \
 	tests/train/test_numerics_log.py tests/model/test_output_gemms.py \
 	tests/parallel/test_exchange.py tests/parallel/test_fp8_sum.py tests/parallel/test_wire.py
@@ -93,7 +93,7 @@ audit: $(DEV)
 kernels: $(DEV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
 		--target $(VENV)/triton triton==$(OLDEST_TRITON)
-	PYTHONPATH=$(VENV)/triton $(PYTEST) $(PARALLEL) tests/fp8 tests/model tests/optim -k 'sm90 or compile'
+	PYTHONPATH=$(VENV)/triton $(PYTEST) $(PARALLEL) tests/fp8 tests/kernels tests/model tests/optim -k 'sm90 or compile'
 
 megatron: $(DEV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \

@@ -108,5 +108,5 @@ class RopeScaling(Section):
         return self
 
     def parameters(self) -> dict[str, Any]:
-        """The type and its keys, as `coatlm.fp8.rope_scaling` takes them."""
+        """The type and its keys, as `coatlm.kernels.rope_scaling` takes them."""
         return {name: getattr(self, name) for name in ("type", "factor", *SCALINGS[self.type])}

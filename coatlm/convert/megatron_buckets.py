@@ -50,12 +50,12 @@ OTHERS = (
 ORDERS = ((NORM, OUTPUT, *OTHERS), (OUTPUT, NORM, *OTHERS))
 
 
-class Bucket(NamedTuple):
+class FlatBucket(NamedTuple):
     name: str  # without that of a state
     length: int  # elements
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """Where the tensor of a parameter on one tensor-parallel rank lies."""
 
     bucket: str
@@ -63,8 +63,8 @@ class Piece(NamedTuple):
     shape: Shape
 
 
-Chunks = Mapping[tuple[int, int], Sequence[Bucket]]  # (rank, chunk) -> its buckets
-Layout = dict[str, list[Piece]]  # key -> the pieces of all tensor-parallel ranks
+Chunks = Mapping[tuple[int, int], Sequence[FlatBucket]]  # (rank, chunk) -> its buckets
+Layout = dict[str, list[ParameterPiece]]  # key -> the pieces of all tensor-parallel ranks
 
 
 class BucketStates:
@@ -87,7 +87,7 @@ class BucketStates:
         rounded = (whole.to(weight.dtype).view(torch.uint8) for whole in wholes)
         return all(torch.equal(found, expected) for found in rounded)
 
-    def _read(self, piece: Piece, state: str) -> Tensor:
+    def _read(self, piece: ParameterPiece, state: str) -> Tensor:
         flat = self._stored.read_range(
             f"{piece.bucket}.{state}", piece.start, math.prod(piece.shape)
         )
@@ -120,14 +120,14 @@ def find_states(
 
 def _find_chunks(stored: StoredTensors) -> Chunks:
     """The buckets of each chunk; nothing unless all have all states in fp32."""
-    found: dict[tuple[int, int, int], dict[str, Bucket]] = {}
+    found: dict[tuple[int, int, int], dict[str, FlatBucket]] = {}
     for key, (dtype, shape) in stored.described.items():
         if (match := NAME.fullmatch(key)) and match[5] in BUCKETED:
             if dtype != torch.float32 or len(shape) != 1:
                 return {}
             states = found.setdefault((int(match[2]), int(match[3]), int(match[4])), {})
-            states[match[5]] = Bucket(match[1], shape[0])
-    chunks: dict[tuple[int, int], list[Bucket]] = {}
+            states[match[5]] = FlatBucket(match[1], shape[0])
+    chunks: dict[tuple[int, int], list[FlatBucket]] = {}
     for (rank, chunk, number), states in sorted(found.items()):
         buckets = chunks.setdefault((rank, chunk), [])
         if number != len(buckets) or states.keys() != set(BUCKETED) or len({*states.values()}) != 1:
@@ -160,7 +160,7 @@ def _lay_out(
             if starts is None:
                 return None
             for key, (bucket, start) in zip(keys, starts, strict=True):
-                layout.setdefault(key, []).append(Piece(bucket, start, local[key]))
+                layout.setdefault(key, []).append(ParameterPiece(bucket, start, local[key]))
     return layout if shapes.keys() <= layout.keys() else None
 
 
@@ -187,7 +187,7 @@ def _registered(
     return [*before, *layers, *after], last
 
 
-def _cut(sizes: Sequence[int], buckets: Sequence[Bucket]) -> list[tuple[str, int]] | None:
+def _cut(sizes: Sequence[int], buckets: Sequence[FlatBucket]) -> list[tuple[str, int]] | None:
     """Bucket and start of each parameter, in the order of registration; None if they do not fit."""
     left = list(sizes)
     starts: list[tuple[str, int]] = []

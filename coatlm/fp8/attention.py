@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from coatlm.fp8.document_attention import document_attention
-from coatlm.fp8.flash_attention import flash_attention
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import power_of_two
+from coatlm.kernels.document_attention import document_attention
+from coatlm.kernels.flash_attention import flash_attention
 
 TILE, WARPS = 4096, 4  # elements per program
 SAVED_DTYPES = (torch.bfloat16, torch.float16)

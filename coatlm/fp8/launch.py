@@ -13,10 +13,10 @@ from coatlm.fp8 import amax as amax_passes
 from coatlm.fp8 import emit, loaders
 from coatlm.fp8.formats import FORMATS, Fp8Format
 from coatlm.fp8.gemm import ROW_BLOCK, SQUARE_BLOCK
-from coatlm.fp8.norm import processors
 from coatlm.fp8.norm_quantize import UNSCALED
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.scaling import current_scale, group_scale, scales_of
+from coatlm.kernels.norm import processors
 
 BLOCK_WARPS, BLOCK_RUN = 16, 8  # of `emit_blocks_kernel`, whose tile is 128 x 128 elements
 PROGRAMS_PER_SM = 32  # of `amax_kernel`

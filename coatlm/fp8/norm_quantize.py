@@ -28,7 +28,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.norm import processors
 from coatlm.fp8.qtensor import ROW, QTensor, block
 from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import (
@@ -41,6 +40,7 @@ from coatlm.fp8.scaling import (
     scaled_codes_ref,
     top_exponent,
 )
+from coatlm.kernels.norm import processors
 
 TILE = 4096  # elements that a program holds at least: short rows share a program
 THREAD = 16  # elements per thread

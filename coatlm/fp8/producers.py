@@ -24,14 +24,11 @@ import torch
 from torch import Tensor
 
 from coatlm.config.recipes import ROW, TENSOR, DgradGemm, FlowRecipe, ForwardGemm, Operand
-from coatlm.fp8.activation import swiglu, swiglu_backward
 from coatlm.fp8.attention import dequantize_blocks
-from coatlm.fp8.norm import rms_norm, rms_norm_statistics
 from coatlm.fp8.norm_quantize import Normed, norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit, emit_direct, emit_transposed, format_of
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.quantize import quantize
-from coatlm.fp8.rope import join_qkv_rope
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.scaling import current_scale, group_scale
 from coatlm.fp8.swiglu_quantize import Activated, swiglu_backward_quantize, swiglu_quantize
@@ -44,6 +41,9 @@ from coatlm.fp8.transpose import (
     transpose_codes,
     transpose_rows,
 )
+from coatlm.kernels.activation import swiglu, swiglu_backward
+from coatlm.kernels.norm import rms_norm, rms_norm_statistics
+from coatlm.kernels.rope import join_qkv_rope
 
 FUSED_ROWS = Operand("e4m3", ROW)
 FUSED_OF_FORWARD = Operand("e4m3", TENSOR, "forward")

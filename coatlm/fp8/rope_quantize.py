@@ -20,10 +20,10 @@ from coatlm.fp8.formats import Fp8Format
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.qtensor import TENSOR, QTensor
-from coatlm.fp8.rope import join_qkv_rope_ref
 from coatlm.fp8.scaling import group_scale, power_of_two_ref, raise_amax_ref, scaled_codes_ref
 from coatlm.fp8.tiles import load_values
 from coatlm.fp8.transpose import Codes, padded_t
+from coatlm.kernels.rope import join_qkv_rope_ref
 
 ROWS, WARPS = 64, 4  # tokens of one head in a tile, and warps for it
 AMAX_ROWS = 16  # tokens in a tile of the pass that finds an amax

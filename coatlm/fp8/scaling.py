@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.formats import Coding, Fp8Format
-from coatlm.fp8.norm import processors
 from coatlm.fp8.stochastic import stochastic_ref
+from coatlm.kernels.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
 TILE = 8192  # elements per program of `_group_amax_kernel`

@@ -26,7 +26,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8 import swiglu_tiles
-from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
@@ -52,6 +51,7 @@ from coatlm.fp8.scaling import (
     top_exponent,
 )
 from coatlm.fp8.transpose import padded_t
+from coatlm.kernels.activation import swiglu_backward_ref, swiglu_ref
 
 RUN = 16  # elements of gate, and of up, per thread and chunk in forward
 CHUNKS = 6  # of a row, at most; more would not fit in registers

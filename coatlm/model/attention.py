@@ -10,7 +10,7 @@ holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Ke
 all-gathered. Each of the two query chunks attends to the prefix of the sequence that ends with this
 chunk: causal attention aligned at the lower right corner.
 
-Documents, windows and soft caps are as coatlm/fp8/document_attention.py defines them.
+Documents, windows and soft caps are as coatlm/kernels/document_attention.py defines them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatlm.fp8.document_attention import document_attention
-from coatlm.fp8.rope import rope, split_qkv_rope
+from coatlm.kernels.document_attention import document_attention
+from coatlm.kernels.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
 from coatlm.model.attention_backends import Shape, causal_attention, torch_attention

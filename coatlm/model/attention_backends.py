@@ -1,7 +1,7 @@
 """Backends of causal attention, and the choice between them by time.
 
     cudnn       cuDNN's kernels
-    flash       FlashAttention-2 with repeatable gradients (coatlm/fp8/flash_attention.py)
+    flash       FlashAttention-2 with repeatable gradients (coatlm/kernels/flash_attention.py)
     efficient   torch's memory-efficient kernels
 
 The first of them that accepts a shape is its default. Another one is chosen if
@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coatlm.fp8.flash_attention import flash_attention
 from coatlm.fp8.timed_choices import REPEATS, milliseconds
+from coatlm.kernels.flash_attention import flash_attention
 from coatlm.platform import device_memory
 
 logger = logging.getLogger("coatlm")

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coatlm.fp8 import producers
-from coatlm.fp8.activation import swiglu
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import norm_backward
 from coatlm.fp8.producers import decoded, powers_of_two
 from coatlm.fp8.qtensor import QTensor, block
-from coatlm.fp8.rope import rotate_qkv_, split_qkv_rope
+from coatlm.kernels.activation import swiglu
+from coatlm.kernels.rope import rotate_qkv_, split_qkv_rope
 from coatlm.model.flow_gemms import Flow
 from coatlm.model.numerics import norm_rows, qkv_gradient_rows, swiglu_gradient_rows, swiglu_rows
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatlm.fp8.activation import Activation, swiglu
-from coatlm.fp8.norm import rms_norm
+from coatlm.kernels.activation import Activation, swiglu
+from coatlm.kernels.norm import rms_norm
 from coatlm.megatron import MLP as MegatronMLP
 from coatlm.megatron import MegatronModule
 

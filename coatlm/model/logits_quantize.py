@@ -30,8 +30,8 @@ from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, TileShape, empty_codes, launch_emit
 from coatlm.fp8.qtensor import TENSOR, QTensor
 from coatlm.fp8.scaling import power_of_two_ref, scaled_codes_ref
-from coatlm.fp8.softcap import tanh
 from coatlm.fp8.transpose import padded_t
+from coatlm.kernels.softcap import tanh
 from coatlm.model.loss_kernels import logits_grad_ref
 
 TILE = TileShape(128, 64, 8, 1, 8)  # of logits

@@ -5,8 +5,8 @@
     dlogits = (exp(logits - lse) * (1 + 2 z lse) - onehot(label)) * dloss
     dhidden = dlogits @ weight      dweight = dlogits^T @ hidden
 
-With a soft cap c, logits are c tanh(h / c) of h = hidden @ weight^T (fp8/softcap.py), and dlogits
-are multiplied by 1 - tanh(h / c)^2.
+With a soft cap c, logits are c tanh(h / c) of h = hidden @ weight^T (kernels/softcap.py), and
+dlogits are multiplied by 1 - tanh(h / c)^2.
 
 z is the coefficient of the z-loss, which keeps lse near 0 (Chowdhery et al. 2022, "PaLM", section
 5). Both passes loop over chunks of the vocabulary, and in backward the GEMMs of a chunk compute
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coatlm.fp8.softcap import soft_capped
+from coatlm.kernels.softcap import soft_capped
 from coatlm.model.logits_quantize import TokenTerms
 from coatlm.model.loss_kernels import row_stats, row_stats_ref
 from coatlm.model.output_gemms import MakeGemms, OutputGemms, PlainGemms

@@ -1,7 +1,7 @@
 """What the loss computes from a chunk of logits: statistics of its rows, and their gradient.
 
 Shapes: T tokens, C columns, which are entries `first` to `first` + C of the vocabulary. `cap` is a
-soft cap (fp8/softcap.py). Formulas are in loss.py.
+soft cap (kernels/softcap.py). Formulas are in loss.py.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.softcap import soft_capped, tanh
+from coatlm.kernels.softcap import soft_capped, tanh
 
 BLOCK = 4096  # logits per iteration of a Triton program
 WARPS = 8

@@ -37,9 +37,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from coatlm.fp8.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.fp8.qtensor import QTensor
-from coatlm.fp8.rope import join_qkv_rope_ref
+from coatlm.kernels.activation import swiglu_backward_ref, swiglu_ref
+from coatlm.kernels.rope import join_qkv_rope_ref
 from coatlm.parallel.groups import Groups
 
 TENSORS = (

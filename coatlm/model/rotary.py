@@ -17,9 +17,9 @@ from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.data.context_parallel import rank_positions
-from coatlm.fp8.document_attention import document_positions
-from coatlm.fp8.rope import rope_frequencies, rope_tables
-from coatlm.fp8.rope_scaling import attention_factor
+from coatlm.kernels.document_attention import document_positions
+from coatlm.kernels.rope import rope_frequencies, rope_tables
+from coatlm.kernels.rope_scaling import attention_factor
 from coatlm.platform import device
 
 ELEMENT = 4  # bytes, of cos and sin in fp32, and of a position in int32

@@ -13,11 +13,11 @@ from torch import Tensor
 from coatlm.fp8.delayed import MARGINS, DelayedScaling
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.qtensor import QTensor
-from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.scaling import power_of_two_ref
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize
 from coatlm.fp8.transpose import quantize_both, quantize_direct
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.bounds import bytes_of
 
 both = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

@@ -30,8 +30,8 @@ from coatlm.fp8.launch import Matrix, Placed, emit_operands
 from coatlm.fp8.norm_quantize import parts_of, quantize_rows
 from coatlm.fp8.operand import emit_ref, padded
 from coatlm.fp8.qtensor import QTensor
-from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize_ref
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.gluon_on_cpu import simulated
 
 CODE = (amax, emit, loaders, quantize, rope_quantize, scaling, swiglu_tiles, tiles)

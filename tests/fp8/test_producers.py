@@ -10,10 +10,10 @@ from torch import Tensor
 
 from coatlm.config.recipes import COAT, RECIPES, ROW, TENSOR, DgradGemm, ForwardGemm, Operand, block
 from coatlm.fp8 import producers
-from coatlm.fp8.norm import rms_norm
 from coatlm.fp8.operand import emit, emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.transpose import transpose_codes
+from coatlm.kernels.norm import rms_norm
 
 
 def values(rows: int = 40, columns: int = 64) -> Tensor:

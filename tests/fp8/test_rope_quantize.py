@@ -8,8 +8,8 @@ from torch import Tensor
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.qtensor import TENSOR
-from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.bounds import (
     assert_padded_transpose,
     assert_powers_of_two_that_fit,

@@ -28,8 +28,8 @@ from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, empty_codes, matrix_source
 from coatlm.fp8.norm_quantize import parts_of
 from coatlm.fp8.producers import save_blocks
-from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.stochastic import bits_ref, stochastic_ref, words_ref
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.gluon_on_cpu import simulated
 from tests.fp8.sm90 import launches_compiled
 

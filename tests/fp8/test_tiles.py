@@ -18,7 +18,6 @@ from coatlm.fp8 import (
     emit,
     launch,
     loaders,
-    rope,
     rope_quantize,
     scaling,
     swiglu_quantize,
@@ -29,6 +28,7 @@ from coatlm.fp8 import (
 from coatlm.fp8.formats import E4M3, E5M2
 from coatlm.fp8.launch import Matrix, Placed, emit_operands
 from coatlm.fp8.qtensor import QTensor
+from coatlm.kernels import rope
 from tests.fp8.sm90 import access_bytes, compile_sm90, launches_compiled
 
 M, K = 1024, 512

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8
-from coatlm.fp8.flash_attention import flash_attention
+from coatlm.kernels.flash_attention import flash_attention
 from coatlm.model.attention import CoreAttention
 from coatlm.model.attention_backends import (
     BACKENDS,

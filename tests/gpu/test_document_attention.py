@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coatlm.config import make_config
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8
-from coatlm.fp8.document_attention import BACKENDS, document_attention
+from coatlm.kernels.document_attention import BACKENDS, document_attention
 from coatlm.model.rotary import RotaryTables, rotary_tables
 from tests.model.test_memory import tensors_in
 

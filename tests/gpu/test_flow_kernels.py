@@ -25,7 +25,6 @@ from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, Plans, matmul
 from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize
-from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.scaling import current_scale, group_scale
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
@@ -37,6 +36,7 @@ from coatlm.fp8.transpose import (
     transpose_codes,
     transpose_rows,
 )
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from coatlm.model.attention_backends import ORDER
 
 pytestmark = [

@@ -13,7 +13,7 @@ from torch import Tensor
 from coatlm.config.recipes import RECIPES, ROW, TENSOR, Granularity, Operand, block
 from coatlm.fp8.attention import attend_saving_fp8
 from coatlm.fp8.operand import emit, emit_ref, format_of
-from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from coatlm.model.flow import NormQKV, ProjMLP
 from coatlm.model.flow_gemms import Flow
 from coatlm.model.scales import DelayedScales
@@ -68,7 +68,7 @@ def layer_inputs(g: int, recipe: str) -> dict[str, Tensor]:
 
 def plain_layer(t: dict[str, Tensor], g: int, recipe: str) -> dict[str, Tensor]:
     """In fp64, by torch's autograd."""
-    from coatlm.fp8.rope import split_qkv_rope_ref
+    from coatlm.kernels.rope import split_qkv_rope_ref
 
     h, n, d, _, s, _ = shape_of(recipe).values()
     t = {name: value.double().requires_grad_(name != "dy") for name, value in t.items()}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8 import activation, norm
-from coatlm.fp8 import rope as rope_module
-from coatlm.fp8.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
-from coatlm.fp8.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
-from coatlm.fp8.rope import rope, rope_frequencies, rope_ref, rope_tables, split_qkv_rope
+from coatlm.kernels import activation, norm
+from coatlm.kernels import rope as rope_module
+from coatlm.kernels.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
+from coatlm.kernels.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
+from coatlm.kernels.rope import rope, rope_frequencies, rope_ref, rope_tables, split_qkv_rope
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,10 @@ from torch import Tensor
 from coatlm.config.recipes import BLOCKS_16
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.producers import save_blocks
-from coatlm.fp8.rope import rope_frequencies, rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize
 from coatlm.fp8.transpose import quantize_both
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.gpu.test_flow_kernels import on
 from tests.graphs import Step, run_both_ways
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coatlm.config import Config, make_config
 from coatlm.data.context_parallel import zigzag_positions
-from coatlm.fp8.document_attention import document_attention, document_positions
+from coatlm.kernels.document_attention import document_attention, document_positions
 from coatlm.model import attention
 from coatlm.model.rotary import RotaryTables, rotary_tables
 from coatlm.parallel.groups import make_groups, release_groups

@@ -14,8 +14,8 @@ from coatlm import megatron_hook
 from coatlm.config import Config, ConfigError, OptimRecipe, make_config
 from coatlm.config.recipes import PRECISION_RECIPES, ROW, TENSOR
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
-from coatlm.fp8 import document_attention
 from coatlm.fp8.attention import SavedInFp8
+from coatlm.kernels import document_attention
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.model.accounting import parameters
@@ -46,7 +46,7 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
     from megatron.core import tensor_parallel
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    from coatlm.fp8.rope import rope_frequencies, rope_tables
+    from coatlm.kernels.rope import rope_frequencies, rope_tables
     from coatlm.model.builder import transformer_config
     from coatlm.model.spec import block_spec
     from coatlm.parallel.groups import make_groups

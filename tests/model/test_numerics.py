@@ -13,9 +13,9 @@ from coatlm.fp8.formats import E5M2
 from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
-from coatlm.fp8.rope import rope_tables
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from coatlm.kernels.rope import rope_tables
 from coatlm.model import numerics
 from coatlm.model.coat_layer import flows_of
 from coatlm.model.numerics import SUMS, TENSORS, Probe, RowSource, watched

@@ -11,7 +11,7 @@ from tests.distributed import run_ranks
 from tests.parallel.test_reduction import (
     test_a_nan_on_one_rank_skips_the_step_on_all,
     test_all_ranks_report_the_same,
-    test_fp8_sends_at_most_1_04_bytes_an_element_and_reduction,
+    test_fp8_sends_at_most_1_04_bytes_per_element_and_reduction,
     test_stage_2_frees_every_gradient_buffer,
     test_tensor_parallel_bytes_are_what_megatron_sends,
     test_training_stays_near_fp32,
@@ -20,7 +20,7 @@ from tests.parallel.test_reduction import (
 __all__ = [
     "test_a_nan_on_one_rank_skips_the_step_on_all",
     "test_all_ranks_report_the_same",
-    "test_fp8_sends_at_most_1_04_bytes_an_element_and_reduction",
+    "test_fp8_sends_at_most_1_04_bytes_per_element_and_reduction",
     "test_stage_2_frees_every_gradient_buffer",
     "test_tensor_parallel_bytes_are_what_megatron_sends",
     "test_training_stays_near_fp32",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coatlm.fp8 import activation, norm, rope
+from coatlm.kernels import activation, norm, rope
 from tools import bench
 from tools.benchmarks import end_to_end, layer, layer_profile
 from tools.benchmarks.layer_stacks import LayerShape

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from coatlm.data.batches import document_bounds
-from coatlm.fp8.document_attention import (
+from coatlm.kernels.document_attention import (
     BACKENDS,
     ON_GPU,
     cumulative_lengths,

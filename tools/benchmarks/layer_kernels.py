@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import triton.testing
 
-from coatlm.fp8 import activation, norm
-from coatlm.fp8 import rope as rope_module
-from coatlm.fp8.rope import rope_frequencies, rope_tables
+from coatlm.kernels import activation, norm
+from coatlm.kernels import rope as rope_module
+from coatlm.kernels.rope import rope_frequencies, rope_tables
 
 BATCH, EPS, SETS = 4, 1e-5, 4
 BF16 = 2  # bytes

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coatlm.fp8.rope_scaling import stretch
+from coatlm.kernels.rope_scaling import stretch
 
 TILE = 1024  # half-head elements per program: with WARPS, a thread holds 16 bytes of BF16 per half
 WARPS = 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coatlm.fp8 import norm
-from coatlm.fp8.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
+from coatlm.kernels import norm
+from coatlm.kernels.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
 EPS = 1e-5

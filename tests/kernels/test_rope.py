@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from coatlm.fp8 import rope as rope_module
-from coatlm.fp8.rope import (
+from coatlm.kernels import rope as rope_module
+from coatlm.kernels.rope import (
     join_qkv_rope_ref,
     rope,
     rope_frequencies,
@@ -15,7 +15,7 @@ from coatlm.fp8.rope import (
     split_qkv_rope,
     split_qkv_rope_ref,
 )
-from coatlm.fp8.rope_scaling import attention_factor
+from coatlm.kernels.rope_scaling import attention_factor
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
 S, B, G, M, D = 5, 2, 3, 4, 16  # tokens, samples, groups, query heads per group, elements per head

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8
-from coatlm.fp8.flash_attention import flash_attention
+from coatlm.kernels.flash_attention import flash_attention
 
 B, S, N, G, D = 2, 48, 4, 2, 16
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coatlm.fp8 import activation
-from coatlm.fp8.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
+from coatlm.kernels import activation
+from coatlm.kernels.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
 FP32 = 1e-6  # relative and absolute: about ten operations of 2^-24 on values of order one

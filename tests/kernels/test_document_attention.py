@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.attention import SavedInFp8
-from coatlm.fp8.document_attention import (
+from coatlm.kernels.document_attention import (
     BLOCK,
     _flex_attention,
     block_mask,
@@ -119,7 +119,8 @@ def test_flex_traces_to_the_definition(
 ) -> None:
     """Traced as for a GPU, and run by torch's operators in place of a generated kernel."""
     traced = torch.compile(_flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr("coatlm.fp8.document_attention._compiled_flex_attention", lambda: traced)
+    module = "coatlm.kernels.document_attention"
+    monkeypatch.setattr(f"{module}._compiled_flex_attention", lambda: traced)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, heads, D) for n, heads in ((300, N), (700, G), (700, G)))
     options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": 0.5}
