@@ -31,17 +31,10 @@ from torch import Tensor
 
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.optim.fused import FusedStep, prepare
-from coatlm.optim.moment_formats import Stored, named_state
+from coatlm.optim.moment_formats import Proposal, Stored, named_state
 from coatlm.optim.offload import PIECE, Piece, StateOffload, make_pieces, parts
 from coatlm.optim.recipes import MASTER, M, Recipe, V, find_recipe
-from coatlm.optim.shards import (
-    FlatShard,
-    Proposal,
-    check_recipe,
-    decayed_blocks,
-    initial_states,
-    round_up,
-)
+from coatlm.optim.shards import FlatShard, check_recipe, decayed_blocks, initial_states, round_up
 
 CHUNK = 1 << 22  # elements that the reference updates at a time: bounds its fp32 temporaries
 
@@ -322,12 +315,10 @@ class AdamW:
             raise ValueError(f"name={name!r}: one of {(MASTER, *self.recipe.moments)}")
         return self.recipe.moments[name].decode(named_state(states, name))
 
-    @torch.no_grad()
     def decode_parts(self, name: str, state: Stored) -> Tensor:
         """fp32[n] of a moment or of FP8-LM's master, decoded from its stored tensors by suffix."""
         return self.recipe.scaled_format(name).decode(state)
 
-    @torch.no_grad()
     def encode_parts(self, name: str, values: Tensor) -> Stored:
         """The stored tensors, by suffix, of fp32 `values` [n]; n is a multiple of 128."""
         return self.recipe.scaled_format(name).encode(values)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ SMALLEST_SCALE = 2.0**-126  # smallest normal fp32: the scale of an all-zero ten
 
 State = Mapping[str, Tensor]  # suffix -> flat tensor
 Stored = dict[str, Tensor]
+
+
+class Proposal(NamedTuple):
+    """The result of a step for a range of elements, before it is written."""
+
+    update: Tensor  # fp32, to be added to the weights
+    weight: Tensor  # in the model's dtype
+    states: Stored
 
 
 def named_state(states: Mapping[str, Tensor], name: str) -> Stored:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +30,6 @@ class FlatShard:
     decay: tuple[tuple[int, int], ...]  # [start, end) of elements that get weight decay
     params: tuple[tuple[int, int], ...] = ()  # [start, end) of each parameter, for fp8lm
     cut: Mapping[int, int] = field(default_factory=dict)  # start -> number of a cut parameter
-
-
-class Proposal(NamedTuple):
-    """The result of a step for a range of elements, before it is written."""
-
-    update: Tensor  # fp32, to be added to the weights
-    weight: Tensor  # in the model's dtype
-    states: Stored
 
 
 def check_recipe(
