@@ -18,6 +18,7 @@ import pytest
 
 from coatlm.commands import train as pretrain
 from coatlm.config import ConfigError
+from coatlm.train.checkpoint import tensor_checksums
 from coatlm.train.lock import BEAT_S, Holder
 from coatlm.train.run_directory import prepare_directory
 from tests.distributed import ROOT, free_port
@@ -536,6 +537,28 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(
     assert resumed >= KILLS - 2  # all but the first, and one killed before its first checkpoint
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").open()]
     assert steps == sorted(set(steps)) and len(steps) >= KILLS
+
+
+def test_a_killed_run_with_offloaded_states_goes_on_with_the_losses_of_an_undisturbed_one(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    words = ("optim.offload=states", "optim.recipe=coat-lean", "precision.recipe=bf16")
+    words += ("train.steps=100", "checkpoint.every=10", "train.eval_every=0", "log.every=1")
+    code, output = forks.run(config, *words, f"run.dir={tmp_path / 'undisturbed'}")
+    assert code == 0, output
+    child = forks.start(config, *words)
+    wait_for_line(child.output, "saved step_00000020")
+    child.kill()
+    assert child.wait() == -signal.SIGKILL, child.text()
+    code, output = forks.run(config, *words)
+    assert code == 0 and "resumed from" in output, output
+    losses = {}
+    for name in ("undisturbed", "run"):
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+        losses[name] = {line["step"]: line["loss"] for line in lines}
+    assert losses["run"] == losses["undisturbed"] and len(losses["run"]) == 100
+    checksums = [tensor_checksums(tmp_path / name / "checkpoints/step_00000100") for name in losses]
+    assert checksums[0] == checksums[1]
 
 
 def wait_for_line(path: Path, text: str, timeout: float = 60.0) -> None:
