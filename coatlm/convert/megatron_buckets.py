@@ -5,10 +5,10 @@ memory, one flat tensor per bucket and state, in which the shards of data-parall
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_(...).bucket_idx_B.STATE
 
-is bucket B of model chunk C of the rank G = tp_rank + tp * pp_rank. In the buckets of a chunk its
-parameters follow each other in the reverse order of their registration, each from a multiple of
-ALIGNMENT on. A bucket is as long as its parameters, and is padded to ALIGNMENT if a tied embedding
-comes next, which has a bucket of its own.
+is bucket B of model chunk C of the model-parallel rank G = tp_rank + tp * pp_rank. In the buckets
+of a chunk its parameters follow each other in the reverse order of their registration, each
+beginning at a multiple of ALIGNMENT. A bucket is as long as its parameters, and is padded to
+ALIGNMENT if a tied embedding comes next, which has a bucket of its own.
 
 Which parameter lies where is not stored. `find_states` computes it from the shapes of the model and
 the lengths of the buckets, for each tp that divides the number of ranks and for the layers of
@@ -51,7 +51,7 @@ ORDERS = ((NORM, OUTPUT, *OTHERS), (OUTPUT, NORM, *OTHERS))
 
 
 class FlatBucket(NamedTuple):
-    name: str  # without that of a state
+    name: str  # the key in the checkpoint, without .STATE
     length: int  # elements
 
 
@@ -74,12 +74,12 @@ class BucketStates:
         self._stored, self._layout = stored, layout
 
     def read(self, state: str, key: str) -> Tensor:
-        """One of BUCKETED of a parameter, in fp32; of a replicated one that of the first rank."""
+        """A state (BUCKETED) of a parameter in fp32; the first rank's if it is replicated."""
         pieces = self._layout[key]
         pieces = pieces[:1] if split_axis(key) is None else pieces
         return join(key, [self._read(piece, state) for piece in pieces])
 
-    def round_to(self, key: str, weight: Tensor) -> bool:
+    def rounds_to(self, key: str, weight: Tensor) -> bool:
         """Whether the fp32 weights, rounded to the type of `weight`, have its bits on each rank."""
         parts = [self._read(piece, WEIGHT) for piece in self._layout[key]]
         wholes = parts if split_axis(key) is None else [join(key, parts)]
@@ -99,7 +99,8 @@ def find_states(
 ) -> BucketStates | None:
     """The states of a model with tensors of these shapes; None unless exactly one layout fits.
 
-    `read_weight(key)` reads a stored weight. Reads every weight and its fp32 weight once.
+    `read_weight(key)` reads a stored weight. Reads every weight and its
+    fp32 weight for the layout that fits, and the first ones for others of the same lengths.
     """
     chunks = _find_chunks(stored)
     if not chunks:
@@ -113,7 +114,7 @@ def find_states(
                 continue
             states = BucketStates(stored, layout)
             weights = {key: EMBEDDING if key == TIED else key for key in layout}
-            if all(states.round_to(key, read_weight(name)) for key, name in weights.items()):
+            if all(states.rounds_to(key, read_weight(name)) for key, name in weights.items()):
                 fitting.append(layout)
     return BucketStates(stored, fitting[0]) if len(fitting) == 1 else None
 
@@ -167,7 +168,7 @@ def _lay_out(
 def _registered(
     sizes: Mapping[str, int], order: Sequence[str], room: int, place: tuple[int, int], first: int
 ) -> tuple[list[str], int]:
-    """The parameters of a chunk in the order of registration, and the first layer behind it.
+    """A chunk's parameters in the order of registration, and the first layer of the next chunk.
 
     `place`: which chunk of how many. Between the embedding and the output layer, where it has them,
     it has as many layers from `first` on as `room` elements can hold.

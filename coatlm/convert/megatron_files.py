@@ -43,7 +43,10 @@ STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 LONGEST = 100  # bytes of LATEST that are read
 BUCKETS = "optimizer.distributed."
-NO_LAYOUT = "in flat buckets, in which not all fp32 weights were found that round to the weights"
+NO_LAYOUT = (
+    "in flat buckets for which no layout, or more than one, has fp32 weights that round to the "
+    "weights"
+)
 NO_STEPS = "in flat buckets, without the optimizer's number of steps"
 PREFIXES = ("module.", "model.")  # NeMo and Megatron-Bridge wrap the model
 NORMS = {  # names in the state of a model without TransformerEngine -> in a checkpoint

@@ -66,7 +66,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 class PackingCost(NamedTuple):
-    """What an epoch of one value of data.packing costs."""
+    """What one value of data.packing costs per epoch."""
 
     samples: int
     padded: float  # share of padding in the samples
@@ -76,8 +76,8 @@ class PackingCost(NamedTuple):
 def packing_cost(bounds_D1: NDArray[np.int64], seq_len: int) -> dict[str, PackingCost]:
     """The cost of each value of data.packing for documents with these bounds (token offsets).
 
-    With concat, `cut` is that of one epoch, and others differ a little; it includes the documents
-    of the fewer than seq_len tokens behind the last sample.
+    With concat, `cut` depends on the order of documents: it is that of one epoch, and others differ
+    a little. Documents that reach into the tokens left over after the last sample count as cut.
     """
     capacity = seq_len + 1
     sizes_D = np.diff(bounds_D1)

@@ -2,10 +2,11 @@
 
     segments, in order -> shards of consecutive segments -> files of `coatlm.data.token_shard`
 
-A shard has about `shard_bytes` of input, and less of a small input, so that every process gets
-some: its size depends on the input alone, and a call with other workers finds the shards of the one
-before. The name of a shard is the hash of everything that its tokens depend on: files with size and
-mtime, tokenizer, options.
+A shard has about `shard_bytes` of input. If the input is smaller than 256 such shards, its segments
+are divided into up to 256 shards of at least 1 MiB, so that more processes have work; a segment is
+not divided. The size does not depend on the number of processes, so that a call with another number
+reuses the shards of an earlier one. The name of a shard is the hash of everything that its tokens
+depend on: files with size and mtime, tokenizer, options.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.process import uninterrupted
 
 POLL_SECONDS = 0.2  # between checks of the worker processes
-MOST_SHARDS = 256  # of an input for which `shard_bytes` are not needed
-LEAST_BYTES = 1 << 20  # of a shard, if the input has as many
+MOST_SHARDS = 256  # of an input below 256 * shard_bytes, about
+LEAST_BYTES = 1 << 20  # of a shard, at least, but for the last
 
 
 class LostWorkerError(ValueError):

@@ -76,7 +76,7 @@ class Llama(GPTModel):
 
         With `predictions` it returns fp64 [2, B, S]: the losses, and the vocabulary entry with the
         largest logit. A sample may be shorter than data.seq_len. With `document_bounds` [B, n + 1]
-        tokens attend within their document. The samples then lie one behind the other in all hidden
+        tokens attend within their document. The samples are then concatenated in all hidden
         states, [B S, 1, H], as attention reads them.
         """
         shape, seq_len = tokens.shape, tokens.shape[1] * self.groups.cp.size()

@@ -6,11 +6,14 @@ S is one power of two for all tokens and all chunks, known before any gradient i
 
     S = power of two at or above B / MAX        B = max_T |dloss| max(1, |slope|)
 
-B bounds |d|, because a probability is at most 1. E5M2 represents gradients down to 2^-31 of B, so a
-row or a column of small gradients needs no scale of its own, and no pass that looks for amaxes.
+B bounds |d|, because a probability is at most 1 and the slope is not negative; S is 1 where B is 0.
+E5M2 represents gradients down to 2^-31 of B, so a row or a column of small gradients needs no scale
+of its own, and no pass over the gradients has to find amaxes.
 
 Shapes: T tokens, C vocabulary entries of a chunk; C' and T' are rounded up to multiples of 16, as
-GEMMs need it of a summed axis. Codes beyond C and T are zero.
+GEMMs need it of a summed axis. Codes beyond T are zero. A column beyond C has a code only where a
+label is the first of the next chunk or rank; the other operand of dgrad is zero there, and wgrad
+leaves these rows out.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -71,7 +74,7 @@ def quantize_logits_grad_ref(
 
 @gluon.jit
 def load_logits_grad(source, factors, K, at, some, J: gl.constexpr, CAP: gl.constexpr):
-    """A loader of emit.py: gradients of logits [T, K], the columns from the entry `first` on."""
+    """A loader of emit.py: gradients of logits [T, K], whose first column is the entry `first`."""
     logits_ptr, label_ptr, lse_ptr, dloss_ptr, slope_ptr, first = source
     first_row, first_column, row, column, inner, _ = at
     logits_ptr += first_row.to(gl.int64) * K + first_column
@@ -98,10 +101,10 @@ def quantize_logits_grad(
 ) -> tuple[QTensor | None, QTensor | None]:
     """E5M2 operands of the gradient of a chunk of logits, for dgrad and wgrad; None if not wanted.
 
-    logits: BF16 or fp32 [T, C], of the vocabulary entries from `first` on. They are only read.
+    logits: BF16 or fp32 [T, C], of the vocabulary entries from `first` on, which do not change.
     """
     beyond = padded_rows(logits_TC.shape[1]) - logits_TC.shape[1]
-    if beyond:  # the probability of these is zero, and no label names them
+    if beyond:  # gradient 0, but for a label of the next chunk, which zeros of weight^T cancel
         logits_TC = F.pad(logits_TC, (0, beyond), value=float("-inf"))
     if not logits_TC.is_cuda:
         return quantize_logits_grad_ref(

@@ -9,10 +9,10 @@ With a soft cap c, logits are c tanh(h / c) of h = hidden @ weight^T (kernels/so
 dlogits are multiplied by 1 - tanh(h / c)^2.
 
 z is the coefficient of the z-loss, which keeps lse near 0 (Chowdhery et al. 2022, "PaLM", section
-5). Both passes loop over chunks of the vocabulary, and in backward the GEMMs of a chunk compute
-dlogits from its logits (output_gemms.py). Either backward recomputes the logits, so that one chunk
-is held at a time, or forward saves them all, which takes 2 V bytes per token in BF16 and spares one
-of four GEMMs. Both give the same bits.
+5). Both passes loop over chunks of the vocabulary; in backward `OutputGemms.backward_` turns the
+logits of a chunk into dlogits and multiplies (output_gemms.py). Either backward recomputes the
+logits, so that one chunk is held at a time, or forward saves them all, which takes 2 V bytes per
+token in BF16 and spares one of four GEMMs. Both give the same bits.
 
 Each chunk, and then each tensor-parallel rank, yields (max, sum of exp, label's logit) per token:
 
@@ -41,8 +41,8 @@ from coatlm.model.loss_kernels import row_stats, row_stats_ref
 from coatlm.model.output_gemms import MakeGemms, OutputGemms, PlainGemms
 
 IGNORE = -100  # this label has no loss and no gradient
-CHUNK_BYTES = 256 * 2**20  # logits of one chunk, at least; the vocabulary may be smaller
-CHUNK_ROWS = 16384  # vocabulary rows of a chunk, at least, within LARGEST_CHUNK_BYTES
+CHUNK_BYTES = 256 * 2**20  # a chunk has CHUNK_ROWS rows or this many bytes of logits, if more,
+CHUNK_ROWS = 16384  # but no more than LARGEST_CHUNK_BYTES of logits
 LARGEST_CHUNK_BYTES = 2**30
 CHUNK_MULTIPLE = 128  # vocabulary rows: a GEMM tile
 
@@ -168,10 +168,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
-    """Vocabulary rows per chunk: a multiple of 128, at least that.
+    """Vocabulary rows per chunk, a positive multiple of 128.
 
     For each chunk 8 T H bytes of dhidden are read and written beside a GEMM of 2 T H rows FLOPs.
-    CHUNK_ROWS are where that no longer matters; many tokens get fewer, within LARGEST_CHUNK_BYTES.
+    From CHUNK_ROWS on this traffic hardly matters. With so many tokens that their logits would
+    exceed LARGEST_CHUNK_BYTES, a chunk has fewer rows.
     """
     row = max(tokens * dtype.itemsize, 1)
     rows = min(max(CHUNK_BYTES // row, CHUNK_ROWS), LARGEST_CHUNK_BYTES // row)

@@ -7,22 +7,22 @@
 In FP8 each operand is quantized along the axis that its GEMM sums over (fp8/operand.py), with
 power-of-two scales:
 
-    operand                         format    a scale per
-    hidden, weight                  E4M3      token, vocabulary entry
-    dlogits, weight^T               E5M2 E4M3 pass, hidden channel of the chunk
-    dlogits^T, hidden^T             E5M2 E4M3 pass, hidden channel
+    operands                        formats       a scale per
+    hidden, weight                  E4M3, E4M3    token, vocabulary entry
+    dlogits, weight^T               E5M2, E4M3    microbatch, hidden channel of the chunk
+    dlogits^T, hidden^T             E5M2, E4M3    microbatch, hidden channel
 
 `fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
 logits in BF16, so that the loss of given weights is that of a BF16 output layer.
 
-Gradients are E5M2 under every recipe. Relative to that of a label, up to 1, the gradients of the
-other logits are probabilities, which begin near 1 / V and fall from there. E4M3 rounds them to zero
-below about 2^-18, E5M2 below 2^-31: therefore all gradients of a pass share one scale, which is
-known before them (logits_quantize.py). The codes of a chunk of the weight are computed at each use,
-so that no copy of the weight is held.
+Gradients are E5M2 under every recipe. Relative to dloss, the gradient of the label's logit is up to
+1 and that of any other logit is its probability: about 1 / V when training begins, and less later.
+E4M3 rounds them to zero below about 2^-18, E5M2 below 2^-31: therefore all gradients of a
+microbatch share one scale, which is known before them (logits_quantize.py). The codes of a chunk of
+the weight are computed at each use, so that no copy of the weight is held.
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
-is no multiple of 16 is padded with zeros for the GEMMs.
+is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
 """
 
 from __future__ import annotations

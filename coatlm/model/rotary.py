@@ -1,6 +1,6 @@
 """Tables of the rotary angles of a model chunk, and their bytes.
 
-The angle of a token in frequency j is position * inv_freq[j]; layers read cos and sin of it. The
+The angle of a token in frequency j is position * inv_freq[j]; layers read its cos and sin. The
 position is the one in the sample or, with data.reset_position_ids, in the token's document:
 
     position(i) = i - start(i)        start: the first position of the document of token i
@@ -29,7 +29,7 @@ def rotary_tables(config: Config, positions_S: Tensor) -> Tensor:
     """cos and sin of the rotary angles, fp32 [2, S, D/2].
 
     If layers with a window have frequencies of their own (model.window.rope_theta) it is
-    [4, S, D/2], and theirs come last (`attention.SelfAttention.own_tables`).
+    [4, S, D/2], and the last two are theirs (`attention.SelfAttention.own_tables`).
     """
     m, length = config.model, config.data.seq_len
     scaling = None if m.rope_scaling is None else m.rope_scaling.parameters()
@@ -49,7 +49,7 @@ def rotary_bytes(config: Config) -> int:
 
     A chunk has a table of this rank's tokens of a sample. With documents a microbatch has it once
     more for each of its samples. With data.reset_position_ids a chunk has those tokens' positions
-    as well and, under context parallelism, a table of the positions of all ranks.
+    as well and, under context parallelism, a table for the positions of all ranks.
     """
     m, d, cp = config.model, config.data, config.parallel.cp
     kinds = 2 if m.window is not None and m.window.rope_theta is not None else 1
@@ -71,10 +71,11 @@ class RotaryTables:
 
     def __init__(self, run: Config, *, cp_rank: int, cp_size: int) -> None:
         self.run, self.cp_rank, self.cp_size = run, cp_rank, cp_size
-        self.tables: dict[int, Tensor] = {}  # by the length of samples, as the next
+        self.tables: dict[int, Tensor] = {}  # by sample length, as the next
         self.positions: dict[int, Tensor] = {}
         length = run.data.seq_len
-        self.by_position = self.of_sample(length)  # of all positions, in order
+        # with reset_position_ids: of all positions, in order
+        self.by_position = self.of_sample(length)
         if run.data.reset_position_ids:
             self._positions_on_device(length)
             if cp_size > 1:
@@ -88,10 +89,10 @@ class RotaryTables:
         return self.tables[seq_len]
 
     def of_documents(self, bounds_BE: Tensor, seq_len: int) -> Tensor:
-        """The same of samples with documents, which lie one behind the other: [K, B S, D/2].
+        """The same of samples with documents, concatenated along the tokens: [K, B S, D/2].
 
         With data.reset_position_ids positions begin at 0 in every document. The bounds are read on
-        the device: the host does not wait, and a CUDA graph can be replayed with others.
+        the device: the host does not wait, and a CUDA graph can be replayed with other bounds.
         """
         if not self.run.data.reset_position_ids:
             return self.of_sample(seq_len).repeat(1, bounds_BE.shape[0], 1)

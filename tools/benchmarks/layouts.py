@@ -6,9 +6,9 @@ and `memory_ratio`, which are predicted / measured. The layout called "planned" 
 planner ranks first. Rows of weak scaling use the number of GPUs in their name.
 
 With gpus=1 the rows are models of 0.5B to 14B parameters, with the output layer in BF16 and with
-its gradients in FP8. Rows called "parts" run without CUDA graphs and divide a step into output
-layer, GEMMs, attention, other kernels and update; `alone_ms` is what these take alone, in this
-order, at the rates of the planner.
+its gradients in FP8, and the first ones of weak scaling. Rows called "parts" run without CUDA
+graphs and divide a step into output layer, GEMMs, attention, other kernels and update; `alone_ms`
+is the time that the planner predicts for each of them without overlap, in this order.
 
 Options: gpus=2 (1 to 8 GPUs of this machine) steps=5.
 """
@@ -38,7 +38,7 @@ CODE_LLAMA_34B = {"model": "34b", "model.kv_heads": "8", "seq": "2048", "mbs": "
 QWEN_05B = {"model": "0.5b", "vocab": "151936", "seq": "1024", "mbs": "32", "model.kv_heads": "2"}
 QWEN_05B |= {"model.qkv_bias": "true", "model.tie_embeddings": "true"}
 QWEN = {"vocab": "151936", "seq": "1024", "model.qkv_bias": "true"}
-ONE_GPU = {  # name -> options; a step has as many tokens as leave it below 10 s
+ONE_GPU = {  # name -> options; steps take up to 14 s
     "0.5B": QWEN_05B | {"microbatches": "16", "train.cuda_graphs": "true"},
     "1.5B": QWEN
     | {"model": "qwen-1.5b", "mbs": "16", "microbatches": "16", "train.cuda_graphs": "true"}

@@ -17,7 +17,7 @@ from tools.benchmarks.layer_profile import kind
 
 Interval = tuple[float, float]
 UPDATE = "update of the parameters"  # a range of the profiler
-OUTPUT_LAYER = "_LinearCrossEntropy"  # the autograd function, and the beginning of its backward's
+OUTPUT_LAYER = "_LinearCrossEntropy"  # an autograd function; its backward's name begins with it
 # NCCL's kernels, and those that pack and unpack FP8 payloads and find their shared scales
 COMMUNICATION = (
     "nccl",
@@ -30,10 +30,10 @@ COMMUNICATION = (
 
 
 class Trace(NamedTuple):
-    """(begin, end) in milliseconds of the kernels of some steps, and their sum by part of a step.
+    """(begin, end) in milliseconds of the kernels of some steps, and the sums of their times.
 
-    `parts` has output_layer, gemm, attention, elementwise and update; the kernels of the first and
-    the last are in no other part. Kernels that a CUDA graph launches have no part.
+    `parts` may have output_layer, gemm, attention, elementwise and update; the kernels of the first
+    and the last are in no other part. Kernels that a CUDA graph launches have no part.
     """
 
     communication: list[Interval]
