@@ -99,8 +99,8 @@ def find_states(
 ) -> BucketStates | None:
     """The states of a model with tensors of these shapes; None unless exactly one layout fits.
 
-    `read_weight(key)` reads a stored weight. Reads every weight and its
-    fp32 weight for the layout that fits, and the first ones for others of the same lengths.
+    `read_weight(key)` reads a stored weight. Reads every weight and its fp32 weight for the layout
+    that fits, and the first ones for others of the same lengths.
     """
     chunks = _find_chunks(stored)
     if not chunks:

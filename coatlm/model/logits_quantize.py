@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,6 +51,10 @@ class TokenTerms:
     slope: Tensor | None  # fp32, 1 + 2 z lse; None without z-loss
     cap: float | None  # the soft cap of the logits
 
+    def arguments(self, first: int) -> tuple[Any, ...]:
+        """What `logits_grad_` and `logits_grad_ref` take behind the logits of entry `first` on."""
+        return self.labels, self.lse, self.dloss, first, self.slope, self.cap
+
     @cached_property
     def scale(self) -> Tensor:
         """S, fp32 []; not finite where a term of B is not."""
@@ -63,8 +68,7 @@ def quantize_logits_grad_ref(
     logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
 ) -> tuple[QTensor | None, QTensor | None]:
     """The definition, and the CPU path."""
-    arguments = terms.labels, terms.lse, terms.dloss, first, terms.slope, terms.cap
-    d_TC = logits_grad_ref(logits_TC.float(), *arguments)
+    d_TC = logits_grad_ref(logits_TC.float(), *terms.arguments(first))
     codes = scaled_codes_ref(d_TC, terms.scale, E5M2)
     return (
         QTensor(codes, terms.scale, TENSOR, E5M2) if direct else None,

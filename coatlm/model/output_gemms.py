@@ -96,8 +96,7 @@ class PlainGemms:
         accumulate: bool,
     ) -> None:
         gradient = logits_grad_ if logits_TC.is_cuda else logits_grad_ref
-        of_tokens = terms.labels, terms.lse, terms.dloss
-        d_TC = gradient(logits_TC, *of_tokens, first, terms.slope, terms.cap)
+        d_TC = gradient(logits_TC, *terms.arguments(first))
         if dhidden is not None:
             _add_gemm_(dhidden, d_TC, self.weight[rows])
         if dweight is None:

@@ -110,10 +110,10 @@ def runs() -> Iterator[LayoutRow]:
     for name, options in ONE_GPU.items():
         for layer in ("fp8-gradients", "bf16"):
             one = options | {"precision.output_layer": layer}
-            yield LayoutRow(f"{name}, output layer {layer}", COAT, one, 1, 1, 1)
+            yield LayoutRow(f"{name}, output layer {layer}", COAT, one, gpus=1, least=1, most=1)
         parts = options | {"precision.output_layer": "fp8-gradients", "trace": "1"}
         parts |= {"microbatches": "2", "train.cuda_graphs": "false"}
-        yield LayoutRow(f"{name}, parts", COAT, parts, 1, 1, 1)
+        yield LayoutRow(f"{name}, parts", COAT, parts, gpus=1, least=1, most=1)
     for count in (1, 2, 4, 8):
         yield LayoutRow(f"7B, weak scaling to {count}", COAT, LLAMA_2_7B, count, count)
         small = QWEN_05B | {"microbatches": "4"}
