@@ -249,7 +249,7 @@ class Precision(Section):
     """The GEMMs that accumulate with about 14 bits in the tensor cores; the others promote partial
     sums to fp32 every 128 elements of the summed axis, which is slower and more precise. wgrad sums
     over all tokens of a microbatch: with fast accumulation its gradients come out short, by up to
-    42 % (docs/results/layer.md)."""
+    42 % (docs/results/layer.md). Of the output layer's GEMMs, only forward may accumulate fast."""
 
     keep_linear_inputs: StrictBool | None = None
     """Save the FP8 inputs of linear layers for backward instead of recomputing them; null means

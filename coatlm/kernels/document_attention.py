@@ -8,7 +8,6 @@ and its logits are x = scale q k, or softcap tanh(x / softcap) (Gemma 2, arXiv 2
 `bounds_BE` lists for each sample the first position of each document, beginning with 0, padded on
 the right with the sample's length. On a GPU no tensor of S x T elements is materialized:
 
-    cudnn   cuDNN's fused attention over ragged documents; no soft cap, no window, S = T
     flash   FlashAttention-2 with cumulative lengths (arXiv 2307.08691); no soft cap
     flex    FlexAttention: a Triton kernel that torch.compile generates (arXiv 2412.05496)
 
@@ -96,39 +95,6 @@ def cumulative_lengths(bounds_BE: Tensor, queries: int, keys: int) -> tuple[Tens
         return key_at, key_at
     ends = (bounds - (keys - queries)).clamp(min=0)
     return F.pad((ends + samples * queries).flatten(), (1, 0)), key_at
-
-
-def _cudnn(
-    q_BSND: Tensor,
-    k_BTGD: Tensor,
-    v_BTGD: Tensor,
-    bounds_BE: Tensor | None,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """cuDNN's attention through torch, which aligns the first query with the first key.
-
-    The samples become one dimension of tokens: contiguous inputs are not copied. cuDNN prepares a
-    kernel for each number of documents, of which `document_bounds` makes few different ones.
-    """
-    queries, keys = q_BSND.shape[1], k_BTGD.shape[1]
-    if softcap is not None or window is not None or queries != keys or bounds_BE is None:
-        raise ValueError(
-            f"backend cudnn needs documents, as many queries as keys, no window and no soft cap; "
-            f"got {queries} queries, {keys} keys, window={window}, softcap={softcap}, "
-            f"{'no ' * (bounds_BE is None)}documents"
-        )
-    at, _ = cumulative_lengths(bounds_BE, queries, keys)
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(
-        *(x.flatten(0, 1) for x in (q_BSND, k_BTGD, v_BTGD)),
-        *(None, at, at),  # no bias
-        *(queries, keys),  # the longest lengths that are known without waiting for the GPU
-        *(True, 0.0, True, False),  # statistics for backward, dropout, causal, debug mask
-        scale=scale,
-    )[0]
-    return out.view(q_BSND.shape)
 
 
 def _flash(
@@ -257,11 +223,9 @@ def _flex(
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": document_attention_ref,
-    "cudnn": _cudnn,
     "flash": _flash,
     "flex": _flex,
 }
-PACKED = ("cudnn", "flash")  # with documents, all samples are one dimension for them
 ON_GPU, WITH_SOFTCAP = "flash", "flex"  # what runs in 16 bits; fp32 takes the reference
 
 
@@ -285,8 +249,8 @@ def document_attention(
     if backend is None:
         fast = q_BSND.is_cuda and q_BSND.dtype.itemsize == 2
         backend = (ON_GPU if softcap is None else WITH_SOFTCAP) if fast else "reference"
-    if backend in PACKED and bounds_BE is not None:
-        # copied here if the samples are not one dimension, so that a mode sees the copy
+    if backend == "flash" and bounds_BE is not None:
+        # all samples are one dimension: copied here if they are not, so that a mode sees the copy
         q_BSND, k_BTGD, v_BTGD = (
             x.flatten(0, 1).unflatten(0, x.shape[:2]) for x in (q_BSND, k_BTGD, v_BTGD)
         )

@@ -18,8 +18,10 @@ logits in BF16, so that the loss of given weights is that of a BF16 output layer
 Gradients are E5M2 under every recipe. Relative to dloss, the gradient of the label's logit is up to
 1 and that of any other logit is its probability: about 1 / V when training begins, and less later.
 E4M3 rounds them to zero below about 2^-18, E5M2 below 2^-31: therefore all gradients of a
-microbatch share one scale, which is known before them (logits_quantize.py). The codes of a chunk of
-the weight are computed at each use, so that no copy of the weight is held.
+microbatch share one scale, which is known before them (logits_quantize.py). For the same reason
+the GEMMs of backward never accumulate fast (fp8/gemm.py): beside the label's gradient, 14 bits lose
+those of improbable entries, whose sum is as large as the label's. The codes of a chunk of the
+weight are computed at each use, so that no copy of the weight is held.
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
@@ -27,7 +29,7 @@ is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -37,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config.model import Precision
-from coatlm.config.recipes import FAST, ROWS, GemmName
+from coatlm.config.recipes import ROWS
 from coatlm.fp8.gemm import ALIGNMENT, matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit_transposed
@@ -118,18 +120,12 @@ def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Fp8GradientGemms(PlainGemms):
-    """dgrad and wgrad of FP8 operands, logits in BF16; `fast`: see fp8/gemm.py.
+    """dgrad and wgrad of FP8 operands, logits in BF16.
 
     Raises ValueError unless hidden and weight are BF16 and H is a multiple of 16.
     """
 
-    def __init__(
-        self,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        *,
-        fast: Collection[GemmName] = FAST,
-    ) -> None:
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
         for name, x in (("hidden", hidden_TH), ("weight", weight_VH)):
             if x.dtype != torch.bfloat16 or x.shape[1] % ALIGNMENT:
                 raise ValueError(
@@ -137,7 +133,6 @@ class Fp8GradientGemms(PlainGemms):
                     f"torch.bfloat16 and multiples of {ALIGNMENT}"
                 )
         super().__init__(hidden_TH.detach(), weight_VH.detach())
-        self.fast = fast
 
     @cached_property
     def _hidden_codes_t(self) -> QTensor:
@@ -159,15 +154,18 @@ class Fp8GradientGemms(PlainGemms):
         )
         if direct is not None:
             weight_t = emit_transposed(self.weight[rows], ROWS)
-            matmul(direct, weight_t, out=dhidden, fast="dgrad" in self.fast)
+            matmul(direct, weight_t, out=dhidden, fast=False)
         if transposed is not None:
             own = replace(transposed, codes=transposed.codes[: logits_TC.shape[1]])
-            fast = "wgrad" in self.fast
-            matmul(own, self._hidden_codes_t, out=dweight, accumulate=accumulate, fast=fast)
+            matmul(own, self._hidden_codes_t, out=dweight, accumulate=accumulate, fast=False)
 
 
 class Fp8Gemms(Fp8GradientGemms):
-    """All three GEMMs of FP8 operands."""
+    """All three GEMMs of FP8 operands; `fast` is the accumulation of logits."""
+
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, *, fast: bool = True) -> None:
+        super().__init__(hidden_TH, weight_VH)
+        self.fast = fast
 
     @cached_property
     def _hidden_codes(self) -> QTensor:
@@ -177,17 +175,19 @@ class Fp8Gemms(Fp8GradientGemms):
         weight = self.weight[rows]
         beyond = -len(weight) % ALIGNMENT
         codes = quantize_rows(F.pad(weight, (0, 0, 0, beyond)) if beyond else weight)
-        fast = "forward" in self.fast
+        hidden = self._hidden_codes
         if not beyond:
-            return matmul(self._hidden_codes, codes, out=out_TC, accumulate=False, fast=fast)
-        return out_TC.copy_(matmul(self._hidden_codes, codes, fast=fast)[:, : len(weight)])
+            return matmul(hidden, codes, out=out_TC, accumulate=False, fast=self.fast)
+        return out_TC.copy_(matmul(hidden, codes, fast=self.fast)[:, : len(weight)])
 
 
-FP8_GEMMS = {"fp8-gradients": Fp8GradientGemms, "fp8": Fp8Gemms}
+FP8_GEMMS: dict[str, type[Fp8GradientGemms]] = {"fp8-gradients": Fp8GradientGemms, "fp8": Fp8Gemms}
 
 
 def output_gemms(precision: Precision) -> MakeGemms:
     """The GEMMs that `precision.output_layer` names."""
     if precision.output_layer == "bf16":
         return PlainGemms
-    return partial(FP8_GEMMS[precision.output_layer], fast=precision.fast_accumulation)
+    if precision.output_layer == "fp8":
+        return partial(Fp8Gemms, fast="forward" in precision.fast_accumulation)
+    return FP8_GEMMS[precision.output_layer]

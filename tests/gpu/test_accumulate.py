@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -82,11 +84,21 @@ def test_the_fused_step_takes_one_byte_gradients_as_their_values(recipe: str) ->
     assert torch.equal(*found)
 
 
+@pytest.fixture
+def processes() -> Iterator[None]:
+    """A world of one process, which the next test in this process does not find."""
+    from coatlm.train.setup import Launch, start_processes
+
+    start_processes(Launch())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_run_with_one_byte_gradients_learns(graphs: bool) -> None:
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
-    from coatlm.train.setup import Launch, start_processes
     from coatlm.train.step import Trainer
 
     model = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 256}
@@ -100,8 +112,6 @@ def test_a_run_with_one_byte_gradients_learns(graphs: bool) -> None:
             "train": {"micro_batch": 2, "global_batch": 8, "cuda_graphs": graphs},
         }
     )
-    if not torch.distributed.is_initialized():
-        start_processes(Launch())
     groups = make_groups(config.parallel)
     trainer = Trainer(config, groups, vocab=256)
     tokens = torch.randint(256, (2, 65), device="cuda")

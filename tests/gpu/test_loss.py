@@ -172,7 +172,7 @@ def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
             x.requires_grad_()
         if main_dtype is not None:
             weight.main_grad = torch.ones(weight.shape, dtype=main_dtype, device=device)
-        gemms = partial(FP8_GEMMS[layer], fast=())
+        gemms = partial(Fp8Gemms, fast=False) if layer == "fp8" else FP8_GEMMS[layer]
         loss = linear_cross_entropy(hidden, weight, labels, chunk=4096, gemms=gemms, **options)
         loss.backward(dloss)
         dweight = weight.grad if main_dtype is None else weight.main_grad
@@ -217,15 +217,50 @@ def test_codes_of_gradients_are_those_of_the_reference(
     assert torch.equal(direct.t(), transposed[:, :tokens]) and not transposed[:, tokens:].any()
 
 
-def test_fast_accumulation_of_an_fp8_output_layer_adds_little() -> None:
+def test_fast_accumulation_of_logits_adds_little() -> None:
     results = []
-    for fast in ((), ("forward", "dgrad", "wgrad")):
-        hidden, weight, labels, dloss = tensors(512, 1024, 32000, torch.bfloat16)
+    for fast in (False, True):
+        hidden, weight, labels, _ = tensors(512, 1024, 32000, torch.bfloat16)
         gemms = partial(Fp8Gemms, fast=fast)
-        linear_cross_entropy(hidden, weight, labels, gemms=gemms).backward(dloss)
-        results.append((hidden.grad.float(), weight.grad.float()))
-    for exact, fast in zip(*results, strict=True):
-        assert 0 < relative(fast, exact) < 2**-4.5
+        results.append(linear_cross_entropy(hidden, weight, labels, gemms=gemms).detach())
+    assert 0 < relative(results[1], results[0]) < 2**-8
+
+
+@pytest.mark.parametrize("layer", FP8_GEMMS)
+def test_improbable_entries_reach_the_gradient_of_the_hidden_state(layer: str) -> None:
+    """More than a third of the probability is in entries below 2^-10 of the label's gradient.
+
+    Their weights have a common part, as those of trained models have. Without the label's share,
+    the gradient of the hidden state is the mean weight under the softmax: it has its length. Fast
+    accumulation, modeled on a CPU as sums of 32 terms that are truncated to 13 bits below the
+    largest, makes it 12 % shorter with these tensors; with promotion to fp32 it is 1 % shorter.
+    """
+    logits, labels, weight, hidden = zipf_tensors(256, 256, 32768)
+    lse, each = logits.float().logsumexp(1), torch.arange(256)
+    p = (logits.double() - lse.double()[:, None]).exp()
+    dloss = torch.ones(256)
+    terms = TokenTerms(labels.cuda(), lse.cuda(), dloss.cuda(), None, None)
+    dhidden = torch.zeros(256, 256, device="cuda")
+    FP8_GEMMS[layer](hidden.cuda(), weight.cuda()).backward_(
+        slice(0, 32768), logits.cuda(), terms, 0, dhidden=dhidden, dweight=None, accumulate=False
+    )
+    rest = p.clone()
+    rest[each, labels] = 0
+    mean = rest @ weight.double()
+    of_labels = (p[each, labels] - 1)[:, None] * weight[labels].double()
+    found = dhidden.cpu().double() - of_labels
+    assert (found * mean).sum() / mean.square().sum() == pytest.approx(1, abs=0.05)
+
+
+def zipf_tensors(tokens: int, size: int, vocab: int) -> tuple[Tensor, ...]:
+    """logits BF16 [tokens, vocab] with frequencies as of words, labels, weight, hidden."""
+    generator = torch.Generator().manual_seed(0)
+    frequent = -torch.log(1 + torch.randperm(vocab, generator=generator))
+    logits = (2 * torch.randn(tokens, vocab, generator=generator) + frequent).bfloat16()
+    labels = torch.multinomial(logits.float().softmax(1), 1, generator=generator)[:, 0]
+    weight = torch.randn(vocab, size, generator=generator)
+    weight = 0.02 * (weight + torch.randn(size, generator=generator))
+    return logits, labels, weight.bfloat16(), torch.randn(tokens, size).bfloat16()
 
 
 def test_predictions_of_an_fp8_output_layer_are_those_of_its_logits() -> None:

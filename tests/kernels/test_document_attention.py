@@ -156,35 +156,6 @@ def test_flash_is_called_with_packed_samples_and_refuses_a_soft_cap(
         document_attention(q, k, v, BOUNDS, softcap=2.0, backend="flash")
 
 
-def test_cudnn_is_called_with_packed_samples_and_refuses_what_it_cannot_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def recorded(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor]:
-        calls.append((q, *args, options))
-        return (torch.zeros_like(q),)
-
-    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", recorded)
-    q, k, v = drawn()
-    assert document_attention(q, k, v, BOUNDS, scale=0.5, backend="cudnn").shape == q.shape
-    packed_q, packed_k, _, bias, at_q, at_k, *rest = calls[0]
-    assert packed_q.data_ptr() == q.data_ptr() and packed_q.shape == (B * S, N, D)
-    assert packed_k.data_ptr() == k.data_ptr() and packed_k.shape == (B * S, G, D)
-    assert bias is None
-    assert at_q.tolist() == at_k.tolist() == cumulative_lengths(BOUNDS, S, S)[0].tolist()
-    assert rest == [S, S, True, 0.0, True, False, {"scale": 0.5}]
-    for inputs, options in (
-        ((q, k, v, BOUNDS), {"window": 5}),
-        ((q, k, v, BOUNDS), {"softcap": 2.0}),
-        ((q[:, 6:], k, v, BOUNDS), {}),
-        ((q, k, v), {}),
-    ):
-        with pytest.raises(ValueError, match="backend cudnn needs documents"):
-            document_attention(*inputs, **options, backend="cudnn")
-    assert len(calls) == 1
-
-
 def test_tensors_of_attention_within_documents_are_saved_in_fp8() -> None:
     q, k, v = (x.bfloat16().requires_grad_() for x in drawn())
     with SavedInFp8(16) as saved:

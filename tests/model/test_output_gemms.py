@@ -13,7 +13,9 @@ from torch import Tensor
 
 from coatlm.config import ConfigError, make_config
 from coatlm.fp8 import emit
+from coatlm.fp8.gemm import matmul
 from coatlm.model import logits_quantize
+from coatlm.model import output_gemms as module
 from coatlm.model.logits_quantize import TokenTerms
 from coatlm.model.loss import (
     IGNORE,
@@ -255,8 +257,27 @@ def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(
     sections = {"model": model, "precision": {"recipe": recipe, "output_layer": layer}}
     config = make_config(sections)
     hidden = weight = torch.zeros(16, 16).bfloat16()
-    made = output_gemms(config.precision)(hidden, weight)
-    assert type(made) is gemms and made.fast == config.precision.fast_accumulation
+    assert type(output_gemms(config.precision)(hidden, weight)) is gemms
+
+
+@pytest.mark.parametrize("fast", [[], ["forward", "dgrad", "wgrad"]])
+@pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])
+def test_gemms_of_backward_never_accumulate_fast(
+    fast: list[str], layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = {"recipe": "coat", "output_layer": layer, "fast_accumulation": fast}
+    config = make_config({"precision": precision})
+    calls: list[bool] = []
+
+    def watched(*operands: Any, fast: bool, **options: Any) -> Tensor:
+        calls.append(fast)
+        return matmul(*operands, fast=fast, **options)
+
+    monkeypatch.setattr(module, "matmul", watched)
+    hidden, weight, labels, dloss = tensors(80)
+    gemms = output_gemms(config.precision)
+    linear_cross_entropy(hidden, weight, labels, gemms=gemms, save_logits=True).backward(dloss)
+    assert calls == ([bool(fast)] if layer == "fp8" else []) + [False, False]
 
 
 @pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])
