@@ -4,14 +4,17 @@ Rows are B x S tokens in documents of a fixed length, or one document with a sli
 query heads. `ratio` divides the time of forward and backward by that of cuDNN's causal attention,
 which reads whole samples; `reference` is torch's attention with a mask of S x S elements.
 `flash, longest` is given the length of the longest document, which a run would have to wait for.
+So is `cuDNN by te`, TransformerEngine's call of cuDNN with ragged documents, if it is installed.
 `error` is the largest relative error of the output and the gradients against `reference`.
 Options: cases=2048:500:8,8192:1000:2 (S:document:B); windows=8192:1024:2 (S:window:B).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -68,6 +71,8 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
         calls[name] = partial(attend, *qkv, bounds, window=window)
     if bounds is not None:
         calls["flash, longest"] = partial(flash, *qkv, bounds, limit)
+        if find_spec("transformer_engine"):
+            calls["cuDNN by te"] = partial(te_attention(*qkv[:2]), *qkv, bounds, limit)
     expected = results(calls["reference"], qkv)
     records: list[dict[str, Any]] = []
     for name, call in calls.items():
@@ -111,6 +116,26 @@ def flash(
     qkv = (x.flatten(0, 1) for x in (q_BSND, k_BSGD, v_BSGD))
     attend = torch.ops.aten._flash_attention_forward
     return attend(*qkv, *at, longest, longest, 0.0, True, False)[0].view(q_BSND.shape)
+
+
+def te_attention(q_BSND: Tensor, k_BSGD: Tensor) -> Callable[..., Tensor]:
+    """TransformerEngine's attention to ragged documents with these heads, without its flash."""
+    os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
+    from transformer_engine.pytorch import DotProductAttention
+
+    *_, heads, head_dim = q_BSND.shape
+    options = {"num_gqa_groups": k_BSGD.shape[2], "attention_dropout": 0.0}
+    ragged = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    attention = DotProductAttention(heads, head_dim, **options, **ragged)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds_BE: Tensor, longest: int) -> Tensor:
+        at, _ = cumulative_lengths(bounds_BE, q.shape[1], q.shape[1])
+        qkv = (x.flatten(0, 1) for x in (q, k, v))
+        lengths = {"cu_seqlens_q": at, "cu_seqlens_kv": at}
+        out: Tensor = attention(*qkv, **lengths, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return out.view(q.shape)
+
+    return attend
 
 
 def results(call: Callable[[], Tensor], qkv: list[Tensor]) -> list[Tensor]:
