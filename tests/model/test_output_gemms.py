@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from coatlm.config import ConfigError, make_config
 from coatlm.fp8 import emit
 from coatlm.fp8.gemm import matmul
+from coatlm.fp8.qtensor import QTensor
 from coatlm.model import logits_quantize
 from coatlm.model import output_gemms as module
 from coatlm.model.logits_quantize import TokenTerms
@@ -27,6 +29,7 @@ from coatlm.model.loss import (
 from coatlm.model.output_gemms import Fp8Gemms, Fp8GradientGemms, PlainGemms, output_gemms
 from tests.distributed import run_ranks
 from tests.fp8.sm90 import access_bytes, launches_compiled
+from tests.model.accumulation import length_without_labels, tensor_core_gemm, zipf_tensors
 
 S, B, H = 7, 3, 48  # 21 tokens: no multiple of 16
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -278,6 +281,34 @@ def test_gemms_of_backward_never_accumulate_fast(
     gemms = output_gemms(config.precision)
     linear_cross_entropy(hidden, weight, labels, gemms=gemms, save_logits=True).backward(dloss)
     assert calls == ([bool(fast)] if layer == "fp8" else []) + [False, False]
+
+
+def test_improbable_entries_need_promoted_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of 14 bits that contains the label's term loses an eighth of all others.
+
+    More than a third of the probability is in entries below 2^-10 of the label's gradient.
+    """
+    tokens, vocab = 64, 32768
+    logits, labels, weight, hidden = zipf_tensors(tokens, 32, vocab)
+    terms = TokenTerms(labels, logits.float().logsumexp(1), torch.ones(tokens), None, None)
+
+    def length(gemm: Callable[..., Tensor]) -> float:
+        def modeled(a: QTensor, b: QTensor, *, out: Tensor, fast: bool) -> Tensor:
+            total = gemm(a.codes.float(), b.codes.float(), fast=fast)
+            return out.add_(total * a.scale * b.scale.view(1, -1))
+
+        monkeypatch.setattr(module, "matmul", modeled)
+        dhidden = torch.zeros(tokens, 32)
+        Fp8GradientGemms(hidden, weight).backward_(
+            slice(0, vocab), logits, terms, 0, dhidden=dhidden, dweight=None, accumulate=False
+        )
+        return length_without_labels(dhidden, logits, labels, weight)
+
+    exact, promoted = length(lambda a, b, fast: a @ b.t()), length(tensor_core_gemm)
+    always_fast = length(lambda a, b, fast: tensor_core_gemm(a, b, fast=True))
+
+    assert abs(exact - 1) < 0.02 and abs(promoted - exact) < 0.01
+    assert always_fast < 0.9
 
 
 @pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])
