@@ -11,7 +11,7 @@ have the keys that it stands for.
 PRESETS is the only list. What its values are based on is measured in docs/results/: the loss of
 `fp8` and `fp8-lean` in convergence.md, of FP8 sums in reduction.md, speed and memory in layer.md,
 optimizer.md and reduction.md. Gradients are accumulated in fp32 (`parallel.main_grads`) in all of
-them, because the loss with BF16 accumulation has not been measured.
+them: with BF16 sums of four microbatches the loss was 0.019 +- 0.008 % higher (convergence.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ power-of-two scales:
 
     operands                        formats       a scale per
     hidden, weight                  E4M3, E4M3    token, vocabulary entry
-    dlogits, weight^T               E5M2, E4M3    microbatch, hidden channel of the chunk
+    dlogits, weight^T               E5M2, E4M3    microbatch, hidden channel and chunk
     dlogits^T, hidden^T             E5M2, E4M3    microbatch, hidden channel
 
 `fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
@@ -17,11 +17,13 @@ logits in BF16, so that the loss of given weights is that of a BF16 output layer
 
 Gradients are E5M2 under every recipe. Relative to dloss, the gradient of the label's logit is up to
 1 and that of any other logit is its probability: about 1 / V when training begins, and less later.
-E4M3 rounds them to zero below about 2^-18, E5M2 below 2^-31: therefore all gradients of a
-microbatch share one scale, which is known before them (logits_quantize.py). For the same reason
-the GEMMs of backward never accumulate fast (fp8/gemm.py): beside the label's gradient, 14 bits lose
-those of improbable entries, whose sum is as large as the label's. The codes of a chunk of the
-weight are computed at each use, so that no copy of the weight is held.
+E4M3 rounds to zero below about 2^-18 of the largest, E5M2 below 2^-31: therefore all gradients of a
+microbatch share one scale, which is known before them (logits_quantize.py). The codes of a chunk of
+the weight are computed at each use, so that no copy of the weight is held.
+
+The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
+once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
+together are as large. wgrad sums over all tokens.
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
@@ -66,7 +68,7 @@ class OutputGemms(Protocol):
         dweight: Tensor | None,
         accumulate: bool,
     ) -> None:
-        """Add to dhidden, fp32 [T, H], and write or with `accumulate` add to dweight, [C, H].
+        """Add to dhidden, fp32 [T, H]. Write dweight, [C, H], or add to it with `accumulate`.
 
         `first` is the entry of the whole vocabulary at which the chunk begins. The logits may be
         overwritten.
@@ -161,7 +163,7 @@ class Fp8GradientGemms(PlainGemms):
 
 
 class Fp8Gemms(Fp8GradientGemms):
-    """All three GEMMs of FP8 operands; `fast` is the accumulation of logits."""
+    """All three GEMMs of FP8 operands; `fast`: fast accumulation in the GEMM of logits."""
 
     def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, *, fast: bool = True) -> None:
         super().__init__(hidden_TH, weight_VH)

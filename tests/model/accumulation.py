@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 STEP = 32  # products that a tensor core adds at once
-BITS = 13  # of a term that it keeps behind the first digit of the largest
+BITS = 13  # fraction bits of the largest term, below which all terms are truncated
 PROMOTED = 128  # terms after which the sum is added in fp32, unless accumulation is fast
 
 
@@ -32,10 +32,10 @@ def tensor_core_gemm(a_MK: Tensor, b_NK: Tensor, *, fast: bool) -> Tensor:
 
 
 def zipf_tensors(tokens: int, size: int, vocab: int) -> tuple[Tensor, ...]:
-    """logits [T, V], labels [T], weight [V, H] and hidden [T, H] of an output layer, mostly BF16.
+    """logits [T, V], labels int64 [T], weight [V, H] and hidden [T, H] of an output layer, in BF16.
 
-    Entries are about as frequent as words, and rows of the weight have a part in common, as those
-    of trained models have.
+    Entries are about as frequent as words. All rows of the weight have a random vector in common,
+    as those of trained models have one. The logits do not depend on hidden and weight.
     """
     generator = torch.Generator().manual_seed(0)
     frequent = -torch.log(1 + torch.randperm(vocab, generator=generator))
@@ -48,10 +48,10 @@ def zipf_tensors(tokens: int, size: int, vocab: int) -> tuple[Tensor, ...]:
 
 
 def length_without_labels(dhidden: Tensor, logits: Tensor, labels: Tensor, weight: Tensor) -> float:
-    """The length of what all entries but the labels add to dhidden [T, H], relative to the exact.
+    """What entries other than labels add to dhidden, projected on its exact value: 1 is exact.
 
-    It is that part's projection on the mean weight under the softmax, without the label.
-    `dhidden` is the gradient of the sum of losses.
+    Exactly, they add the mean weight under the softmax without the label. `dhidden` [T, H] is the
+    gradient of the sum of all losses.
     """
     each, weight = torch.arange(len(labels)), weight.double()
     p = logits.double().softmax(1)

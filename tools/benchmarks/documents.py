@@ -3,8 +3,8 @@
 Rows are B x S tokens in documents of a fixed length, or one document with a sliding window, with 32
 query heads. `ratio` divides the time of forward and backward by that of cuDNN's causal attention,
 which reads whole samples; `reference` is torch's attention with a mask of S x S elements.
-`flash, longest` is given the length of the longest document, which a run would have to wait for.
-So is `cuDNN by te`, TransformerEngine's call of cuDNN with ragged documents, if it is installed.
+`flash, longest` and `cuDNN by te` (TransformerEngine's call of cuDNN with ragged documents, if it
+is installed) are given the length of the longest document; in training the CPU would wait for it.
 `error` is the largest relative error of the output and the gradients against `reference`.
 Options: cases=2048:500:8,8192:1000:2 (S:document:B); windows=8192:1024:2 (S:window:B).
 """
