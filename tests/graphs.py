@@ -71,7 +71,7 @@ def run_both_ways(ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]]) -
 def train_both_ways(
     rank: int, size: int, cases: dict[str, tuple[int, dict[str, Any]]]
 ) -> dict[str, tuple[list[Step], list[Step]]]:
-    """Five steps of each case (microbatches a step, sections of the run), eager and replayed."""
+    """Five steps of each case (microbatches per step, sections of the run), eager and replayed."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes

@@ -521,11 +521,11 @@ def test_backward_without_fused_kernels_holds_gate_and_up_and_their_gradient_in_
     assert more == mem.microbatch_tokens(c) * (8 * c.model.ffn - saved)
 
 
-# a rank
+# the peak of a rank
 
 
 def llama_3b(ranks: int = 1, *, spec: str = "local", recipe: str = "bf16", **sections: Any) -> int:
-    """Peak of the model of docs/results/baseline.md, 4 x 2048 tokens a microbatch."""
+    """Peak of the model of docs/results/baseline.md, 4 x 2048 tokens per microbatch."""
     sizes = {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 24, "head_dim": 128}
     c = config(
         {**sizes, "ffn": 8192, "vocab": 32000, "spec": spec},

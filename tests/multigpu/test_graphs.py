@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-SMALL = {"bucket_size": 300_000}  # several buckets a layer
+SMALL = {"bucket_size": 300_000}  # several buckets per layer
 CASES: dict[
     str, tuple[int, int, dict[str, Any]]
 ] = {  # microbatches per step, their kinds, sections

@@ -162,8 +162,8 @@ def test_coat_stays_below_what_an_sm_can_issue_while_memory_streams(
 ) -> None:
     """An H200 has 132 SMs with 4 schedulers and 16 special-function lanes at 1.7 GHz or more.
 
-    While 16 bytes of a parameter move at 4.25 TB/s, 3.76 ns per 1000 parameters, a scheduler issues
-    108 instructions per 32 elements, and the special-function units finish 13 an element.
+    While 16 bytes per parameter move at 4.25 TB/s, 3.76 ns per 1000 parameters, a scheduler issues
+    108 instructions per 32 elements, and the special-function units finish 13 per element.
     """
     step(recipe)
     compiled, _ = kernels["_step_kernel"].found

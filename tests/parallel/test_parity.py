@@ -227,7 +227,7 @@ WIDEST = ("pp2 vpp2 dp2 zero1", "plain", "bf16")
 
 @pytest.fixture(scope="module")
 def curves() -> dict[str, Any]:
-    """Every case, from one group of processes a size; all ranks report the same."""
+    """Every case, from one process group per size; all ranks report the same."""
     found: dict[str, Any] = {}
     for size in LAYOUTS:
         cases = [*cases_of(size), *flow_cases_of(size), *([WIDEST] if size == 4 else [])]

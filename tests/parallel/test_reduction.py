@@ -212,7 +212,7 @@ def skips(trainer: Any, rank: int, size: int, config: Config, groups: Any) -> bo
 
 @pytest.fixture(scope="module")
 def found() -> dict[int, list[dict[str, Any]]]:
-    """Every case, from one group of processes a size."""
+    """Every case, from one process group per size."""
     return {n: run_ranks(n, "tests.parallel.test_reduction:train") for n in (2, 4)}
 
 
@@ -248,7 +248,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(found: Any, size: int, case: Ca
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_automatic_scales_move_and_are_saved_for_every_parameter(found: Any, size: int) -> None:
-    """Embedding, final norm, and six weights a layer, on whatever stage they are."""
+    """Embedding, final norm, and six weights per layer, on whatever stage they are."""
     for case in (c for n, c in ALL if n == size):
         for rank in found[size]:
             result = rank["/".join(case)]

@@ -105,7 +105,7 @@ def test_layers_in_bf16_have_the_residual_stream_alone_and_others_their_own_numb
 
 
 def test_the_residual_stream_of_the_first_layer_is_the_embedding(runs: Path) -> None:
-    """Normal(0, 0.02) numbers in BF16: kurtosis 3, less what 128 channels a token leave of it."""
+    """Normal(0, 0.02) numbers in BF16: kurtosis 3, less what 128 channels per token leave of it."""
     line = by_tensor(runs / "first", 1)[1, RESIDUAL]
     assert line["kurtosis"] == pytest.approx(3 * 128 / 130, rel=0.02)
     assert 3 * 0.02 < line["amax"] < 6 * 0.02

@@ -187,7 +187,7 @@ def test_a_checkpoint_of_any_layout_loads_into_every_other_unchanged(runs: Path)
 
     reference = step_five(runs / "single")
     expected = tensor_checksums(Path(reference))
-    assert len(expected) == 3 * (4 * 6 + 3)  # weights and two moments; 6 tensors a layer and 3 more
+    assert len(expected) == 3 * (4 * 6 + 3)  # weight, two moments; 6 tensors per layer, 3 more
     saved = [step_five(runs / f"{name} from single") for name in LAYOUTS]
     arguments = {"root": str(runs), "reference": reference}
     for size in (1, 2, 4):

@@ -10,7 +10,7 @@ from coatlm.train.stragglers import PHASES, PhaseTimer, Slowest, slowest
 def test_only_the_time_inside_phases_counts() -> None:
     now = [0.0]
     timer = PhaseTimer(clock=lambda: now[0])
-    for _ in range(2):  # two steps: ms a step
+    for _ in range(2):  # two steps: ms per step
         for phase, seconds in (
             ("data", 0.1),
             (None, 5.0),
