@@ -106,10 +106,10 @@ def dry_run(config: Config, ranks: int | None, kind: str | None) -> int:
     """
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.model.accounting import model_vocab
-    from coatlm.model.decide import Gpu, cluster_of, decide, expectation
+    from coatlm.model.decide import Gpu, decide, expectation
     from coatlm.model.fits import with_logits
     from coatlm.model.memory import GIB
-    from coatlm.model.plan import plan, wrapped
+    from coatlm.model.plan import plan
     from coatlm.model.rates import load_rates
 
     try:
@@ -124,9 +124,8 @@ def dry_run(config: Config, ranks: int | None, kind: str | None) -> int:
         dp, planned = config.data_parallel_size(ranks), config
         if gpu is not None:
             planned = with_logits(config, vocab, dp, gpu.memory)
-        text = plan(planned, ranks, tokenizer_vocab=tokens, chosen=chosen)
-        if (cluster := cluster_of(gpu, ranks, per_node)) is not None:
-            text += f"\n{wrapped(expectation(config, vocab, cluster, config.train.steps))}"
+        expected = expectation(planned, vocab, ranks=ranks, per_node=per_node, gpu=gpu)
+        text = plan(planned, ranks, tokenizer_vocab=tokens, chosen=chosen, expected=expected)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(config.to_yaml())

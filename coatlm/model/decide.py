@@ -141,12 +141,28 @@ def refusal(config: Config, cluster: Cluster, free: Collection[tuple[str, str]])
     )
 
 
-def expectation(config: Config, vocab: int, cluster: Cluster, steps: int) -> str:
-    """A sentence with the predicted speed, memory, and time of `steps` steps on `cluster`."""
+def expectation(
+    config: Config, vocab: int, *, ranks: int, per_node: int, gpu: Gpu | None, done: int = 0
+) -> str:
+    """A sentence with the predicted speed, memory, and time of the steps after the first `done`.
+
+    For a GPU without rates the sentence says how to measure them. On a CPU it is empty.
+    """
+    if gpu is None:
+        return ""
+    cluster = cluster_of(gpu, ranks, per_node)
+    if cluster is None:
+        return (
+            f"Speed and time on {gpu.name} are not predicted, as coatlm/rates/ has no rates of it; "
+            "`python tools/bench.py rates --out coatlm/rates/NAME.yaml` in a checkout measures "
+            "them."
+        )
     choice = predicted(config, vocab, cluster)
     speed, time = choice.forecast.tokens_per_s, choice.forecast.time.total
+    steps = config.train.steps - done
+    which = f"{steps:,} remaining" if done else f"{steps:,}"
     return (
-        f"Expected on {cluster.gpus} x {cluster.rates.gpu}: {speed:,.0f} tokens/s per GPU, "
-        f"{speed * cluster.gpus:,.0f} in all, {choice.peak / GIB:.1f} GiB; {steps:,} steps of "
-        f"{time:.3g} s take {duration(steps * time)}, without evaluations and checkpoints."
+        f"Expected on {ranks} x {gpu.name}: {speed:,.0f} tokens/s per GPU, {speed * ranks:,.0f} in "
+        f"all, {choice.peak / GIB:.1f} GiB; {which} steps of {time:.3g} s take "
+        f"{duration(steps * time)}, without evaluations and checkpoints."
     )

@@ -54,13 +54,14 @@ def plan(
     tokenizer_vocab: int | None = None,
     device: str | None = None,
     chosen: str = "",
+    expected: str = "",
 ) -> str:
     """Sentences and tables of what a run trains, its layout and memory, without a final newline.
 
     `world_size=None` plans for the fewest processes that hold the model, tp * pp * cp.
     `tokenizer_vocab` is used if `model.vocab` is null; `device` names the memory of a rank;
-    `chosen` is the sentence of `decide`. Raises ConfigError if `world_size` does not fit the
-    configuration or if the vocabulary is not known.
+    `chosen` is the sentence of `decide`, `expected` that of `expectation`. Raises ConfigError if
+    `world_size` does not fit the configuration or if the vocabulary is not known.
     """
     m, p, t = config.model, config.parallel, config.train
     world_size = p.tp * p.pp * p.cp if world_size is None else world_size
@@ -84,7 +85,7 @@ def plan(
         ("compute", f"{work[0]} per token, {work[1]} per step, {work[2]} in total"),
     ]
     lines = [wrapped(sentence) for sentence in description(config, vocab, dp, device)]
-    lines += [wrapped(chosen)] if chosen else []
+    lines += [wrapped(sentence) for sentence in (chosen, expected) if sentence]
     lines += [f"{name:<14}{text}" for name, text in rows] + memory_table(config, vocab, dp)
     return "\n".join(lines + (stage_table(config, vocab, dp) if p.pp > 1 else []))
 

@@ -12,7 +12,7 @@ from coatlm.config import Config
 from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab
-from coatlm.model.decide import cluster_of, expectation
+from coatlm.model.decide import expectation
 from coatlm.model.fits import with_logits
 from coatlm.model.plan import plan, wrapped
 from coatlm.platform import has_foreign_apex
@@ -105,13 +105,17 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     # the model's configuration; that of the run, which is saved, leaves train.logits open
     dp = config.data_parallel_size(launch.world_size)
     decided = peers.agree(lambda: with_logits(config, vocab, dp, memory))
+    ranks, per_node = launch.world_size, launch.local_size
+    expect = partial(expectation, decided, vocab, ranks=ranks, per_node=per_node, gpu=gpu)
+    expected = peers.agree(expect)
     about = peers.agree(
         lambda: plan(
             decided,
-            launch.world_size,
+            ranks,
             tokenizer_vocab=tokenizer.vocab_size,
             device=named_memory(launch),
             chosen=chosen,
+            expected=expected,
         )
     )
     logger.info("%s", about)
@@ -126,10 +130,8 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
-    cluster = cluster_of(gpu, launch.world_size, launch.local_size)
-    if cluster is not None:
-        left = config.train.steps - run.step
-        logger.info("%s", wrapped(expectation(decided, vocab, cluster, left)))
+    if (left := expect(done=run.step)) != expected:  # the plan counts all steps
+        logger.info("%s", wrapped(left))
     peers.agree(lambda: write_description(config, launch, origin) if launch.rank == 0 else None)
     signals = stack.enter_context(StopSignal(speaks=launch.rank == 0))
     watchdog = HangWatchdog(

@@ -9,7 +9,7 @@ import pytest
 from coatlm.config import LAYOUT, Config, ConfigError, load_config, make_config
 from coatlm.config.yaml_text import parse_yaml
 from coatlm.model.decide import Gpu, cluster_of, decide, expectation
-from coatlm.model.layouts import describe, ranked
+from coatlm.model.layouts import describe, predicted, ranked
 from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import load_rates, rates_of
 
@@ -143,13 +143,43 @@ def test_a_wrong_microbatch_is_refused_as_before() -> None:
         load_config("llama3-8b", ["train.micro_batch=0"])
 
 
+def expected(config: Config, gpu: Gpu | None = H100, done: int = 0) -> str:
+    return expectation(config, VOCAB, ranks=8, per_node=8, gpu=gpu, done=done)
+
+
 def test_what_is_expected_is_the_forecast_with_saved_logits() -> None:
     config = load_config("llama3-8b", ["train.steps=1000"])
+    text = expected(config)
+    assert text == expected(replaced(config, train={"logits": "save"}))
+    assert text != expected(replaced(config, train={"logits": "recompute"}))
     cluster = cluster_of(H100, 8, 8)
     assert cluster is not None
-    text = expectation(config, VOCAB, cluster, 500)
-    saving = replaced(config, train={"logits": "save"})
-    assert text == expectation(saving, VOCAB, cluster, 500)
-    recomputing = replaced(config, train={"logits": "recompute"})
-    assert text != expectation(recomputing, VOCAB, cluster, 500)
-    assert text.startswith(f"Expected on 8 x {H100.name}: ") and "; 500 steps of " in text
+    speed = predicted(config, VOCAB, cluster).forecast.tokens_per_s
+    start = f"Expected on 8 x {H100.name}: {speed:,.0f} tokens/s per GPU, {8 * speed:,.0f} in all, "
+    assert text.startswith(start) and " GiB; 1,000 steps of " in text
+
+
+def test_after_some_steps_the_time_of_the_others_is_expected() -> None:
+    config = load_config("llama3-8b", ["train.steps=1000"])
+    before, after = expected(config), expected(config, done=250)
+    assert before.partition(";")[0] == after.partition(";")[0]
+    cluster = cluster_of(H100, 8, 8)
+    assert cluster is not None
+    seconds = 750 * predicted(config, VOCAB, cluster).forecast.time.total
+    hours, minutes = divmod(round(seconds / 60), 60)
+    assert "; 750 remaining steps of " in after and f" s take {hours} h {minutes} min, " in after
+
+
+def test_of_a_gpu_without_rates_one_sentence_says_how_to_measure_them() -> None:
+    gpu = Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB)
+    config = load_config("llama3-8b")
+    note = (
+        "Speed and time on NVIDIA A100-SXM4-80GB are not predicted, as coatlm/rates/ has no rates "
+        "of it; `python tools/bench.py rates --out coatlm/rates/NAME.yaml` in a checkout measures "
+        "them."
+    )
+    assert expected(config, gpu) == expected(config, gpu, done=250) == note
+
+
+def test_nothing_is_expected_of_a_cpu() -> None:
+    assert expected(load_config("llama3-8b"), None) == ""

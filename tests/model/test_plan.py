@@ -116,6 +116,13 @@ def test_a_plan_says_what_the_layout_saves_and_what_the_device_has() -> None:
     )
 
 
+def test_the_choice_and_the_expectation_follow_the_layout_before_the_tables() -> None:
+    *before, layout = sentences(config(), 1)
+    told = sentences(config(), 1, chosen="Chosen: this.", expected="Expected: that.")
+    assert told == [*before, layout, "Chosen: this.", "Expected: that."]
+    assert layout.startswith("Layout: ")
+
+
 def test_plan_of_a_pipeline_has_a_line_per_stage_that_sums_up() -> None:
     c = config({"layers": 8}, parallel={"pp": 4}, train={"micro_batch": 1})
     *_, header, a, b, c_, d = plan(c, 4).splitlines()
