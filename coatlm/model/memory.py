@@ -94,15 +94,16 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 def weight_bytes(config: Config, count: int, vocab: int, *, stage: int, data_parallel: int) -> int:
     """Bytes of `count` weights of a stage.
 
-    With zero=3 they are a shard of them and what is gathered at the peak: two layers or, where the
-    stage has the output layer, this and a layer. An FP8 gather also has a layer's codes in flight.
+    With zero=3 they are a shard of them and what is all-gathered at the peak: two layers or, where
+    the stage has the output layer, this and a layer. An FP8 all-gather also has a layer's codes in
+    flight.
     """
     p, ranks = config.parallel, data_parallel * config.parallel.cp
     if p.zero < 3 or ranks == 1:
         return count * element_bytes(config)
     layer = layer_matrices(config.model) // p.tp
     last = vocab * config.model.hidden // p.tp if stage == p.pp - 1 else 0
-    tied = config.model.tie_embeddings and p.pp == 1  # gathered until the embedding's gradient
+    tied = config.model.tie_embeddings and p.pp == 1  # whole until the embedding's gradient
     elements = math.ceil(count / ranks) + layer + (layer + last if tied else max(layer, last))
     return elements * element_bytes(config) + (layer if p.weight_gather == "fp8" else 0)
 
@@ -245,7 +246,7 @@ def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
     The hidden states are those that pipeline stages receive and send, and that sequence parallelism
-    gathers.
+    all-gathers.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)

@@ -131,7 +131,7 @@ class FlatModel(nn.Module):
         self.weights.start()
 
     def finish_param_sync(self) -> None:
-        """Wait until all weights are gathered."""
+        """Wait until all weights are all-gathered."""
         self.weights.finish()
 
     def _register_hooks(self, allocate: bool, gather: bool) -> None:

@@ -61,8 +61,8 @@ def gather(
 def gather_shard(bucket: Bucket, comm: Comm, amaxes: dict[Bucket, Tensor]) -> Steps:
     """All-gather `weights` of one bucket from the ranks' `shard`s, at ZeRO stage 3.
 
-    `amaxes` has the amax of FP8 buckets that were gathered since the last update, and gets that of
-    this one.
+    `amaxes` has the amaxes of FP8 buckets that were all-gathered since the last update, and gets
+    those of this one.
     """
     bucket.weights[slice(*bucket.owned)].copy_(bucket.shard)
     if not bucket.fp8:
@@ -81,7 +81,7 @@ def _reduce_amax(
     """The amax of each row or tensor as integer bits, by bucket; computed on `stream` on a GPU.
 
     The results are allocated on `stream` as well. The allocator would let kernels of the current
-    stream reuse its memory once the last gather is issued, before that gather has run.
+    stream reuse its memory once the last all-gather is issued, before it has run.
     """
     counts = [len(b.tensors.mu) if b.rows is None else b.rows.count for b in buckets]
     found: list[Tensor] = []

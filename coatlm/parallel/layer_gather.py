@@ -6,27 +6,27 @@ Elements that a rank holds of N parameters over R ranks, beside one or a few buc
     0       N                                 N              N
     1       N                                 N              N / R
     2       N                                 N / R          N / R
-    3       N / R, and two units gathered     N / R          N / R
+    3       N / R, and two whole units        N / R          N / R
 
 A unit is the embedding, a transformer layer, or the final norm with the output layer. Its weights
 are all-gathered before its forward pass and freed after it, and the same again in backward, where
 they are freed bucket by bucket once the gradients are complete. While a unit computes, the next one
-(in backward the previous one) is gathered. Two exceptions: the backward pass of an embedding needs
-no weights, and the last unit keeps its weights from forward to backward, which follow each other.
-A tied embedding is part of the first and of the last unit. With recompute=full, the forward pass
-within backward gathers a layer, and the layer's backward pass finds it gathered.
+(in backward the previous one) is all-gathered. Two exceptions: the backward pass of an embedding
+needs no weights, and the last unit's weights stay from forward to backward, which follow each
+other. A tied embedding is part of the first and of the last unit. With recompute=full, the forward
+pass within backward all-gathers a layer's weights, and the layer's backward pass finds them whole.
 
     bytes sent per microbatch = (R - 1) / R * (bytes of all weights + bytes of the layers' weights)
 
-Gathered weights are those of stage 1, bit by bit: this rank's shard is exact, and the others come
-in BF16 or as FP8 codes (`fp8_gather`). Codes are computed for every gather, and the amax of each
-row or tensor is all-reduced once per update.
+All-gathered weights are those of stage 1, bit by bit: this rank's shard is exact, and the others
+come in BF16 or as FP8 codes (`fp8_gather`). Codes are computed for every all-gather, and the amax
+of each row or tensor is all-reduced once per update.
 
 Only the storage of `bucket.weights` is resized: what autograd has saved of a parameter aliases that
 storage, and finds the weights of the same step again. On a GPU, weights are allocated and freed on
-the compute stream, which waits for a gather before it uses or frees its result; a gather in turn
-waits for everything that was issued before. So two units of memory are reused by all layers. As
-addresses change, a CUDA graph cannot capture this.
+the compute stream, which waits for an all-gather before it uses or frees its result; an all-gather
+in turn waits for everything that was issued before. So two units of memory are reused by all
+layers. As addresses change, a CUDA graph cannot capture this.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from coatlm.parallel.wire import Reduction
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Buckets that are gathered together."""
+    """Buckets that are all-gathered together."""
 
     enter: nn.Module  # the unit's forward pass starts with that of this module
     leave: nn.Module  # and ends with that of this one
@@ -57,10 +57,10 @@ class Unit:
 
 
 class LayerGather:
-    """Gathers and frees the weights of `units`, which are in the order of forward.
+    """All-gathers and frees the weights of `units`, which are in the order of forward.
 
-    `overlap`: a unit is gathered while the one before computes. `stream`: the CUDA stream of the
-    gathers.
+    `overlap`: a unit is all-gathered while the one before computes. `stream`: the CUDA stream of
+    the all-gathers.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class LayerGather:
     ) -> None:
         self.units, self.comm = units, comm
         self.overlap, self.stream = overlap, stream
-        self.amaxes: dict[Bucket, Tensor] = {}  # of FP8 buckets gathered since the last update
+        self.amaxes: dict[Bucket, Tensor] = {}  # of FP8 buckets all-gathered since the last update
         for index in range(len(units)):
             self._register_hooks(index)
 
     def start(self) -> None:
-        """Discard everything gathered: the ranks have updated their shards."""
+        """Discard all all-gathered weights: the ranks have updated their shards."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for gathers in flight and free all gathered weights."""
+        """Wait for all-gathers in flight, and free the weights of all units."""
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.free_weights()
@@ -105,7 +105,7 @@ class LayerGather:
         unit.leave.register_forward_hook(leave)
 
     def _acquire(self, index: int, ahead: int) -> None:
-        """Gather a unit and start to gather the one that is used next: `ahead` is 1 or -1."""
+        """All-gather a unit and start the one that is used next: `ahead` is 1 or -1."""
         self._start(index)
         after = index + ahead
         needed = 0 <= after < len(self.units) and (ahead > 0 or self.units[after].backward)

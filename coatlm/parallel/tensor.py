@@ -10,8 +10,8 @@ partial sums are reduce-scattered. An all-gather sends an operand in FP8 where p
                 saved codes of inputs with their scales
 
 If wgrad's operands have scales along the tokens, dgrad and wgrad need different codes of a
-gradient, and the scales of wgrad are not those of forward. Then backward gathers BF16 and every
-rank quantizes all tokens: two FP8 gathers of a gradient would send as many bytes as one in BF16.
+gradient, and the scales of wgrad are not those of forward. Then backward all-gathers BF16 and every
+rank quantizes all tokens: two all-gathers of a gradient in FP8 would send the bytes of one in BF16.
 
 Collectives are asynchronous: each method that starts one returns a function that waits for it. The
 collectives of a group run in the order in which they are issued, so one that is needed early must
@@ -67,7 +67,7 @@ class TensorParallel:
         return self._gather(x) if self.scattered else lambda: x
 
     def row_pieces(self, rows: int) -> list[slice]:
-        """The T rows of a gathered operand, this rank's first, for one GEMM per piece.
+        """The T rows of an all-gathered operand, this rank's first, for one GEMM per piece.
 
         `rows`: of this rank, T/tp. All in one piece where GEMMs are not split, or where the fp32
         scales of a piece would begin at an address that GEMMs do not take.
@@ -80,7 +80,7 @@ class TensorParallel:
         return [piece for piece in pieces if piece.start < piece.stop]
 
     def shared_scale(self, scale: Tensor) -> Tensor:
-        """The largest scale of all ranks, for tensor-wise scaling of rows to be gathered."""
+        """The largest scale of all ranks, for tensor-wise scaling of rows to be all-gathered."""
         if not self.scattered:
             return scale
         bits = scale.view(torch.int32).clone()  # NaN > Inf > numbers, as integers

@@ -4,10 +4,10 @@ After the update each rank holds the new weights of its shards. The buckets are 
 order in which forward uses them (`fp8_gather` has the formats), and every layer waits for its own
 buckets only.
 
-All gathers of a step are started right after the update. Only if microbatches are CUDA graphs does
-forward start them (`in_forward`), each `AHEAD` buckets before its use: a device has few hardware
-queues for the parallel branches of a graph, and if all gathers came first, they would fill these
-queues and delay the kernels of forward.
+Every all-gather of a step is started right after the update. Only if microbatches are CUDA graphs
+does forward start them (`in_forward`), each `AHEAD` buckets before its use: a device has few
+hardware queues for the parallel branches of a graph, and if all of them came first, they would fill
+these queues and delay the kernels of forward.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from coatlm.parallel.buckets import Bucket
 from coatlm.parallel.collectives import Comm
 from coatlm.parallel.fp8_gather import gather
 
-AHEAD = 4  # with `in_forward`: a gather starts this many buckets before the one that forward uses
+AHEAD = 4  # with `in_forward`: buckets between an all-gather that starts and the one in use
 
 
 class WeightGather:
     """All-gathers `buckets`, which are in the order of backward; see the module's docstring.
 
-    `enabled`: there are shards to gather. `overlap`: `start` does not wait. `stream`: the CUDA
+    `enabled`: there are shards to all-gather. `overlap`: `start` does not wait. `stream`: the CUDA
     stream on which FP8 weights are cast, other than the model's.
     """
 
@@ -43,13 +43,13 @@ class WeightGather:
     ) -> None:
         self.buckets, self.comm = buckets, comm
         self.enabled, self.overlap, self.stream = enabled, overlap, stream
-        self.in_forward = False  # the next forward starts the gathers, instead of the update
-        self.due = False  # weights have changed since the last gather
-        self.gathering: Iterator[None] = iter(())  # each `next` starts the gather of one bucket
+        self.in_forward = False  # the next forward starts the all-gathers, not the update
+        self.due = False  # weights have changed since the last all-gather
+        self.gathering: Iterator[None] = iter(())  # each `next` starts one all-gather
         self.not_started = 0  # buckets that `gathering` has yet to start: the first of `buckets`
 
     def start(self) -> None:
-        """Gather the weights that the ranks have updated, in the order of forward."""
+        """All-gather the weights that the ranks have updated, in the order of forward."""
         if not self.enabled:
             return
         self.due = True
@@ -59,7 +59,7 @@ class WeightGather:
             self.start_due()
 
     def start_due(self) -> None:
-        """If weights have changed, start all gathers or, with `in_forward`, let forward do it."""
+        """If weights have changed, start every all-gather; with `in_forward` forward does it."""
         if self.due:
             self.due = False
             self.gathering = gather(self.buckets[::-1], self.comm, self.stream)
@@ -68,14 +68,14 @@ class WeightGather:
                 self._start_until(0)
 
     def finish(self) -> None:
-        """Wait until all weights are gathered."""
+        """Wait until all weights are all-gathered."""
         self.start_due()
         self._start_until(0)
         for bucket in self.buckets:
             bucket.finish_gather()
 
     def mark_replayed(self) -> None:
-        """Update the bookkeeping after the replay of a CUDA graph that has gathered the weights."""
+        """Update the bookkeeping after the replay of a CUDA graph that all-gathers weights."""
         self.due = False
 
     def wait_before_use(self, units: Sequence[tuple[nn.Module, Sequence[Bucket]]]) -> None:
@@ -92,7 +92,7 @@ class WeightGather:
             unit.register_forward_pre_hook(wait)
 
     def _start_until(self, index: int) -> None:
-        """Start the gathers of `buckets[index:]` that have not been started."""
+        """Start the all-gathers of `buckets[index:]` that have not been started."""
         while self.not_started > max(index, 0):
             next(self.gathering)
             self.not_started -= 1
