@@ -51,7 +51,7 @@ STEPS = (1, 2, 3, 5, 10, 30, 100, 200, 1000)  # after which errors are reported
 BETA1, SEED = 0.9, 0
 NARROW_SPAN = 9.0  # bits
 ENDS = (-6.0, -7.0, -8.0, -9.0)
-Gradient = Callable[[], Tensor]  # of the next step, [G, 128]
+NextGradient = Callable[[], Tensor]  # of the next step, [G, 128]
 Table = dict[str, dict[int, float]]  # rule -> step -> MSE relative to the published kernel
 
 
@@ -127,7 +127,7 @@ RULES = {
 }
 
 
-def gradients(kind: str, blocks: int) -> Gradient:
+def gradients(kind: str, blocks: int) -> NextGradient:
     """Simulated gradients, drawn again at each call."""
     generator = torch.Generator().manual_seed(SEED)
 

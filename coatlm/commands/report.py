@@ -48,7 +48,7 @@ MOST_EVENTS = 200  # rows of a table; the last ones are shown
 EVENT = re.compile(r"(\S+ \S+) (WARNING|ERROR|INFO) (.*)")
 TOLD = re.compile(r"resumed from|stopped at|done: step|weights of|SIG\w+: saved")
 FOUND = ("layer", "tensor", "measure", "value", "limit", "action")  # of a finding of the guard
-Rows = Iterable[Sequence[object]]
+TableRows = Iterable[Sequence[object]]
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -127,7 +127,7 @@ def page(runs: Sequence[ReportedRun], plotly: str, figures: Mapping[str, Sequenc
     return PAGE.format(title=html.escape(first.name), plotly=plotly, body=body)
 
 
-def table(head: Sequence[str], rows: Rows, *, mark: bool = False) -> str:
+def table(head: Sequence[str], rows: TableRows, *, mark: bool = False) -> str:
     """An HTML table; empty without rows. `mark` colors rows whose columns differ."""
     lines = []
     for name, *values in rows:
@@ -183,13 +183,13 @@ def middle(values: Iterable[float]) -> float | None:
     return known[len(known) // 2] if known else None
 
 
-def findings(run: ReportedRun) -> Rows:
+def findings(run: ReportedRun) -> TableRows:
     """What precision.guard found."""
     found = [record for record in run.metrics if "measure" in record and "limit" in record]
     return [(r["step"], *(r.get(key) for key in FOUND)) for r in found[-MOST_EVENTS:]]
 
 
-def events(run: ReportedRun) -> Rows:
+def events(run: ReportedRun) -> TableRows:
     """Starts, stops, warnings and errors of train.log, rollbacks, and earlier attempts."""
     rows: list[Sequence[object]] = [
         ("attempt", path.name, f"{len(read_metrics(path))} records")

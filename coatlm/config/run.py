@@ -38,7 +38,7 @@ Guarded = Literal[
     "run.seed",
     "optim.recipe",
 ]
-Share = Annotated[Real, Field(le=1e12)]
+SplitShare = Annotated[Real, Field(le=1e12)]
 StepNumber = Annotated[StrictInt, Field(ge=1, le=FOREVER)]
 
 
@@ -84,7 +84,7 @@ class Data(Section):
     seq_len: StrictInt = number(256, "tokens", ge=2, le=2**27)
     """Tokens per sample, which is the context length of training."""
 
-    split: tuple[Share, Share, Share] = (96, 2, 2)
+    split: tuple[SplitShare, SplitShare, SplitShare] = (96, 2, 2)
     """Relative sizes of the training, validation and test splits, as [train, validation, test];
     each is >= 0 and the first is > 0."""
 

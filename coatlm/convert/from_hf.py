@@ -22,7 +22,7 @@ from coatlm.console import progress
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import read_json, whole_directory
 from coatlm.hf.config import check_token_ids, output_bias, read_model, run_config
-from coatlm.hf.files import Described, Report, Weights
+from coatlm.hf.files import Described, Report, WeightFiles
 from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries
 from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import (
@@ -73,7 +73,7 @@ def from_huggingface(
     check_files(source, copied, model["vocab"])
     spec, fingerprint = _tokenizer(source, raw, tokenizer, rows)
     notes = _notes(rows - model["vocab"], tokenized=tokenizer != NO_TOKENIZER)
-    weights = Weights.open(source)
+    weights = WeightFiles.open(source)
     stored = weights.describe()
     kind = _common_type(stored, dtype)
     if seq_len is None:

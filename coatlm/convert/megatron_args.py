@@ -16,8 +16,8 @@ from typing import Any
 
 from coatlm.config import Config, Model, RopeScaling, read_mapping
 from coatlm.config.errors import shown
+from coatlm.config.presets import Sections
 
-Sections = dict[str, dict[str, Any]]
 MODEL = {  # argument -> model.*
     "num_layers": "layers",
     "hidden_size": "hidden",

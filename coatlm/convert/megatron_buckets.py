@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from coatlm.convert.megatron_split import EMBEDDING, HEAD, join, split_axis
+from coatlm.hf.layout import TensorShape
 from coatlm.train.shards import StoredTensors
 
-Shape = tuple[int, ...]
 ALIGNMENT = 64  # elements
 WEIGHT = "param"
 BUCKETED = (WEIGHT, "exp_avg", "exp_avg_sq")
@@ -60,17 +60,17 @@ class ParameterPiece(NamedTuple):
 
     bucket: str
     start: int
-    shape: Shape
+    shape: TensorShape
 
 
 Chunks = Mapping[tuple[int, int], Sequence[FlatBucket]]  # (rank, chunk) -> its buckets
-Layout = dict[str, list[ParameterPiece]]  # key -> the pieces of all tensor-parallel ranks
+BucketLayout = dict[str, list[ParameterPiece]]  # key -> the pieces of all tensor-parallel ranks
 
 
 class BucketStates:
     """The states of all parameters, which are read on request."""
 
-    def __init__(self, stored: StoredTensors, layout: Layout) -> None:
+    def __init__(self, stored: StoredTensors, layout: BucketLayout) -> None:
         self._stored, self._layout = stored, layout
 
     def read(self, state: str, key: str) -> Tensor:
@@ -95,7 +95,7 @@ class BucketStates:
 
 
 def find_states(
-    stored: StoredTensors, shapes: Mapping[str, Shape], read_weight: Callable[[str], Tensor]
+    stored: StoredTensors, shapes: Mapping[str, TensorShape], read_weight: Callable[[str], Tensor]
 ) -> BucketStates | None:
     """The states of a model with tensors of these shapes; None unless exactly one layout fits.
 
@@ -106,7 +106,7 @@ def find_states(
     if not chunks:
         return None
     ranks = 1 + max(rank for rank, _ in chunks)
-    fitting: list[Layout] = []
+    fitting: list[BucketLayout] = []
     for tp in (tp for tp in range(1, ranks + 1) if ranks % tp == 0):
         for order in ORDERS:
             layout = _lay_out(chunks, shapes, tp, order)
@@ -140,8 +140,8 @@ def _find_chunks(stored: StoredTensors) -> Chunks:
 
 
 def _lay_out(
-    chunks: Chunks, shapes: Mapping[str, Shape], tp: int, order: Sequence[str]
-) -> Layout | None:
+    chunks: Chunks, shapes: Mapping[str, TensorShape], tp: int, order: Sequence[str]
+) -> BucketLayout | None:
     """Where the parameters lie for this tp and order; None if the lengths do not fit."""
     local = _local_shapes(shapes, tp)
     if local is None:
@@ -149,7 +149,7 @@ def _lay_out(
     sizes = {key: math.prod(shape) for key, shape in local.items()}
     stages, per_stage = (1 + max(place[i] for place in chunks) for i in (0, 1))
     stages //= tp
-    layout: Layout = {}
+    layout: BucketLayout = {}
     first = 0
     for number in range(stages * per_stage):  # in the order of a forward pass
         chunk, stage = divmod(number, stages)
@@ -202,7 +202,7 @@ def _cut(sizes: Sequence[int], buckets: Sequence[FlatBucket]) -> list[tuple[str,
     return None if left else starts[::-1]
 
 
-def _local_shapes(shapes: Mapping[str, Shape], tp: int) -> dict[str, Shape] | None:
+def _local_shapes(shapes: Mapping[str, TensorShape], tp: int) -> dict[str, TensorShape] | None:
     """The shapes on one tensor-parallel rank; None if tp does not divide them."""
     local = {TIED: shapes[EMBEDDING], **shapes}
     for key, shape in local.items():

@@ -54,7 +54,7 @@ _REPLACEMENT = "\ufffd".encode()
 _SURROGATE = re.compile("[\ud800-\udfff]")  # lone halves, which JSON can spell: "\\ud800"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
-Kind = Literal["text", "jsonl", "parquet"]
+FileKind = Literal["text", "jsonl", "parquet"]
 T = TypeVar("T")
 # A JSON object and its place in the input -> a document (None if it is empty), and the number of
 # U+FFFD put into it.
@@ -140,7 +140,7 @@ def stdlib_sources() -> list[Path]:
     return chosen
 
 
-def file_kind(path: str) -> tuple[Kind, str]:
+def file_kind(path: str) -> tuple[FileKind, str]:
     """The content type and the compression ("", ".gz" or ".zst") of a file, from its name."""
     name = Path(path)
     compression = name.suffix if name.suffix in (".gz", ".zst") else ""

@@ -20,7 +20,7 @@ THREADS = 8
 WINDOW = 64  # blocks
 BATCHES = 64
 
-Block = tuple[RemoteFile, int]
+FileBlock = tuple[RemoteFile, int]
 
 
 def rank_samples(
@@ -46,10 +46,10 @@ class ReadAhead:
     `share` are the arguments of `rank_samples`.
     """
 
-    def __init__(self, missing: Callable[[int], Iterable[Block]], **share: int) -> None:
+    def __init__(self, missing: Callable[[int], Iterable[FileBlock]], **share: int) -> None:
         self._missing, self._share = missing, share
-        self._batches: deque[tuple[int, list[Block]]] = deque()  # by first sample
-        self._requests: dict[Block, Future[None]] = {}
+        self._batches: deque[tuple[int, list[FileBlock]]] = deque()  # by first sample
+        self._requests: dict[FileBlock, Future[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="blocks")
 
     def wait_for(self, first: int) -> None:

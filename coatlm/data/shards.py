@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from coatlm.data.documents import Segment
 from coatlm.data.streams import Limits
-from coatlm.data.token_shard import Options, Report, TokenShard, write_shard
+from coatlm.data.token_shard import Options, ReportProgress, TokenShard, write_shard
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.process import uninterrupted
 
@@ -103,7 +103,11 @@ def tokenize(shards: Sequence[TokenShard], options: Options, limits: Limits, wor
 
 
 def _run_workers(
-    shards: Sequence[TokenShard], options: Options, limits: Limits, workers: int, report: Report
+    shards: Sequence[TokenShard],
+    options: Options,
+    limits: Limits,
+    workers: int,
+    report: ReportProgress,
 ) -> None:
     """Distribute shards over worker processes. Raises the first worker's ValueError or OSError."""
     context = multiprocessing.get_context("spawn")  # fork would copy CUDA contexts and threads

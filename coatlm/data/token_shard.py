@@ -35,7 +35,7 @@ MAX_LENGTH = 2**31 - 1  # tokens of a document
 
 COUNTS = {"bytes", "crc32", "documents", "empty_documents", "replaced_utf8", "tokens"}
 
-Report = Callable[[int, int], None]  # (documents, input bytes) since the last report
+ReportProgress = Callable[[int, int], None]  # (documents, input bytes) since the last report
 
 
 class Tokens(NamedTuple):
@@ -146,7 +146,11 @@ class _Documents:
 
 
 def write_shard(
-    shard: TokenShard, options: Options, limits: Limits, tokenizer: Tokenizer, report: Report
+    shard: TokenShard,
+    options: Options,
+    limits: Limits,
+    tokenizer: Tokenizer,
+    report: ReportProgress,
 ) -> None:
     """Tokenize one shard. Each file is renamed once complete; the record comes last."""
     dtype = token_dtype(tokenizer.vocab_size)
@@ -187,7 +191,7 @@ def _write_texts(
     limits: Limits,
     tokenizer: Tokenizer,
     documents: _Documents,
-    report: Report,
+    report: ReportProgress,
 ) -> tuple[int, int]:
     """Write the documents of text. Returns the numbers of U+FFFD and of empty documents."""
     replaced = empty = 0
@@ -215,7 +219,11 @@ def _write_texts(
 
 
 def _write_conversations(
-    shard: TokenShard, limits: Limits, encoder: ChatEncoder, documents: _Documents, report: Report
+    shard: TokenShard,
+    limits: Limits,
+    encoder: ChatEncoder,
+    documents: _Documents,
+    report: ReportProgress,
 ) -> tuple[int, int]:
     """Write one document per JSON line, with its mask. Returns the same as `_write_texts`."""
     replaced = 0

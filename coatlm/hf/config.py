@@ -17,14 +17,13 @@ from coatlm.hf.families import (
     MULTIPLIERS,
     SCALAR,
     SOFTCAPS,
+    Json,
     families_in_order,
     read_own,
     write_own,
 )
 from coatlm.hf.rotary import LISTS, NESTED, ROTARY, longest_context, read_rotary, write_rotary
 from coatlm.hf.windows import FULL, SLIDING, read_window, write_window
-
-Json = dict[str, Any]
 
 MODEL_FIELDS = {  # config.json -> model.*
     "num_hidden_layers": "layers",

@@ -60,14 +60,14 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     """The tensors of a directory, in one file or in several with an index."""
 
     directory: Path
     files: Mapping[str, str]  # tensor -> file
 
     @classmethod
-    def open(cls, directory: Path) -> Weights:
+    def open(cls, directory: Path) -> WeightFiles:
         """Open a directory. Raises ValueError if it has no safetensors or an invalid index."""
         if (directory / INDEX).exists():
             files = read_json(directory / INDEX).get("weight_map")

@@ -26,14 +26,14 @@ from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, block
 from coatlm.fp8.quantize import quantize
 from coatlm.hf.files import Described
 
-Scales = Literal["channel", "tensor", "block"]
+WeightGranularity = Literal["channel", "tensor", "block"]
 BLOCK = 128  # rows and columns of a block
-GRANULARITY: dict[Scales, Granularity] = {
+GRANULARITY: dict[WeightGranularity, Granularity] = {
     "channel": ROW,
     "tensor": TENSOR,
     "block": block(BLOCK, BLOCK),
 }
-SUFFIX: dict[Scales, str] = {
+SUFFIX: dict[WeightGranularity, str] = {
     "channel": "_scale",
     "tensor": "_scale",
     "block": "_scale_inv",  # DeepSeek's name of S, the factor that a code is multiplied by
@@ -47,7 +47,7 @@ class Fp8Export:
     Raises ValueError for blocks without dynamic activations, which their layout cannot express.
     """
 
-    scales: Scales = "channel"
+    scales: WeightGranularity = "channel"
     dynamic_activations: bool = True
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Fp8Export:
                 f"{name} is {list(shape)}: blocks of {BLOCK} x {BLOCK} need multiples of {BLOCK}; "
                 "choose fp8_scales=channel"
             )
-        sizes: dict[Scales, tuple[int, ...]] = {
+        sizes: dict[WeightGranularity, tuple[int, ...]] = {
             "channel": (shape[0], 1),
             "tensor": (1,),
             "block": tuple(n // BLOCK for n in shape),

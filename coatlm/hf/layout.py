@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coatlm.config import Model
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 FUSED = ("phi3",)  # families that store q, k and v, and gate and up, together
@@ -43,8 +43,8 @@ class Entry:
     """A tensor of coatlm, and the tensors of Hugging Face that it consists of."""
 
     key: str
-    shape: Shape
-    stored: Mapping[str, Shape]  # Hugging Face's tensors
+    shape: TensorShape
+    stored: Mapping[str, TensorShape]  # Hugging Face's tensors
     order: tuple[RowRun, ...]  # the rows of coatlm's tensor, from the first to the last
 
     def join(self, stored: Sequence[Tensor]) -> Tensor:
@@ -104,7 +104,7 @@ def check_layers(model: Model, stored: Collection[str], where: str) -> None:
         )
 
 
-def zero_biases(model: Model) -> dict[str, Shape]:
+def zero_biases(model: Model) -> dict[str, TensorShape]:
     """Biases that Hugging Face's `attention_bias` adds and coatlm does not have."""
     return {
         f"model.layers.{layer}.self_attn.o_proj.bias": (model.hidden,)
@@ -181,7 +181,9 @@ def _head_rows(model: Model) -> Iterator[RowRun]:
         yield RowRun("v", group * D, D)
 
 
-def _joined(key: str, parts: Mapping[str, Shape], order: list[RowRun], whole: str | None) -> Entry:
+def _joined(
+    key: str, parts: Mapping[str, TensorShape], order: list[RowRun], whole: str | None
+) -> Entry:
     """An entry of several parts, which are stored one after the other as `whole` if it is given."""
     rows = [shape[0] for shape in parts.values()]
     shape = (sum(rows), *next(iter(parts.values()))[1:])
@@ -199,5 +201,5 @@ def _joined(key: str, parts: Mapping[str, Shape], order: list[RowRun], whole: st
     return Entry(key, shape, parts, tuple(merged))
 
 
-def _same(key: str, name: str, shape: Shape) -> Entry:
+def _same(key: str, name: str, shape: TensorShape) -> Entry:
     return Entry(key, shape, {name: shape}, (RowRun(name, 0, shape[0]),))

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coatlm.config import Model, RopeScaling
+from coatlm.hf.families import Json
 from coatlm.hf.windows import FULL, SLIDING
-
-Json = dict[str, Any]
 
 THETA = 10000.0  # transformers' default of rope_theta
 THETAS = {"gemma3_text": 1e6, "olmo3": 5e5}  # of other families

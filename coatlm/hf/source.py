@@ -20,7 +20,7 @@ from torch import Tensor
 from coatlm.config import Model, dotted, make_config
 from coatlm.files import read_json
 from coatlm.hf.config import check_token_ids, output_bias, read_model
-from coatlm.hf.files import Described, Weights
+from coatlm.hf.files import Described, WeightFiles
 from coatlm.hf.layout import Entry, check_layers, entries
 from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import tokenizer_of
@@ -37,7 +37,7 @@ class HfSource:
     directory: Path
     raw: Mapping[str, Any]  # config.json
     model: Model  # of this directory
-    weights: Weights
+    weights: WeightFiles
     stored: Mapping[str, Described]
     plan: Mapping[str, Entry]  # key of coatlm -> its parts
 
@@ -48,7 +48,7 @@ class HfSource:
         model = make_config({"model": read_model(raw)}).model
         assert model.vocab is not None  # a required field of config.json
         check_token_ids(str(directory / "config.json"), raw, model.vocab)
-        weights = Weights.open(directory)
+        weights = WeightFiles.open(directory)
         stored = weights.describe()
         check_layers(model, stored, str(directory / "config.json"))
         plan = {entry.key: entry for entry in entries(model, model.vocab, raw["model_type"])}

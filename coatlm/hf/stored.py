@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 
 from coatlm.config import Model
-from coatlm.hf.files import Described, Weights
+from coatlm.hf.files import Described, WeightFiles
 from coatlm.hf.layout import EMBEDDING, HEAD, Entry, zero_biases
 
 COMPUTED = ".rotary_emb.inv_freq"  # in early checkpoints; computed from config.json
 
 
 def check_stored(
-    weights: Weights,
+    weights: WeightFiles,
     stored: Mapping[str, Described],
     plan: Mapping[str, Entry],
     *,

@@ -16,8 +16,7 @@ from typing import Any
 
 from coatlm.config import Model, Window
 from coatlm.config.model import MOST_LAYERS
-
-Json = dict[str, Any]
+from coatlm.hf.families import Json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SWITCHED = ("qwen2", "qwen3")  # use_sliding_window=false is the default

@@ -54,15 +54,15 @@ OPERAND_OF: dict[str, OperandName] = {  # the end of a tensor's name in the prob
     "grad": "dgrad.gradient",
 }
 
-Matrix = QTensor | Tensor  # an operand: FP8 codes, or BF16
+GemmInput = QTensor | Tensor  # an operand: FP8 codes, or BF16
 Values = Callable[[], Tensor]  # computes an operand in BF16, where one is needed
 
 
 class Gradient(NamedTuple):
     """dy as the operands of dgrad [T, K] and wgrad [K, T']."""
 
-    direct: Matrix
-    transposed: Matrix
+    direct: GemmInput
+    transposed: GemmInput
 
 
 class Fp8Weight(NamedTuple):
@@ -203,7 +203,7 @@ class Flow:
             lambda columns: self._multiply("forward", x, w.rows(columns)), w.shape[0]
         )
 
-    def input_gradient(self, dy: Matrix, weight: Tensor, scale: Tensor | None) -> Tensor:
+    def input_gradient(self, dy: GemmInput, weight: Tensor, scale: Tensor | None) -> Tensor:
         """The dgrad GEMM, dx = dy W."""
         exact = "dgrad.weight" in self.recipe.bf16
         w = weight.detach().t() if exact else self.backward_weight(weight, scale)
@@ -216,7 +216,7 @@ class Flow:
         weight: Tensor,
         scale: Tensor | None,
         amaxes: Tensor | None = None,
-    ) -> tuple[Matrix, Tensor]:
+    ) -> tuple[GemmInput, Tensor]:
         """From dy of a row-parallel linear: wgrad's operand [K, T'], and dx = dy W of all tokens.
 
         dy [T/tp, K] is all-gathered over the tokens; T' is T, padded. `name` is the gradient's name
@@ -241,7 +241,7 @@ class Flow:
         whole, dx = self._multiply_gathered("dgrad", mine, gathered, w)
         return transpose_codes(whole), dx
 
-    def weight_gradient(self, weight: Tensor, dy_t: Matrix, x_t: Matrix) -> Tensor | None:
+    def weight_gradient(self, weight: Tensor, dy_t: GemmInput, x_t: GemmInput) -> Tensor | None:
         """The wgrad GEMM, dW = dy^T x. It accumulates into `main_grad`, or overwrites a stale one.
 
         Returns None then, and dW if the weight has no `main_grad`.
@@ -255,7 +255,7 @@ class Flow:
             weight.main_grad_stale = False  # type: ignore[attr-defined]
         return None
 
-    def _multiply(self, name: GemmName, a: Matrix, b: Matrix, **options: Any) -> Tensor:
+    def _multiply(self, name: GemmName, a: GemmInput, b: GemmInput, **options: Any) -> Tensor:
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             return matmul(a, b, fast=name in self.recipe.fast, plans=self.plans, **options)
         return matmul_bf16(a, b, **options)
@@ -299,7 +299,7 @@ class Flow:
             self._columns(dy) if "wgrad.gradient" in bf16 else codes.transposed,
         )
 
-    def input_transposed(self, codes: QTensor, values: Values) -> Matrix:
+    def input_transposed(self, codes: QTensor, values: Values) -> GemmInput:
         """A linear's input as the operand [K, T'] of wgrad: its codes, or `values` [T, K]."""
         return self._columns(values()) if "wgrad.activation" in self.recipe.bf16 else codes
 
@@ -315,7 +315,7 @@ class Flow:
         weight: Tensor,
         y: QTensor | None,
         scale: Tensor | None,
-    ) -> Callable[[], Matrix]:
+    ) -> Callable[[], GemmInput]:
         """The operand [K, T'] of wgrad from the input of a column-parallel linear, of all tokens.
 
         This input is the output of RMSNorm: its codes `y` if they were saved, else recomputed from

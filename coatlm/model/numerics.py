@@ -56,7 +56,7 @@ PIECE = 1 << 22  # elements at a time; temporaries take about 60 bytes per eleme
 SAMPLE, RUNS = 1024, 2  # rows of a tensor that are sampled, in this many runs of adjacent rows
 
 RowSource = Callable[[int, int], Tensor]  # (start, stop) -> these rows of x in fp32
-Record = dict[str, int | float | str]
+NumericsRecord = dict[str, int | float | str]
 
 
 class Probe:
@@ -142,9 +142,9 @@ def collect(
     return bits.view(torch.float32), sums
 
 
-def report(amax: Tensor, sums: Tensor) -> list[Record]:
+def report(amax: Tensor, sums: Tensor) -> list[NumericsRecord]:
     """One record per layer and tensor that was measured, in order. Syncs with the device."""
-    records: list[Record] = []
+    records: list[NumericsRecord] = []
     tables = zip(amax.tolist(), sums.tolist(), strict=True)
     for number, (amax_of_layer, sums_of_layer) in enumerate(tables, start=1):
         for name, largest, values in zip(REPORTED, amax_of_layer, sums_of_layer, strict=True):
@@ -154,7 +154,7 @@ def report(amax: Tensor, sums: Tensor) -> list[Record]:
     return records
 
 
-def _errors(values: list[float]) -> Record:
+def _errors(values: list[float]) -> NumericsRecord:
     total = dict(zip(SUMS, values, strict=True))
     return {
         "saturated": total["saturated"] / total["elements"],
@@ -163,7 +163,7 @@ def _errors(values: list[float]) -> Record:
     }
 
 
-def _kurtosis(values: list[float]) -> Record:
+def _kurtosis(values: list[float]) -> NumericsRecord:
     total = dict(zip(MOMENTS, values, strict=False))
     return {"kurtosis": total["kurtosis"] / total["tokens"]}
 

@@ -177,7 +177,7 @@ class Bucket:
         return self.reduced[begin - first : max(min(end, last), begin) - first]
 
 
-class Span(NamedTuple):
+class BucketPlan(NamedTuple):
     """What a bucket will contain."""
 
     ranges: dict[nn.Parameter, tuple[int, int]]  # those of `Bucket.params`
@@ -200,7 +200,7 @@ def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
     return [_make_bucket(span, cut, part) for span, part in zip(spans, grads, strict=True)]
 
 
-def arena_layout(spans: Sequence[Span], cut: Cut) -> tuple[list[int], int]:
+def arena_layout(spans: Sequence[BucketPlan], cut: Cut) -> tuple[list[int], int]:
     """Where the gradients of each bucket start in their arena, and its size, in elements."""
     assert cut.reached is not None
     lives = []
@@ -212,9 +212,9 @@ def arena_layout(spans: Sequence[Span], cut: Cut) -> tuple[list[int], int]:
     return place([span.numel for span in spans], lives)
 
 
-def plan_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Span]:
+def plan_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[BucketPlan]:
     """Which parameters share a bucket, in the order of backward, and where they lie in it."""
-    spans: list[Span] = []
+    spans: list[BucketPlan] = []
     enough = bucket_elements(cut.bucket_size, sum(p.numel() for p in params))
     pending: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     held = {False: 0, True: 0}  # elements of `pending`
@@ -245,7 +245,7 @@ def plan_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Span]:
     return spans
 
 
-def _span(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Span:
+def _span(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> BucketPlan:
     params = list(params)
     if cut.owner is not None:
         params.sort(key=cut.owner.__getitem__)
@@ -254,10 +254,10 @@ def _span(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> Span:
         start = round_up(end, SCALE_BLOCK)
         end = start + param.numel()
         ranges[param] = (start, end)
-    return Span(ranges, _sizes(ranges, round_up(end, SCALE_BLOCK), cut), fp8)
+    return BucketPlan(ranges, _sizes(ranges, round_up(end, SCALE_BLOCK), cut), fp8)
 
 
-def _make_bucket(span: Span, cut: Cut, grads: Tensor | BlockFp8 | None) -> Bucket:
+def _make_bucket(span: BucketPlan, cut: Cut, grads: Tensor | BlockFp8 | None) -> Bucket:
     """Allocate a bucket. `grads`: its part of an arena; None: gradients of its own."""
     (ranges, sizes, fp8), numel = span, span.numel
     params = list(ranges)

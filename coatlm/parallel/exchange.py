@@ -29,7 +29,7 @@ from coatlm.fp8.payload_layout import Layout, Own, Shared
 from coatlm.parallel.collectives import Comm, Pending
 from coatlm.parallel.wire import Steps, Sum, shared_scales
 
-Scaling = Literal["block", "tensor", "bucket"]
+GradGranularity = Literal["block", "tensor", "bucket"]
 PIECE = 1 << 27  # elements of a piece
 
 
@@ -52,7 +52,7 @@ class Fp8Exchange:
     """
 
     fmt: Coding = E4M3
-    scaling: Scaling = "block"
+    scaling: GradGranularity = "block"
     piece: int = PIECE
     levels: Levels | None = None
     automatic: bool = False

@@ -22,10 +22,10 @@ SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "eval.", "che
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
 # a change of these is refused, as of the data and the tokenizer
 FIXED = ("data.split", "data.packing", "run.seed", "optim.recipe")
-Change = tuple[Any, Any]  # old, new
+OldAndNew = tuple[Any, Any]
 
 
-def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, Change]:
+def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, OldAndNew]:
     """Dotted key -> (old, new) where a checkpoint's configuration differs, except SILENT keys.
 
     A key missing from a checkpoint of an older version counts as having its default.
@@ -98,7 +98,7 @@ def check_changes(
     return [f"{key}: {_arrow(change)}" for key, change in {**refused, **keys}.items()]
 
 
-def check_same_model(path: Path, keys: Mapping[str, Change]) -> None:
+def check_same_model(path: Path, keys: Mapping[str, OldAndNew]) -> None:
     """Raise CheckpointError with the field's name if the stored weights do not fit the model."""
     for key, (old, new) in keys.items():
         section, _, name = key.partition(".")
@@ -110,7 +110,7 @@ def check_same_model(path: Path, keys: Mapping[str, Change]) -> None:
             )
 
 
-def _arrow(change: Change) -> str:
+def _arrow(change: OldAndNew) -> str:
     return " -> ".join(_short(value) for value in change)
 
 

@@ -97,7 +97,7 @@ TURN_S = 2e-5  # seconds, for `short_turns`
 logger = logging.getLogger("coatlm")
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint that was written completely."""
 
     name: str
@@ -154,7 +154,7 @@ class Checkpointer:
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self._saved: Saved | None = None
+        self._saved: SavedCheckpoint | None = None
         self._token = together(self._prepare, group)[0]
 
     def save(self, step: int, tensors: Sequence[ShardedTensor], state: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ class Checkpointer:
             files = {name: file for part in parts for name, file in part.items()}
             together(lambda: self._commit(temporary, step, files), self._group)
             written = sum(file.bytes for file in files.values())
-            self._saved = Saved(step_name(step), written, time.monotonic() - begin)
+            self._saved = SavedCheckpoint(step_name(step), written, time.monotonic() - begin)
             missed = "uploaded"
             self._prune()
             if self._upload is not None:

@@ -52,7 +52,7 @@ from coatlm.train.reports import number_list
 logger = logging.getLogger("coatlm")
 
 BULK = math.sqrt(2 * math.pi / 12)  # 0.72: rms error in units of s, per share of zeros z
-Limits = dict[str, dict[str, float]]  # tensor -> measure -> limit
+GuardLimits = dict[str, dict[str, float]]  # tensor -> measure -> limit
 ACTIONS = {
     "warned": "it stays in FP8",
     "bf16": "the layer computes in BF16 from the next step on",
@@ -89,10 +89,10 @@ class Finding:
         )
 
 
-def limits_of(precision: Precision) -> Limits:
+def limits_of(precision: Precision) -> GuardLimits:
     """The limits of each tensor's measures, from its format and scaling."""
     recipe = precision.flow_recipe()
-    limits: Limits = {}
+    limits: GuardLimits = {}
     for tensor in TENSORS:
         operand = recipe.forward.activation
         if tensor.endswith("_weight"):
@@ -111,7 +111,7 @@ def limits_of(precision: Precision) -> Limits:
     return limits
 
 
-def find(records: Iterable[Mapping[str, Any]], limits: Limits) -> Iterator[Finding]:
+def find(records: Iterable[Mapping[str, Any]], limits: GuardLimits) -> Iterator[Finding]:
     """The tensors in `numerics.report` that exceed a limit."""
     for record in records:
         over = {
@@ -143,7 +143,7 @@ class PrecisionGuard:
     def __init__(
         self,
         mode: str,
-        limits: Limits,
+        limits: GuardLimits,
         *,
         fits: Callable[[Collection[int]], bool],
         change: Callable[[Collection[int]], None],

@@ -21,7 +21,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.data.batches import BatchIterator, microbatches
 from coatlm.data.dataset import Datasets
-from coatlm.model.numerics import Probe, Record
+from coatlm.model.numerics import NumericsRecord, Probe
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups
 from coatlm.platform import device
@@ -205,7 +205,7 @@ class Loop:
         every = self.config.precision.guard_every
         return self.trainer.guard is not None and (self.run.step + 1) % every == 0
 
-    def _log_numerics(self, probes: dict[int, Probe]) -> list[Record]:
+    def _log_numerics(self, probes: dict[int, Probe]) -> list[NumericsRecord]:
         """Log and return what the probes measured in this step; the list is empty where dp > 0.
 
         The report is excluded from the throughput; the probes inside the step are not.

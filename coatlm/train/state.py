@@ -90,7 +90,7 @@ class SavedConfig(BaseModel):
     checkpoint: dict[str, Any]
 
 
-class State(BaseModel):
+class RunState(BaseModel):
     """The content of state.json, which may have more keys."""
 
     model_config = ConfigDict(strict=True)
@@ -119,7 +119,7 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
     """Read and validate the state of a run's checkpoint. Raises CheckpointError in one line."""
     state = read_state(checkpoint)
     try:
-        State.model_validate(state)
+        RunState.model_validate(state)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

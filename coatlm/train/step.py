@@ -291,7 +291,9 @@ class Trainer:
             if self.graphs is not None:
                 self.graphs.observed = False
 
-    def measure_numerics(self, probes: Mapping[int, numerics.Probe]) -> list[numerics.Record]:
+    def measure_numerics(
+        self, probes: Mapping[int, numerics.Probe]
+    ) -> list[numerics.NumericsRecord]:
         """The quantization errors by `numerics.report`; a collective call of ranks with dp rank 0.
 
         Empty on ranks with another dp rank.

@@ -17,7 +17,7 @@ from coatlm.config import Config, make_config, read_mapping
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.hf.files import Weights
+from coatlm.hf.files import WeightFiles
 from coatlm.parallel.groups import release_groups
 from coatlm.train import start
 from coatlm.train.checkpoint import tensor_checksums, verify
@@ -32,7 +32,7 @@ STILL = {"lr": 1e-60, "min_lr": 0.0, "schedule": "constant", "warmup_steps": 0} 
 
 def bits(directory: Path) -> dict[str, bytes]:
     """Every tensor of a Hugging Face directory, with its type."""
-    weights = Weights.open(directory)
+    weights = WeightFiles.open(directory)
     return {
         name: str(weights.read(name).dtype).encode()
         + weights.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -185,10 +185,10 @@ def test_fp32_export_is_the_master_and_the_default_is_the_weight(runs: Path, rec
     else:  # a scale for each 128 elements, in the order of rows
         codes = stored.read(master.format("")).float().view(-1, 128)
         expected = (codes * stored.read(master.format(".scale"))[:, None]).view(weight.shape)
-    found = Weights.open(runs / f"{recipe} fp32").read(name)
+    found = WeightFiles.open(runs / f"{recipe} fp32").read(name)
     assert torch.equal(found, expected)
     assert not torch.equal(found, weight.float())
-    assert torch.equal(Weights.open(runs / f"{recipe} bf16").read(name), weight)
+    assert torch.equal(WeightFiles.open(runs / f"{recipe} bf16").read(name), weight)
     loaded = AutoModelForCausalLM.from_pretrained(runs / f"{recipe} bf16", dtype="auto")
     assert loaded.dtype == torch.bfloat16
 

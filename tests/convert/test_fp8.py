@@ -23,7 +23,7 @@ from transformers import (
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
 from coatlm.fp8.formats import E4M3
-from coatlm.hf.files import Weights
+from coatlm.hf.files import WeightFiles
 from coatlm.hf.fp8 import Fp8Export
 from tests.hf.models import ours, save_model, theirs, tokens
 
@@ -42,14 +42,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def decoded(weights: Weights, name: str) -> Tensor:
+def decoded(weights: WeightFiles, name: str) -> Tensor:
     """What the layout says that a stored weight stands for."""
     return weights.read(name).float() * weights.read(f"{name}_scale")
 
 
 @pytest.mark.parametrize("scales", ["channel", "tensor"])
 def test_weights_decode_to_within_half_a_step_of_e4m3(exported: Path, scales: str) -> None:
-    original, stored = Weights.open(exported / "hf"), Weights.open(exported / scales)
+    original, stored = WeightFiles.open(exported / "hf"), WeightFiles.open(exported / scales)
     described = stored.describe()
     linears = [n for n in original.files if n.split(".")[-2] in PROJECTIONS and n[-6:] == "weight"]
     assert len(linears) == 7 * 3
@@ -96,7 +96,7 @@ def test_compressed_tensors_loads_the_weights_that_decoding_gives(
     exported: Path, scales: str
 ) -> None:
     model = load_decompressed(exported / scales)
-    stored = Weights.open(exported / scales)
+    stored = WeightFiles.open(exported / scales)
     for layer in range(3):
         for part in ("self_attn.q_proj", "mlp.down_proj"):
             name = f"model.layers.{layer}.{part}.weight"
@@ -139,7 +139,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_blocks_have_the_scales_and_codes_that_deepseeks_layout_defines(blocks: Path) -> None:
-    original, stored = Weights.open(blocks / "hf"), Weights.open(blocks / "block")
+    original, stored = WeightFiles.open(blocks / "hf"), WeightFiles.open(blocks / "block")
     linears = [n for n in original.files if n.split(".")[-2] in PROJECTIONS]
     assert len(linears) == 7 * 2
     assert stored.files.keys() == original.files.keys() | {f"{name}_scale_inv" for name in linears}
@@ -173,7 +173,7 @@ def loaded(blocks: Path) -> Any:
 def test_transformers_loads_blocks_with_the_weights_that_the_layout_defines(
     blocks: Path, loaded: Any
 ) -> None:
-    stored = Weights.open(blocks / "block")
+    stored = WeightFiles.open(blocks / "block")
     for name, weight in loaded.named_parameters():
         expected = stored.read(name).float()
         if f"{name}_scale_inv" in stored.files:
@@ -201,7 +201,7 @@ def test_logits_of_blocks_in_transformers_are_those_of_coatlm(
 
 def test_compressed_tensors_quantizes_and_decodes_blocks_as_the_export(blocks: Path) -> None:
     """Its own functions for the strategy `block`, which vLLM's layers of both formats follow."""
-    original, stored = Weights.open(blocks / "hf"), Weights.open(blocks / "block")
+    original, stored = WeightFiles.open(blocks / "hf"), WeightFiles.open(blocks / "block")
     args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
     for part in ("self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
         name = f"model.layers.1.{part}.weight"

@@ -26,7 +26,7 @@ from coatlm.hf.config import (
     read_model,
     run_config,
 )
-from coatlm.hf.files import Weights, write_json
+from coatlm.hf.files import WeightFiles, write_json
 from coatlm.hf.rotary import ROTARY
 from coatlm.train.shards import StoredTensors
 from tests.hf.models import make_model
@@ -47,7 +47,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def edited(original: Path, directory: Path, edit: Edit) -> Path:
     """A copy of `original` with another config.json and other tensors."""
-    weights = Weights.open(original)
+    weights = WeightFiles.open(original)
     tensors = {name: weights.read(name) for name in weights.files}
     config = json.loads((original / "config.json").read_text())
     edit(config, tensors)
@@ -253,8 +253,8 @@ def test_types_are_converted_where_that_is_asked_for(original: Path, tmp_path: P
     source = edited(original, tmp_path / "hf", half)
     from_huggingface(source, tmp_path / "coatlm", tokenizer="byte", dtype="bf16")
     to_huggingface(tmp_path / "coatlm", tmp_path / "back", dtype="fp16")
-    half_up = Weights.open(source).read(UP)
-    assert torch.equal(Weights.open(tmp_path / "back").read(UP), half_up.bfloat16().half())
+    half_up = WeightFiles.open(source).read(UP)
+    assert torch.equal(WeightFiles.open(tmp_path / "back").read(UP), half_up.bfloat16().half())
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "float16"
 
     def large(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -324,4 +324,4 @@ def test_checkpoint_that_moved_still_exports(original: Path, tmp_path: Path) -> 
     from_huggingface(original, tmp_path / "coatlm", tokenizer="byte")
     shutil.move(tmp_path / "coatlm", tmp_path / "elsewhere")
     to_huggingface(tmp_path / "elsewhere", tmp_path / "back")
-    assert Weights.open(tmp_path / "back").files == Weights.open(original).files
+    assert WeightFiles.open(tmp_path / "back").files == WeightFiles.open(original).files

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coatlm.hf.files import Described, Weights, write_weights
+from coatlm.hf.files import Described, WeightFiles, write_weights
 
 TENSORS = {
     "a": torch.randn(3, 5),
@@ -36,7 +36,7 @@ def test_library_reads_what_is_written(tmp_path: Path, shard_bytes: int) -> None
     for name, tensor in TENSORS.items():
         assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
         assert torch.equal(read[name].float(), tensor.float())
-    weights = Weights.open(tmp_path)
+    weights = WeightFiles.open(tmp_path)
     assert weights.describe() == described(TENSORS)
     assert all(torch.equal(weights.read(n).float(), t.float()) for n, t in TENSORS.items())
 
@@ -54,23 +54,23 @@ def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> No
 
 def test_damage_is_reported_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
-        Weights.open(tmp_path)
+        WeightFiles.open(tmp_path)
     write_weights(tmp_path, described(TENSORS), TENSORS.__getitem__, shard_bytes=64)
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     content = file.read_bytes()
     file.write_bytes(content[:-4])
     with pytest.raises(ValueError, match=f"{file.name}: not a safetensors file"):
-        Weights.open(tmp_path).describe()
+        WeightFiles.open(tmp_path).describe()
     file.unlink()
     with pytest.raises(ValueError, match=file.name):
-        Weights.open(tmp_path).describe()
+        WeightFiles.open(tmp_path).describe()
     save_file({"other": torch.ones(1)}, file)
     with pytest.raises(ValueError, match=f"{file.name}: has no a, which model.safetensors.index"):
-        Weights.open(tmp_path).describe()
+        WeightFiles.open(tmp_path).describe()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(ValueError, match="is not a file's name"):
-        Weights.open(tmp_path)
+        WeightFiles.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["..", "", "../x", "/x", "a\0b"])
@@ -78,10 +78,10 @@ def test_an_index_names_only_files_of_its_directory(tmp_path: Path, name: str) -
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match="is not a file's name"):
-        Weights.open(tmp_path)
+        WeightFiles.open(tmp_path)
 
 
 def test_a_pipe_in_place_of_the_weights_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="is not a regular file"):
-        Weights.open(tmp_path)
+        WeightFiles.open(tmp_path)

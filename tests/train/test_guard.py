@@ -87,7 +87,7 @@ def record(layer: int = 1, tensor: str = "fc2_input", **measures: float) -> dict
     return {"layer": layer, "tensor": tensor, **usual, **measures}
 
 
-def coat() -> guard.Limits:
+def coat() -> guard.GuardLimits:
     return limits_of(make_config({"precision": {"recipe": "coat"}}).precision)
 
 

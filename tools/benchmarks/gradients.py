@@ -39,7 +39,7 @@ TE_NAMES = {  # of norms that are fused into the linear behind them
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-Gradients = dict[str, Tensor]
+NamedGradients = dict[str, Tensor]
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -121,7 +121,7 @@ def measure(names: str, options: dict[str, str]) -> Iterator[dict[str, Any]]:
             }
 
 
-def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
+def differences(found: NamedGradients, expected: NamedGradients) -> dict[str, float]:
     """Length and error of the gradients of each kind of weight and of all of them, in %."""
     sums: dict[str, Tensor] = {}
     for name, reference in expected.items():
@@ -201,7 +201,7 @@ class GradientModel:
         ]
         return self.trainer.train_step(self.trainer.place(batches), rate)[0]
 
-    def gradients(self, number: int) -> tuple[float, Gradients]:
+    def gradients(self, number: int) -> tuple[float, NamedGradients]:
         """Loss and gradients on batch `number`, whose step has a learning rate of zero."""
         if self.config.precision.recipe == "te-delayed":
             self.step(number, 0.0)  # its amax histories begin empty

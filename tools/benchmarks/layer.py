@@ -70,7 +70,7 @@ IN_TURN = zip_longest(FLOWS, FP8_PEERS)  # so that a drift of the machine affect
 ROWS = ("roofline", *(row for pair in IN_TURN for row in pair if row is not None), *OTHERS)
 SMOKE_ROWS = ("roofline", "coatlm fp32", "coatlm bf16", "torch eager")
 WARMUP, LAUNCHES = 5, 5  # steps
-Record = dict[str, Any]
+LayerRecord = dict[str, Any]
 Build = Callable[[int], Stack]  # layers -> stack
 
 
@@ -113,7 +113,7 @@ def shapes(options: dict[str, str]) -> list[LayerShape]:
     return found
 
 
-def measure(row: str, options: dict[str, str]) -> Iterator[Record]:
+def measure(row: str, options: dict[str, str]) -> Iterator[LayerRecord]:
     """Yield one record per shape, and those of the profile. A failed shape's gives the reason."""
     if DEVICE == "cpu":
         yield from _measure(row, options)
@@ -123,7 +123,7 @@ def measure(row: str, options: dict[str, str]) -> Iterator[Record]:
         yield from _measure(row, options)
 
 
-def _measure(row: str, options: dict[str, str]) -> Iterator[Record]:
+def _measure(row: str, options: dict[str, str]) -> Iterator[LayerRecord]:
     for shape in shapes(options):
         named = {"row": row, "hidden": shape.hidden, "seq": shape.seq}
         try:
@@ -138,9 +138,9 @@ def _measure(row: str, options: dict[str, str]) -> Iterator[Record]:
         release()
 
 
-def summary(found: list[Record]) -> list[Record]:
+def summary(found: list[LayerRecord]) -> list[LayerRecord]:
     """Tables of rows by shapes: `ms`, `graph_ms` if requested, bytes per token; then ratios."""
-    table: dict[str, Record] = {}
+    table: dict[str, LayerRecord] = {}
     times: dict[str, dict[str, float]] = {}
     for record in found:
         if "table" in record or ("ms" not in record and "roofline_ms" not in record):
@@ -164,7 +164,7 @@ def summary(found: list[Record]) -> list[Record]:
     return list(table.values())
 
 
-def records(row: str, shape: LayerShape, options: dict[str, str]) -> Iterator[Record]:
+def records(row: str, shape: LayerShape, options: dict[str, str]) -> Iterator[LayerRecord]:
     """The measurements of a row at a shape; with `profile`, also one record per kernel."""
     steps = int(options.get("steps", 3 if "smoke" in options else 30))
     extras = ("graph" in options, "profile" in options)
@@ -194,7 +194,7 @@ def peer(
     fp32_grads: bool = True,
     graph: bool = False,
     profile: bool = False,
-) -> tuple[Record, ...]:
+) -> tuple[LayerRecord, ...]:
     """The records of a peer, measured once per process. Raises ImportError without its package."""
     shape = LayerShape(hidden, ffn, heads, seq, batch)
 
@@ -206,7 +206,7 @@ def peer(
 
 def _of_stack(
     row: str, build: Build, shape: LayerShape, steps: int, graph: bool, profile: bool
-) -> Iterator[Record]:
+) -> Iterator[LayerRecord]:
     stack = build(1)
     record = timing(stack, shape, steps)
     if stack.weights is not None:
@@ -223,7 +223,7 @@ def _of_stack(
     yield from layer_profile.shown(kernels)
 
 
-def timing(stack: Stack, shape: LayerShape, steps: int) -> Record:
+def timing(stack: Stack, shape: LayerShape, steps: int) -> LayerRecord:
     """Median milliseconds of forward, of the whole step, and of launching it."""
     x, dy = stack.inputs(shape.batch)
     for _ in range(WARMUP):
@@ -278,7 +278,7 @@ def graphed(
     return round(measure(graph.replay), 3)
 
 
-def errors(stack: Stack, shape: LayerShape) -> Record:
+def errors(stack: Stack, shape: LayerShape) -> LayerRecord:
     """Errors relative to fp32 on one sample; for y and dx also without the residual stream."""
     assert stack.weights is not None
     weights = stack.weights()

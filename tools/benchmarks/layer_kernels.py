@@ -21,7 +21,7 @@ BATCH, EPS, SETS = 4, 1e-5, 4
 BF16 = 2  # bytes
 DEFAULTS = {"hidden": "4096", "ffn": "11008", "seq": "4096"}
 OPTIONS = tuple(DEFAULTS)
-Launch = Callable[[], object]
+LaunchKernel = Callable[[], object]
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -48,7 +48,7 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     return records
 
 
-def milliseconds(launches: list[Launch]) -> float:
+def milliseconds(launches: list[LaunchKernel]) -> float:
     """Median time of one launch; successive launches use different memory."""
 
     def all_of_them() -> None:
@@ -58,7 +58,7 @@ def milliseconds(launches: list[Launch]) -> float:
     return triton.testing.do_bench_cudagraph(all_of_them, return_mode="median") / len(launches)
 
 
-def kernels(hidden: int, ffn: int, seq: int) -> dict[str, tuple[Launch, int]]:
+def kernels(hidden: int, ffn: int, seq: int) -> dict[str, tuple[LaunchKernel, int]]:
     """name -> (launch, elements read and written)."""
 
     def randn(*shape: int) -> torch.Tensor:

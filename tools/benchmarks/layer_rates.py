@@ -31,14 +31,14 @@ LAUNCHED = 4  # layers whose launches are timed, besides a first one
 REFERENCES = {"fp8": "coatlm coat delayed", "bf16": "coatlm bf16"}  # layers whose GEMMs are timed
 LEAST_SHARE = 0.1  # of a layer's time counts as GEMMs even where kernels are too short to measure
 CPU_STEPS = 10
-Table = dict[Any, Any]
-Rows = Iterator[tuple[str, Any]]  # (key of Rates, value)
+FoundRates = dict[Any, Any]
+RateValues = Iterator[tuple[str, Any]]  # (key of Rates, value)
 
 
-def layers(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def layers(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """TFLOP/s of a layer's GEMMs by format and hidden size; microseconds to launch a layer."""
-    gemm: Table = {}
-    launch: Table = {}
+    gemm: FoundRates = {}
+    launch: FoundRates = {}
     for hidden in (64,) if smoke else HIDDEN:
         shape = layer_shape(hidden, smoke)
         for kind, row in REFERENCES.items():
@@ -62,7 +62,7 @@ def layers(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     yield "launch_us", launch
 
 
-def recipes(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def recipes(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """The time of a layer without attention by recipe, relative to coat with delayed scales.
 
     The time of recipes without delayed scales is divided by the factor that current scales cost,
@@ -76,7 +76,7 @@ def recipes(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
 
     reference = {kind: seconds(row) for kind, row in REFERENCES.items()}
     current = seconds("coatlm coat") / reference["fp8"]
-    table: Table = {"coat": 1.0, "bf16": 1.0, "current": rounded(current)}
+    table: FoundRates = {"coat": 1.0, "bf16": 1.0, "current": rounded(current)}
     te = TE_RECIPES if find_spec("transformer_engine") else ()
     for recipe in ["rowwise"] if smoke else [*FLOW_RECIPES, *te]:
         if time.monotonic() > deadline:
@@ -121,7 +121,7 @@ def launch_us(row: str, shape: LayerShape) -> float:
     return max(1000 * (more - first) / LAUNCHED, 1.0)
 
 
-def attended(found: Table, base: Rates, shape: LayerShape) -> float:
+def attended(found: FoundRates, base: Rates, shape: LayerShape) -> float:
     """Seconds of attention of a layer, forward and backward, by the rates measured before."""
     table = found.get("attention", base.attention)
     sizes = table[min(table, key=lambda dim: abs(dim - shape.head_dim))]

@@ -22,7 +22,7 @@ from coatlm.fp8.qtensor import ROW, TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale, group_amax
 from coatlm.fp8.transpose import quantize_rows_transposed
-from tools.benchmarks.layer_kernels import Launch, milliseconds
+from tools.benchmarks.layer_kernels import LaunchKernel, milliseconds
 
 OPTIONS = ("shapes",)
 SETS = 4  # of tensors, used in turn: together many times the L2 cache
@@ -53,7 +53,7 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     return records
 
 
-def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
+def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
     """name -> (launch, bytes that it must move)."""
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     to, scale = torch.empty_like(x), current_scale(x, E4M3)
@@ -65,7 +65,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[Launch, float]]:
     amax = weight_rows.row_amax(x.view(-1), rows, 0, n)
     span = amax, rows, 0, n
 
-    def quantized(granularity: Any, **options: Any) -> Launch:
+    def quantized(granularity: Any, **options: Any) -> LaunchKernel:
         return lambda: quantize(x, fmt=E4M3, granularity=granularity, **options)
 
     any_scale = Operand("e4m3", TENSOR, power_of_two=False)

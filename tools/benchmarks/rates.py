@@ -41,7 +41,7 @@ from coatlm.optim.shards import FlatShard
 from coatlm.platform import device_memory
 from tools.benchmarks import reduce
 from tools.benchmarks.clock import DEVICE, milliseconds, release, sustained
-from tools.benchmarks.layer_rates import Rows, Table, layers, recipes, rounded
+from tools.benchmarks.layer_rates import FoundRates, RateValues, layers, recipes, rounded
 from tools.benchmarks.layer_stacks import groups
 
 OPTIONS = ("base", "seconds", "smoke")
@@ -70,7 +70,7 @@ def measure(names: str, options: dict[str, str]) -> list[dict[str, Any]]:
     stream: Any = nullcontext()
     if DEVICE == "cuda":  # a graph is captured on the stream on which weights were first used
         stream = torch.cuda.stream(torch.cuda.Stream())
-    found: Table = {}
+    found: FoundRates = {}
     records: list[dict[str, Any]] = []
     deadline = time.monotonic() + float(options.get("seconds", 150))
     base, _ = earlier(options)
@@ -142,7 +142,7 @@ def with_sizes(value: Any) -> Any:
 # --- the rows: each yields (key of Rates, value) --------------------------------------------------
 
 
-def memory(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def memory(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """The GPU's name, its memory, the bandwidth of a copy, and that to and from the host."""
     if DEVICE == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
@@ -167,11 +167,11 @@ def memory(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
         yield "host_gb_per_s", rounded(size / (1e6 * milliseconds(both, REPS)))
 
 
-def attention(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def attention(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """TFLOP/s of causal attention, forward and backward, by head_dim and length."""
     dims, lengths, tokens = ((32,), (64,), 64) if smoke else (DIMS, LENGTHS, ATTENDED)
     width = 2048 if DEVICE == "cuda" else 64
-    table: Table = {}
+    table: FoundRates = {}
     for dim in dims:
         for length in lengths:
             shape = (tokens // length, width // dim, length, dim)
@@ -190,10 +190,10 @@ def attention(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     yield "attention", table
 
 
-def output(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def output(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """TFLOP/s of the output layer with its loss and recomputed logits, by format and hidden."""
     tokens, vocab = (64, 256) if smoke else (8192, VOCAB)
-    table: Table = {}
+    table: FoundRates = {}
     for name, gemms in {"bf16": PlainGemms, **FP8_GEMMS}.items():
         for size in (64,) if smoke else OUTPUT_HIDDEN:
             hidden = torch.randn(tokens, 1, size, device=DEVICE).bfloat16().requires_grad_()
@@ -211,10 +211,10 @@ def output(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     yield "output", table
 
 
-def optimizer(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def optimizer(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """Milliseconds of an update of 10^9 parameters from BF16 gradients, by recipe."""
     count = (1 << 12 if smoke else PARAMETERS // SHARDS) // 1024 * 1024
-    table: Table = {}
+    table: FoundRates = {}
     for recipe in RECIPES:
         if time.monotonic() > deadline:
             break
@@ -231,9 +231,9 @@ def optimizer(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
     yield "optimizer", table
 
 
-def links(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
+def links(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> RateValues:
     """Bytes per second that a rank sends to the others of its node, and microseconds of a call."""
-    table: Table = {}
+    table: FoundRates = {}
     for ranks in (2, 4, 8):
         if ranks > torch.cuda.device_count() or time.monotonic() > deadline:
             break
@@ -249,7 +249,7 @@ def links(found: Table, base: Rates, smoke: bool, deadline: float) -> Rows:
         yield "nvlink", table
 
 
-MEASURES: dict[str, Callable[[Table, Rates, bool, float], Rows]] = {
+MEASURES: dict[str, Callable[[FoundRates, Rates, bool, float], RateValues]] = {
     "memory": memory,
     "attention": attention,
     "layers": layers,

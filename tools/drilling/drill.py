@@ -19,7 +19,7 @@ import psutil
 from tools.drilling import disk, report
 from tools.drilling.clock import Clock
 from tools.drilling.faults import FAULTS, FILLER, Fault, Phase, Scene
-from tools.drilling.jobs import Job, Kind, Machine
+from tools.drilling.jobs import Job, JobKind, Machine
 from tools.drilling.run import STEPS, DrilledRun, History, RunProgress, until, write_config
 
 NEXT_STEP_S = 120.0  # seconds for a start and a step
@@ -119,13 +119,15 @@ class Drill:
         many = self._layouts()[self.runs % len(self._layouts())]
         return DrilledRun(self.disk / f"run{self.runs}", self.config, many)
 
-    def _job(self, run: DrilledRun, kind: Kind) -> Job:
+    def _job(self, run: DrilledRun, kind: JobKind) -> Job:
         size = self.options.ranks if run.many else 1
         return Job(self.machine, kind, [str(run.config), f"run.dir={run.directory}"], size)
 
     def _start(self) -> Job:
         """Create a job of the current run."""
-        kind: Kind = self.random.choice(("ranks", "launcher")) if self.current.many else "process"
+        kind: JobKind = (
+            self.random.choice(("ranks", "launcher")) if self.current.many else "process"
+        )
         self.since = self.current.size_of_log()
         return self._job(self.current, kind)
 
@@ -189,7 +191,7 @@ class Drill:
             self.job.kill()
         return None, None
 
-    def _draw(self, phase: Phase, kind: Kind) -> Fault | None:
+    def _draw(self, phase: Phase, kind: JobKind) -> Fault | None:
         """A fault for this phase and kind of job, of those drawn least; None if there is none."""
         possible = [f for f in self._faults() if phase in f.phases and kind in f.kinds]
         fewest = min((self.drawn[f.name] for f in possible), default=0)

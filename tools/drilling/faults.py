@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tools.drilling.clock import Clock
-from tools.drilling.jobs import Job, Kind, send
+from tools.drilling.jobs import Job, JobKind, send
 from tools.drilling.run import STEPS, DrilledRun, until
 
 Phase = Literal["starting", "training", "saving"]
@@ -31,7 +31,7 @@ ORPHANS_S = 30.0  # seconds from a launcher's death to that of its ranks
 LONG_PAUSE_S = 25.0  # longer than a lock's heartbeat, shorter than log.hang_timeout
 LONG_PAUSES = 0.03  # share of the pauses that take LONG_PAUSE_S
 CLOCK_JUMPS = (3, -3, 3600, -3600, 400 * 86400, -400 * 86400)  # seconds
-ALL_KINDS: tuple[Kind, ...] = ("process", "ranks", "launcher")
+ALL_KINDS: tuple[JobKind, ...] = ("process", "ranks", "launcher")
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Fault:
     act: Callable[[Scene], None]
     then: Then = "ends"
     codes: tuple[int, ...] = ()
-    kinds: tuple[Kind, ...] = ALL_KINDS
+    kinds: tuple[JobKind, ...] = ALL_KINDS
     phases: tuple[Phase, ...] = ("starting", "training", "saving")
     needs: Literal["", "disk", "clock"] = ""
     within: float = END_S  # seconds until the job has ended
@@ -229,7 +229,7 @@ def damage(path: Path, random: random.Random) -> str:
     return f"{path.name}: {kind}"
 
 
-ALONE: tuple[Kind, ...] = ("process", "ranks")  # jobs without a launcher that restarts them
+ALONE: tuple[JobKind, ...] = ("process", "ranks")  # jobs without a launcher that restarts them
 RUNNING: tuple[Phase, ...] = ("training", "saving")
 FAULTS = (
     Fault("kill -9 of a rank", kill_rank, codes=(1, 4, 5), kinds=ALONE),

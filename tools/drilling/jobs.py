@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESTARTS = 1000  # --max-restarts of the agent, more than it ever needs
 
-Kind = Literal["process", "ranks", "launcher"]
+JobKind = Literal["process", "ranks", "launcher"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def agent(words: Sequence[str], size: int, start_method: str) -> None:
 class Job:
     """`python pretrain.py WORDS` as one process, as `size` ranks, or under the agent."""
 
-    def __init__(self, machine: Machine, kind: Kind, words: Sequence[str], size: int) -> None:
+    def __init__(self, machine: Machine, kind: JobKind, words: Sequence[str], size: int) -> None:
         self.kind, self.size, self.begin = kind, size, time.monotonic()
         self._seen: dict[int, psutil.Process] = {}
         if kind == "process":

@@ -16,8 +16,8 @@ TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(4000))
 LIFE = re.compile(r"INFO model  ")  # first line of the plan, which each start logs once
 STEP = re.compile(r"INFO step (\d+)/\d+ \| loss ")
 
-Key = tuple[int, bool]  # step, and whether it is an evaluation
-History = dict[Key, tuple[Any, ...]]
+RecordKey = tuple[int, bool]  # step, and whether it is an evaluation
+History = dict[RecordKey, tuple[Any, ...]]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class DrilledRun:
     directory: Path
     config: Path
     many: bool  # trained by several ranks
-    lost: set[Key] = field(default_factory=set)  # records that a fault has destroyed
+    lost: set[RecordKey] = field(default_factory=set)  # records that a fault has destroyed
 
     @property
     def checkpoints(self) -> Path:
@@ -52,7 +52,7 @@ class DrilledRun:
     def size_of_log(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
 
-    def records(self) -> list[tuple[Key, tuple[Any, ...]]]:
+    def records(self) -> list[tuple[RecordKey, tuple[Any, ...]]]:
         """The records of metrics.jsonl in order, without incomplete lines."""
         return list(_records(self.metrics)) if self.metrics.exists() else []
 
@@ -81,7 +81,7 @@ class DrilledRun:
         return None
 
 
-def _records(path: Path) -> Iterator[tuple[Key, tuple[Any, ...]]]:
+def _records(path: Path) -> Iterator[tuple[RecordKey, tuple[Any, ...]]]:
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)

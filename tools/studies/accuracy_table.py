@@ -15,7 +15,7 @@ from typing import Any
 
 from tools.studies.loss_lines import DONE, FAILED, Line, check_all_comparable, newest
 
-Row = dict[str, Any]
+AccuracyRow = dict[str, Any]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -30,7 +30,7 @@ def overall(line: Line) -> float:
     return statistics.fmean(line["accuracy"].values())
 
 
-def tabulate(lines: Sequence[Line], reference: str) -> list[Row]:
+def tabulate(lines: Sequence[Line], reference: str) -> list[AccuracyRow]:
     """A row per recipe, the reference first. Raises ValueError for lines that do not compare."""
     check_all_comparable(lines)
     found = {(recipe, seed): line for (recipe, seed, _), line in newest(lines).items()}
@@ -39,7 +39,7 @@ def tabulate(lines: Sequence[Line], reference: str) -> list[Row]:
     ]
 
 
-def _row(found: dict[tuple[str, int], Line], name: str, reference: str) -> Row:
+def _row(found: dict[tuple[str, int], Line], name: str, reference: str) -> AccuracyRow:
     mine = {s: x for (r, s), x in found.items() if r == name and x["state"] == DONE}
     theirs = {s: x for (r, s), x in found.items() if r == reference and x["state"] == DONE}
     tasks = sorted({task for x in mine.values() for task in x["accuracy"]})
@@ -55,7 +55,7 @@ def _row(found: dict[tuple[str, int], Line], name: str, reference: str) -> Row:
     }
 
 
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
+def markdown(rows: Sequence[AccuracyRow]) -> Iterator[str]:
     """Yield the lines of the table."""
     tasks = list(rows[0]["accuracy"])
     names = [f"{task}, %" for task in tasks]

@@ -38,7 +38,7 @@ from coatlm.model.accounting import model_vocab, parameters
 from coatlm.train.run_directory import is_value, read_environment, read_metrics
 
 Line = dict[str, Any]
-Key = tuple[str, int, str | None]  # recipe, seed, trunk
+LineKey = tuple[str, int, str | None]  # recipe, seed, trunk
 DONE, FAILED = "done", "failed"
 LOSSES = ("val_loss", "last_loss")
 COMPARED = ("study", "device", "data")  # with protocol: must be equal to be compared
@@ -151,17 +151,17 @@ def append_line(path: Path, line: Line) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def key_of(line: Line) -> Key:
+def key_of(line: Line) -> LineKey:
     """What identifies the run of a line."""
     return line["recipe"], line["seed"], line.get("trunk")
 
 
-def newest(lines: Sequence[Line]) -> dict[Key, Line]:
+def newest(lines: Sequence[Line]) -> dict[LineKey, Line]:
     """Each run's line. A later line replaces one that failed.
 
     Raises ValueError for two finished runs of one recipe, seed and trunk.
     """
-    found: dict[Key, Line] = {}
+    found: dict[LineKey, Line] = {}
     for line in lines:
         key = key_of(line)
         before = found.get(key)

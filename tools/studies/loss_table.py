@@ -20,7 +20,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coatlm.files import whole_file
-from tools.studies.loss_lines import DONE, FAILED, LOSSES, Key, Line, check_all_comparable, newest
+from tools.studies.loss_lines import (
+    DONE,
+    FAILED,
+    LOSSES,
+    Line,
+    LineKey,
+    check_all_comparable,
+    newest,
+)
 from tools.studies.loss_study import TRUNK
 
 TITLES = {"val_loss": "validation loss", "last_loss": "training loss, last 5 %"}
@@ -70,12 +78,12 @@ def tabulate(lines: Sequence[Line], reference: str) -> list[RecipeRow]:
     return [_row(found, name, reference) for name in names]
 
 
-def finished(found: Mapping[Key, Line], name: str) -> dict[tuple[int, str | None], Line]:
+def finished(found: Mapping[LineKey, Line], name: str) -> dict[tuple[int, str | None], Line]:
     """The finished runs of a recipe, by seed and trunk."""
     return {(s, t): x for (r, s, t), x in found.items() if r == name and x["state"] == DONE}
 
 
-def _row(found: Mapping[Key, Line], name: str, reference: str) -> RecipeRow:
+def _row(found: Mapping[LineKey, Line], name: str, reference: str) -> RecipeRow:
     mine, theirs = finished(found, name), finished(found, reference)
     both = [key for key in mine if key in theirs]
     return RecipeRow(
