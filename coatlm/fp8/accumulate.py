@@ -32,7 +32,7 @@ from triton.experimental.gluon import language as gl
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format
 from coatlm.fp8.payload import unpack
 from coatlm.fp8.payload_layout import Layout, Shared
-from coatlm.fp8.scaling import amax_of, group_amax_ref, larger, scale_of, scale_ref
+from coatlm.fp8.scaling import amax_of, block_amax_ref, larger, scale_of, scale_ref
 from coatlm.fp8.stochastic import stochastic, stochastic_ref, words
 
 STEP, COUNT = 2, 3  # where in `noise` they are
@@ -139,7 +139,7 @@ class BlockFp8:
 class SumNoise:
     """The noise of the one-byte gradients of a rank's model chunks: int32 [chunks, 4].
 
-    `rank`: the position in the data- and context-parallel group, which accumulates other
+    `rank`: the position in the data- and context-parallel process group, which accumulates other
     microbatches; ranks that differ in tensor- or pipeline-parallel position alone share the noise.
     """
 
@@ -164,7 +164,7 @@ def write_ref(x: Tensor, out: BlockFp8, *, add: bool) -> None:
     values = values.view(-1, SCALE_BLOCK)
     if add:
         values += out.codes.float().view(-1, SCALE_BLOCK) * out.scale[:, None]
-    out.scale.copy_(scale_ref(group_amax_ref(values, SCALE_BLOCK)[:, 0], out.fmt))
+    out.scale.copy_(scale_ref(block_amax_ref(values, SCALE_BLOCK)[:, 0], out.fmt))
     scaled = values * (1.0 / torch.where(out.scale.isfinite(), out.scale, torch.nan))[:, None]
     if add:
         scaled = stochastic_ref(scaled, out.noise, out.fmt, halves=HALF)
@@ -199,13 +199,13 @@ def _write_kernel(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     R: gl.constexpr = ROWS // 4
     first = gl.program_id(0).to(gl.int64) * R
-    group = first + gl.arange(0, R, gl.SliceLayout(1, L))  # of four blocks
+    quad = first + gl.arange(0, R, gl.SliceLayout(1, L))  # four blocks, which share random words
     column = gl.arange(0, HALF, gl.SliceLayout(0, L))[None, :]
     word = (None, None, None, None)
     if ADD:
-        word = words(noise_ptr, group[:, None], column)
+        word = words(noise_ptr, quad[:, None], column)
     for j in gl.static_range(4):
-        block = group * 4 + j
+        block = quad * 4 + j
         at = block[:, None] * (2 * HALF) + column
         some = block * (2 * HALF) < n
         inside = some[:, None]

@@ -35,14 +35,14 @@ WATCHED = (F.scaled_dot_product_attention, document_attention, flash_attention)
 
 @triton.jit
 def _dequantize_kernel(
-    code_ptr, exponent_ptr, x_ptr, groups, SIZE: tl.constexpr, GROUPS: tl.constexpr
+    code_ptr, exponent_ptr, x_ptr, blocks, SIZE: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    g = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = g[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    code = tl.load(code_ptr + at, mask=g[:, None] < groups, other=0.0).to(tl.float32)
-    exponent = tl.load(exponent_ptr + g, mask=g < groups, other=127).to(tl.int32)
+    code = tl.load(code_ptr + at, mask=g[:, None] < blocks, other=0.0).to(tl.float32)
+    exponent = tl.load(exponent_ptr + g, mask=g < blocks, other=127).to(tl.int32)
     x = code * power_of_two(exponent)[:, None]
-    tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=g[:, None] < groups)
+    tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=g[:, None] < blocks)
 
 
 def dequantize_blocks(x: QTensor, dtype: torch.dtype) -> Tensor:
@@ -50,16 +50,16 @@ def dequantize_blocks(x: QTensor, dtype: torch.dtype) -> Tensor:
     if not x.codes.is_cuda:
         return x.dequantize(dtype)
     assert x.granularity.columns is not None
-    size, groups = x.granularity.columns, x.scale.numel()
+    size, blocks = x.granularity.columns, x.scale.numel()
     out = torch.empty(x.codes.shape, dtype=dtype, device=x.codes.device)
     count = max(TILE // size, 1)
-    _dequantize_kernel[(triton.cdiv(groups, count),)](
+    _dequantize_kernel[(triton.cdiv(blocks, count),)](
         x.codes,
         x.scale.view(torch.uint8),
         out,
-        groups,
+        blocks,
         SIZE=size,
-        GROUPS=count,
+        BLOCKS=count,
         num_warps=WARPS,
     )
     return out

@@ -15,7 +15,7 @@ from coatlm.fp8.formats import FORMATS, Fp8Format
 from coatlm.fp8.gemm import ROW_BLOCK, SQUARE_BLOCK
 from coatlm.fp8.norm_quantize import UNSCALED
 from coatlm.fp8.qtensor import QTensor
-from coatlm.fp8.scaling import current_scale, group_scale, scales_of
+from coatlm.fp8.scaling import current_scale, scales_of, tensor_scale
 from coatlm.kernels.norm import processors
 
 BLOCK_WARPS, BLOCK_RUN = 16, 8  # of `emit_blocks_kernel`, whose tile is 128 x 128 elements
@@ -217,7 +217,7 @@ def _emit_scaled(
             scale = current_scale(x, fmt, power_of_two=power)
         elif scale is None:
             amaxes = launch_amax(loaders.load_matrix, source, m, k, tile, options=size)
-            scale = group_scale(amaxes, fmt, power_of_two=power)
+            scale = tensor_scale(amaxes, fmt, power_of_two=power)
         scales: list[Tensor | None] = [scale, scale]
     else:
         kind = "rows"

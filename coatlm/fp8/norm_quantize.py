@@ -5,7 +5,7 @@ Forward, one pass over x:
     x = a + b (rounded to BF16: the residual stream), or x = a
     y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2)          as in norm.py
     codes of y, one power-of-two scale per row                        for the linear's GEMM
-    codes of x, one power-of-two scale per 1 x `group_size` elements  saved for backward
+    codes of x, one power-of-two scale per 1 x `block_size` elements  saved for backward
 
 Backward decodes x. y is not saved: transpose.py recomputes it from x for the weight gradient. A
 row-wise scale depends on no other row, so codes of y are written in the pass that computes y (COAT
@@ -65,7 +65,7 @@ def quantize_rows_ref(x: Tensor, fmt: Fp8Format = E4M3) -> QTensor:
 
 
 def norm_quantize_ref(
-    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None, group_size: int
+    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None, block_size: int
 ) -> Normed:
     """The definition, and the CPU path."""
     x = a if add is None else a + add
@@ -73,9 +73,9 @@ def norm_quantize_ref(
     rstd = torch.rsqrt(x32.square().mean(-1) + eps)
     y = quantize_rows_ref(x32 * rstd[:, None] * weight.float())
     saved = None
-    if group_size:
+    if block_size:
         saved = quantize_ref(
-            x, fmt=E4M3, granularity=block(1, group_size), scale_dtype=torch.float8_e8m0fnu
+            x, fmt=E4M3, granularity=block(1, block_size), scale_dtype=torch.float8_e8m0fnu
         )
     return Normed(y, x, rstd, saved)
 
@@ -93,11 +93,11 @@ def norm_backward_ref(
     return dx.to(dy.dtype), (dy.float() * xhat).sum(0)
 
 
-# Tiles are [rows, GROUPS, SIZE]: GROUPS blocks per row, of SIZE elements that share a scale.
+# Tiles are [rows, BLOCKS, SIZE]: BLOCKS blocks per row, of SIZE elements that share a scale.
 
 
 @triton.jit
-def group_exponents(x, TOP: tl.constexpr):
+def block_exponents(x, TOP: tl.constexpr):
     """x[..., SIZE] in fp32 -> biased exponents of the scales of its blocks."""
     return exponent_of(amax_of(x, len(x.shape) - 1), TOP)
 
@@ -117,12 +117,12 @@ def _norm_quantize_kernel(
     eps,
     H: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
     TOP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    each = tl.arange(0, GROUPS)
+    each = tl.arange(0, BLOCKS)
     col = each[None, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
     at = row[:, None, None] * H + col
     some = (row[:, None] < R) & (each[None, :] < H // SIZE)
@@ -134,7 +134,7 @@ def _norm_quantize_kernel(
         tl.store(x_ptr + at, x, mask=mask)
     x = x.to(tl.float32)
     if saved_ptr is not None:
-        exponent = group_exponents(x, TOP)
+        exponent = block_exponents(x, TOP)
         code = (x * inverse_power_of_two(exponent)[:, :, None]).to(saved_ptr.dtype.element_ty)
         tl.store(saved_ptr + at, code, mask=mask)
         exponent_at = row[:, None] * (H // SIZE) + each[None, :]
@@ -225,27 +225,27 @@ def _norm_backward_kernel(
 
 
 def norm_quantize(
-    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, group_size: int = 0
+    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, block_size: int = 0
 ) -> Normed:
     """a (and add) BF16 or fp32 [R, H], weight [H] -> codes of the normalized rows, and of x.
 
-    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
+    `block_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
     divides H.
     """
     rows, hidden = a.shape
-    if group_size and hidden % group_size:
-        raise ValueError(f"group_size={group_size} does not divide rows of {hidden}")
+    if block_size and hidden % block_size:
+        raise ValueError(f"block_size={block_size} does not divide rows of {hidden}")
     if not a.is_cuda:
-        return norm_quantize_ref(a, weight, eps, add=add, group_size=group_size)
+        return norm_quantize_ref(a, weight, eps, add=add, block_size=block_size)
     x = a if add is None else torch.empty_like(a)
     rstd = torch.empty(rows, dtype=torch.float32, device=a.device)
     y, scale = empty_rows(a)
     saved = exponents = None
-    if group_size:
+    if block_size:
         saved = torch.empty(a.shape, dtype=E4M3.dtype, device=a.device)
-        shape = (rows, hidden // group_size)
+        shape = (rows, hidden // block_size)
         exponents = torch.empty(shape, dtype=torch.uint8, device=a.device)
-    tile = grouped_tile(hidden, group_size)
+    tile = forward_tile(hidden, block_size)
     _norm_quantize_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         a,
         add,
@@ -264,7 +264,7 @@ def norm_quantize(
     in_fp8 = None
     if saved is not None and exponents is not None:
         powers = exponents.view(torch.float8_e8m0fnu)
-        in_fp8 = QTensor(saved, powers, block(1, group_size), E4M3)
+        in_fp8 = QTensor(saved, powers, block(1, block_size), E4M3)
     return Normed(QTensor(y, scale, ROW, E4M3), x, rstd, in_fp8)
 
 
@@ -273,7 +273,7 @@ def quantize_rows(x: Tensor) -> QTensor:
     if not x.is_cuda:
         return quantize_rows_ref(x)
     codes, scale = empty_rows(x)
-    tile = grouped_tile(x.shape[1])
+    tile = forward_tile(x.shape[1])
     _norm_quantize_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
         x.contiguous(), None, None, None, None, codes, scale, None, None, x.shape[0], 0.0,
         TOP=top_exponent(E4M3), **tile,
@@ -332,13 +332,13 @@ def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
     return x.codes, x.scale.view(torch.uint8), x.granularity.columns
 
 
-def grouped_tile(hidden: int, size: int = 0) -> dict[str, int]:
+def forward_tile(hidden: int, size: int = 0) -> dict[str, int]:
     """Launch shape: how many rows, of how many blocks, a program holds, with how many warps."""
     size = size or UNSCALED
-    groups = triton.next_power_of_2(triton.cdiv(hidden, size))
-    rows = max(1, TILE // (groups * size))
-    warps = min(max(rows * groups * size // (32 * THREAD), 4), 32)
-    return {"H": hidden, "ROWS": rows, "GROUPS": groups, "SIZE": size, "num_warps": warps}
+    blocks = triton.next_power_of_2(triton.cdiv(hidden, size))
+    rows = max(1, TILE // (blocks * size))
+    warps = min(max(rows * blocks * size // (32 * THREAD), 4), 32)
+    return {"H": hidden, "ROWS": rows, "BLOCKS": blocks, "SIZE": size, "num_warps": warps}
 
 
 def backward_tile(hidden: int, size: int) -> dict[str, int]:

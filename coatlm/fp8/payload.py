@@ -31,7 +31,7 @@ from coatlm.fp8.codes import decode, encode
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.fp8.payload_layout import Layout, Own, Shared, check
 from coatlm.fp8.quantize import quotient
-from coatlm.fp8.scaling import amax_of, group_amax_ref, scale_of, scale_ref
+from coatlm.fp8.scaling import amax_of, block_amax_ref, scale_of, scale_ref
 from coatlm.fp8.segments import raise_largest, raise_largest_ref
 
 ROWS = 32  # blocks per program: 4096 elements and 128 bytes of scales
@@ -50,12 +50,12 @@ def pack_ref(
     """The definition of `pack`, and its CPU path."""
     n = layout.elements
     if shared is None:
-        scale = scale_ref(group_amax_ref(x, SCALE_BLOCK), layout.fmt)
+        scale = scale_ref(block_amax_ref(x, SCALE_BLOCK), layout.fmt)
         payloads[..., n : n + 4 * layout.blocks] = scale.contiguous().view(torch.uint8)
     else:
         scale = shared.scale[shared.owner.long()].view(*x.shape[:-1], -1)
         if shared.amax is not None:
-            finite = group_amax_ref(x, SCALE_BLOCK).isfinite()
+            finite = block_amax_ref(x, SCALE_BLOCK).isfinite()
             scale = torch.where(finite, scale, torch.nan)
             sent = torch.arange(len(x)) != skip
             raise_largest_ref(shared.amax, x[sent], shared.owner[sent])

@@ -30,7 +30,7 @@ from coatlm.fp8.operand import emit, emit_direct, emit_transposed, format_of
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.rope_quantize import join_quantize
-from coatlm.fp8.scaling import current_scale, group_scale
+from coatlm.fp8.scaling import current_scale, tensor_scale
 from coatlm.fp8.swiglu_quantize import Activated, swiglu_backward_quantize, swiglu_quantize
 from coatlm.fp8.transpose import (
     Codes,
@@ -101,7 +101,7 @@ def norm_output(
 ) -> Normed:
     """RMSNorm of a (+ add), both [T, H]: its output as an operand, and its input as it is saved."""
     if wanted == FUSED_ROWS and (saved is None or saved.power_of_two):
-        return norm_quantize(a, weight, eps, add=add, group_size=_block_size(saved))
+        return norm_quantize(a, weight, eps, add=add, block_size=_block_size(saved))
     x = a if add is None else a + add
     y, rstd = rms_norm_statistics(x, weight, eps)
     return Normed(as_operand(y, wanted, share=share), x, rstd, save_blocks(x, saved))
@@ -110,7 +110,7 @@ def norm_output(
 def swiglu_output(gate_up: Tensor, *, wanted: Operand, saved: Operand | None) -> Activated:
     """SwiGLU of gate | up [T, 2F]: its output as an operand, and its input as it is saved."""
     if wanted == FUSED_ROWS and (saved is None or saved.power_of_two):
-        return swiglu_quantize(gate_up, group_size=_block_size(saved))
+        return swiglu_quantize(gate_up, block_size=_block_size(saved))
     return Activated(as_operand(swiglu(gate_up), wanted), save_blocks(gate_up, saved))
 
 
@@ -232,7 +232,7 @@ def gradient_scale(dy: Tensor, recipe: FlowRecipe, amaxes: Tensor | None = None)
     options = {"power_of_two": wanted.power_of_two}
     if amaxes is None:
         return current_scale(dy, format_of(wanted), **options)
-    return group_scale(amaxes, format_of(wanted), **options)
+    return tensor_scale(amaxes, format_of(wanted), **options)
 
 
 def swiglu_gradient(

@@ -21,11 +21,14 @@ from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import SOURCES, Fp8Format, cast
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
-from coatlm.fp8.scaling import amax_of, current_scale, group_amax_ref, scale_of, scale_ref
+from coatlm.fp8.scaling import amax_of, block_amax_ref, current_scale, scale_of, scale_ref
 
 TILE = 4096  # elements per program
 THREAD = 32  # elements per thread: four 16-byte loads of BF16 in flight
-GROUP_RUN, GROUP_WARPS = 16, 2  # 1 x G blocks: elements per thread at once, warps per program
+ROW_BLOCK_RUN, ROW_BLOCK_WARPS = (
+    16,
+    2,
+)  # 1 x G blocks: elements per thread at once, warps per program
 LONGEST_ROW = 65536  # elements that one program can hold
 
 
@@ -53,7 +56,7 @@ def amax_ref(x: Tensor, granularity: Granularity) -> Tensor:
     if granularity == ROW:
         return x.float().abs().amax(-1, keepdim=True)
     assert granularity.columns is not None
-    amax = group_amax_ref(x, granularity.columns)
+    amax = block_amax_ref(x, granularity.columns)
     if granularity.rows == 1:
         return amax
     assert granularity.rows is not None
@@ -117,14 +120,14 @@ def _quantize_kernel(
 
 
 @gluon.jit
-def _quantize_groups_kernel(
+def _quantize_row_blocks_kernel(
     x_ptr,
     code_ptr,
     scale_ptr,
-    groups,
+    blocks,
     SIZE: gl.constexpr,
     RUN: gl.constexpr,
-    GROUPS: gl.constexpr,
+    BLOCKS: gl.constexpr,
     TOP: gl.constexpr,
     E8M0: gl.constexpr,
     WARPS: gl.constexpr,
@@ -135,10 +138,10 @@ def _quantize_groups_kernel(
     """
     WIDE: gl.constexpr = SIZE // RUN if SIZE // RUN < 32 else 32  # threads of a block
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, RUN], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
-    first = gl.program_id(0).to(gl.int64) * GROUPS
-    each = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))
+    first = gl.program_id(0).to(gl.int64) * BLOCKS
+    each = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
     at = each[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
-    some = each < groups - first
+    some = each < blocks - first
     x = gl.load(x_ptr + first * SIZE + at, mask=some[:, None], other=0.0).to(gl.float32)
     scale = scale_of(amax_of(x, 1), TOP, E8M0)
     code = quotient(x, scale[:, None]).to(code_ptr.dtype.element_ty)
@@ -158,7 +161,7 @@ def quantize(
 ) -> QTensor:
     """x [..., K] in FP8, with the bits of `quantize_ref` on every device.
 
-    `scale`: fp32 [] on x's device, for TENSOR (delayed, or `group_scale` of known amaxes); x is
+    `scale`: fp32 [] on x's device, for TENSOR (delayed, or `tensor_scale` of known amaxes); x is
         then read once. Without it scales are computed from x; TENSOR then reads x twice.
     `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
 
@@ -210,7 +213,7 @@ def _check(
 def _launch(x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity) -> Tensor:
     """Codes of a contiguous x, not empty; fills `scale` unless TENSOR."""
     if granularity.rows == 1 and granularity.columns is not None:
-        return _launch_groups(x, scale, fmt, granularity.columns)
+        return _launch_row_blocks(x, scale, fmt, granularity.columns)
     columns = x.shape[-1] if x.ndim else 1
     tile = _tile(x.numel() // columns, columns, granularity)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
@@ -229,15 +232,15 @@ def _launch(x: Tensor, scale: Tensor, fmt: Fp8Format, granularity: Granularity) 
     return codes
 
 
-def _launch_groups(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int) -> Tensor:
+def _launch_row_blocks(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int) -> Tensor:
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    e8m0, groups = scale.dtype != torch.float32, scale.numel()
-    tile = _group_tile(size)
-    _quantize_groups_kernel[(triton.cdiv(groups, tile["GROUPS"]),)](
+    e8m0, blocks = scale.dtype != torch.float32, scale.numel()
+    tile = _row_block_tile(size)
+    _quantize_row_blocks_kernel[(triton.cdiv(blocks, tile["BLOCKS"]),)](
         x,
         codes,
         scale.view(torch.uint8) if e8m0 else scale,
-        groups,
+        blocks,
         TOP=fmt.max,
         E8M0=e8m0,
         **tile,
@@ -246,11 +249,11 @@ def _launch_groups(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int) -> Tenso
     return codes
 
 
-def _group_tile(size: int) -> dict[str, int]:
+def _row_block_tile(size: int) -> dict[str, int]:
     """Launch shape for 1 x G blocks: a thread takes two runs, both in flight at once."""
-    run = min(GROUP_RUN, size)
-    at_once = 32 * GROUP_WARPS // min(size // run, 32)
-    return {"SIZE": size, "RUN": run, "GROUPS": 2 * at_once, "WARPS": GROUP_WARPS}
+    run = min(ROW_BLOCK_RUN, size)
+    at_once = 32 * ROW_BLOCK_WARPS // min(size // run, 32)
+    return {"SIZE": size, "RUN": run, "BLOCKS": 2 * at_once, "WARPS": ROW_BLOCK_WARPS}
 
 
 def _tile(m: int, k: int, granularity: Granularity) -> dict[str, int]:

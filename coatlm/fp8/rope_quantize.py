@@ -20,7 +20,7 @@ from coatlm.fp8.formats import Fp8Format
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.qtensor import TENSOR, QTensor
-from coatlm.fp8.scaling import group_scale, power_of_two_ref, raise_amax_ref, scaled_codes_ref
+from coatlm.fp8.scaling import power_of_two_ref, raise_amax_ref, scaled_codes_ref, tensor_scale
 from coatlm.fp8.tiles import load_values
 from coatlm.fp8.transpose import Codes, padded_t
 from coatlm.kernels.rope import join_qkv_rope_ref
@@ -127,7 +127,7 @@ def join_quantize(
     if scale is None:
         few = tile._replace(rows=AMAX_ROWS)
         amaxes = launch_amax(load_joined, source, tokens, width, few, options=options)
-        scale = group_scale(amaxes, fmt, power_of_two=True)
+        scale = tensor_scale(amaxes, fmt, power_of_two=True)
     codes = torch.empty(tokens, width, dtype=fmt.dtype, device=device)
     codes_t = torch.empty(width, padded, dtype=fmt.dtype, device=device)
     launch_emit(

@@ -1,7 +1,7 @@
 """Scales for FP8: x / S fills the format when S = amax / MAX, amax = max|x| (COAT section 3).
 
     current     S from the amax of this tensor
-    group       the same S in two stages (Group Scaling, COAT section 5.2): the kernel that computes
+    two stages  the same S in two stages (Group Scaling, COAT section 5.2): the kernel that computes
                 x also writes the amax of each 1 x G elements, and stage 2 reads only these
     delayed     S from the amaxes of earlier steps, known before x is: delayed.py
 
@@ -30,7 +30,7 @@ from coatlm.fp8.stochastic import stochastic_ref
 from coatlm.kernels.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements per program of `_group_amax_kernel`
+TILE = 8192  # elements per program of `_block_amax_kernel`
 BLOCK, WARPS = 2048, 4  # elements per iteration of `_amax_kernel`: 32 bytes of BF16 per thread
 PROGRAMS_PER_SM = 16  # of `_amax_kernel`
 STAGE_TWO = 16384  # most amaxes that one program reduces
@@ -93,7 +93,7 @@ def top_exponent(fmt: Fp8Format) -> int:
     return round(math.log2(fmt.max / 1.75))
 
 
-def group_amax_ref(x: Tensor, size: int) -> Tensor:
+def block_amax_ref(x: Tensor, size: int) -> Tensor:
     """The definition: fp32[..., K / size], the largest |x| of each `size` elements of a row."""
     return x.float().abs().unflatten(-1, (-1, size)).amax(-1)
 
@@ -149,7 +149,7 @@ def inverse_power_of_two(exponent):
 
 
 @triton.jit
-def _group_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _block_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -168,7 +168,7 @@ def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _group_scale_kernel(
+def _tensor_scale_kernel(
     amax_ptr, scale_ptr, n, TOP: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.arange(0, BLOCK)
@@ -185,12 +185,12 @@ def _scales_kernel(
     tl.store(scale_ptr + at, scale_of(amax, TOP, POWER), mask=at < n)
 
 
-def _flat_group_amax(x: Tensor, size: int) -> Tensor:
+def _flat_block_amax(x: Tensor, size: int) -> Tensor:
     """fp32[ceil(n / size)]: the amax of each `size` consecutive elements of a CUDA tensor."""
     n = x.numel()
     amax = torch.empty(triton.cdiv(n, size), dtype=torch.float32, device=x.device)
     block = max(TILE // size, 1)
-    _group_amax_kernel[(triton.cdiv(amax.numel(), block),)](x, amax, n, size, block)
+    _block_amax_kernel[(triton.cdiv(amax.numel(), block),)](x, amax, n, size, block)
     return amax
 
 
@@ -202,7 +202,7 @@ def _few_amaxes(x: Tensor) -> Tensor:
     return amax
 
 
-def group_amax(x: Tensor, size: int = 128) -> Tensor:
+def block_amax(x: Tensor, size: int = 128) -> Tensor:
     """Stage 1 for a tensor whose kernel wrote no amaxes: fp32[..., K / size].
 
     Raises ValueError unless `size` is a power of two that divides K.
@@ -210,11 +210,11 @@ def group_amax(x: Tensor, size: int = 128) -> Tensor:
     if size < 1 or size & (size - 1) or not x.ndim or x.shape[-1] % size:
         raise ValueError(f"size={size}: a power of two that divides rows of {tuple(x.shape)[-1:]}")
     if not x.is_cuda:
-        return group_amax_ref(x, size)
-    return _flat_group_amax(x.contiguous(), size).view(*x.shape[:-1], -1)
+        return block_amax_ref(x, size)
+    return _flat_block_amax(x.contiguous(), size).view(*x.shape[:-1], -1)
 
 
-def group_scale(
+def tensor_scale(
     amax: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
 ) -> Tensor:
     """Stage 2: the scale [] of the tensor whose amaxes (fp32, any shape, not empty) these are."""
@@ -228,7 +228,7 @@ def group_scale(
     scale = torch.empty((), dtype=torch.float32, device=amax.device)
     block = triton.next_power_of_2(amax.numel())
     top = fmt.max * 2.0**-margin
-    _group_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
+    _tensor_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
     return scale
 
 
@@ -248,4 +248,4 @@ def current_scale(
     if not x.numel():
         return torch.ones((), device=x.device)
     amax = _few_amaxes(x.contiguous()) if x.is_cuda else x.float().abs()
-    return group_scale(amax, fmt, margin=margin, power_of_two=power_of_two)
+    return tensor_scale(amax, fmt, margin=margin, power_of_two=power_of_two)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.formats import SCALE_BLOCK, Fp8Format
-from coatlm.fp8.scaling import amax_of, group_amax_ref
+from coatlm.fp8.scaling import amax_of, block_amax_ref
 
 ROWS = 32  # blocks per program
 WARPS = 4
@@ -34,7 +34,7 @@ def largest_magnitudes_ref(values: Tensor, owner: Tensor, count: int) -> Tensor:
 
 def raise_largest_ref(largest: Tensor, values: Tensor, owner: Tensor) -> None:
     """The definition of `raise_largest`: `values` [..., n], `owner` [..., n / 128]."""
-    bits = group_amax_ref(values, SCALE_BLOCK).view(torch.int32)
+    bits = block_amax_ref(values, SCALE_BLOCK).view(torch.int32)
     largest.scatter_reduce_(0, owner.long().flatten(), bits.flatten(), "amax")
 
 

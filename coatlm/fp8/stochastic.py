@@ -38,10 +38,10 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return (high + (low >> 16)) >> 16, (low + (high << 16)) & WORD
 
 
-def words_ref(noise: Tensor, groups: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """The four words of Philox, int64 of 32 bits, for counters that broadcast together."""
+def words_ref(noise: Tensor, quads: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+    """The four words of Philox, int64 of 32 bits. `quads`: row div 4; both counters broadcast."""
     k0, k1, c2, c3 = (noise.long() & WORD).unbind()
-    c0, c1 = groups, columns
+    c0, c1 = quads, columns
     for _ in range(ROUNDS.value):
         (high0, low0), (high2, low2) = (
             _product(MULTIPLIERS.value[0], c0),
@@ -56,8 +56,8 @@ def bits_ref(noise: Tensor, rows: int, columns: int, *, halves: int | None = Non
     """n [rows, columns] of 16 bits, int64."""
     each = torch.arange(columns, device=noise.device)
     upper = torch.zeros_like(each) if halves is None else each // halves % 2
-    groups = torch.arange(-(-rows // 4), device=noise.device)[:, None]
-    words = torch.stack(words_ref(noise, groups, each - upper * (halves or 0)), 1)
+    quads = torch.arange(-(-rows // 4), device=noise.device)[:, None]
+    words = torch.stack(words_ref(noise, quads, each - upper * (halves or 0)), 1)
     return (words.flatten(0, 1)[:rows] >> 16 * upper) & 0xFFFF
 
 
@@ -81,14 +81,14 @@ def stochastic_ref(
 def random_words(noise_ptr, at):
     """Four words for each column of the tile: of the rows 4 r + 0, 1, 2 and 3."""
     first_row, first_column, row, column, inner, _ = at
-    groups = ((first_row + row) // 4)[:, :, None]
-    return words(noise_ptr, groups, first_column + column[:, :, None] + inner)
+    quads = ((first_row + row) // 4)[:, :, None]
+    return words(noise_ptr, quads, first_column + column[:, :, None] + inner)
 
 
 @gluon.jit
-def words(noise_ptr, groups, columns):
+def words(noise_ptr, quads, columns):
     """`words_ref`, uint32."""
-    c0, c1 = groups.to(gl.uint32), columns.to(gl.uint32)
+    c0, c1 = quads.to(gl.uint32), columns.to(gl.uint32)
     k0 = gl.load(noise_ptr).to(gl.uint32, bitcast=True)
     k1 = gl.load(noise_ptr + 1).to(gl.uint32, bitcast=True)
     c2 = gl.load(noise_ptr + 2).to(gl.uint32, bitcast=True)

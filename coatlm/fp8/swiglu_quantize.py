@@ -5,7 +5,7 @@
 Forward is one pass over x[M, 2F] = gate | up; a program holds a row in registers:
 
     codes of a, one power-of-two scale per row                         for the down projection
-    codes of x, one power-of-two scale per 1 x `group_size` elements   saved for backward
+    codes of x, one power-of-two scale per 1 x `block_size` elements   saved for backward
 
 Backward decodes x and writes, for the GEMMs of both linears, the codes of dx as they are and
 transposed, and those of a transposed, which is recomputed. dx has one scale per tensor: unless it
@@ -31,8 +31,8 @@ from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.norm_quantize import (
     UNSCALED,
+    block_exponents,
     empty_rows,
-    group_exponents,
     parts_of,
     quantize_rows_ref,
 )
@@ -41,13 +41,13 @@ from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import (
     amax_of,
     exponent_of,
-    group_scale,
     inverse_power_of_two,
     larger,
     power_of_two,
     power_of_two_ref,
     raise_amax_ref,
     scaled_codes_ref,
+    tensor_scale,
     top_exponent,
 )
 from coatlm.fp8.transpose import padded_t
@@ -74,12 +74,12 @@ class Gradients(NamedTuple):
     a_t: QTensor | None  # [F, M']
 
 
-def swiglu_quantize_ref(x: Tensor, *, group_size: int) -> Activated:
+def swiglu_quantize_ref(x: Tensor, *, block_size: int) -> Activated:
     """The definition, and the CPU path."""
     saved = None
-    if group_size:
+    if block_size:
         saved = quantize_ref(
-            x, fmt=E4M3, granularity=block(1, group_size), scale_dtype=torch.float8_e8m0fnu
+            x, fmt=E4M3, granularity=block(1, block_size), scale_dtype=torch.float8_e8m0fnu
         )
     return Activated(quantize_rows_ref(swiglu_ref(x.float())), saved)
 
@@ -132,9 +132,9 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _store_group_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
+def _store_block_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
     """Store codes and scale exponents of the blocks x[., SIZE]."""
-    exponent = group_exponents(x, TOP)
+    exponent = block_exponents(x, TOP)
     code = x * inverse_power_of_two(exponent)[:, None]
     tl.store(at, code.to(at.dtype.element_ty), mask=mask)
     tl.store(exponent_at, exponent.to(tl.uint8), mask=some)
@@ -180,8 +180,8 @@ def _swiglu_quantize_kernel(
         if saved_ptr is not None:
             at = saved_ptr + row * 2 * F + k * BLOCKS * SIZE + col
             exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * BLOCKS + each
-            _store_group_codes(gate, at, exponent_at, some[:, None], some, TOP)
-            _store_group_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
+            _store_block_codes(gate, at, exponent_at, some[:, None], some, TOP)
+            _store_block_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
     exponent = exponent_of(amax_of(amax, 0), TOP)
     gl.store(a_scale_ptr + row, power_of_two(exponent))
     inverse = inverse_power_of_two(exponent)
@@ -191,23 +191,23 @@ def _swiglu_quantize_kernel(
         gl.store(a_row + k * BLOCKS * SIZE + col, code, mask=mask)
 
 
-def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
+def swiglu_quantize(x: Tensor, *, block_size: int = 0) -> Activated:
     """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
 
-    `group_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
+    `block_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
     divides F.
     """
     m, f = x.shape[0], x.shape[1] // 2
-    if group_size and f % group_size:
-        raise ValueError(f"group_size={group_size} does not divide halves of {f}")
+    if block_size and f % block_size:
+        raise ValueError(f"block_size={block_size} does not divide halves of {f}")
     if not x.is_cuda:
-        return swiglu_quantize_ref(x, group_size=group_size)
+        return swiglu_quantize_ref(x, block_size=block_size)
     codes, scale = empty_rows(x[:, :f])
     saved = exponents = None
-    if group_size:
+    if block_size:
         saved = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
-        exponents = torch.empty(m, 2 * f // group_size, dtype=torch.uint8, device=x.device)
-    size = group_size or UNSCALED
+        exponents = torch.empty(m, 2 * f // block_size, dtype=torch.uint8, device=x.device)
+    size = block_size or UNSCALED
     _swiglu_quantize_kernel[(m,)](
         x,
         codes,
@@ -220,7 +220,7 @@ def swiglu_quantize(x: Tensor, *, group_size: int = 0) -> Activated:
     in_fp8 = None
     if saved is not None and exponents is not None:
         powers = exponents.view(torch.float8_e8m0fnu)
-        in_fp8 = QTensor(saved, powers, block(1, group_size), E4M3)
+        in_fp8 = QTensor(saved, powers, block(1, block_size), E4M3)
     return Activated(QTensor(codes, scale, ROW, E4M3), in_fp8)
 
 
@@ -229,8 +229,8 @@ def _row_tile(f: int, size: int) -> dict[str, int]:
     run = min(RUN, size)
     runs = triton.cdiv(f, run)
     warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
-    groups = 32 * warps // min(size // run, 32)  # blocks of a chunk
-    chunks = triton.cdiv(f, groups * size)
+    blocks = 32 * warps // min(size // run, 32)  # blocks of a chunk
+    chunks = triton.cdiv(f, blocks * size)
     tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
     return tile | {"num_warps": warps}
 
@@ -295,4 +295,4 @@ def _gradient_scale(
     tile = AMAX_TILE._replace(inner=min(size, 16))
     m, f = da.shape
     amax = launch_amax(load, source, m, f, tile, options=size)
-    return group_scale(amax, fmt, power_of_two=True)
+    return tensor_scale(amax, fmt, power_of_two=True)

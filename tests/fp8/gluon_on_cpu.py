@@ -159,7 +159,7 @@ def language(program: list[int]) -> SimpleNamespace:
 
 
 def argument(value: Any) -> Any:
-    """As a kernel sees it."""
+    """Convert an argument of a launch to what the kernel receives."""
     if isinstance(value, tuple):
         return tuple(argument(item) for item in value)
     if isinstance(value, Tensor):

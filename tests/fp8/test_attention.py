@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def gradients(parts: list[Tensor], size: int, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Of q, k, v; `size` 0 saves exact tensors."""
+    """The gradients of q, k and v; with `size` 0 exact tensors are saved for backward."""
     *qkv, dout = parts
     qkv = [x.clone().requires_grad_() for x in qkv]
     if size:
@@ -67,12 +67,12 @@ def test_the_output_is_exact_and_its_saved_form_is_within_half_a_spacing(
 ) -> None:
     q, k, v, _ = tensors(kv_heads)
     q.requires_grad_()
-    out, kept = attend_saving_fp8(lambda: attend(q, k, v), size, q, k, v)
+    out, saved = attend_saving_fp8(lambda: attend(q, k, v), size, q, k, v)
     assert torch.equal(out, attend(q, k, v))
-    assert kept.scale.dtype == E8M0
-    assert kept.scale.numel() == out.numel() // size
-    assert kept.shape == out.shape
-    assert_rounded(kept, out.detach().double())
+    assert saved.scale.dtype == E8M0
+    assert saved.scale.numel() == out.numel() // size
+    assert saved.shape == out.shape
+    assert_rounded(saved, out.detach().double())
 
 
 @sizes

@@ -221,15 +221,17 @@ def test_the_gradient_of_swiglu_has_the_codes_of_the_reference(size: int) -> Non
 
 @pytest.mark.parametrize("half", [16, 40])
 def test_the_gradient_of_qkv_has_the_bits_of_the_reference(half: int) -> None:
-    s, b, groups, queries = 19, 2, 2, 3
-    parts = [torch.randn(s, b, n, 2 * half).bfloat16() for n in (groups * queries, groups, groups)]
+    s, b, kv_heads, queries = 19, 2, 2, 3
+    parts = [
+        torch.randn(s, b, n, 2 * half).bfloat16() for n in (kv_heads * queries, kv_heads, kv_heads)
+    ]
     parts[0] = parts[0].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     tables = rope_tables(torch.arange(s), rope_frequencies(2 * half, 100.0))
     amaxes = [torch.tensor(0.0) for _ in range(2)]
     wanted = rope_quantize.join_quantize_ref(*parts, *tables, E5M2, None, amaxes[0])
     strides = (x.stride()[:3] for x in parts)
     source, tile = (*parts, *tables, b, *strides), rope_quantize.tile_of(half)
-    width, options = groups * (queries + 2) * 2 * half, (queries + 2, half)
+    width, options = kv_heads * (queries + 2) * 2 * half, (queries + 2, half)
     made = Matrix(*empty_codes(s * b, width, E5M2), wanted.direct.scale)
     launch.launch_emit(
         rope_quantize.load_joined,

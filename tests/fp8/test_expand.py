@@ -42,7 +42,7 @@ ARITHMETIC = 2.0**-15
 
 
 def values(how: Expansion, seed: int = 0, n: int = 16 * SCALE_BLOCK, spread: float = 1.0) -> Tensor:
-    """A log-normal state, with a magnitude of its own for each group."""
+    """A log-normal state, with a magnitude of its own for each block."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.exp(spread * torch.randn(n, generator=generator))
     size = torch.randint(-30, 20, (-(-n // SCALE_BLOCK),), generator=generator)
@@ -93,7 +93,7 @@ def test_error_of_a_subnormal_code_is_half_the_smallest_and_a_kept_one_all_of_it
 
 
 @every
-def test_the_largest_element_of_a_group_is_exact(how: Expansion) -> None:
+def test_the_largest_element_of_a_block_is_exact(how: Expansion) -> None:
     x = values(how).view(-1, SCALE_BLOCK)
     x[:, 77] = x.abs().amax(1) * 1.5
     assert relative(round_trip(x, how)[:, 77], x[:, 77]).max() < ARITHMETIC
@@ -136,7 +136,7 @@ def test_the_sign_of_zero_is_preserved_in_m() -> None:
 
 
 @every
-def test_a_group_of_zeros_is_zero(how: Expansion) -> None:
+def test_a_block_of_zeros_is_zero(how: Expansion) -> None:
     x = values(how, n=3 * SCALE_BLOCK)
     x[SCALE_BLOCK : 2 * SCALE_BLOCK] = 0
     state = expand_quantize(x, how)
@@ -163,7 +163,7 @@ def test_equal_elements_have_the_largest_k_and_are_exact(how: Expansion) -> None
 
 
 @every
-def test_a_tail_is_quantized_like_the_group_it_would_begin(how: Expansion) -> None:
+def test_a_tail_is_quantized_like_the_block_it_would_begin(how: Expansion) -> None:
     x = values(how, n=SCALE_BLOCK + 5)
     filled = torch.cat([x, x[-5:].repeat(25)])[: 2 * SCALE_BLOCK]
     expected = round_trip(filled, how)[SCALE_BLOCK : SCALE_BLOCK + 5]
@@ -172,7 +172,7 @@ def test_a_tail_is_quantized_like_the_group_it_would_begin(how: Expansion) -> No
 
 @every
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 129])
-def test_any_number_of_elements_has_its_groups(how: Expansion, n: int) -> None:
+def test_any_number_of_elements_has_its_blocks(how: Expansion, n: int) -> None:
     x = values(how, n=n)
     state = expand_quantize(x, how)
     assert len(state.k16) == len(state.log2_scale) == -(-n // SCALE_BLOCK)
@@ -181,7 +181,7 @@ def test_any_number_of_elements_has_its_groups(how: Expansion, n: int) -> None:
 
 @every
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_value_makes_its_whole_group_nan_and_no_other(how: Expansion, bad: float) -> None:
+def test_a_bad_value_makes_its_whole_block_nan_and_no_other(how: Expansion, bad: float) -> None:
     x = values(how, n=3 * SCALE_BLOCK)
     good = round_trip(x, how)
     x[SCALE_BLOCK + 9] = bad
@@ -316,7 +316,7 @@ def test_expansion_reduces_the_error_of_the_update(v_how: Expansion) -> None:
 
 
 @pytest.mark.parametrize("v_how", [V_E4M3, V_E5M2], ids=name)
-def test_groups_wider_than_the_format_are_no_worse_than_the_rounding_of_normals(
+def test_blocks_wider_than_the_format_are_no_worse_than_the_rounding_of_normals(
     v_how: Expansion,
 ) -> None:
     assert simulated_adam(M_E4M3, v_how, spread=1.5, beta2=0.95) < 0.1

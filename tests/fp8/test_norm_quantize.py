@@ -21,7 +21,7 @@ from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
 
 EPS = 1e-5
 R, H = 7, 256
-groups = pytest.mark.parametrize("size", [16, 32, 64, 128])
+sizes = pytest.mark.parametrize("size", [16, 32, 64, 128])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
@@ -51,18 +51,18 @@ def test_codes_are_the_normalized_rows_rounded_once(dtype: torch.dtype) -> None:
 
 def test_the_sum_is_the_residual_stream_in_bf16_and_what_is_normalized() -> None:
     a, add, weight = tensors()
-    made = norm_quantize(a, weight, EPS, add=add, group_size=16)
+    made = norm_quantize(a, weight, EPS, add=add, block_size=16)
     assert torch.equal(made.x, (a.float() + add.float()).bfloat16())
-    alone = norm_quantize(made.x, weight, EPS, group_size=16)
+    alone = norm_quantize(made.x, weight, EPS, block_size=16)
     assert torch.equal(bytes_of(made.y.codes), bytes_of(alone.y.codes))
     assert torch.equal(bytes_of(made.saved.codes), bytes_of(alone.saved.codes))
 
 
-@groups
+@sizes
 @dtypes
-def test_the_saved_input_has_a_power_of_two_for_each_group(size: int, dtype: torch.dtype) -> None:
+def test_the_saved_input_has_a_power_of_two_for_each_block(size: int, dtype: torch.dtype) -> None:
     a, _, weight = tensors(dtype)
-    saved = norm_quantize(a, weight, EPS, group_size=size).saved
+    saved = norm_quantize(a, weight, EPS, block_size=size).saved
     assert saved.granularity == block(1, size)
     assert saved.scale.nbytes == R * H // size
     assert_rounded(saved, a.double())
@@ -77,10 +77,10 @@ def test_nothing_is_saved_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_makes_its_row_and_its_saved_group_nan(bad: float) -> None:
+def test_a_value_that_is_not_finite_makes_its_row_and_its_saved_block_nan(bad: float) -> None:
     a, _, weight = tensors()
     a[3, 100] = bad
-    made = norm_quantize(a, weight, EPS, group_size=16)
+    made = norm_quantize(a, weight, EPS, block_size=16)
     rows = made.y.codes.float().isnan()
     assert rows.any(1).nonzero().flatten().tolist() == [3]
     assert rows[3].all()
@@ -99,10 +99,10 @@ def test_quantize_rows_gives_the_codes_of_ml_dtypes_under_its_scale(dtype: torch
     assert torch.equal(bytes_of(made.codes), numpy_codes(x.float() / made.scale, made.fmt))
 
 
-def test_group_sizes_that_do_not_divide_a_row_are_refused() -> None:
+def test_block_sizes_that_do_not_divide_a_row_are_refused() -> None:
     a = torch.zeros(2, 80).bfloat16()
-    with pytest.raises(ValueError, match="group_size=32 does not divide rows of 80"):
-        norm_quantize(a, torch.ones(80), EPS, group_size=32)
+    with pytest.raises(ValueError, match="block_size=32 does not divide rows of 80"):
+        norm_quantize(a, torch.ones(80), EPS, block_size=32)
 
 
 @dtypes
@@ -111,7 +111,7 @@ def test_backward_is_that_of_autograd_at_the_saved_input(size: int, dtype: torch
     torch.manual_seed(1)
     a, weight = torch.randn(R, H).to(dtype), (1 + 0.3 * torch.randn(H)).to(dtype)
     dy, dresidual = torch.randn(R, H).to(dtype), torch.randn(R, H).to(dtype)
-    made = norm_quantize(a, weight, EPS, group_size=size)
+    made = norm_quantize(a, weight, EPS, block_size=size)
     x = made.x if made.saved is None else made.saved
     x64 = (x if isinstance(x, Tensor) else x.dequantize()).double().requires_grad_()
     w64 = weight.double().requires_grad_()
@@ -135,7 +135,7 @@ def test_backward_is_that_of_autograd_at_the_saved_input(size: int, dtype: torch
 
 @pytest.mark.parametrize("size", [16, 128])
 def test_kernels_compile_for_sm90_with_16_byte_accesses(size: int) -> None:
-    tile = module.grouped_tile(4096, size)
+    tile = module.forward_tile(4096, size)
     warps = tile.pop("num_warps")
     signature = dict.fromkeys(("a_ptr", "add_ptr", "weight_ptr", "x_ptr"), "*bf16")
     signature |= {"rstd_ptr": "*fp32", "y_scale_ptr": "*fp32", "saved_exponent_ptr": "*u8"}

@@ -285,7 +285,7 @@ def test_the_kernels_division_gives_nan_for_what_is_not_finite(x: float, scale: 
 def compiled(granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: bool) -> Any:
     """The kernel as launched for a matrix of 4096 x 4096."""
     if granularity in (block(1, 16), block(1, 128)):
-        return compiled_groups(granularity, x, fmt, e8m0=e8m0)
+        return compiled_row_blocks(granularity, x, fmt, e8m0=e8m0)
     tile = module._tile(4096, 4096, granularity)
     pointer = POINTER[fmt.dtype]
     arguments = {"x_ptr": POINTER[x], "code_ptr": pointer, "scale_ptr": "*u8" if e8m0 else "*fp32"}
@@ -300,15 +300,17 @@ def compiled(granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: 
     )
 
 
-def compiled_groups(granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: bool) -> Any:
+def compiled_row_blocks(
+    granularity: Granularity, x: torch.dtype, fmt: Fp8Format, *, e8m0: bool
+) -> Any:
     assert granularity.columns is not None
-    tile = module._group_tile(granularity.columns)
+    tile = module._row_block_tile(granularity.columns)
     return compile_sm90(
-        module._quantize_groups_kernel,
-        {"x_ptr": POINTER[x], "code_ptr": POINTER[fmt.dtype], "groups": "i32"}
+        module._quantize_row_blocks_kernel,
+        {"x_ptr": POINTER[x], "code_ptr": POINTER[fmt.dtype], "blocks": "i32"}
         | {"scale_ptr": "*u8" if e8m0 else "*fp32"},
         {"TOP": fmt.max, "E8M0": e8m0} | tile,
-        aligned=("groups",),
+        aligned=("blocks",),
         num_warps=tile["WARPS"],
     )
 

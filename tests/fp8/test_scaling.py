@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from coatlm.fp8 import scaling
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.scaling import (
+    block_amax,
+    block_amax_ref,
     current_scale,
-    group_amax,
-    group_amax_ref,
-    group_scale,
     power_of_two_ref,
     raise_amax_ref,
     scale_ref,
     scaled_codes_ref,
+    tensor_scale,
     top_exponent,
 )
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
@@ -54,8 +54,8 @@ def test_margin_multiplies_the_scale_by_a_power_of_two() -> None:
     amax = torch.tensor([3.0, 1e-3])
     assert torch.equal(scale_ref(amax, E4M3, margin=2), 4 * scale_ref(amax, E4M3))
     for power in (False, True):
-        plain = group_scale(amax, E4M3, power_of_two=power)
-        assert group_scale(amax, E4M3, margin=2, power_of_two=power) == 4 * plain
+        plain = tensor_scale(amax, E4M3, power_of_two=power)
+        assert tensor_scale(amax, E4M3, margin=2, power_of_two=power) == 4 * plain
         assert current_scale(amax, E4M3, margin=2, power_of_two=power) == 4 * plain
 
 
@@ -106,21 +106,21 @@ def test_other_scale_dtypes_are_refused() -> None:
 @pytest.mark.parametrize("size", [1, 16, 128])
 def test_group_scaling_gives_the_current_scale(size: int) -> None:
     x = torch.randn(3, 5, 256).bfloat16()
-    amax = group_amax(x, size)
+    amax = block_amax(x, size)
     assert amax.shape == (3, 5, 256 // size)
-    assert torch.equal(group_scale(amax, E4M3), current_scale(x, E4M3))
+    assert torch.equal(tensor_scale(amax, E4M3), current_scale(x, E4M3))
     assert torch.equal(current_scale(x, E4M3), scale_ref(x.abs().max().float(), E4M3))
 
 
 def test_a_group_has_128_elements_unless_told_otherwise() -> None:
-    assert group_amax(torch.ones(3, 256)).shape == (3, 2)
+    assert block_amax(torch.ones(3, 256)).shape == (3, 2)
 
 
 @both
 def test_the_power_of_two_of_many_amaxes_is_that_of_the_largest(fmt: Fp8Format) -> None:
     amax = torch.tensor([[0.1, 700.0], [3.0, 0.0]])
     expected = power_of_two_ref(torch.tensor(700.0), fmt)
-    assert group_scale(amax, fmt, power_of_two=True) == expected
+    assert tensor_scale(amax, fmt, power_of_two=True) == expected
     assert current_scale(-amax, fmt, power_of_two=True) == expected
 
 
@@ -156,23 +156,23 @@ def test_current_scale_of_an_empty_tensor_is_one() -> None:
 def test_one_bad_value_reaches_the_scale(bad: float) -> None:
     x = torch.randn(4, 256)
     x[2, 200] = bad
-    amax = group_amax(x, 128)
+    amax = block_amax(x, 128)
     assert amax.isfinite().logical_not().nonzero().tolist() == [[2, 1]]
-    assert not group_scale(amax, E4M3).isfinite()
+    assert not tensor_scale(amax, E4M3).isfinite()
     assert not current_scale(x, E4M3).isfinite()
 
 
 @pytest.mark.parametrize(("shape", "size"), [((4, 100), 16), ((4, 96), 24), ((), 16), ((4, 96), 0)])
 def test_group_sizes_that_do_not_fit_are_refused(shape: tuple[int, ...], size: int) -> None:
     with pytest.raises(ValueError, match=f"size={size}"):
-        group_amax(torch.ones(shape), size)
+        block_amax(torch.ones(shape), size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [16, 128, scaling.TILE])
 def test_amax_kernel_compiles_for_sm90_with_16_byte_loads(dtype: torch.dtype, size: int) -> None:
     compiled = compile_sm90(
-        scaling._group_amax_kernel,
+        scaling._block_amax_kernel,
         {"x_ptr": POINTER[dtype], "amax_ptr": "*fp32", "n": "i64"},
         {"SIZE": size, "BLOCK": max(scaling.TILE // size, 1)},
         aligned=("n",),
@@ -195,7 +195,7 @@ def test_kernel_of_one_amax_reads_16_bytes_at_a_time(dtype: torch.dtype) -> None
 
 def test_scale_kernel_compiles_for_sm90() -> None:
     compile_sm90(
-        scaling._group_scale_kernel,
+        scaling._tensor_scale_kernel,
         {"amax_ptr": "*fp32", "scale_ptr": "*fp32", "n": "i32"},
         {"TOP": E4M3.max, "POWER": True, "BLOCK": scaling.STAGE_TWO},
         num_warps=8,
@@ -210,9 +210,9 @@ def bad_at(index: int, value: float, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("x", [torch.randn(7, 384), torch.zeros(2, 128), bad_at(300, nan, 3, 128)])
 def interpreted_group_amax_equals_the_reference(x: torch.Tensor) -> None:
-    actual = scaling._flat_group_amax(x, 128)
+    actual = scaling._flat_block_amax(x, 128)
     torch.testing.assert_close(
-        actual, group_amax_ref(x.flatten(), 128), rtol=0, atol=0, equal_nan=True
+        actual, block_amax_ref(x.flatten(), 128), rtol=0, atol=0, equal_nan=True
     )
 
 
@@ -225,13 +225,13 @@ def interpreted_few_amaxes_cover_a_tensor_and_keep_a_nan() -> None:
 
 def interpreted_group_amax_takes_a_short_last_group() -> None:
     x = torch.randn(300)
-    assert torch.equal(scaling._flat_group_amax(x, 128)[2], x[256:].abs().max())
+    assert torch.equal(scaling._flat_block_amax(x, 128)[2], x[256:].abs().max())
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-30, 3.0, 3e38, inf, nan])
 def interpreted_scale_equals_the_reference(amax: float) -> None:
     parts, scale = torch.tensor([0.0, amax, 0.0]), torch.empty(())
-    launch: Any = scaling._group_scale_kernel[(1,)]
+    launch: Any = scaling._tensor_scale_kernel[(1,)]
     for power, expected in (
         (False, scale_ref(parts.amax(), E4M3)),
         (True, power_of_two_ref(parts.amax(), E4M3)),

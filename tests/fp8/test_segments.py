@@ -17,7 +17,7 @@ from coatlm.fp8.segments import (
 )
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
-SIZES = (3, 1, 2 * ROWS, 20, 0, 7)  # groups of each tensor: many in a program, one in several
+SIZES = (3, 1, 2 * ROWS, 20, 0, 7)  # blocks of each tensor: many in a program, one in several
 COUNT = len(SIZES)
 
 

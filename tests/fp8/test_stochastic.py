@@ -104,7 +104,7 @@ def test_a_code_is_a_neighbor_and_a_number_of_the_format_stays(fmt: Fp8Format) -
 
 @both
 def test_the_mean_of_codes_is_the_number(fmt: Fp8Format) -> None:
-    """Of 4096 draws: the error is below 5 deviations of the mean, where nearest is not."""
+    """The mean of 4096 draws is off by less than 5 of its deviations; most nearest codes are not."""
     x, draws = values(fmt)[:16], 4096
     total, count = torch.zeros_like(x), 0
     noise = NOISE.clone()
@@ -124,7 +124,7 @@ def test_the_mean_of_codes_is_the_number(fmt: Fp8Format) -> None:
 def test_bits_that_are_cut_off_below_the_random_ones_are_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of all n, as many round up as the fraction says, in units of 2^-16 to the nearest."""
+    """Of all 2^16 random numbers, as many round up as the fraction says, in units of 2^-16."""
     every_n = torch.arange(65536)[None, :]
     monkeypatch.setattr(stochastic, "bits_ref", lambda *_, **__: every_n)
     for part, up in ((1000.0, 1000), (1000.25, 1000), (1000.75, 1001)):
@@ -164,8 +164,8 @@ def test_columns_that_share_a_word_take_its_halves() -> None:
         second = slice(32 * block + 16, 32 * block + 32)
         assert torch.equal(shared[:, first], alone[:, first])
         assert (shared[:, second] == alone[:, first]).float().mean() < 0.1
-    groups, columns = torch.arange(2)[:, None], torch.arange(16)
-    words = words_ref(NOISE, groups, columns)
+    quads, columns = torch.arange(2)[:, None], torch.arange(16)
+    words = words_ref(NOISE, quads, columns)
     assert torch.equal(shared[4:6, 16:32], torch.stack([w[1] >> 16 for w in words[:2]]))
 
 
@@ -227,11 +227,13 @@ def test_the_kernel_for_swiglu_has_the_codes_of_the_reference(kernels: None) -> 
 
 
 def test_the_kernel_for_qkv_has_the_codes_of_the_reference(kernels: None) -> None:
-    s, b, groups, queries, half = 19, 2, 2, 3, 40
-    parts = [torch.randn(s, b, n, 2 * half).bfloat16() for n in (groups * queries, groups, groups)]
+    s, b, kv_heads, queries, half = 19, 2, 2, 3, 40
+    parts = [
+        torch.randn(s, b, n, 2 * half).bfloat16() for n in (kv_heads * queries, kv_heads, kv_heads)
+    ]
     tables = rope_tables(torch.arange(s), rope_frequencies(2 * half, 100.0))
     wanted = rope_quantize.join_quantize_ref(*parts, *tables, E5M2, None, None, NOISE)
-    width = groups * (queries + 2) * 2 * half
+    width = kv_heads * (queries + 2) * 2 * half
     codes, codes_t = empty_codes(torch.empty(s * b, width), E5M2, E5M2, padded_rows(s * b))
     launch.launch_emit(
         rope_quantize.load_joined,

@@ -52,9 +52,9 @@ def test_codes_are_the_activations_rounded_once_with_a_scale_per_row(dtype: torc
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_the_saved_input_has_a_power_of_two_for_each_group(size: int) -> None:
+def test_the_saved_input_has_a_power_of_two_for_each_block(size: int) -> None:
     x = gate_up()
-    saved = swiglu_quantize(x, group_size=size).saved
+    saved = swiglu_quantize(x, block_size=size).saved
     assert saved.granularity == block(1, size)
     assert saved.scale.nbytes == 2 * M * FFN // size
     assert_rounded(saved, x.double())
@@ -63,12 +63,12 @@ def test_the_saved_input_has_a_power_of_two_for_each_group(size: int) -> None:
 
 @pytest.mark.parametrize("at", [5, FFN + 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_makes_its_row_and_its_saved_group_nan(
+def test_a_value_that_is_not_finite_makes_its_row_and_its_saved_block_nan(
     at: int, bad: float
 ) -> None:
     x = gate_up()
     x[3, at] = bad
-    made = swiglu_quantize(x, group_size=16)
+    made = swiglu_quantize(x, block_size=16)
     rows = made.a.codes.float().isnan()
     assert rows.any(1).nonzero().flatten().tolist() == [3]
     assert rows[3].all()
@@ -76,16 +76,16 @@ def test_a_value_that_is_not_finite_makes_its_row_and_its_saved_group_nan(
     assert saved == [[3, at // 16 * 16 + i] for i in range(16)]
 
 
-def test_group_sizes_that_do_not_divide_a_half_are_refused() -> None:
-    with pytest.raises(ValueError, match="group_size=32 does not divide halves of 48"):
-        swiglu_quantize(torch.zeros(2, 96).bfloat16(), group_size=32)
+def test_block_sizes_that_do_not_divide_a_half_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_size=32 does not divide halves of 48"):
+        swiglu_quantize(torch.zeros(2, 96).bfloat16(), block_size=32)
 
 
 def backward(
     x: Tensor, da: Tensor, *, size: int = 0, fmt: Fp8Format = E5M2, with_a: bool = True
 ) -> tuple[QTensor, QTensor, QTensor | None, Tensor, QTensor]:
     """dx, dx_t, a_t, the x that backward saw, and forward's a."""
-    made = swiglu_quantize(x, group_size=size)
+    made = swiglu_quantize(x, block_size=size)
     seen = x if made.saved is None else made.saved
     out = swiglu_backward_quantize(da, seen, made.a.scale.amax(), fmt=fmt, with_a=with_a)
     return *out, seen if isinstance(seen, Tensor) else seen.dequantize(), made.a

@@ -182,8 +182,8 @@ def test_small_kernels_of_the_flow_compile_for_sm90() -> None:
     )
     compile_sm90(
         attention._dequantize_kernel,
-        {"code_ptr": CODES, "exponent_ptr": BYTES, "x_ptr": "*bf16", "groups": "i32"},
-        {"SIZE": 16, "GROUPS": attention.TILE // 16},
+        {"code_ptr": CODES, "exponent_ptr": BYTES, "x_ptr": "*bf16", "blocks": "i32"},
+        {"SIZE": 16, "BLOCKS": attention.TILE // 16},
         num_warps=attention.WARPS,
     )
     compile_sm90(

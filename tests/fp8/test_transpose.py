@@ -77,12 +77,12 @@ def test_rows_and_columns_multiply_before_the_one_rounding(fmt: Fp8Format) -> No
 def test_a_norm_is_recomputed_from_its_saved_input_within_two_roundings(size: int) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(37, 256).bfloat16(), (1 + 0.3 * torch.randn(256)).bfloat16()
-    made = norm_quantize(x, weight, 1e-5, group_size=size)
+    made = norm_quantize(x, weight, 1e-5, block_size=size)
     scale = made.y.scale.amax()
     again = quantize_transposed(made.saved, scale, row=made.rstd, column=weight)
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-5)
     actual = again.dequantize().double().t()[:37]
-    # saved: half a spacing, or of a subnormal under the group's scale; then the same of the codes
+    # saved: half a spacing, or of a subnormal under the block's scale; then the same of the codes
     lost = made.saved.granularity.spread(made.saved.scale.double(), x.shape) * 2.0**-10
     lost = lost * made.rstd.double()[:, None] * weight.double().abs()
     allowed = (2 * 2.0**-4 + 2.0**-8 + FP32) * exact.abs() + 1.1 * lost + scale * 2.0**-10

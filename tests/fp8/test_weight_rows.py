@@ -39,7 +39,7 @@ def arrived(w: Tensor, shards: tuple[int, ...] = ()) -> Tensor:
 
 
 def assert_same_codes(seen: Tensor, w: Tensor) -> None:
-    """Of forward and of backward."""
+    """Assert that the codes and scales of forward and of backward are equal."""
     expected, found = quantize_rows(w), quantize_rows(seen)
     assert torch.equal(found.scale, expected.scale)
     assert torch.equal(bytes_of(found.codes), bytes_of(expected.codes))
@@ -60,7 +60,7 @@ def assert_same_codes(seen: Tensor, w: Tensor) -> None:
 def test_a_layer_makes_the_same_codes_of_weights_that_arrived(
     seed: int, size: float, spread: float, apart: int, cut: int
 ) -> None:
-    """Also where rows are far smaller than the tensor, and where a row is half one's own."""
+    """Rows may be far smaller than the tensor, and half of a row may be this rank's own."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(16, 32, generator=generator)
     w *= torch.exp2(spread * torch.randn(16, 32, generator=generator))

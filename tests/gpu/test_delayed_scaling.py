@@ -86,7 +86,7 @@ def test_gradients_of_gate_and_up_by_a_given_scale_have_the_codes_and_amax_of_th
 ) -> None:
     fits(size, shape[1])
     x, da = gate_up(*shape, torch.bfloat16), torch.randn(shape).bfloat16()
-    kept = swiglu_quantize(x, group_size=size)
+    kept = swiglu_quantize(x, block_size=size)
     seen, one = x if kept.saved is None else kept.saved, kept.a.scale.amax()
 
     def make(device: str, **options: Any) -> Made:
@@ -106,11 +106,11 @@ def test_gradients_of_gate_and_up_by_a_given_scale_have_the_codes_and_amax_of_th
 @both
 @factors
 @pytest.mark.parametrize("d", [64, 80, 128])
-@pytest.mark.parametrize(("s", "b", "groups", "queries"), [(257, 3, 8, 4), (37, 1, 2, 1)])
+@pytest.mark.parametrize(("s", "b", "kv_heads", "queries"), [(257, 3, 8, 4), (37, 1, 2, 1)])
 def test_rotary_gradients_by_a_given_scale_have_the_codes_and_amax_of_the_reference(
-    s: int, b: int, groups: int, queries: int, d: int, factor: float, fmt: Fp8Format
+    s: int, b: int, kv_heads: int, queries: int, d: int, factor: float, fmt: Fp8Format
 ) -> None:
-    parts = head_gradients(s, b, groups, queries, d)
+    parts = head_gradients(s, b, kv_heads, queries, d)
 
     def make(device: str, **options: Any) -> Made:
         return join_quantize(*on(device, parts), fmt=fmt, **options)

@@ -26,7 +26,7 @@ from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.rope_quantize import join_quantize
-from coatlm.fp8.scaling import current_scale, group_scale
+from coatlm.fp8.scaling import current_scale, tensor_scale
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from coatlm.fp8.transpose import (
     quantize_both,
@@ -108,7 +108,7 @@ def mixed(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def fits(size: int, k: int) -> None:
     if size and k % size:
-        pytest.skip("groups do not divide the rows")
+        pytest.skip("blocks do not divide the rows")
 
 
 @dtypes
@@ -121,8 +121,8 @@ def test_norm_quantize_equals_its_reference(
     fits(size, shape[1])
     a, weight = mixed(*shape, dtype), (1 + 0.2 * torch.randn(shape[1])).to(dtype)
     add = mixed(*shape, dtype) if added else None
-    expected = norm_quantize(a, weight, EPS, add=add, group_size=size)
-    actual = norm_quantize(a.cuda(), weight.cuda(), EPS, add=on("cuda", add), group_size=size)
+    expected = norm_quantize(a, weight, EPS, add=add, block_size=size)
+    actual = norm_quantize(a.cuda(), weight.cuda(), EPS, add=on("cuda", add), block_size=size)
     same(actual.y, expected.y, flips=FLIPS)
     same(actual.saved, expected.saved)
     assert torch.equal(actual.x.cpu(), expected.x)
@@ -137,10 +137,10 @@ def test_quantize_rows_equals_its_reference(shape: tuple[int, int], dtype: torch
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_norm_quantize_marks_rows_and_groups_that_are_not_finite(bad: float) -> None:
+def test_norm_quantize_marks_rows_and_blocks_that_are_not_finite(bad: float) -> None:
     a = torch.randn(50, 512).bfloat16()
     a[7, 100] = bad
-    made = norm_quantize(a.cuda(), torch.ones(512, device="cuda"), EPS, group_size=16)
+    made = norm_quantize(a.cuda(), torch.ones(512, device="cuda"), EPS, block_size=16)
     rows = made.y.codes.float().isnan()
     assert rows[7].all()
     assert rows.any(1).nonzero().flatten().tolist() == [7]
@@ -155,7 +155,7 @@ def test_norm_backward_equals_its_reference(
 ) -> None:
     fits(size, shape[1])
     a, weight = torch.randn(shape).to(dtype), (1 + 0.2 * torch.randn(shape[1])).to(dtype)
-    made = norm_quantize(a, weight, EPS, group_size=size)
+    made = norm_quantize(a, weight, EPS, block_size=size)
     x = made.x if made.saved is None else made.saved
     dy, dresidual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     expected = norm_backward(dy, x, made.rstd, weight, dresidual=dresidual)
@@ -198,7 +198,7 @@ def test_transposes_equal_their_reference(
 def test_recomputed_norms_equal_their_reference(shape: tuple[int, int], size: int) -> None:
     fits(size, shape[1])
     x, weight = torch.randn(shape).bfloat16(), (1 + 0.2 * torch.randn(shape[1])).bfloat16()
-    made = norm_quantize(x, weight, EPS, group_size=size)
+    made = norm_quantize(x, weight, EPS, block_size=size)
     kept, one = made.x if made.saved is None else made.saved, made.y.scale.amax()
     options: dict[str, Any] = {"row": made.rstd, "column": weight}
     gpu = {name: value.cuda() for name, value in options.items()}
@@ -246,8 +246,8 @@ def test_swiglu_quantize_equals_its_reference(
 ) -> None:
     fits(size, shape[1])
     x = gate_up(*shape, dtype)
-    expected, actual = swiglu_quantize(x, group_size=size), None
-    actual = swiglu_quantize(x.cuda(), group_size=size)
+    expected, actual = swiglu_quantize(x, block_size=size), None
+    actual = swiglu_quantize(x.cuda(), block_size=size)
     same(actual.a, expected.a, flips=FLIPS)
     same(actual.saved, expected.saved)
 
@@ -261,7 +261,7 @@ def test_swiglu_backward_equals_its_reference(
 ) -> None:
     fits(size, shape[1])
     x, da = gate_up(*shape, torch.bfloat16), torch.randn(shape).bfloat16()
-    made = swiglu_quantize(x, group_size=size)
+    made = swiglu_quantize(x, block_size=size)
     seen, one = x if made.saved is None else made.saved, made.a.scale.amax()
     expected = swiglu_backward_quantize(da, seen, one, fmt=fmt, with_a=with_a)
     inputs = on("cuda", (da, seen, one))
@@ -278,19 +278,19 @@ def test_swiglu_backward_equals_its_reference(
 # rotary gradients
 
 
-def head_gradients(s: int, b: int, groups: int, queries: int, d: int) -> tuple[Tensor, ...]:
-    heads = (groups * queries, groups, groups)
+def head_gradients(s: int, b: int, kv_heads: int, queries: int, d: int) -> tuple[Tensor, ...]:
+    heads = (kv_heads * queries, kv_heads, kv_heads)
     parts = (torch.randn(s, b, n, d).bfloat16() for n in heads)
     return *parts, *rope_tables(torch.arange(s), rope_frequencies(d, 10000.0))
 
 
 @both
 @pytest.mark.parametrize("d", [64, 80, 128])
-@pytest.mark.parametrize(("s", "b", "groups", "queries"), [(257, 3, 8, 4), (37, 1, 2, 1)])
+@pytest.mark.parametrize(("s", "b", "kv_heads", "queries"), [(257, 3, 8, 4), (37, 1, 2, 1)])
 def test_join_quantize_equals_its_reference(
-    s: int, b: int, groups: int, queries: int, d: int, fmt: Fp8Format
+    s: int, b: int, kv_heads: int, queries: int, d: int, fmt: Fp8Format
 ) -> None:
-    parts = head_gradients(s, b, groups, queries, d)
+    parts = head_gradients(s, b, kv_heads, queries, d)
     expected, actual = (join_quantize(*on(t, parts), fmt=fmt) for t in ("cpu", "cuda"))
     for got, want in zip(actual, expected, strict=True):
         same(got, want, flips=FLIPS)  # products of a rotation may be fused with their sum
@@ -549,8 +549,8 @@ def transposed_rows(x: QTensor, m: int) -> QTensor:
 
 def test_norm_quantize_indexes_beyond_31_bits() -> None:
     x, weight = big(4096), torch.ones(4096, device="cuda")
-    made = norm_quantize(x, weight, EPS, group_size=16)
-    expected = norm_quantize(x[LAST].cpu(), weight.cpu(), EPS, group_size=16)
+    made = norm_quantize(x, weight, EPS, block_size=16)
+    expected = norm_quantize(x[LAST].cpu(), weight.cpu(), EPS, block_size=16)
     same(rows_of(made.y, LAST), expected.y, flips=FLIPS)
     same(rows_of(made.saved, LAST), expected.saved)
     saved, rstd = made.saved, made.rstd
@@ -586,8 +586,8 @@ def test_transposes_index_beyond_31_bits() -> None:
 def test_swiglu_indexes_beyond_31_bits() -> None:
     x = big(4096)
     m = x.shape[0]
-    made = swiglu_quantize(x, group_size=16)
-    expected = swiglu_quantize(x[LAST].cpu(), group_size=16)
+    made = swiglu_quantize(x, block_size=16)
+    expected = swiglu_quantize(x[LAST].cpu(), block_size=16)
     same(rows_of(made.a, LAST), expected.a, flips=FLIPS)
     same(rows_of(made.saved, LAST), expected.saved)
     saved, one = made.saved, made.a.scale[LAST].amax()
@@ -602,10 +602,10 @@ def test_swiglu_indexes_beyond_31_bits() -> None:
 
 
 def test_rotary_gradients_index_beyond_31_bits() -> None:
-    d, groups, queries = 128, 2, 14
-    tokens = OVER_INT32 // (groups * (queries + 2) * d)
+    d, kv_heads, queries = 128, 2, 14
+    tokens = OVER_INT32 // (kv_heads * (queries + 2) * d)
     parts = []
-    for heads in (groups * queries, groups, groups):
+    for heads in (kv_heads * queries, kv_heads, kv_heads):
         part = torch.zeros(tokens, 1, heads, d, dtype=torch.bfloat16, device="cuda")
         part[LAST] = torch.randn(3, 1, heads, d, device="cuda").bfloat16()
         parts.append(part)
@@ -630,7 +630,7 @@ def test_the_scale_of_amaxes_is_found_without_waiting_for_the_gpu() -> None:
     amaxes = torch.rand(40000, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        scale = group_scale(amaxes, E5M2, power_of_two=True)
+        scale = tensor_scale(amaxes, E5M2, power_of_two=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(scale.cpu(), group_scale(amaxes.cpu(), E5M2, power_of_two=True))
+    assert torch.equal(scale.cpu(), tensor_scale(amaxes.cpu(), E5M2, power_of_two=True))

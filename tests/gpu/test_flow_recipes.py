@@ -67,7 +67,7 @@ def layer_inputs(g: int, recipe: str) -> dict[str, Tensor]:
 
 
 def plain_layer(t: dict[str, Tensor], g: int, recipe: str) -> dict[str, Tensor]:
-    """In fp64, by torch's autograd."""
+    """The layer in fp64, with gradients by torch's autograd."""
     from coatlm.kernels.rope import split_qkv_rope_ref
 
     h, n, d, _, s, _ = shape_of(recipe).values()
@@ -86,7 +86,7 @@ def plain_layer(t: dict[str, Tensor], g: int, recipe: str) -> dict[str, Tensor]:
 def fp8_layer(
     t: dict[str, Tensor], g: int, recipe: str, device: str, delayed: bool = False
 ) -> dict[str, Tensor]:
-    """As CoatTransformerLayer runs it; gradients of weights in fp32, added to main gradients.
+    """The layer as CoatTransformerLayer runs it, with weight gradients added to fp32 buffers.
 
     `delayed`: the second of two steps, by scales of the first.
     """

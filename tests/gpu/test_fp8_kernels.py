@@ -4,7 +4,7 @@ Casts and quantization are bit-equal to the reference. Expansion uses the hardwa
 and ex2, good to 2^-22; the fp32 rounding of logarithms up to 2^5 weighs 2^-19, and up to k = 16
 times that in t. A code is thus decided differently where t is within 2^-14 of a boundary; codes lie
 2^-3 apart in t, so 2 * 2^-14 / 2^-3 = 1e-3 of them may be the next one. k16 <= 255 of a span of
-logarithms off by 2^-18 may be the next one in 255 * 2^-18 * 2 = 2e-3 of the groups.
+logarithms off by 2^-18 may be the next one in 255 * 2^-18 * 2 = 2e-3 of the blocks.
 """
 
 import math
@@ -27,7 +27,7 @@ from coatlm.fp8.expand import (
 from coatlm.fp8.formats import E4M3, E5M2, SCALE_BLOCK, Fp8Format, cast, decode_table
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor, block
 from coatlm.fp8.quantize import quantize, quantize_ref
-from coatlm.fp8.scaling import current_scale, group_amax, group_amax_ref, group_scale, scale_ref
+from coatlm.fp8.scaling import block_amax, block_amax_ref, current_scale, scale_ref, tensor_scale
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,7 +166,7 @@ def test_a_row_longer_than_a_program_can_hold_is_refused() -> None:
 def test_scales_have_the_bits_of_the_reference(fmt: Fp8Format, n: int) -> None:
     x = torch.randn(n).bfloat16()
     same_bits(current_scale(x.cuda(), fmt), current_scale(x, fmt))
-    same_bits(group_scale(x.cuda().float().abs(), fmt), group_scale(x.float().abs(), fmt))
+    same_bits(tensor_scale(x.cuda().float().abs(), fmt), tensor_scale(x.float().abs(), fmt))
     amax = torch.cat([x.float().abs(), torch.tensor([0.0, 1e-45, 3e38])])
     same_bits(scale_ref(amax.cuda(), fmt), scale_ref(amax, fmt))
 
@@ -175,8 +175,8 @@ def test_group_amax_has_the_bits_of_the_reference_and_sees_nan() -> None:
     x = mixed(100, 1024)
     x[7, 200] = math.nan
     for size in (16, 128):
-        actual = group_amax(x.cuda(), size).cpu()
-        expected = group_amax_ref(x, size)
+        actual = block_amax(x.cuda(), size).cpu()
+        expected = block_amax_ref(x, size)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert current_scale(x.cuda(), E4M3).isnan()
 
@@ -208,10 +208,10 @@ def test_quantize_reads_nothing_back_and_runs_in_a_cuda_graph(granularity: Granu
 
 
 def moment(how: Expansion, n: int) -> Tensor:
-    """Log-normal groups, each of its own size and spread, some with zeros or all of them zero."""
-    groups = -(-n // SCALE_BLOCK)
-    x = torch.exp(torch.randn(groups, SCALE_BLOCK) * 3 * torch.rand(groups, 1))
-    x *= 2.0 ** torch.randint(-60, 30, (groups, 1))
+    """Log-normal blocks, each of its own size and spread, some with zeros or all of them zero."""
+    blocks = -(-n // SCALE_BLOCK)
+    x = torch.exp(torch.randn(blocks, SCALE_BLOCK) * 3 * torch.rand(blocks, 1))
+    x *= 2.0 ** torch.randint(-60, 30, (blocks, 1))
     x[::5, ::9] = 0.0
     x[3::50] = 0.0
     x[4::50] = 0.25
@@ -265,7 +265,7 @@ def test_expand_round_trip_of_any_size_is_that_of_the_reference(how: Expansion, 
 
 @states
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_value_makes_its_group_nan_on_the_gpu_too(how: Expansion, bad: float) -> None:
+def test_a_bad_value_makes_its_block_nan_on_the_gpu_too(how: Expansion, bad: float) -> None:
     x = moment(how, 3 * SCALE_BLOCK)
     x[SCALE_BLOCK + 5] = bad
     state = expand_quantize(x.cuda(), how)
@@ -280,7 +280,7 @@ def test_bytes_of_zero_decode_to_zero_on_the_gpu_too() -> None:
     assert not expand_dequantize(Expanded(codes, k16, scale), M_E4M3).any()
 
 
-def test_expand_over_2_31_elements_has_the_values_of_its_last_groups() -> None:
+def test_expand_over_2_31_elements_has_the_values_of_its_last_blocks() -> None:
     x = torch.zeros(OVER_INT32, device="cuda")
     x[-1000:].normal_()
     state = expand_quantize(x, M_E4M3)
@@ -292,7 +292,7 @@ def test_expand_over_2_31_elements_has_the_values_of_its_last_groups() -> None:
 
 
 @states
-def test_groups_of_denormals_are_zeros_as_in_the_reference(how: Expansion) -> None:
+def test_blocks_of_denormals_are_zeros_as_in_the_reference(how: Expansion) -> None:
     """Moments of a weight that is no longer used decay through fp32's denormals to zero."""
     x = torch.zeros(4, SCALE_BLOCK)
     x[0] = 1e-39  # nothing but denormals

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SIZES = (128, 128 * 16, 128 * 37, 128 * 300)  # one group, one program, tails, many programs
+SIZES = (128, 128 * 16, 128 * 37, 128 * 300)  # one block, one program, tails, many programs
 APPROXIMATE = ("coat", "coat-lean", "coat-24", "fp8-plain")
 EXACT = sorted(set(RECIPES) - set(APPROXIMATE))
 OVER_INT32 = 2**31 + 2**20  # elements
@@ -156,7 +156,7 @@ def test_coat_step_agrees_with_the_reference(
         for name in ("exp_avg", "exp_avg_sq"):
             x, y = (opt.decode(i, name).cpu() for opt in (cpu, gpu))
             apart = ((x - y).abs() > 2.0**-14 * x.abs()).double().mean().item()
-            # near a middle with probability 2^-12; or all of a group, if its k was near a half
+            # near a middle with probability 2^-12; or all of a block, if its k was near a half
             assert apart <= max(5e-3, 130 / x.numel())
             assert torch.equal(x == 0, y == 0) or apart > 0
 
@@ -260,7 +260,7 @@ def test_moments_that_decay_to_nothing_stay_finite(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_replays_use_the_newest_rate_with_the_bits_of_launches(recipe: str) -> None:
-    """At rates that fp32 cannot represent, as it cannot their products with weight decay."""
+    """fp32 represents neither these rates nor their products with weight decay exactly."""
     launched, replayed = (optimizer(recipe, "cuda", device_rate=on) for on in (False, True))
     clip = torch.tensor(0.7, device="cuda")
     for opt in (launched, replayed):

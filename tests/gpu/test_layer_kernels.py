@@ -79,12 +79,14 @@ def test_swiglu_and_geglu_equal_their_references(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "groups", "queries"), [(128, 8, 4), (64, 12, 1), (80, 3, 5)])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "queries"), [(128, 8, 4), (64, 12, 1), (80, 3, 5)]
+)
 def test_split_qkv_rope_equals_its_reference(
-    head_dim: int, groups: int, queries: int, dtype: torch.dtype
+    head_dim: int, kv_heads: int, queries: int, dtype: torch.dtype
 ) -> None:
     cos, sin = tables(257, head_dim)
-    qkv = randn(257, 3, groups, (queries + 2) * head_dim, dtype=dtype)
+    qkv = randn(257, 3, kv_heads, (queries + 2) * head_dim, dtype=dtype)
     expected = rope_module.split_qkv_rope_ref(qkv.float(), cos, sin, queries, head_dim)
     qkv.requires_grad_()
     actual = split_qkv_rope(qkv, cos, sin, heads_per_group=queries, head_dim=head_dim)

@@ -54,7 +54,7 @@ def on_gpu(x: Tensor | QTensor) -> Tensor | QTensor:
 
 
 def same(actual: QTensor | None, expected: QTensor | None, rows: int | None = None) -> None:
-    """The same bits, but for those of NaN; of the first `rows` columns where they are given."""
+    """Assert equal bits but for those of NaN, in the first `rows` columns if they are given."""
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return

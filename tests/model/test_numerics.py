@@ -67,7 +67,7 @@ def test_underflow_grows_with_an_outlier_in_a_row() -> None:
 
 def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(37, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    made = norm_quantize(x, torch.ones(64), 1e-5, group_size=16)
+    made = norm_quantize(x, torch.ones(64), 1e-5, block_size=16)
     assert made.saved is not None
     sources = (x, made.saved), (numerics.norm_rows(x, torch.ones(64), 1e-5), made.y)
     whole = [measures(*source) for source in sources]
@@ -88,7 +88,7 @@ def test_recomputed_sources_are_those_of_the_codes() -> None:
     """Encoding the source by the scale gives the codes, bit by bit; pieces cut through a batch."""
     torch.manual_seed(0)
     x, da = torch.randn(21, 128).bfloat16(), torch.randn(21, 64).bfloat16()
-    active = swiglu_quantize(x, group_size=16)
+    active = swiglu_quantize(x, block_size=16)
     assert active.saved is not None
     gradient = swiglu_backward_quantize(da, active.saved, torch.ones(()), fmt=E5M2, with_a=False)
     dq, dk, dv = (torch.randn(7, 3, heads, 16).bfloat16() for heads in (4, 2, 2))

@@ -99,7 +99,7 @@ def test_only_bf16_recipes_round_gradients_to_bf16(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_rates_on_the_device_give_the_bits_of_python_numbers(recipe: str) -> None:
-    """At rates that fp32 cannot represent, as it cannot their products with weight decay."""
+    """fp32 represents neither these rates nor their products with weight decay exactly."""
     opt = optimizer([shard_of(weights(1024), decay=((0, 512),))], recipe, device_rate=True)
     train(opt, range(2))
     fill(opt.shards, 2)
@@ -170,7 +170,7 @@ def test_only_decay_ranges_decay(recipe: str) -> None:
     opt = optimizer([shard], recipe, weight_decay=0.5)
     opt.step(lr=0.5, clip_coefficient=None)  # 0.25 of the weight: visible in every format
     decayed = torch.zeros(1024, dtype=torch.bool)
-    decayed[128:384] = decayed[512:640] = True  # an end is rounded up to a group
+    decayed[128:384] = decayed[512:640] = True  # an end is rounded up to a block
     assert torch.equal(shard.weight, torch.where(decayed, 0.75, 1.0).to(BF16))
 
 
@@ -268,7 +268,7 @@ def test_fp8lm_scales_belong_to_parameters() -> None:
     ids=("zeros", "all equal", "one and zeros", "wide", "tiny"),
 )
 @pytest.mark.parametrize("recipe", ("coat", "coat-lean", "fp8lm", "fp8-plain", "collage-plus"))
-def test_odd_groups_stay_finite_and_keep_their_sign(recipe: str, grad: Tensor) -> None:
+def test_odd_blocks_stay_finite_and_keep_their_sign(recipe: str, grad: Tensor) -> None:
     shard = shard_of(weights(128), grad=FP32)
     opt = optimizer([shard], recipe, weight_decay=0.0)
     start = opt.decode(0, "fp32_param").clone()

@@ -54,8 +54,8 @@ def test_bf16_pair_is_the_nearest_pair(beta: float) -> None:
 
 
 def test_bf16_pair_gives_the_pairs_of_the_papers_first_table() -> None:
-    """To the digits that it prints. For 0.99 it prints 0.9893, which is not in BF16 and is a
-    misprint of 0.9883: only then is the sum of both 0.99.
+    """The pairs agree to the digits that the table prints. For 0.99 it prints 0.9893, which is not
+    in BF16 and is a misprint of 0.9883: only then is the sum of both 0.99.
     """
     expected = {0.999: (1.0, -0.001), 0.99: (0.9883, 0.0017), 0.95: (0.9492, 0.0008)}
     for beta, pair in expected.items():

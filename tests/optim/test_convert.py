@@ -148,7 +148,7 @@ def test_states_of_every_recipe_become_their_decoded_values(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_becomes_itself_where_its_codes_are_its_values(recipe: str) -> None:
-    """Of the expanded formats k may change: their values, not their codes, lie on a grid."""
+    """The k of expanded formats may change: their values, not their codes, lie on a grid."""
     source = trained(recipe)
     target = converted(source, recipe)
     for i in range(len(SIZES)):

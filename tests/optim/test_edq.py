@@ -100,7 +100,7 @@ def test_errors_are_those_of_the_formats() -> None:
     assert exact["exp_avg_sq_error"] < 2.0**-23
 
 
-def test_code_statistics_count_groups_and_codes() -> None:
+def test_code_statistics_count_blocks_and_codes() -> None:
     optimizer = trained("coat", steps=5)
     found = measure(optimizer, lr=1e-4)
     optimizer.step(lr=1e-4)
@@ -179,7 +179,7 @@ def test_updates_of_zero_are_neither_asked_for_nor_lost() -> None:
 
 
 def test_an_error_is_relative_to_the_average_and_stalled_to_its_change() -> None:
-    """From 1 to the mean of 1 and g = 2^-8: 2^-1 + 2^-9 is a tie in BF16, and rounds to 2^-1."""
+    """A moment of 1 becomes its mean with g = 2^-8: 2^-1 + 2^-9, a BF16 tie that becomes 2^-1."""
     optimizer = blocks("adamw-bf16", torch.zeros(1), torch.full((128,), 2.0**-7), betas=(0.5, 0.5))
     for name in ("exp_avg", "exp_avg_sq"):
         optimizer.states[0][name].fill_(1.0)

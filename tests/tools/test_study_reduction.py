@@ -13,16 +13,16 @@ import torch
 from tools.studies.gradient_sums import RankGradients, SumErrors, study
 from tools.study_reduction import main
 
-GROUPS = 64
+BLOCKS = 64
 
 
 def made(ranks: int, *, alike: float) -> RankGradients:
     """Normal gradients of two matrices; `alike` of each rank's is common to all."""
     generator = torch.Generator().manual_seed(0)
-    common = torch.randn(GROUPS * 128, generator=generator)
-    own = torch.randn(ranks, GROUPS * 128, generator=generator)
+    common = torch.randn(BLOCKS * 128, generator=generator)
+    own = torch.randn(ranks, BLOCKS * 128, generator=generator)
     values = (alike * common + (1 - alike) * own) * 1e-4
-    owner = torch.arange(2, dtype=torch.int32).repeat_interleave(GROUPS // 2)
+    owner = torch.arange(2, dtype=torch.int32).repeat_interleave(BLOCKS // 2)
     amax = values.abs().view(ranks, 2, -1).amax(-1)
     return RankGradients(values, amax, owner, ["a", "b"])
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 UPDATES, BETAS, EPS = 7, (0.9, 0.95), 1e-8
 SHAPES = {"a.weight": (16, 256), "b.weight": (30, 100), "norm.weight": (256,)}
-GROUPS = 16 * 256 // SCALE_BLOCK + 30 * 100 // SCALE_BLOCK  # in matrices
+BLOCKS = 16 * 256 // SCALE_BLOCK + 30 * 100 // SCALE_BLOCK  # in matrices
 
 
 def moments_of(seed: int) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def test_all_whole_blocks_of_matrices_are_taken(checkpoint: Path) -> None:
 
 
 def test_a_sample_is_whole_blocks_of_every_matrix(checkpoint: Path) -> None:
-    moments = read_moments(checkpoint, elements=GROUPS * SCALE_BLOCK // 2)
+    moments = read_moments(checkpoint, elements=BLOCKS * SCALE_BLOCK // 2)
     everything = read_moments(checkpoint)
     for sample, whole in ((moments.m, everything.m), (moments.v, everything.v)):
         rows = [
@@ -85,7 +85,7 @@ def test_a_sample_is_whole_blocks_of_every_matrix(checkpoint: Path) -> None:
         found = torch.cat(rows).flatten()
         assert len(found) == len(sample) // SCALE_BLOCK == 16 + 11  # half of 32 and of 23
         assert (found.diff() > 0).all()
-        assert found[-1] >= GROUPS - 3  # spread, so not the first half
+        assert found[-1] >= BLOCKS - 3  # spread, so not the first half
 
 
 def test_plain_e4m3_equals_a_direct_computation(checkpoint: Path) -> None:

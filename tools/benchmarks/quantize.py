@@ -20,7 +20,7 @@ from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit
 from coatlm.fp8.qtensor import ROW, TENSOR, block
 from coatlm.fp8.quantize import quantize
-from coatlm.fp8.scaling import current_scale, group_amax
+from coatlm.fp8.scaling import block_amax, current_scale
 from coatlm.fp8.transpose import quantize_rows_transposed
 from tools.benchmarks.layer_kernels import LaunchKernel, milliseconds
 
@@ -82,7 +82,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
             lambda: emit(x, direct=any_scale, transposed=any_scale, scale=scale),
             4 * n,
         ),
-        "amax of 1x128": (lambda: group_amax(x, 128), (2 + 4 / 128) * n),
+        "amax of 1x128": (lambda: block_amax(x, 128), (2 + 4 / 128) * n),
         "tensor, own amax": (quantized(TENSOR), 5 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),
         "its codes, transposed": (lambda: quantize_rows_transposed(x, row_scale), 3 * n),
