@@ -25,10 +25,8 @@ from coatlm.fp8.scaling import amax_of, block_amax_ref, current_scale, scale_of,
 
 TILE = 4096  # elements per program
 THREAD = 32  # elements per thread: four 16-byte loads of BF16 in flight
-ROW_BLOCK_RUN, ROW_BLOCK_WARPS = (
-    16,
-    2,
-)  # 1 x G blocks: elements per thread at once, warps per program
+ROW_BLOCK_RUN = 16  # 1 x G blocks: elements per thread at once
+ROW_BLOCK_WARPS = 2  # warps per program
 LONGEST_ROW = 65536  # elements that one program can hold
 
 

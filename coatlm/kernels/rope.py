@@ -68,11 +68,11 @@ def rope_ref(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_qkv_rope_ref(
-    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, heads_per_group: int, head_dim: int
+    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, queries_per_kv_head: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of the fused split: q[S, B, N, D], k[S, B, G, D] rotated, v[S, B, G, D]."""
-    heads = qkv_SBGW.unflatten(-1, (heads_per_group + 2, head_dim))
-    q, k, v = heads.split((heads_per_group, 1, 1), dim=3)
+    heads = qkv_SBGW.unflatten(-1, (queries_per_kv_head + 2, head_dim))
+    q, k, v = heads.split((queries_per_kv_head, 1, 1), dim=3)
     q, k, v = (x.flatten(2, 3) for x in (q, k, v))
     v = v.clone(memory_format=torch.contiguous_format)
     return rope_ref(q, cos, sin), rope_ref(k, cos, sin), v
@@ -82,9 +82,9 @@ def join_qkv_rope_ref(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """The inverse of `split_qkv_rope_ref`, which is also its backward: qkv[S, B, G, W]."""
-    groups = k_SBGD.shape[2]
+    kv_heads = k_SBGD.shape[2]
     q, k = rope_ref(q_SBND, cos, -sin), rope_ref(k_SBGD, cos, -sin)
-    heads = (x.unflatten(2, (groups, -1)) for x in (q, k, v_SBGD))
+    heads = (x.unflatten(2, (kv_heads, -1)) for x in (q, k, v_SBGD))
     return torch.cat(tuple(heads), dim=3).flatten(3)
 
 
@@ -103,7 +103,7 @@ def _rope_kernel(
     k_s, k_b, k_n,
     v_s, v_b, v_n,
     QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
+    PER_KV_HEAD: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -111,8 +111,8 @@ def _rope_kernel(
 ):  # fmt: skip
     """Rotate `heads` heads of one token from the fused tensor into q, k, v, or (INVERSE) back.
 
-    The fused tensor has GROUP heads per key-value head: QUERIES query heads, the key, the value.
-    GROUP = QUERIES = 1 rotates every head of a single tensor.
+    The fused tensor has PER_KV_HEAD heads per key-value head: QUERIES query heads, the key, the value.
+    PER_KV_HEAD = QUERIES = 1 rotates every head of a single tensor.
     """
     blocks = tl.cdiv(heads, HEADS)
     token = tl.program_id(0) // blocks
@@ -122,8 +122,8 @@ def _rope_kernel(
     i = tl.arange(0, BLOCK)[None, :]
     mask = (j < heads) & (i < HALF)
 
-    kv_head = j // GROUP
-    member = j % GROUP
+    kv_head = j // PER_KV_HEAD
+    member = j % PER_KV_HEAD
     fused_at = fused_ptr + s * fused_s + b * fused_b + j * fused_n + i
     # `+ i` after the choice would hide that a row is contiguous: scalar loads and stores.
     q_at = q_ptr + s * q_s + b * q_b + (kv_head * QUERIES + member) * q_n + i
@@ -154,19 +154,19 @@ def _rotate_in_place_kernel(
     B,
     rotated,
     width,
-    GROUP: tl.constexpr,
+    PER_KV_HEAD: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate `rotated` heads of one token: of GROUP heads all but the last, which is the value."""
+    """Rotate `rotated` heads of one token: of PER_KV_HEAD heads all but the last, which is the value."""
     blocks = tl.cdiv(rotated, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     s = token // B
     j = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
     mask = (j < rotated) & (i < HALF)
-    head = j // (GROUP - 1) * GROUP + j % (GROUP - 1)
+    head = j // (PER_KV_HEAD - 1) * PER_KV_HEAD + j % (PER_KV_HEAD - 1)
     at = qkv_ptr + token * width + head * 2 * HALF + i
     x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -190,7 +190,7 @@ def _launch(
     sin: Tensor,
     *,
     queries: int,
-    group: int,
+    per_kv_head: int,
     inverse: bool,
 ) -> None:
     """fused[S, B, heads, D] -> parts, or back; of the strides only the last must be 1."""
@@ -207,7 +207,7 @@ def _launch(
         heads,
         *strides,
         QUERIES=queries,
-        GROUP=group,
+        PER_KV_HEAD=per_kv_head,
         INVERSE=inverse,
         num_warps=WARPS,
         **tile,
@@ -224,18 +224,18 @@ def _rotate_on_gpu(x_SBND: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -
     x = x_SBND if x_SBND.stride(-1) == 1 else x_SBND.contiguous()
     y = x.new_empty(x.shape)
     fused, part = (y, x) if inverse else (x, y)
-    _launch(fused, (part, part, part), cos, sin, queries=1, group=1, inverse=inverse)
+    _launch(fused, (part, part, part), cos, sin, queries=1, per_kv_head=1, inverse=inverse)
     return y
 
 
 def _split_on_gpu(
-    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, heads_per_group: int, head_dim: int
+    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, queries_per_kv_head: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     S, B, G, _ = qkv_SBGW.shape
     fused = qkv_SBGW.contiguous().view(S, B, -1, head_dim)
-    q, k, v = (fused.new_empty(S, B, n, head_dim) for n in (G * heads_per_group, G, G))
-    queries = heads_per_group
-    _launch(fused, (q, k, v), cos, sin, queries=queries, group=queries + 2, inverse=False)
+    q, k, v = (fused.new_empty(S, B, n, head_dim) for n in (G * queries_per_kv_head, G, G))
+    queries = queries_per_kv_head
+    _launch(fused, (q, k, v), cos, sin, queries=queries, per_kv_head=queries + 2, inverse=False)
     return q, k, v
 
 
@@ -246,7 +246,7 @@ def _join_on_gpu(
     S, B, G, D = k_SBGD.shape
     queries = q_SBND.shape[2] // G
     fused = q_SBND.new_empty(S, B, G * (queries + 2), D)
-    _launch(fused, (q, k, v), cos, sin, queries=queries, group=queries + 2, inverse=True)
+    _launch(fused, (q, k, v), cos, sin, queries=queries, per_kv_head=queries + 2, inverse=True)
     return fused.view(S, B, G, -1)
 
 
@@ -269,7 +269,7 @@ def rotate_qkv_(qkv_SBNW: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     if qkv_SBNW.is_cuda:
         tile, rotated = _tile(W // 3), 2 * N
         _rotate_in_place_kernel[(S * B * triton.cdiv(rotated, tile["HEADS"]),)](
-            qkv_SBNW, cos, sin, B, rotated, N * W, GROUP=3, num_warps=WARPS, **tile
+            qkv_SBNW, cos, sin, B, rotated, N * W, PER_KV_HEAD=3, num_warps=WARPS, **tile
         )
     else:
         for x in (q, k):
@@ -292,11 +292,16 @@ class _Rope(torch.autograd.Function):
 class _SplitQKVRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, heads_per_group: int, head_dim: int
+        ctx: Any,
+        qkv_SBGW: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        queries_per_kv_head: int,
+        head_dim: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         split = _split_on_gpu if qkv_SBGW.is_cuda else split_qkv_rope_ref
-        return split(qkv_SBGW, cos, sin, heads_per_group, head_dim)
+        return split(qkv_SBGW, cos, sin, queries_per_kv_head, head_dim)
 
     @staticmethod
     @once_differentiable
@@ -321,21 +326,21 @@ def rope(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_qkv_rope(
-    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, *, heads_per_group: int, head_dim: int
+    qkv_SBGW: Tensor, cos: Tensor, sin: Tensor, *, queries_per_kv_head: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fused QKV -> q[S, B, N, D] and k[S, B, G, D] rotated, v[S, B, G, D]; all new and contiguous.
 
-    W = (heads_per_group + 2) * head_dim, with heads_per_group = N/G query heads per key-value head.
+    W = (queries_per_kv_head + 2) * head_dim, with queries_per_kv_head = N/G query heads per key-value head.
     One kernel each way: forward reads qkv once, backward takes dq, dk, dv with any strides and
     writes one dqkv. v is copied although attention would take a view of it: the view would keep all
     of qkv alive until backward, (N + 2G) * D elements per token in place of G * D, and the copy
     costs only G / (N + 2G) of this kernel's traffic. Raises ValueError when the sizes do not fit.
     """
     S, _, _, W = qkv_SBGW.shape
-    if (heads_per_group + 2) * head_dim != W:
+    if (queries_per_kv_head + 2) * head_dim != W:
         raise ValueError(
-            f"qkv has {W} elements per key-value head, must be (heads_per_group + 2) * head_dim = "
-            f"({heads_per_group} + 2) * {head_dim}"
+            f"qkv has {W} elements per key-value head, must be (queries_per_kv_head + 2) * head_dim = "
+            f"({queries_per_kv_head} + 2) * {head_dim}"
         )
     _check_tables(S, head_dim, cos, sin)
-    return _SplitQKVRope.apply(qkv_SBGW, cos, sin, heads_per_group, head_dim)
+    return _SplitQKVRope.apply(qkv_SBGW, cos, sin, queries_per_kv_head, head_dim)

@@ -212,18 +212,18 @@ class SelfAttention(MegatronSelfAttention):
     def split_rotated(self, qkv_SBW: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the QKV output into q [S, B, N, D], k and v [S, B, G, D]; apply norm and RoPE."""
         kv_heads = self.num_query_groups_per_partition
-        heads_per_group = self.num_attention_heads_per_partition // kv_heads
+        queries_per_kv_head = self.num_attention_heads_per_partition // kv_heads
         head_dim = self.hidden_size_per_attention_head
-        qkv_SBGW = qkv_SBW.unflatten(-1, (kv_heads, (heads_per_group + 2) * head_dim))
+        qkv_SBGW = qkv_SBW.unflatten(-1, (kv_heads, (queries_per_kv_head + 2) * head_dim))
         cos, sin = cos_sin
         if self.q_layernorm is None:
             return split_qkv_rope(
-                qkv_SBGW, cos, sin, heads_per_group=heads_per_group, head_dim=head_dim
+                qkv_SBGW, cos, sin, queries_per_kv_head=queries_per_kv_head, head_dim=head_dim
             )
-        sizes = [heads_per_group * head_dim, head_dim, head_dim]
+        sizes = [queries_per_kv_head * head_dim, head_dim, head_dim]
         # copies: a view that is saved for backward would hold the memory of all of qkv
         q, k, v = (part.contiguous() for part in qkv_SBGW.split(sizes, dim=-1))
-        q = q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3)
+        q = q.unflatten(-1, (queries_per_kv_head, head_dim)).flatten(2, 3)
         q, k = self._normalized(q, self.q_layernorm), self._normalized(k, self.k_layernorm)
         return rope(q, cos, sin), rope(k, cos, sin), v
 

@@ -126,7 +126,7 @@ class NormQKV(torch.autograd.Function):
         if queries_per_kv_head == 1 and saved.attention is None:
             return *rotate_qkv_(heads, cos, sin), residual
         q, k, v = split_qkv_rope(
-            heads, cos, sin, heads_per_group=queries_per_kv_head, head_dim=head_dim
+            heads, cos, sin, queries_per_kv_head=queries_per_kv_head, head_dim=head_dim
         )
         return q, k, v, residual
 

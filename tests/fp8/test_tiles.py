@@ -177,7 +177,7 @@ def test_small_kernels_of_the_flow_compile_for_sm90() -> None:
         rope._rotate_in_place_kernel,
         {"qkv_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         | {"B": "i32", "rotated": "i32", "width": "i32"},
-        {"GROUP": 3} | rope._tile(128),
+        {"PER_KV_HEAD": 3} | rope._tile(128),
         num_warps=rope.WARPS,
     )
     compile_sm90(

@@ -89,7 +89,7 @@ def test_split_qkv_rope_equals_its_reference(
     qkv = randn(257, 3, kv_heads, (queries + 2) * head_dim, dtype=dtype)
     expected = rope_module.split_qkv_rope_ref(qkv.float(), cos, sin, queries, head_dim)
     qkv.requires_grad_()
-    actual = split_qkv_rope(qkv, cos, sin, heads_per_group=queries, head_dim=head_dim)
+    actual = split_qkv_rope(qkv, cos, sin, queries_per_kv_head=queries, head_dim=head_dim)
     for part, definition in zip(actual, expected, strict=True):
         assert part.is_contiguous()
         close(part, definition)
@@ -130,7 +130,7 @@ def test_kernels_index_beyond_31_bits() -> None:
     del y, dx
     qkv = x.view(rows, 1, 8, 512)
     cos, sin = tables(rows, 128)
-    q, k, v = split_qkv_rope(qkv, cos, sin, heads_per_group=2, head_dim=128)
+    q, k, v = split_qkv_rope(qkv, cos, sin, queries_per_kv_head=2, head_dim=128)
     expected = rope_module.split_qkv_rope_ref(qkv[last].float(), cos[last], sin[last], 2, 128)
     for part, definition in zip((q, k, v), expected, strict=True):
         close(part[last], definition)

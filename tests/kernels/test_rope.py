@@ -18,7 +18,7 @@ from coatlm.kernels.rope import (
 from coatlm.kernels.rope_scaling import attention_factor
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, run_interpreted
 
-S, B, G, M, D = 5, 2, 3, 4, 16  # tokens, samples, groups, query heads per group, elements per head
+S, B, G, M, D = 5, 2, 3, 4, 16  # tokens, samples, kv heads, queries per kv head, elements per head
 FP32 = 1e-6  # relative and absolute: three operations of 2^-24 on values of order one
 LLAMA3 = {
     "factor": 8.0,
@@ -122,10 +122,10 @@ def test_backward_of_a_scaled_rotation_is_its_transpose() -> None:
     x, dq = fused().requires_grad_(), torch.randn(S, B, G * M, D)
     dk, dv = torch.randn(S, B, G, D), torch.randn(S, B, G, D)
     (expected,) = torch.autograd.grad(
-        split_qkv_rope_ref(x, cos, sin, heads_per_group=M, head_dim=D), x, (dq, dk, dv)
+        split_qkv_rope_ref(x, cos, sin, queries_per_kv_head=M, head_dim=D), x, (dq, dk, dv)
     )
     (actual,) = torch.autograd.grad(
-        split_qkv_rope(x, cos, sin, heads_per_group=M, head_dim=D), x, (dq, dk, dv)
+        split_qkv_rope(x, cos, sin, queries_per_kv_head=M, head_dim=D), x, (dq, dk, dv)
     )
     torch.testing.assert_close(actual, expected, rtol=FP32, atol=FP32)
     assert float(rope(torch.ones(S, B, 1, D), cos, sin).norm()) == pytest.approx(
@@ -161,23 +161,23 @@ def test_rope_backward_equals_autograd_of_the_definition() -> None:
     torch.testing.assert_close(actual, expected, rtol=FP32, atol=FP32)
 
 
-def test_split_takes_the_heads_of_each_group_in_order() -> None:
+def test_split_takes_the_queries_of_each_kv_head_in_order() -> None:
     qkv, (cos, sin) = fused(), tables()
-    q, k, v = split_qkv_rope(qkv, cos, sin, heads_per_group=M, head_dim=D)
-    for group in range(G):
-        heads = qkv[:, :, group].split(D, dim=-1)
+    q, k, v = split_qkv_rope(qkv, cos, sin, queries_per_kv_head=M, head_dim=D)
+    for kv_head in range(G):
+        heads = qkv[:, :, kv_head].split(D, dim=-1)
         for member in range(M):
             expected = rope(heads[member][:, :, None], cos, sin)[:, :, 0]
-            assert torch.equal(q[:, :, group * M + member], expected)
-        assert torch.equal(k[:, :, group], rope(heads[M][:, :, None], cos, sin)[:, :, 0])
-        assert torch.equal(v[:, :, group], heads[M + 1])
+            assert torch.equal(q[:, :, kv_head * M + member], expected)
+        assert torch.equal(k[:, :, kv_head], rope(heads[M][:, :, None], cos, sin)[:, :, 0])
+        assert torch.equal(v[:, :, kv_head], heads[M + 1])
     assert all(x.is_contiguous() for x in (q, k, v))
 
 
 def test_split_backward_equals_autograd_of_the_definition() -> None:
     qkv, grads = fused().requires_grad_(), [torch.randn(S, B, n, D) for n in (G * M, G, G)]
     expected = torch.autograd.grad(split_qkv_rope_ref(qkv, *tables(), M, D), qkv, grads)
-    outputs = split_qkv_rope(qkv, *tables(), heads_per_group=M, head_dim=D)
+    outputs = split_qkv_rope(qkv, *tables(), queries_per_kv_head=M, head_dim=D)
     actual = torch.autograd.grad(outputs, qkv, grads)
     torch.testing.assert_close(actual, expected, rtol=FP32, atol=FP32)
 
@@ -186,14 +186,14 @@ def test_split_saves_the_tables_alone() -> None:
     (cos, sin), saved = tables(), []
     qkv = fused().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        split_qkv_rope(qkv, cos, sin, heads_per_group=M, head_dim=D)
+        split_qkv_rope(qkv, cos, sin, queries_per_kv_head=M, head_dim=D)
     assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     cos, sin = tables()
     with pytest.raises(ValueError, match="elements per key-value head"):
-        split_qkv_rope(fused(), cos, sin, heads_per_group=M + 1, head_dim=D)
+        split_qkv_rope(fused(), cos, sin, queries_per_kv_head=M + 1, head_dim=D)
     with pytest.raises(ValueError, match="cos has shape"):
         rope(torch.ones(S + 1, B, 1, D), cos, sin)
 
@@ -224,9 +224,9 @@ def test_kernels_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize(("head_dim", "queries", "group"), [(128, 4, 6), (64, 1, 3), (128, 1, 1)])
+@pytest.mark.parametrize(("head_dim", "queries", "kv_head"), [(128, 4, 6), (64, 1, 3), (128, 1, 1)])
 def test_kernel_compiles_for_sm90_with_16_byte_accesses(
-    head_dim: int, queries: int, group: int, inverse: bool, dtype: torch.dtype
+    head_dim: int, queries: int, kv_head: int, inverse: bool, dtype: torch.dtype
 ) -> None:
     tensors = ("fused", "q", "k", "v")
     strides = [f"{tensor}_{dim}" for tensor in tensors for dim in "sbn"]
@@ -234,7 +234,7 @@ def test_kernel_compiles_for_sm90_with_16_byte_accesses(
     signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     signature |= dict.fromkeys(("B", "heads", *strides), "i32")
     constexprs = rope_module._tile(head_dim)
-    constexprs |= {"QUERIES": queries, "GROUP": group, "INVERSE": inverse}
+    constexprs |= {"QUERIES": queries, "PER_KV_HEAD": kv_head, "INVERSE": inverse}
     compiled = compile_sm90(
         rope_module._rope_kernel,
         signature,
