@@ -111,8 +111,8 @@ def _rope_kernel(
 ):  # fmt: skip
     """Rotate `heads` heads of one token from the fused tensor into q, k, v, or (INVERSE) back.
 
-    The fused tensor has PER_KV_HEAD heads per key-value head: QUERIES query heads, the key, the value.
-    PER_KV_HEAD = QUERIES = 1 rotates every head of a single tensor.
+    The fused tensor has PER_KV_HEAD heads per key-value head: QUERIES query heads, the key, and
+    the value.     PER_KV_HEAD = QUERIES = 1 rotates every head of a single tensor.
     """
     blocks = tl.cdiv(heads, HEADS)
     token = tl.program_id(0) // blocks
@@ -159,7 +159,7 @@ def _rotate_in_place_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate `rotated` heads of one token: of PER_KV_HEAD heads all but the last, which is the value."""
+    """Rotate `rotated` heads of one token: of PER_KV_HEAD heads all but the last, the value."""
     blocks = tl.cdiv(rotated, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     s = token // B
@@ -330,7 +330,7 @@ def split_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fused QKV -> q[S, B, N, D] and k[S, B, G, D] rotated, v[S, B, G, D]; all new and contiguous.
 
-    W = (queries_per_kv_head + 2) * head_dim, with queries_per_kv_head = N/G query heads per key-value head.
+    W = (queries_per_kv_head + 2) * head_dim, where queries_per_kv_head is N/G.
     One kernel each way: forward reads qkv once, backward takes dq, dk, dv with any strides and
     writes one dqkv. v is copied although attention would take a view of it: the view would keep all
     of qkv alive until backward, (N + 2G) * D elements per token in place of G * D, and the copy
@@ -339,8 +339,8 @@ def split_qkv_rope(
     S, _, _, W = qkv_SBGW.shape
     if (queries_per_kv_head + 2) * head_dim != W:
         raise ValueError(
-            f"qkv has {W} elements per key-value head, must be (queries_per_kv_head + 2) * head_dim = "
-            f"({queries_per_kv_head} + 2) * {head_dim}"
+            f"qkv has {W} elements per key-value head, must be "
+            f"(queries_per_kv_head + 2) * head_dim = ({queries_per_kv_head} + 2) * {head_dim}"
         )
     _check_tables(S, head_dim, cos, sin)
     return _SplitQKVRope.apply(qkv_SBGW, cos, sin, queries_per_kv_head, head_dim)

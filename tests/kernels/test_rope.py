@@ -224,9 +224,11 @@ def test_kernels_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize(("head_dim", "queries", "kv_head"), [(128, 4, 6), (64, 1, 3), (128, 1, 1)])
+@pytest.mark.parametrize(
+    ("head_dim", "queries", "per_kv_head"), [(128, 4, 6), (64, 1, 3), (128, 1, 1)]
+)
 def test_kernel_compiles_for_sm90_with_16_byte_accesses(
-    head_dim: int, queries: int, kv_head: int, inverse: bool, dtype: torch.dtype
+    head_dim: int, queries: int, per_kv_head: int, inverse: bool, dtype: torch.dtype
 ) -> None:
     tensors = ("fused", "q", "k", "v")
     strides = [f"{tensor}_{dim}" for tensor in tensors for dim in "sbn"]
@@ -234,7 +236,7 @@ def test_kernel_compiles_for_sm90_with_16_byte_accesses(
     signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     signature |= dict.fromkeys(("B", "heads", *strides), "i32")
     constexprs = rope_module._tile(head_dim)
-    constexprs |= {"QUERIES": queries, "PER_KV_HEAD": kv_head, "INVERSE": inverse}
+    constexprs |= {"QUERIES": queries, "PER_KV_HEAD": per_kv_head, "INVERSE": inverse}
     compiled = compile_sm90(
         rope_module._rope_kernel,
         signature,
