@@ -441,9 +441,9 @@ def test_updates_in_backward_need_one_microbatch_per_step_and_exclude_graphs() -
 
 def test_kv_heads_and_head_dim_follow_from_heads_and_hidden() -> None:
     model = make_config({"model": {"hidden": 96, "heads": 6}}).model
-    assert (model.queries_groups, model.size_per_head) == (6, 16)
+    assert (model.key_value_heads, model.size_per_head) == (6, 16)
     model = make_config({"model": {"hidden": 100, "heads": 6, "head_dim": 16}}).model
-    assert (model.queries_groups, model.size_per_head) == (6, 16)
+    assert (model.key_value_heads, model.size_per_head) == (6, 16)
 
 
 def test_nothing_can_be_changed_after_loading() -> None:

@@ -48,7 +48,7 @@ class Config(Section):
     def _combinations(self) -> Config:
         m, p, d = self.model, self.parallel, self.data
         divides("model.heads", m.heads, "parallel.tp", p.tp)
-        divides("model.kv_heads", m.queries_groups, "parallel.tp", p.tp)
+        divides("model.kv_heads", m.key_value_heads, "parallel.tp", p.tp)
         divides("model.ffn", m.ffn, "parallel.tp", p.tp)
         if m.vocab is not None:
             divides("model.vocab", m.vocab, "parallel.tp", p.tp)
@@ -57,7 +57,7 @@ class Config(Section):
         divides("train.global_batch", self.train.global_batch, "train.micro_batch", size)
         if p.cp_comm == "a2a":
             divides("model.heads", m.heads, "parallel.tp*cp", p.tp * p.cp)
-            divides("model.kv_heads", m.queries_groups, "parallel.tp*cp", p.tp * p.cp)
+            divides("model.kv_heads", m.key_value_heads, "parallel.tp*cp", p.tp * p.cp)
         if p.cp > 1:
             divides("data.seq_len", d.seq_len, "2*parallel.cp", 2 * p.cp)
         self._check_documents()
@@ -203,7 +203,7 @@ class Config(Section):
         if chunks > 1:
             divides("model.hidden", m.hidden, f"{rows}*parallel.tp_chunks", rows * chunks)
         divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
-        for name, heads in (("heads", m.heads), ("kv_heads", m.queries_groups)):
+        for name, heads in (("heads", m.heads), ("kv_heads", m.key_value_heads)):
             width = heads * m.size_per_head // tp
             divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
         if recipe.saved.attention is not None:
@@ -215,7 +215,7 @@ class Config(Section):
                     f"precision.fast_accumulation={list(p.fast_accumulation)}: block-wise scaled "
                     f"GEMMs have no such option; remove it for precision.recipe={p.recipe}"
                 )
-            queries, keys = (n * m.size_per_head // tp for n in (m.heads, m.queries_groups))
+            queries, keys = (n * m.size_per_head // tp for n in (m.heads, m.key_value_heads))
             divides("model.hidden", m.hidden, operands, summed)
             divides("model.ffn/tp", m.ffn // tp, operands, summed)
             divides("model.heads*head_dim/tp", queries, operands, summed)
@@ -263,7 +263,7 @@ class Config(Section):
     def exchanges_heads(self) -> bool:
         """Whether context-parallel ranks exchange heads: parallel.cp_comm with `auto` decided."""
         m, p = self.model, self.parallel
-        divided = not (m.heads % (p.tp * p.cp) or m.queries_groups % (p.tp * p.cp))
+        divided = not (m.heads % (p.tp * p.cp) or m.key_value_heads % (p.tp * p.cp))
         return p.cp > 1 and divided and p.cp_comm != "all_gather"
 
     @property

@@ -151,7 +151,7 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _sizes(self) -> Model:
-        if self.heads % self.queries_groups:
+        if self.heads % self.key_value_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.size_per_head % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
@@ -196,7 +196,7 @@ class Model(Section):
         return self.window.size if self.window and self.window.covers(layer) else None
 
     @property
-    def queries_groups(self) -> int:
+    def key_value_heads(self) -> int:
         assert self.kv_heads is not None  # filled in by _derive
         return self.kv_heads
 

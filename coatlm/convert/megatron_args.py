@@ -180,8 +180,8 @@ def write_arguments(config: Config, *, vocab: int, iteration: int, samples: int)
         if name not in ("layernorm_epsilon", "share_embeddings_and_output_weights")
     }
     arguments |= {
-        "group_query_attention": m.queries_groups < m.heads,
-        "num_query_groups": m.queries_groups,
+        "group_query_attention": m.key_value_heads < m.heads,
+        "num_query_groups": m.key_value_heads,
         "untie_embeddings_and_output_weights": not m.tie_embeddings,
         "normalization": "RMSNorm",
         "swiglu": True,

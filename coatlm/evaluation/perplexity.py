@@ -119,13 +119,13 @@ def score(
     losses, counts = [], 0
     with progress(what, len(pieces), unit="windows") as advance:
         for start in range(0, len(pieces), batch):
-            group = pieces[start : start + batch]
-            tokens = _filled([p.tokens for p in group], window, 0, device)
-            labels = _filled([p.labels for p in group], window, IGNORE, device)
+            some = pieces[start : start + batch]
+            tokens = _filled([p.tokens for p in some], window, 0, device)
+            labels = _filled([p.labels for p in some], window, IGNORE, device)
             loss = model(tokens, labels).masked_fill(labels == IGNORE, 0.0)
             losses.append(loss.double().sum())
-            counts += sum(label != IGNORE for p in group for label in p.labels)
-            advance(len(group))
+            counts += sum(label != IGNORE for p in some for label in p.labels)
+            advance(len(some))
     total = float(torch.stack(losses).sum())
     return Score(total / counts, counts, sum(d.nbytes for d in documents))
 

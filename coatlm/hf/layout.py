@@ -119,7 +119,7 @@ def is_linear(name: str) -> bool:
 
 def _layer_entries(model: Model, ours: str, theirs: str, *, together: bool) -> Iterator[Entry]:
     H, F, D = model.hidden, model.ffn, model.size_per_head
-    rows = {"q": model.heads * D, "k": model.queries_groups * D, "v": model.queries_groups * D}
+    rows = {"q": model.heads * D, "k": model.key_value_heads * D, "v": model.key_value_heads * D}
     attention, mlp = ours + "self_attention.", ours + "mlp."
     norms = _norm_names(model)
     if "input" in norms:
@@ -169,16 +169,16 @@ def _norm_names(model: Model) -> dict[str, str]:
 
 def _head_rows(model: Model) -> Iterator[RowRun]:
     """The rows of linear_qkv, from q, k and v."""
-    D, R, G = model.size_per_head, model.rotary_dim, model.queries_groups
+    D, R, G = model.size_per_head, model.rotary_dim, model.key_value_heads
     rest = (D - R) // 2
     turned = [(0, R // 2), (R, rest), (R // 2, R // 2), (R + rest, D - R - rest)]
     pieces = turned if R < D else [(0, D)]
-    for group in range(G):
-        queries = range(group * model.heads // G, (group + 1) * model.heads // G)
-        for name, heads in (("q", queries), ("k", range(group, group + 1))):
+    for kv_head in range(G):
+        queries = range(kv_head * model.heads // G, (kv_head + 1) * model.heads // G)
+        for name, heads in (("q", queries), ("k", range(kv_head, kv_head + 1))):
             for head in heads:
                 yield from (RowRun(name, head * D + row, count) for row, count in pieces)
-        yield RowRun("v", group * D, D)
+        yield RowRun("v", kv_head * D, D)
 
 
 def _joined(

@@ -91,7 +91,7 @@ def query_size(m: Model) -> int:
 
 def key_size(m: Model) -> int:
     """Elements of the keys of all kv_heads, per token; the values have as many."""
-    return m.queries_groups * m.size_per_head
+    return m.key_value_heads * m.size_per_head
 
 
 def layer_matrices(m: Model) -> int:

@@ -182,7 +182,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         num_layers=m.layers,
         hidden_size=m.hidden,
         num_attention_heads=m.heads,
-        num_query_groups=m.queries_groups,
+        num_query_groups=m.key_value_heads,
         kv_channels=m.size_per_head,
         ffn_hidden_size=m.ffn,
         normalization="RMSNorm",

@@ -119,7 +119,7 @@ def attention(config: Config, e: float, x: float) -> float:
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)
-    statistics = 2 if m.qk_norm_width == "all" else m.heads + m.queries_groups
+    statistics = 2 if m.qk_norm_width == "all" else m.heads + m.key_value_heads
     norms = ((q + k) * width + STATISTIC * statistics) if m.qk_norm else 0
     if config.train.recompute == "selective":
         return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
@@ -139,7 +139,7 @@ def gathered_keys(config: Config, e: float) -> float:
     m, cp = config.model, config.parallel.cp
     if cp == 1 or config.exchanges_heads:
         return 0.0
-    in_place = config.precision.flow and m.heads == m.queries_groups and not m.qk_norm
+    in_place = config.precision.flow and m.heads == m.key_value_heads and not m.qk_norm
     copies = cp - 1 + (in_place if e == element_bytes(config) else 1 / 2)
     return 2 * key_size(m) * e * copies
 
@@ -212,5 +212,5 @@ def attention_gradients(config: Config) -> float:
     if p.cp == 1:
         return (2 * q + keys) * e
     if config.exchanges_heads:
-        return (3 * q + keys / head_parts(m.queries_groups // (p.tp * p.cp))) * e
+        return (3 * q + keys / head_parts(m.key_value_heads // (p.tp * p.cp))) * e
     return (2 * q + 1.5 * keys * p.cp) * e - (q * e + STATISTIC * m.heads) / 2

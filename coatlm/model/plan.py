@@ -70,7 +70,7 @@ def plan(
     tokens = t.global_batch * config.data.seq_len
     flops = flops_per_token(m, vocab, config.data.seq_len)
     total, active = parameters(m, vocab), matmul_parameters(m, vocab)
-    heads = f"{m.heads} heads of {m.size_per_head} ({m.queries_groups} kv)"
+    heads = f"{m.heads} heads of {m.size_per_head} ({m.key_value_heads} kv)"
     chunks = f", {p.vpp} chunks of {m.layers // (p.pp * p.vpp)}" if p.vpp > 1 else ""
     microbatches = f"microbatches: {microbatches_per_step(config, dp)} of {t.micro_batch} per rank"
     batch = f"{t.global_batch} samples x {config.data.seq_len}"

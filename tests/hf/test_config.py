@@ -199,7 +199,7 @@ def test_fields_that_are_not_there_have_the_values_of_transformers() -> None:
         loaded = AutoConfig.for_model(family, **sizes)
         model = read_model({"model_type": family, **sizes})
         section = make_config({"model": model}).model
-        assert section.queries_groups == loaded.num_key_value_heads
+        assert section.key_value_heads == loaded.num_key_value_heads
         assert section.size_per_head == (getattr(loaded, "head_dim", None) or 32)
         assert section.norm_eps == loaded.rms_norm_eps
         full = loaded.rope_parameters.get("full_attention", loaded.rope_parameters)

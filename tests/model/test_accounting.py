@@ -31,7 +31,7 @@ class Layer(nn.Module):
     def __init__(self, m: Model) -> None:
         super().__init__()
         d, self.m = m.size_per_head, m
-        kv = m.queries_groups * d
+        kv = m.key_value_heads * d
         self.norms = nn.ModuleList(nn.RMSNorm(m.hidden) for _ in range(4 if m.sandwich_norm else 2))
         widths = (m.heads * d, kv) if m.qk_norm_width == "all" else (d, d)
         self.qk_norms = nn.ModuleList(nn.RMSNorm(n) for n in widths if m.qk_norm)
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         if self.m.qk_norm and self.m.qk_norm_width == "head":
             q, k = self.qk_norms[0](q), self.qk_norms[1](k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        k, v = (t.repeat_interleave(self.m.heads // self.m.queries_groups, 1) for t in (k, v))
+        k, v = (t.repeat_interleave(self.m.heads // self.m.key_value_heads, 1) for t in (k, v))
         y = ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2).reshape(batch, seq, -1)
         x_BSH = x_BSH + self.proj(y)
         y = self.norms[1](x_BSH)
@@ -122,7 +122,7 @@ def test_total_equals_megatron_gpt_models(megatron: None) -> None:
             num_layers=m.layers,
             hidden_size=m.hidden,
             num_attention_heads=m.heads,
-            num_query_groups=m.queries_groups,
+            num_query_groups=m.key_value_heads,
             kv_channels=m.size_per_head,
             ffn_hidden_size=m.ffn,
             gated_linear_unit=True,

@@ -287,7 +287,7 @@ def test_layers_with_operands_in_bf16_save_the_bytes_that_are_planned(
     sizes = TINY | {"layers": 2, "head_dim": 32, "ffn": 64}
     c = make_config({"model": sizes, "data": DATA, "precision": precision})
     m, tokens = c.model, c.train.micro_batch * 64
-    rows = (m.heads + 2 * m.queries_groups) * 32 + m.hidden + 2 * m.ffn + m.hidden
+    rows = (m.heads + 2 * m.key_value_heads) * 32 + m.hidden + 2 * m.ffn + m.hidden
     saved = saved_bytes_per_token_and_layer(c, monkeypatch)
     assert saved == layer_activation_bytes(c) + 4 * rows / tokens
 

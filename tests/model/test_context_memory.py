@@ -114,7 +114,7 @@ def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
     tokens = 64 // 2 * c.train.micro_batch
     q, k, v = (
         torch.randn(32, c.train.micro_batch, n, 32, dtype=torch.bfloat16, requires_grad=True)
-        for n in (c.model.heads, c.model.queries_groups, c.model.queries_groups)
+        for n in (c.model.heads, c.model.key_value_heads, c.model.key_value_heads)
     )
     saved: list[Tensor] = []
 
@@ -143,7 +143,7 @@ def test_layers_save_the_bytes_autograd_saves_on_both_ranks(
 ) -> None:
     c = make(name, comm)
     m, tokens = c.model, c.train.micro_batch * c.data.seq_len // 2
-    q, k = m.heads * 32, m.queries_groups * 32
+    q, k = m.heads * 32, m.key_value_heads * 32
     weight_rows = (q + 2 * k) + m.hidden + 2 * m.ffn + m.hidden if c.precision.flow else 0
     for rank in measured:
         assert rank[f"{name}/{comm}"] - 4 * weight_rows / tokens == layer.layer_activation_bytes(c)

@@ -134,7 +134,7 @@ def test_fp8_layers_save_what_their_recipe_says_and_the_scales_of_weights_and_wh
     precision = {"recipe": recipe, **sections.get("precision", {})}
     c = make_config({"model": sizes, "data": DATA, **sections, "precision": precision})
     m, tokens = c.model, c.train.micro_batch * 64
-    q, k = m.heads * 32, m.queries_groups * 32
+    q, k = m.heads * 32, m.key_value_heads * 32
     weight_rows = (q + 2 * k) + m.hidden + 2 * m.ffn + m.hidden
     saved = saved_bytes_per_token_and_layer(c, monkeypatch)
     row = FLOW_RECIPES[recipe]
