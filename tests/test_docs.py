@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coatlm.config import Config
+from coatlm.config import Config, Precision
+from coatlm.config.keys import sentence
+from coatlm.config.recipes import (
+    BF16_RECIPES,
+    COAT,
+    PRECISION_RECIPES,
+    RECIPES,
+    TE_RECIPES,
+    fp8_weight_recipes,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -128,6 +137,72 @@ def test_concepts_name_every_recipe() -> None:
     optim = Config.model_fields["optim"].annotation.model_fields["recipe"].annotation  # type: ignore[union-attr]
     for recipe in choices(optim):
         assert f"`{recipe}`" in text or f"={recipe}`" in text or recipe.startswith("adamw-bf16")
+
+
+def table_of_recipes(text: str) -> list[str]:
+    """The names in the first column of the table that `precision.recipe` begins."""
+    (table,) = re.findall(
+        r"^\| `precision\.recipe` \|.*\n\|[ :|-]+\n((?:\|.*\n)+)", text, re.MULTILINE
+    )
+    return [
+        name for row in table.splitlines() for name in re.findall("`([^`]+)`", row.split("|")[1])
+    ]
+
+
+def listed(text: str) -> list[str]:
+    """The names of an enumeration: a, b and c."""
+    return re.split(", | and | or ", text.replace("`", "").strip())
+
+
+def wrong_lists(text: str, lists: dict[str, Collection[str]]) -> Iterator[str]:
+    """The enumerations, found by the patterns in `lists`, that are not exactly these names."""
+    for pattern, names in lists.items():
+        (found,) = re.findall(pattern, re.sub(r"\s+", " ", text))
+        if sorted(listed(found)) != sorted(names):
+            yield f"{found}: {', '.join(names)}"
+
+
+@each_page(ROOT / "README.md", ROOT / "docs/concepts.md")
+def test_the_table_of_precision_recipes_names_each_recipe_once(page: Path) -> None:
+    assert sorted(table_of_recipes(page.read_text())) == sorted(RECIPES)
+
+
+def test_lists_of_recipes_in_pages_are_those_of_the_table() -> None:
+    tensor_wise = [name for name, r in RECIPES.items() if r.tensor_wise_gradients]
+    concepts = {
+        "gradients have tensor-wise scales: ([^.]*?) - Measured": tensor_wise,
+        "`parallel.weight_gather=fp8`, with ([^.]*?) - Measured": fp8_weight_recipes(),
+    }
+    assert list(wrong_lists((ROOT / "docs/concepts.md").read_text(), concepts)) == []
+    readme = {
+        "for backward: (`fp32`[^.]*?), `te-": BF16_RECIPES,
+        "(`te-[^.]*?) \\(TransformerEngine's\\)": TE_RECIPES,
+    }
+    assert list(wrong_lists((ROOT / "README.md").read_text(), readme)) == []
+
+
+def test_texts_of_keys_list_the_recipes_of_the_table() -> None:
+    text = sentence(Precision.model_fields["recipe"])
+    words = set(re.findall(r"[\w-]+", text))
+    assert words >= set(RECIPES)
+    assert {w for w in words if re.match("coat|rowwise|fp8-", w)} <= set(RECIPES)
+    as_coat = [name for name, r in RECIPES.items() if r.saved == COAT.saved and name != "coat"]
+    assert list(wrong_lists(text, {r"\. ([^.;]*) save what coat saves": as_coat})) == []
+    in_e4m3 = [name for name, r in RECIPES.items() if r.dgrad.gradient.fmt == "e4m3"]
+    text = sentence(Precision.model_fields["grad_format"])
+    assert list(wrong_lists(text, {"e4m3 in (.*), e5m2 in the others": in_e4m3})) == []
+    text = Precision.__doc__ or ""
+    (first,) = re.findall(r"FP8 recipes: (\S+) and those\s+listed after it", text)
+    assert PRECISION_RECIPES[PRECISION_RECIPES.index(first) :] == tuple(RECIPES)
+
+
+def test_a_recipe_that_a_table_or_a_list_lacks_is_found() -> None:
+    table = "| `precision.recipe` | saved |\n| --- | --- |\n| `a`, `b` | x |\n| `c` | as `d` |\n"
+    assert table_of_recipes(table) == ["a", "b", "c"]
+    assert list(wrong_lists("with `a`,\n`b` and `c`.", {"with (.*)\\.": ["c", "a", "b"]})) == []
+    assert list(wrong_lists("with a and b.", {"with (.*)\\.": ["a", "b", "c"]})) == [
+        "a and b: a, b, c"
+    ]
 
 
 def test_the_readme_is_short() -> None:
