@@ -154,52 +154,35 @@ def quantize(
     *,
     fmt: Fp8Format,
     granularity: Granularity,
-    scale: Tensor | None = None,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QTensor:
     """x [..., K] in FP8, with the bits of `quantize_ref` on every device.
 
-    `scale`: fp32 [] on x's device, for TENSOR (delayed, or `tensor_scale` of known amaxes); x is
-        then read once. Without it scales are computed from x; TENSOR then reads x twice.
+    TENSOR reads x twice, first for its amax.
     `scale_dtype`: float32, or float8_e8m0fnu for one-byte powers of two; not for TENSOR.
 
     Raises ValueError for what is not fp32, BF16 or FP16, for shapes that have no scales (see
     Granularity), for ROW on a GPU with K > 65536, and for the combinations excluded above.
     """
-    _check(x, granularity, scale, scale_dtype)
+    _check(x, granularity, scale_dtype)
     shape = granularity.scale_shape(x.shape)
     if not x.numel():
-        scale = torch.ones(shape, device=x.device).to(scale_dtype) if scale is None else scale
+        scale = torch.ones(shape, device=x.device).to(scale_dtype)
         return QTensor(cast(x, fmt), scale, granularity, fmt)
     if not x.is_cuda:
-        return quantize_ref(
-            x,
-            fmt=fmt,
-            granularity=granularity,
-            scale=scale,
-            scale_dtype=scale_dtype,
-        )
+        return quantize_ref(x, fmt=fmt, granularity=granularity, scale_dtype=scale_dtype)
     x = x.contiguous()
     if granularity == TENSOR:
-        scale = current_scale(x, fmt) if scale is None else scale
+        scale = current_scale(x, fmt)
     else:
         scale = torch.empty(shape, dtype=scale_dtype, device=x.device)
     return QTensor(_launch(x, scale, fmt, granularity), scale, granularity, fmt)
 
 
-def _check(
-    x: Tensor,
-    granularity: Granularity,
-    scale: Tensor | None,
-    scale_dtype: torch.dtype,
-) -> None:
+def _check(x: Tensor, granularity: Granularity, scale_dtype: torch.dtype) -> None:
     """Raise ValueError for what `quantize` cannot do."""
     if x.dtype not in SOURCES:
         raise ValueError(f"x.dtype={x.dtype}: FP8 is quantized from {SOURCES}")
-    if granularity != TENSOR and scale is not None:
-        raise ValueError(f"granularity={granularity}: a scale can be given for TENSOR alone")
-    if scale is not None and (scale.shape or scale.dtype != torch.float32):
-        raise ValueError(f"scale: {scale.dtype}{list(scale.shape)} given, torch.float32[] needed")
     if scale_dtype not in (torch.float32, torch.float8_e8m0fnu):
         raise ValueError(f"scale_dtype={scale_dtype}: torch.float32 or torch.float8_e8m0fnu")
     if granularity == TENSOR and scale_dtype != torch.float32:

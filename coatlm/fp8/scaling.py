@@ -30,7 +30,6 @@ from coatlm.fp8.stochastic import stochastic_ref
 from coatlm.kernels.norm import processors
 
 SMALLEST = 2.0**-126  # smallest normal fp32
-TILE = 8192  # elements per program of `_block_amax_kernel`
 BLOCK, WARPS = 2048, 4  # elements per iteration of `_amax_kernel`: 32 bytes of BF16 per thread
 PROGRAMS_PER_SM = 16  # of `_amax_kernel`
 STAGE_TWO = 16384  # most amaxes that one program reduces
@@ -112,7 +111,7 @@ def amax_of(x, AXIS: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, TOP: tl.constexpr, E8M0: tl.constexpr):
-    """`scale_ref` in fp32; TOP = MAX / 2^margin. With E8M0: `power_of_two_ref`."""
+    """`scale_ref` in fp32; TOP = MAX. With E8M0: `power_of_two_ref`."""
     scale = tl.div_rn(amax, TOP)
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
     scale = tl.where(amax == 0, 1.0, scale)
@@ -149,14 +148,6 @@ def inverse_power_of_two(exponent):
 
 
 @triton.jit
-def _block_amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(amax_ptr + block, amax_of(x, 1), mask=block * SIZE < n)
-
-
-@triton.jit
 def _amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
     """One amax per program, of every `num_programs`-th BLOCK of elements."""
     program, at = tl.program_id(0), tl.arange(0, BLOCK)
@@ -185,15 +176,6 @@ def _scales_kernel(
     tl.store(scale_ptr + at, scale_of(amax, TOP, POWER), mask=at < n)
 
 
-def _flat_block_amax(x: Tensor, size: int) -> Tensor:
-    """fp32[ceil(n / size)]: the amax of each `size` consecutive elements of a CUDA tensor."""
-    n = x.numel()
-    amax = torch.empty(triton.cdiv(n, size), dtype=torch.float32, device=x.device)
-    block = max(TILE // size, 1)
-    _block_amax_kernel[(triton.cdiv(amax.numel(), block),)](x, amax, n, size, block)
-    return amax
-
-
 def _few_amaxes(x: Tensor) -> Tensor:
     """fp32[programs]: amaxes that together cover a CUDA tensor."""
     programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS_PER_SM * processors(x.device))
@@ -202,33 +184,16 @@ def _few_amaxes(x: Tensor) -> Tensor:
     return amax
 
 
-def block_amax(x: Tensor, size: int = 128) -> Tensor:
-    """Stage 1 for a tensor whose kernel wrote no amaxes: fp32[..., K / size].
-
-    Raises ValueError unless `size` is a power of two that divides K.
-    """
-    if size < 1 or size & (size - 1) or not x.ndim or x.shape[-1] % size:
-        raise ValueError(f"size={size}: a power of two that divides rows of {tuple(x.shape)[-1:]}")
-    if not x.is_cuda:
-        return block_amax_ref(x, size)
-    return _flat_block_amax(x.contiguous(), size).view(*x.shape[:-1], -1)
-
-
-def tensor_scale(
-    amax: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
-) -> Tensor:
+def tensor_scale(amax: Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Tensor:
     """Stage 2: the scale [] of the tensor whose amaxes (fp32, any shape, not empty) these are."""
     if not amax.is_cuda:
-        if power_of_two:
-            return power_of_two_ref(amax.amax(), fmt, margin=margin)
-        return scale_ref(amax.amax(), fmt, margin=margin)
+        return (power_of_two_ref if power_of_two else scale_ref)(amax.amax(), fmt)
     amax = amax.contiguous()
     if amax.numel() > STAGE_TWO:
         amax = _few_amaxes(amax)
     scale = torch.empty((), dtype=torch.float32, device=amax.device)
     block = triton.next_power_of_2(amax.numel())
-    top = fmt.max * 2.0**-margin
-    _tensor_scale_kernel[(1,)](amax, scale, amax.numel(), top, power_of_two, block, num_warps=8)
+    _tensor_scale_kernel[(1,)](amax, scale, amax.numel(), fmt.max, power_of_two, block, num_warps=8)
     return scale
 
 
@@ -241,11 +206,9 @@ def scales_of(amax: Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Te
     return scale
 
 
-def current_scale(
-    x: Tensor, fmt: Fp8Format, *, margin: int = 0, power_of_two: bool = False
-) -> Tensor:
+def current_scale(x: Tensor, fmt: Fp8Format, *, power_of_two: bool = False) -> Tensor:
     """The scale [] of x from its own amax: both stages, one read of x."""
     if not x.numel():
         return torch.ones((), device=x.device)
     amax = _few_amaxes(x.contiguous()) if x.is_cuda else x.float().abs()
-    return tensor_scale(amax, fmt, margin=margin, power_of_two=power_of_two)
+    return tensor_scale(amax, fmt, power_of_two=power_of_two)

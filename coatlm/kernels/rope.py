@@ -112,7 +112,7 @@ def _rope_kernel(
     """Rotate `heads` heads of one token from the fused tensor into q, k, v, or (INVERSE) back.
 
     The fused tensor has PER_KV_HEAD heads per key-value head: QUERIES query heads, the key, and
-    the value.     PER_KV_HEAD = QUERIES = 1 rotates every head of a single tensor.
+    the value. PER_KV_HEAD = QUERIES = 1 rotates every head of a single tensor.
     """
     blocks = tl.cdiv(heads, HEADS)
     token = tl.program_id(0) // blocks

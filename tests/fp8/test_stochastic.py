@@ -104,7 +104,7 @@ def test_a_code_is_a_neighbor_and_a_number_of_the_format_stays(fmt: Fp8Format) -
 
 @both
 def test_the_mean_of_codes_is_the_number(fmt: Fp8Format) -> None:
-    """The mean of 4096 draws is off by less than 5 of its deviations; most nearest codes are not."""
+    """The mean of 4096 draws is off by less than 5 deviations; most nearest codes are not."""
     x, draws = values(fmt)[:16], 4096
     total, count = torch.zeros_like(x), 0
     noise = NOISE.clone()

@@ -17,10 +17,10 @@ from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import quantize_rows
-from coatlm.fp8.operand import emit
+from coatlm.fp8.operand import emit, emit_direct
 from coatlm.fp8.qtensor import ROW, TENSOR, block
 from coatlm.fp8.quantize import quantize
-from coatlm.fp8.scaling import block_amax, current_scale
+from coatlm.fp8.scaling import current_scale
 from coatlm.fp8.transpose import quantize_rows_transposed
 from tools.benchmarks.layer_kernels import LaunchKernel, milliseconds
 
@@ -72,7 +72,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
     e8m0 = {"scale_dtype": torch.float8_e8m0fnu}
     return {
         "copy": (lambda: to.copy_(x), 4 * n),
-        "scaled cast": (quantized(TENSOR, scale=scale), 3 * n),
+        "scaled cast": (lambda: emit_direct(x, any_scale, scale=scale), 3 * n),
         "1x16": (quantized(block(1, 16)), (3 + 4 / 16) * n),
         "1x16, e8m0 scales": (quantized(block(1, 16), **e8m0), (3 + 1 / 16) * n),
         "1x128": (quantized(block(1, 128)), (3 + 4 / 128) * n),
@@ -82,7 +82,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
             lambda: emit(x, direct=any_scale, transposed=any_scale, scale=scale),
             4 * n,
         ),
-        "amax of 1x128": (lambda: block_amax(x, 128), (2 + 4 / 128) * n),
+        "scale": (lambda: current_scale(x, E4M3), 2 * n),
         "tensor, own amax": (quantized(TENSOR), 5 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),
         "its codes, transposed": (lambda: quantize_rows_transposed(x, row_scale), 3 * n),
