@@ -43,7 +43,7 @@ PEERS_S = 10.0  # seconds in which each of the others ends when one has failed
 
 
 def small(arguments: Sequence[str], ranks: int = 1) -> list[str]:
-    """The same training on `ranks` processes, but little of it."""
+    """The arguments of a page's training with `ranks` processes, changed so that it is short."""
     if "--dry-run" in arguments:
         return list(arguments)
     given = [word for word in arguments[1:] if "=" in word and not word.startswith("-")]

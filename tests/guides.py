@@ -143,7 +143,7 @@ def study(arguments: Sequence[str], *more: str) -> list[str]:
 
 
 def fine_tuning_study(arguments: Sequence[str]) -> list[str]:
-    """The same with few examples, and with the model of its checkpoint."""
+    """The arguments of a study of fine-tuning with few examples and its checkpoint's model."""
     words = study(arguments, "data.seq_len=64", "data.split=[80,20,0]")
     kept = [word for word in words if not word.startswith("model.")]
     return [*kept, "--train", "60", "--test", "10"]

@@ -85,7 +85,7 @@ def test_commands_of_a_page_run(
 def test_commands_of_the_page_on_urls_run_against_a_store(
     materials: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a bucket of text, from which the page prepares a dataset and trains."""
+    """The store has a bucket of text, from which the page prepares a dataset and trains."""
     import pyarrow
     import pyarrow.parquet
     from s3fs import S3FileSystem

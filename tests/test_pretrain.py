@@ -389,7 +389,7 @@ def test_a_second_run_in_a_run_directory_is_refused_with_the_name_of_the_first(
 def test_ranks_whose_directory_was_taken_over_end_and_write_nothing_more(
     forks: Forks, config: str, tmp_path: Path
 ) -> None:
-    """As a run on another host would do while this one is suspended."""
+    """The test takes over as a run on another host would while this one is suspended."""
     size = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     overrides = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")
     ranks = [
@@ -416,7 +416,7 @@ def test_ranks_whose_directory_was_taken_over_end_and_write_nothing_more(
 def test_training_goes_on_when_nobody_reads_its_output_any_more(
     forks: Forks, config: str, tmp_path: Path
 ) -> None:
-    """As after `2>&1 | head`."""
+    """Its reader goes away, as `head` does in `2>&1 | head`."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

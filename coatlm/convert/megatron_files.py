@@ -67,7 +67,10 @@ class Header:
 
     @classmethod
     def of(cls, common: Any, path: Path) -> Header:
-        """From common.pt or the pickle of a rank. Raises ValueError for wrong types."""
+        """The header in `common`: the content of common.pt, or of a rank's pickle.
+
+        Raises ValueError for wrong types.
+        """
         if not isinstance(common, Mapping):
             raise ValueError(f"{path}: holds a {type(common).__name__}, not a checkpoint")
         arguments = common.get("args")
@@ -128,7 +131,7 @@ class TorchDist:
         self.described = {key: self._describe(parts) for key, parts in self._parts.items()}
 
     def _header(self, directory: Path) -> Header:
-        """From common.pt, or from where megatron-core 0.19 and later put its content."""
+        """Read the header from common.pt, or from where megatron-core 0.19 and later put it."""
         path = directory / "common.pt"
         if path.is_file():
             return Header.of(load_pickle(path), path)

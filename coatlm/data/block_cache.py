@@ -146,7 +146,7 @@ class RemoteFile(CheckedBytes):
         return range(begin // self.cache.block_bytes, -(-end // self.cache.block_bytes))
 
     def missing(self, begin: int, end: int) -> list[int]:
-        """Those of `blocks` that are not in the cache."""
+        """The numbers of the blocks that hold bytes [begin, end) and are not in the cache."""
         return [n for n in self.blocks(begin, end) if not self._path(n).exists()]
 
     def load(self, number: int) -> None:

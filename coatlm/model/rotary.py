@@ -89,10 +89,11 @@ class RotaryTables:
         return self.tables[seq_len]
 
     def of_documents(self, bounds_BE: Tensor, seq_len: int) -> Tensor:
-        """The same of samples with documents, concatenated along the tokens: [K, B S, D/2].
+        """`rotary_tables` of this rank's tokens of B samples with documents: [K, B S, D/2].
 
-        With data.reset_position_ids positions begin at 0 in every document. The bounds are read on
-        the device: the host does not wait, and a CUDA graph can be replayed with other bounds.
+        The samples are concatenated along the tokens. With data.reset_position_ids positions begin
+        at 0 in every document. The bounds are read on the device: the host does not wait, and a
+        CUDA graph can be replayed with other bounds.
         """
         if not self.run.data.reset_position_ids:
             return self.of_sample(seq_len).repeat(1, bounds_BE.shape[0], 1)

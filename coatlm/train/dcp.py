@@ -103,7 +103,7 @@ class ShardWriter(filesystem.FileSystemWriter):
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As in DCP, but raise the OSError of a full disk, which torch's zip writer hides."""
+        """Write shards as DCP does, but raise a full disk's OSError, which torch's writer hides."""
         parts = split_by_size(plan.items, self._files)
         prefix = plan.storage_data.prefix
         names = [prefix, *(f"{prefix}{number}_" for number in range(1, len(parts)))]

@@ -142,7 +142,7 @@ def with_health(run: Path, *, error: float) -> Path:
 
 
 def labels(runs: Sequence[Path], *only: str) -> dict[str, list[str]]:
-    """Of every panel: what its curves are called."""
+    """The names of the curves in each panel, by the label of its y axis."""
     read = read_runs(runs)
     figure = draw(read, next(iter(read)), smooth=1, only=only or GROUPS)
     return {

@@ -162,7 +162,7 @@ def state_of(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(chunks: list[Any], optimizer: Any, source: str) -> None:
-    """As Megatron-LM does: the names to ask for are those that the checkpoint's metadata says."""
+    """Load a checkpoint as Megatron-LM does: its metadata says which names to ask for."""
     metadata = dist_checkpointing.load_content_metadata(source)
     state = state_of(chunks, metadata)
     if optimizer is not None:

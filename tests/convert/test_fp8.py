@@ -110,7 +110,7 @@ def test_logits_of_the_fp8_model_are_near_those_of_the_original(exported: Path) 
         float((theirs(exported / scales, tokens()) - expected).norm() / expected.norm())
         for scales in ("tensor", "channel")
     ]
-    # three layers of relative errors of eps / 4 = 0.03 a weight, in "channel" an activation too
+    # three layers, with errors of eps / 4 = 0.03 per weight, in "channel" per activation too
     assert 0.01 < errors[0] < errors[1] < 0.3
 
 
@@ -185,7 +185,7 @@ def test_transformers_loads_blocks_with_the_weights_that_the_layout_defines(
 def test_logits_of_blocks_in_transformers_are_those_of_coatlm(
     blocks: Path, loaded: Any, tmp_path: Path
 ) -> None:
-    """Of the same weights: what transformers has decoded, converted back."""
+    """coatlm reads the weights that transformers has decoded, converted back."""
     (tmp_path / "decoded").mkdir()
     shutil.copy(blocks / "hf/config.json", tmp_path / "decoded")
     weights = {name: weight.detach().clone() for name, weight in loaded.named_parameters()}

@@ -152,7 +152,7 @@ def test_fp32_weights_of_a_bf16_checkpoint_are_those_of_its_optimizer(
 
 
 def test_a_run_continues_with_the_states_of_megatron(root: Path) -> None:
-    """Also in two tensor-parallel processes; the first loss is near the last of a copied text."""
+    """One process, and two tensor-parallel ones, continue after step 3; their losses agree."""
     source = root / "separate, fully reshardable converted"
     jobs = []
     for tp in (1, 2):

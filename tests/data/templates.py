@@ -144,7 +144,7 @@ def write_tokenizer(directory: Path, name: str) -> str:
 
 
 def write_family(directory: Path, family: Family) -> str:
-    """The same for a family that FAMILIES does not have."""
+    """Write the tokenizer of a family that FAMILIES need not have; returns its spec."""
     model = train_bpe(CORPUS, vocab_size=300)
     model.add_special_tokens([AddedToken(token, rstrip=family.strips) for token in family.special])
     model.add_tokens(list(family.added))

@@ -209,7 +209,7 @@ def loss_masks(train: Dataset, samples: int) -> tuple[np.ndarray, np.ndarray, np
 def test_completions_count_and_prompts_and_padding_do_not(
     prefix: Path, tmp_path: Path, packing: str, eod_mask_loss: bool
 ) -> None:
-    """Of a blend; all documents fit a sample, so that padding is what follows an eod's eod."""
+    """The data is a blend whose documents all fit a sample: an eod after an eod is padding."""
     source = write_pairs(tmp_path / "other.jsonl", seed=1)
     preprocess([str(source)], tmp_path / "other", CHAT, workers=1)
     more = {"packing": packing, "loss_mask": "completion", "eod_mask_loss": eod_mask_loss}

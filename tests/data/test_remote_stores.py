@@ -51,7 +51,7 @@ class Store:
 
 @pytest.fixture(scope="module", params=["gs", "hf", "http"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """With a dataset of some 300 KiB, `text`, and the files that it was prepared from, `in/*`."""
+    """A store with a dataset of some 300 KiB, `text`, and its sources, `in/*`."""
     root = tmp_path_factory.mktemp("root")
     rng = np.random.default_rng(0)
     lines = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 900)))) for _ in range(330)]
@@ -152,7 +152,7 @@ def test_text_is_prepared_from_urls_by_the_command(
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_checkpoints_are_downloaded_whole(fault: str | None, store: Store, tmp_path: Path) -> None:
-    """Those at gs:// were uploaded by the run that wrote them."""
+    """The saver uploads those at gs://; the others are written to the directory of the server."""
     name = f"run-{fault}"
     upload = f"{store.url}/{name}" if store.url.startswith("gs") else None
     directory = store.root / name if upload is None else tmp_path / "checkpoints"

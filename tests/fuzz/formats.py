@@ -28,7 +28,7 @@ SHOWN = 200  # bytes of a file in messages
 
 
 class Files(dict[str, bytes | None]):
-    """By path; None: the file is missing. A short repr, because tensors are long."""
+    """The bytes of files by path, None if a file is missing. Its repr is short, for long files."""
 
     def __repr__(self) -> str:
         parts = {

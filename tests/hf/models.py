@@ -146,7 +146,7 @@ def make_model(name: str) -> Any:
 
 
 def save_model(name: str, directory: Path) -> Any:
-    """As save_pretrained writes it, in several files."""
+    """Save a model by save_pretrained in several files, and return it."""
     model = make_model(name)
     model.save_pretrained(directory, max_shard_size="100KB")
     return model

@@ -86,7 +86,7 @@ def test_yarn_keeps_fast_turns_stretches_slow_ones_and_blends_by_index() -> None
 
 
 def test_yarn_keeps_all_frequencies_that_turn_often_enough() -> None:
-    """Of 4 frequencies of theta 10, blending would begin at index 5.2 and end at 11.3."""
+    """There are 4 frequencies of theta 10; blending would begin at index 5.2 and end at 11.3."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True}
     assert torch.equal(rope_frequencies(8, 10.0, scaling), rope_frequencies(8, 10.0))

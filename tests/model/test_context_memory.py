@@ -154,7 +154,7 @@ def test_layers_save_the_bytes_autograd_saves_on_both_ranks(
 def test_the_gradients_within_attention_are_the_bytes_that_its_backward_adds(
     measured: list[dict[str, float]], name: str, comm: str
 ) -> None:
-    """On the rank with the longest second prefix; the gradient of the output is there before."""
+    """The rank with the longest second prefix has the most. The gradient of the output is older."""
     c = make(name, comm)
     output = 2 * c.model.heads * 32
     highest = max(rank[f"gradients, {name}/{comm}"] for rank in measured)

@@ -93,7 +93,7 @@ def test_both_gemms_of_a_gradient_take_the_same_codes(
 
 
 def test_the_mean_over_steps_is_the_gradient_that_is_not_rounded(megatron: None) -> None:
-    """Of dW of fc2, whose only rounding in backward is that of dy; nearest stays where it is."""
+    """The gradient is dW of fc2: backward rounds only dy for it, and nearest rounds alike."""
     fc2, steps = "mlp.linear_fc2.weight", 64
     c = run_config("coat", precision=STOCHASTIC)
     model, noise = noisy(c)

@@ -76,7 +76,7 @@ def summed(grads: list[Tensor], own: int, scale: Tensor | None = None) -> Tensor
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """But for the order of sums: shared scales multiply what has been summed, not each value."""
+    """Assert equality but for the order of sums: shared scales multiply sums, not each value."""
     torch.testing.assert_close(actual, expected, rtol=2**-21, atol=2**-24)
 
 

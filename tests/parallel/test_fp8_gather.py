@@ -1,4 +1,4 @@
-"""Training coatlm's FP8 layers on weights that were gathered as FP8 codes changes no bit."""
+"""Training coatlm's FP8 layers on weights all-gathered as FP8 codes changes no bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ UNCODED = {"bf16 ends, biases": 8}  # matrices in layers that are not FP8
 
 
 def train_flow(rank: int, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same steps with both ways to gather: curves, what differs, what was sent.
+    """Run the same steps with both formats of all-gathers: curves, what differs, what was sent.
 
     Buckets differ, and with them the order in which squares are summed for the norm: gradients are
     not clipped by it.

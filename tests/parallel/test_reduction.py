@@ -141,7 +141,7 @@ def train(rank: int, size: int, _: Any) -> dict[str, Any]:
 
 
 def factors_of_mu(trainer: Any, groups: Any) -> list[list[float]]:
-    """By what mu changes, of the tied weight and of others, if the last stage saw it saturate.
+    """The factors by which mu of the tied weight and of others changes if the last stage saturates.
 
     The third list is of norms that pose as having 1e6 elements, of which 12 saturated on each rank:
     1.2e-5 or 2.4e-5 of the values of one sum, and 0.6e-5 of those of a step with four.

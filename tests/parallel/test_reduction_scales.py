@@ -20,7 +20,7 @@ FINITE, SKIPPED = torch.tensor(1.0), torch.tensor(torch.nan)
 
 
 def scales(monkeypatch: pytest.MonkeyPatch, *, per_bucket: bool = False) -> ReductionScales:
-    """Of a bucket with the tensors a and b, and of one with c, on a single rank."""
+    """The scales of a bucket with the tensors a and b, and of one with c, on a single rank."""
     monkeypatch.setattr(reduction_scales, "Comm", lambda *_: Rank(Group(1), 0))
     buckets = [SimpleNamespace(tensors=Tensors.of((128,) * n, n, CPU)) for n in (2, 1)]
     one = SimpleNamespace(size=lambda: 1)

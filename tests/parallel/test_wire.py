@@ -88,7 +88,7 @@ def job(rank: int, size: int, kind: str, grads: Tensor) -> Sum:
 
 
 def reduce(rank: int, size: int, wire: Wire, kind: str, grads: Tensor, traffic: Traffic) -> Tensor:
-    """On the GPU of this rank if there is one."""
+    """Sum `grads` over the ranks: on the GPU of this rank if each rank has one."""
     assert dist.group.WORLD is not None
     on_gpu = torch.cuda.device_count() >= size
     task = job(rank, size, kind, grads.cuda() if on_gpu else grads)

@@ -139,7 +139,7 @@ def outside(pieces: list[ShardedTensor], buffer: Tensor) -> bool:
 
 
 def message(function: Callable[[], object]) -> str:
-    """Of the CheckpointError that `function` raises."""
+    """The message of the CheckpointError that `function` raises."""
     try:
         function()
     except CheckpointError as error:

@@ -150,7 +150,7 @@ def test_a_peer_that_has_gone_is_told_from_a_checkpoint_that_cannot_be_written(
 def test_write_that_fails_in_the_middle_of_a_tensor_is_reported_by_its_cause(
     tmp_path: Path,
 ) -> None:
-    """Where torch's zip writer would only say that it is at the wrong position."""
+    """torch's zip writer alone would only say that it is at the wrong position."""
     data = torch.zeros(1 << 20)
     piece = sharded("large", data, (1 << 20,), ((0,), (1 << 20,), True))
     saver, limits = saver_in(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -76,7 +76,7 @@ class Lives:
 
 
 def digest(run: Path) -> str:
-    """Of every file but the log, which says that there was a start."""
+    """The checksums of all files but the log, which says that there was a start."""
     files = sorted(p for p in run.rglob("*") if p.is_file() and p.name != "train.log")
     parts = [f"{p.relative_to(run)} {hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files]
     return "\n".join(parts)
@@ -172,7 +172,7 @@ def test_the_same_command_with_a_path_continues_the_run_itself(
 
 
 def test_a_restart_from_scratch_sets_the_history_aside(root: Path, told: dict[str, Any]) -> None:
-    """Also where a launcher starts it again, but its first start did not come so far."""
+    """A launcher's second start does so too, if its first start did not come so far."""
     assert told["none"]["error"] is None and told["none"]["read"][0] == 0
     (attempt,) = (root / "none" / "attempts").iterdir()
     for name in ("metrics.jsonl", "config.yaml", "env.json", "checkpoints/latest"):

@@ -37,7 +37,7 @@ def python(script: str, *args: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def handlers() -> Iterator[list[Any]]:
-    """Those of SIGNALS, which are put back."""
+    """The handlers of SIGNALS, which are put back after the test."""
     before = [signal.getsignal(s) for s in SIGNALS]
     yield before
     for number, handler in zip(SIGNALS, before, strict=True):

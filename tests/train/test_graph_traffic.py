@@ -103,7 +103,7 @@ def test_a_trainer_that_is_closed_has_released_its_graphs(found: Any) -> None:
 
 
 def test_tensor_parallel_bytes_grow_with_the_microbatches(found: Any) -> None:
-    """But for what a step adds: sums of norms' gradients, two per layer and the last, or some."""
+    """A step adds a constant: sums of norms' gradients, two per layer and the last, or some."""
     for rank in found:
         once, *more = (rank[f"{n} replayed"][-1][1]["comm_bytes_tp"] for n in MICROBATCHES)
         step = 2 * once - more[0]

@@ -41,7 +41,7 @@ def sft_config(root: Path, name: str, layout: str, **changes: Any) -> Config:
 
 
 def first_loss(rank: int, size: int, directory: str) -> dict[str, float]:
-    """By definition: losses of single tokens at the start, summed where the label is learned."""
+    """The first loss by definition: losses of single tokens, summed where the label is learned."""
     from contextlib import ExitStack
 
     import torch

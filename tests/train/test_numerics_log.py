@@ -136,7 +136,7 @@ def test_the_guard_finds_nothing_in_usual_tensors(runs: Path, recipe: str) -> No
 
 
 def same_sums(line: Line) -> Line:
-    """For comparisons where only the order of fp64 sums differs."""
+    """A line whose numbers equal those that differ only in the order of fp64 sums."""
     names = [name for name in (*MEASURES, "kurtosis") if name in line]
     return line | {name: pytest.approx(line[name], rel=1e-9) for name in names}
 

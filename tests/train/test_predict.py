@@ -33,7 +33,7 @@ def rows() -> list[Row]:
 
 
 def predictions(rank: int, size: int, layouts: list[str]) -> dict[str, list[Any]]:
-    """Of each layout's model, and by definition of the whole model."""
+    """The predictions of each layout's model, and those of the whole model by definition."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.predict import Predictor

@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """On one GPU every recipe and recompute mode; on two, ZeRO stages and layouts."""
+    """The rows: every recipe and recompute mode on one GPU; ZeRO stages and layouts on two."""
     one = [f"{recipe} zero1 {mode}" for recipe in RECIPES for mode in ("none", "selective", "full")]
     if options.get("gpus") == "1":
         return one
