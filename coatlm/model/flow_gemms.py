@@ -34,12 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.config.recipes import FlowRecipe, GemmName, OperandName
+from coatlm.config.recipes import OF_FORWARD, ROWS, FlowRecipe, GemmName, OperandName
 from coatlm.fp8 import producers
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import Plans, matmul, matmul_bf16
 from coatlm.fp8.operand import emit_direct, emit_transposed, format_of, padded
-from coatlm.fp8.producers import FUSED_OF_FORWARD, FUSED_ROWS
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.transpose import Codes, quantize_direct, quantize_transposed, transpose_codes
 from coatlm.model.numerics import Probe, RowSource
@@ -217,11 +216,11 @@ class Flow:
         scale: Tensor | None,
         amaxes: Tensor | None = None,
     ) -> tuple[GemmInput, Tensor]:
-        """From dy of a row-parallel linear: wgrad's operand [K, T'], and dx = dy W of all tokens.
+        """The gradient of a row-parallel linear: wgrad's operand [K, T'], and dx = dy W.
 
-        dy [T/tp, K] is all-gathered over the tokens; T' is T, padded. `name` is the gradient's name
-        among the scales and in the probe. `scale` is the `weight_scale` of forward. `amaxes` are
-        those of dy, if a kernel has computed them.
+        dy [T/tp, K] is all-gathered, dx has all T tokens, and T' is T, padded. `name` is the name
+        of dy among the scales and in the probe. `scale` is the `weight_scale` of forward. `amaxes`
+        are those of dy, if a kernel has computed them.
         """
         recipe, parallel = self.recipe, self.parallel
         slot = self.slot(name)
@@ -327,7 +326,7 @@ class Flow:
             return lambda: self._columns(values())
         parallel, one = self.parallel, None if scale is None else scale.amax()
         source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation
-        fused = (source, wanted) == (FUSED_ROWS, FUSED_OF_FORWARD)
+        fused = (source, wanted) == (ROWS, OF_FORWARD)
         if fused and one is not None and (y is not None or producers.powers_of_two(x)):
             matrix = x if y is None else y.codes
             factors: dict[str, Any] = {"row": rstd, "column": weight}

@@ -68,7 +68,7 @@ def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def same(actual: QTensor | None, expected: QTensor | None) -> None:
-    """The same bits, but for those of NaN."""
+    """Assert equal bits, but for those of NaN."""
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return

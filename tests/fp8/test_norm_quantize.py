@@ -115,7 +115,7 @@ def test_backward_is_that_of_autograd_at_the_saved_input(size: int, dtype: torch
     x = made.x if made.saved is None else made.saved
     x64 = (x if isinstance(x, Tensor) else x.dequantize()).double().requires_grad_()
     w64 = weight.double().requires_grad_()
-    # rstd was kept and is that of the exact rows: autograd sees the saved row at that length
+    # rstd was saved and is that of the exact rows: autograd sees the saved row at that length
     length = (a.double().square().mean(-1, keepdim=True) + EPS).sqrt()
     own = (x64.square().mean(-1, keepdim=True)).detach()
     y = x64 * (x64.square().mean(-1, keepdim=True) - own + length.square()).rsqrt() * w64

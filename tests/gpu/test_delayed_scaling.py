@@ -86,8 +86,8 @@ def test_gradients_of_gate_and_up_by_a_given_scale_have_the_codes_and_amax_of_th
 ) -> None:
     fits(size, shape[1])
     x, da = gate_up(*shape, torch.bfloat16), torch.randn(shape).bfloat16()
-    kept = swiglu_quantize(x, block_size=size)
-    seen, one = x if kept.saved is None else kept.saved, kept.a.scale.amax()
+    forward = swiglu_quantize(x, block_size=size)
+    seen, one = x if forward.saved is None else forward.saved, forward.a.scale.amax()
 
     def make(device: str, **options: Any) -> Made:
         inputs = on(device, (da, seen, one))
@@ -169,7 +169,7 @@ class Layer:
 
 
 def test_scales_of_a_stage_are_updated_without_waiting_for_the_gpu() -> None:
-    """But after a step that calibrates; with the numbers of the CPU."""
+    """The host waits only after a step that calibrates, and the scales are those of the CPU."""
     stages = [
         DelayedScales({n: Layer() for n in range(1, 5)}, E5M2, device=torch.device(device))
         for device in ("cpu", "cuda")

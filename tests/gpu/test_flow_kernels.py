@@ -1,4 +1,4 @@
-"""The FP8 flow on a GPU: kernels against their references on CPU copies, products, a whole layer.
+"""The FP8 flow on a GPU: kernels against their references on CPU copies, GEMMs, a whole layer.
 
 Kernels multiply by powers of two and round once, so codes are the reference's bit for bit, but
 where approximate exponentials, square roots or sums in another order come before the rounding: a
@@ -60,7 +60,7 @@ def seed() -> None:
 
 
 def on(device: str, x: Any) -> Any:
-    """The same on another device; None, numbers and tuples too."""
+    """Copy tensors, also of tuples, to a device; other values stay as they are."""
     if isinstance(x, QTensor):
         return QTensor(x.codes.to(device), x.scale.to(device), x.granularity, x.fmt)
     if isinstance(x, tuple):
@@ -199,12 +199,12 @@ def test_recomputed_norms_equal_their_reference(shape: tuple[int, int], size: in
     fits(size, shape[1])
     x, weight = torch.randn(shape).bfloat16(), (1 + 0.2 * torch.randn(shape[1])).bfloat16()
     made = norm_quantize(x, weight, EPS, block_size=size)
-    kept, one = made.x if made.saved is None else made.saved, made.y.scale.amax()
+    saved, one = made.x if made.saved is None else made.saved, made.y.scale.amax()
     options: dict[str, Any] = {"row": made.rstd, "column": weight}
     gpu = {name: value.cuda() for name, value in options.items()}
     for function in (quantize_transposed, quantize_direct):
-        expected = function(kept, one, **options)
-        same(function(on("cuda", kept), one.cuda(), **gpu), expected, flips=FLIPS)
+        expected = function(saved, one, **options)
+        same(function(on("cuda", saved), one.cuda(), **gpu), expected, flips=FLIPS)
     # FP8 rows under one scale
     expected = quantize_transposed(made.y.codes, one, row=made.y.scale)
     codes, scale = made.y.codes.cuda(), made.y.scale.cuda()
@@ -306,7 +306,7 @@ def test_join_quantize_takes_the_strides_that_attention_returns() -> None:
         same(got, on("cpu", want))
 
 
-# products
+# GEMMs
 
 
 def operand(rows: int, k: int, granularity: Any, fmt: Fp8Format = E4M3) -> QTensor:
@@ -315,10 +315,10 @@ def operand(rows: int, k: int, granularity: Any, fmt: Fp8Format = E4M3) -> QTens
     return QTensor(fmt.encode(torch.randn(rows, k)), scale, granularity, fmt)
 
 
-def close_product(actual: Tensor, a: QTensor, b: QTensor, more: Any, fast: bool) -> None:
+def assert_close_gemm(actual: Tensor, a: QTensor, b: QTensor, more: Any, fast: bool) -> None:
     """Tensor cores add 32 products at a time to about 14 bits; without `fast`, 128 at most.
 
-    A BF16 product may be rounded before something is added to it.
+    A GEMM's BF16 result may be rounded before something is added to it.
     """
     a64, b64 = (x.codes.double() * x.granularity.spread(x.scale.double(), x.shape) for x in (a, b))
     expected, magnitude = a64 @ b64.t() + more, a64.abs() @ b64.abs().t()
@@ -328,10 +328,12 @@ def close_product(actual: Tensor, a: QTensor, b: QTensor, more: Any, fast: bool)
     assert ((actual.cpu().double() - expected).abs() <= allowed).all()
 
 
-products = pytest.mark.parametrize(("m", "n", "k"), [(37, 48, 528), (512, 4096, 1024), (1, 16, 16)])
+gemm_sizes = pytest.mark.parametrize(
+    ("m", "n", "k"), [(37, 48, 528), (512, 4096, 1024), (1, 16, 16)]
+)
 
 
-@products
+@gemm_sizes
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("granularity", [TENSOR, ROW], ids=["tensor", "row"])
 @pytest.mark.parametrize("kind", ["plain", "bias", "add"])
@@ -342,10 +344,10 @@ def test_gemms_of_forward(m: int, n: int, k: int, granularity: Any, fast: bool, 
     options = {} if kind == "plain" else {kind: more.cuda()}
     out = matmul(on("cuda", a), on("cuda", b), fast=fast, **options)
     assert (out.dtype, out.shape) == (torch.bfloat16, (m, n))
-    close_product(out, a, b, more.double(), fast)
+    assert_close_gemm(out, a, b, more.double(), fast)
 
 
-@products
+@gemm_sizes
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("granularity", [TENSOR, ROW], ids=["tensor", "row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -356,7 +358,7 @@ def test_gemms_that_accumulate_into_a_main_gradient(
     before = torch.randn(m, n).to(dtype)
     out = before.clone().cuda()
     assert matmul(on("cuda", a), on("cuda", b), out=out, fast=fast) is out
-    close_product(out, a, b, before.double(), fast)
+    assert_close_gemm(out, a, b, before.double(), fast)
 
 
 def test_weight_gradients_of_many_tokens_that_agree_keep_their_length() -> None:
@@ -381,7 +383,7 @@ def quantize_wgrad(terms: Tensor) -> tuple[QTensor, QTensor]:
     )
 
 
-@products
+@gemm_sizes
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gemms_that_overwrite_their_output(
@@ -405,7 +407,7 @@ def test_tuned_gemms_are_as_exact_as_the_first_choice(accumulate: bool) -> None:
     before = torch.randn(m, n) if accumulate else torch.zeros(1)
     out = before.cuda() if accumulate else None
     y = matmul(*on("cuda", (a, b)), out=out, plans=plans)
-    close_product(y, a, b, before.double(), True)
+    assert_close_gemm(y, a, b, before.double(), True)
 
 
 def test_a_gemm_is_tuned_once_and_its_algorithm_found_by_name_later(
@@ -433,7 +435,7 @@ def test_gemms_of_blocks(
         before = torch.zeros(1) if dtype is None else torch.randn(m, n).to(dtype)
         out = None if dtype is None else before.cuda()
         y = matmul(on("cuda", a), on("cuda", b), out=out)
-        close_product(y, a, b, before.double(), False)
+        assert_close_gemm(y, a, b, before.double(), False)
 
 
 def test_gemms_that_tensor_cores_cannot_compute_are_refused() -> None:
