@@ -53,8 +53,8 @@ from torch import Tensor
 
 from coatlm.console import Parser, fail
 from coatlm.files import check_output, whole_file
-from coatlm.fp8.expand import K_STEPS, M_E4M3, SMALLEST, V_E4M3, Expansion, expand_quantize
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK
+from coatlm.fp8.expand import K_STEPS, M_E4M3, V_E4M3, Expansion, expand_quantize
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, SMALLEST
 from coatlm.train.checkpoint import CheckpointError, named_checkpoint, read_tensors, saved_config
 from coatlm.train.state import read_run_state
 

@@ -52,10 +52,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, SMALLEST, Fp8Format
 
 K_STEPS = 16  # k16 = K_STEPS * k
-SMALLEST = 2.0**-126  # smallest normal fp32
 BLOCK = 32  # scale blocks per program
 
 

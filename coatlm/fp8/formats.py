@@ -33,6 +33,8 @@ from torch import Tensor
 
 Overflow = Literal["saturate", "propagate"]
 SCALE_BLOCK = 128  # consecutive elements of states and gradients that share a scale
+ALIGNMENT = 16  # elements of rows, and bytes of pointers: for GEMMs and 16-byte accesses
+SMALLEST = 2.0**-126  # smallest normal fp32
 EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in NaN and Inf
 NAN_CODE = 0x7F  # the code that `cast` writes for any NaN
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 would be rounded twice

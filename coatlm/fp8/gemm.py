@@ -30,13 +30,11 @@ from torch import Tensor
 
 from coatlm.fp8 import cublaslt
 from coatlm.fp8.cublaslt import Heuristic, Kind, Plan, ScaleMode
-from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.formats import ALIGNMENT, Fp8Format
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor
 from coatlm.fp8.timed_choices import milliseconds
 
 CANDIDATES = 8  # algorithms that `tune` times
-ALIGNMENT = 16  # elements: K and N are multiples of it; bytes: pointers are, those to scales too
-
 ROW_BLOCK, SQUARE_BLOCK = Granularity(1, 128), Granularity(128, 128)
 SCALE_MODES = {
     TENSOR: ScaleMode.TENSOR,

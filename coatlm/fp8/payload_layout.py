@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coatlm.fp8.formats import E3M4, SCALE_BLOCK, Coding
-
-ALIGN = 16  # bytes: every payload starts where vector accesses are possible
+from coatlm.fp8.formats import ALIGNMENT, E3M4, SCALE_BLOCK, Coding
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +44,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         size = self.elements + (4 * self.blocks if self.scaled else 0)
-        return -(-size // ALIGN) * ALIGN
+        return -(-size // ALIGNMENT) * ALIGNMENT  # payloads lie one after the other
 
     def empty(self, *shape: int, device: torch.device) -> Tensor:
         """Uninitialized payloads, uint8 [*shape, bytes]."""

@@ -23,7 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import ROW, TENSOR, DgradGemm, FlowRecipe, ForwardGemm, Operand
+from coatlm.config.recipes import (
+    OF_FORWARD,
+    ROWS,
+    TENSOR,
+    DgradGemm,
+    FlowRecipe,
+    ForwardGemm,
+    Operand,
+)
 from coatlm.fp8.attention import dequantize_blocks
 from coatlm.fp8.norm_quantize import Normed, norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit, emit_direct, emit_transposed, format_of
@@ -45,9 +53,6 @@ from coatlm.kernels.activation import swiglu, swiglu_backward
 from coatlm.kernels.norm import rms_norm, rms_norm_statistics
 from coatlm.kernels.rope import join_qkv_rope
 
-FUSED_ROWS = Operand("e4m3", ROW)
-FUSED_OF_FORWARD = Operand("e4m3", TENSOR, "forward")
-
 Share = Callable[[Tensor], Tensor]  # a scale of this rank -> the one that all ranks use
 
 
@@ -68,7 +73,7 @@ def _alone(scale: Tensor) -> Tensor:
 
 def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
     """x[M, K] as an operand of forward. `share` makes a tensor-wise scale that of all ranks."""
-    if wanted == FUSED_ROWS:
+    if wanted == ROWS:
         return quantize_rows(x)
     if wanted.granularity != TENSOR:
         return emit_direct(x, wanted)
@@ -100,7 +105,7 @@ def norm_output(
     share: Share = _alone,
 ) -> Normed:
     """RMSNorm of a (+ add), both [T, H]: its output as an operand, and its input as it is saved."""
-    if wanted == FUSED_ROWS and (saved is None or saved.power_of_two):
+    if wanted == ROWS and (saved is None or saved.power_of_two):
         return norm_quantize(a, weight, eps, add=add, block_size=_block_size(saved))
     x = a if add is None else a + add
     y, rstd = rms_norm_statistics(x, weight, eps)
@@ -109,7 +114,7 @@ def norm_output(
 
 def swiglu_output(gate_up: Tensor, *, wanted: Operand, saved: Operand | None) -> Activated:
     """SwiGLU of gate | up [T, 2F]: its output as an operand, and its input as it is saved."""
-    if wanted == FUSED_ROWS and (saved is None or saved.power_of_two):
+    if wanted == ROWS and (saved is None or saved.power_of_two):
         return swiglu_quantize(gate_up, block_size=_block_size(saved))
     return Activated(as_operand(swiglu(gate_up), wanted), save_blocks(gate_up, saved))
 
@@ -124,7 +129,7 @@ def weight_transposed(
     if dgrad.weight.scaling != "forward":
         return emit_transposed(weight, dgrad.weight)
     assert scale is not None
-    if (forward.weight, dgrad.weight) == (FUSED_ROWS, FUSED_OF_FORWARD):
+    if (forward.weight, dgrad.weight) == (ROWS, OF_FORWARD):
         return quantize_rows_transposed(weight, scale)
     if forward.weight.granularity == TENSOR:  # casts as forward does
         return emit_transposed(weight, dgrad.weight, scale=scale)
@@ -134,7 +139,7 @@ def weight_transposed(
 
 def codes_transposed(x: QTensor, source: Operand, wanted: Operand) -> QTensor:
     """The codes of forward [M, K], an operand `source`, as the operand `wanted` [K, M']."""
-    if (source, wanted) == (FUSED_ROWS, FUSED_OF_FORWARD):
+    if (source, wanted) == (ROWS, OF_FORWARD):
         return transpose_rows(x)
     if wanted.scaling != "forward":
         return emit_transposed(x, wanted)
@@ -146,7 +151,7 @@ def codes_transposed(x: QTensor, source: Operand, wanted: Operand) -> QTensor:
 def input_transposed(x: Tensor | QTensor, wanted: Operand, scale: Tensor | None) -> QTensor:
     """A saved x[T, K] in BF16 or in blocks, as wgrad takes it: [K, T']. `scale`: of forward."""
     one = None if scale is None else scale.amax()
-    if wanted == FUSED_OF_FORWARD and one is not None and powers_of_two(x):
+    if wanted == OF_FORWARD and one is not None and powers_of_two(x):
         return quantize_transposed(x, one)
     return emit_transposed(x, wanted, scale=one)
 
@@ -251,7 +256,7 @@ def swiglu_gradient(
     `output_scale`: scales of the output in forward, where wgrad takes scales of forward.
     """
     wanted = recipe.wgrad.activation
-    fused = recipe.fused_gradients and wanted == FUSED_OF_FORWARD
+    fused = recipe.fused_gradients and wanted == OF_FORWARD
     if fused and powers_of_two(gate_up):
         assert output_scale is not None
         fmt = format_of(recipe.dgrad.gradient)

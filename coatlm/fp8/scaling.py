@@ -25,11 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import Coding, Fp8Format
+from coatlm.fp8.formats import SMALLEST, Coding, Fp8Format
 from coatlm.fp8.stochastic import stochastic_ref
 from coatlm.kernels.norm import processors
 
-SMALLEST = 2.0**-126  # smallest normal fp32
 BLOCK, WARPS = 2048, 4  # elements per iteration of `_amax_kernel`: 32 bytes of BF16 per thread
 PROGRAMS_PER_SM = 16  # of `_amax_kernel`
 STAGE_TWO = 16384  # most amaxes that one program reduces

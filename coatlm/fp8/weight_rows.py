@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3
+from coatlm.fp8.formats import ALIGNMENT, E4M3
 from coatlm.fp8.scaling import (
     exponent_of,
     inverse_power_of_two,
@@ -45,7 +45,6 @@ from coatlm.fp8.scaling import (
     top_exponent,
 )
 
-ALIGNMENT = 16  # elements
 BLOCK = 4096  # most elements that a program takes at a time
 THREAD = 16  # elements per thread
 

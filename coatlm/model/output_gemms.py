@@ -42,7 +42,8 @@ from torch import Tensor
 
 from coatlm.config.model import Precision
 from coatlm.config.recipes import ROWS
-from coatlm.fp8.gemm import ALIGNMENT, matmul
+from coatlm.fp8.formats import ALIGNMENT
+from coatlm.fp8.gemm import matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8 import gemm
 from coatlm.fp8.delayed import DelayedScaling, ScaleSlot
-from coatlm.fp8.formats import Fp8Format
+from coatlm.fp8.formats import ALIGNMENT, Fp8Format
 from coatlm.parallel.collectives import all_reduce
 
 GRADIENTS = ("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad")
@@ -88,7 +87,7 @@ class DelayedScales:
         self.rule = DelayedScaling(fmt, margin=margin)
         shape = (len(layers), len(GRADIENTS))
         self.history = torch.zeros(*shape, self.rule.length, device=device)
-        self.scale = torch.ones(*shape, gemm.ALIGNMENT // 4, device=device)[..., 0]
+        self.scale = torch.ones(*shape, ALIGNMENT // 4, device=device)[..., 0]
         self.amax = torch.zeros(shape, device=device)
         self.calibrating = bool(layers)
         for number, scale, amax in zip(self.numbers, self.scale, self.amax, strict=True):

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from coatlm.config import Config
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.model.accounting import (
     attention_span,
     flops_per_token,
@@ -54,7 +55,12 @@ from coatlm.model.traffic import step_traffic
 from coatlm.parallel.buckets import bucket_elements
 from coatlm.parallel.finalize_grads import TensorParallelSums
 
-GRADIENTS = {"fp32": 4.0, "bf16": 2.0, "fp8-nccl": 1.0, "fp8-a2a": 1 + 4 / 128}  # bytes on the wire
+GRADIENTS = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp8-nccl": 1.0,
+    "fp8-a2a": 1 + 4 / SCALE_BLOCK,
+}  # bytes on the wire
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0}  # bytes per element of a layer's matrices in an all-gather
 MEASURED_GRADS = 2  # bytes of a gradient with which Rates.optimizer is measured
 NO_SUMS = TensorParallelSums(gradients=0, mus=0)  # of replicated weights: a few megabytes

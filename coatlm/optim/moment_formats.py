@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.expand import Expanded, Expansion, expand_dequantize, expand_quantize
-from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.fp8.formats import SCALE_BLOCK, SMALLEST
 from coatlm.optim import collage
-
-SMALLEST_SCALE = 2.0**-126  # smallest normal fp32: the scale of an all-zero tensor
 
 State = Mapping[str, Tensor]  # suffix -> flat tensor
 Stored = dict[str, Tensor]
@@ -211,5 +209,5 @@ def _code_and_scale(code: Tensor, scale: Tensor) -> Stored:
 
 def _power_of_two_above(x: Tensor) -> Tensor:
     """The smallest normal power of two >= x, exact."""
-    bits = x.clamp(min=SMALLEST_SCALE).view(torch.int32)
+    bits = x.clamp(min=SMALLEST).view(torch.int32)
     return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.gemm import ALIGNMENT
+from coatlm.fp8.formats import ALIGNMENT
 from coatlm.fp8.qtensor import TENSOR, QTensor
 
 Wait = Callable[[], Tensor]  # waits for a collective and returns its result

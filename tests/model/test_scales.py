@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from coatlm.config import ConfigError
 from coatlm.fp8.delayed import MARGINS
-from coatlm.fp8.formats import E5M2, FORMATS
-from coatlm.fp8.gemm import ALIGNMENT
+from coatlm.fp8.formats import ALIGNMENT, E5M2, FORMATS
 from coatlm.fp8.operand import format_of
 from coatlm.fp8.scaling import power_of_two_ref
 from coatlm.model.coat_layer import flows_of
