@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+STATE_PREFIX = "optimizer.state."  # prefix of a checkpoint's tensors that are not weights
+
 
 def check_regular(path: Path) -> None:
     """Raise OSError for a pipe, a socket or a device, whose reading may block or never end."""

@@ -52,7 +52,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from coatlm.console import Parser, fail
-from coatlm.files import check_output, whole_file
+from coatlm.files import STATE_PREFIX, check_output, whole_file
 from coatlm.fp8.expand import K_STEPS, M_E4M3, V_E4M3, Expansion, expand_quantize
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, SMALLEST
 from coatlm.train.checkpoint import CheckpointError, named_checkpoint, read_tensors, saved_config
@@ -71,7 +71,7 @@ from tools.studies.state_formats import (  # noqa: E402
 )
 
 RECIPE = "adamw-fp32"
-M_KEY, V_KEY = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
+M_KEY, V_KEY = f"{STATE_PREFIX}exp_avg.", f"{STATE_PREFIX}exp_avg_sq."
 PIECE = SCALE_BLOCK << 15  # elements studied at a time
 DRAWN = 2048 * SCALE_BLOCK  # elements drawn
 UNIT = 1e-5  # of the MSE printed

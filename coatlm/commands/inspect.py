@@ -22,6 +22,7 @@ Exit code: 0 intact or equal; 1 damaged or different; 2 for an error, which one 
 from __future__ import annotations
 
 from coatlm import process
+from coatlm.files import STATE_PREFIX
 
 if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
@@ -53,7 +54,6 @@ with warnings.catch_warnings():  # megatron-core warns of optional packages
     from coatlm.train.checkpoint import CHECKPOINTS, read_state
     from coatlm.train.shards import StoredTensors
 
-STATES = "optimizer.state."
 WEIGHTS = "weights"
 RANK_FILE = re.compile(r"__\d+_.*\.distcp")  # __RANK_0, __RANK_PART_0
 CHUNK = 1 << 24  # elements compared at once, which limits the size of fp64 copies
@@ -96,7 +96,7 @@ def find(path: Path) -> Path:
 
 def kinds(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[TensorKind]:
     """Sum up the tensors by kind and format: the weights, then each optimizer state."""
-    weights = {key for key in described if not key.startswith(STATES)}
+    weights = {key for key in described if not key.startswith(STATE_PREFIX)}
     grouped: dict[tuple[str, torch.dtype], list[int]] = {}
     for key, (dtype, shape) in described.items():
         name = WEIGHTS if key in weights else _state_name(key, weights)
@@ -107,7 +107,7 @@ def kinds(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[
 
 def _state_name(key: str, weights: set[str]) -> str:
     """The state's name: `exp_avg.scale` for `optimizer.state.exp_avg.scale.WEIGHT`."""
-    parts = key.removeprefix(STATES).split(".")
+    parts = key.removeprefix(STATE_PREFIX).split(".")
     for i in range(1, len(parts)):
         if ".".join(parts[i:]) in weights:
             return ".".join(parts[:i])

@@ -30,7 +30,7 @@ from coatlm.convert.megatron_files import (
 )
 from coatlm.convert.megatron_split import EMBEDDING, HEAD
 from coatlm.data.tokenizer import make_tokenizer
-from coatlm.files import whole_directory
+from coatlm.files import STATE_PREFIX, whole_directory
 from coatlm.hf.files import Described, Report
 from coatlm.hf.layout import check_layers, entries
 from coatlm.hf.tokenizer import check_rows
@@ -38,7 +38,6 @@ from coatlm.optim.recipes import MASTER, M, V
 from coatlm.train.manifest import STATE, describe, write_file, write_manifest
 from coatlm.train.shards import write_layout, write_one_by_one
 
-STATES = "optimizer.state."
 SECTIONS = ("model", "data", "optim", "train")
 
 
@@ -152,7 +151,7 @@ def _common_type(source: Path, stored: TorchDist | RankFiles, wanted: str | None
     """The type of the weights. Raises ValueError if they have several and none is wanted."""
     if wanted is not None:
         return DTYPES[wanted]
-    found = {d.dtype for key, d in stored.described.items() if not key.startswith(STATES)}
+    found = {d.dtype for key, d in stored.described.items() if not key.startswith(STATE_PREFIX)}
     if len(found) == 1 and found <= set(DTYPES.values()):
         return found.pop()
     names = ", ".join(sorted(map(_name, found)))
@@ -161,7 +160,7 @@ def _common_type(source: Path, stored: TorchDist | RankFiles, wanted: str | None
 
 def _masters(stored: TorchDist | RankFiles, plan: Mapping[str, Any]) -> dict[str, str]:
     """The weights in less than fp32 that have an fp32 one in the optimizer -> its key."""
-    names = {key: f"{STATES}{MASTER}.{key}" for key in plan if key in stored.described}
+    names = {key: f"{STATE_PREFIX}{MASTER}.{key}" for key in plan if key in stored.described}
     return {
         key: name
         for key, name in names.items()
@@ -177,7 +176,7 @@ def _states(
     Raises ValueError if some are missing or not fp32.
     """
     names = [M, V] if kind == torch.float32 else [MASTER, M, V]
-    wanted = {f"{STATES}{n}.{key}": plan[key] for n in names for key in plan}
+    wanted = {f"{STATE_PREFIX}{n}.{key}": plan[key] for n in names for key in plan}
     present = [key for key in wanted if key in stored.described]
     if not present:
         return {}
@@ -203,7 +202,7 @@ def _check(
         if stored.described[key].shape != shape:
             found = list(stored.described[key].shape)
             raise ValueError(f"{source}: {key} is {found}, its model has {list(shape)}")
-    weights = [key for key in stored.described if not key.startswith(STATES)]
+    weights = [key for key in stored.described if not key.startswith(STATE_PREFIX)]
     extra = [key for key in weights if key not in plan]
     if HEAD in extra:  # of a tied embedding, stored by the last pipeline stage
         if not torch.equal(stored.read(HEAD), stored.read(EMBEDDING)):

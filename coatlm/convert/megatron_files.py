@@ -32,7 +32,7 @@ from torch import Tensor
 from coatlm.convert.megatron_buckets import BUCKETED, BucketStates, find_states
 from coatlm.convert.megatron_split import GATE_UP, join, split_axis
 from coatlm.convert.pickles import is_plain, load_pickle
-from coatlm.files import read_json
+from coatlm.files import STATE_PREFIX, read_json
 from coatlm.hf.files import Described
 from coatlm.optim.recipes import MASTER, M, V
 from coatlm.train.shards import StoredTensors
@@ -162,7 +162,7 @@ class TorchDist:
         self.header.updates = updates
         for state in BUCKETED:
             for key, shape in shapes.items():
-                ours = f"optimizer.state.{STATES[state]}.{key}"
+                ours = f"{STATE_PREFIX}{STATES[state]}.{key}"
                 self._bucketed[ours] = state, key
                 self.described[ours] = Described(torch.float32, shape)
 
@@ -193,7 +193,7 @@ class TorchDist:
         """Enter a stored tensor, or each layer of a stacked one, under coatlm's names."""
         state = STATE.fullmatch(key)
         known = state is not None and state[1] in STATES
-        prefix = f"optimizer.state.{STATES[state[1]]}." if state is not None and known else ""
+        prefix = f"{STATE_PREFIX}{STATES[state[1]]}." if state is not None and known else ""
         name = state[2] if state is not None and known else key
         for wrapper in PREFIXES:
             name = name.removeprefix(wrapper)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.console import progress
-from coatlm.files import read_json, whole_directory
+from coatlm.files import STATE_PREFIX, read_json, whole_directory
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.hf.config import check_token_ids, make_hf_config, output_bias
 from coatlm.hf.files import (
@@ -43,7 +43,6 @@ from coatlm.train.state import read_run_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
-STATES = "optimizer.state."
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 
 logger = logging.getLogger("coatlm.hf")
@@ -126,7 +125,9 @@ class CheckpointWeights:
         self.dtype = dtype or own
         self._recipe = find_recipe(config.optim.recipe).weight
         exact = dtype == torch.float32 and own == torch.bfloat16
-        names = [key.removeprefix(STATES) for key in described if key.startswith(STATES)]
+        names = [
+            key.removeprefix(STATE_PREFIX) for key in described if key.startswith(STATE_PREFIX)
+        ]
         check_layers(config.model, described, str(checkpoint))
         masters = [name for name in names if exact and name.startswith(MASTER)]
         plan = {entry.key: entry.shape for entry in entries(config.model, self.rows)}
@@ -138,7 +139,7 @@ class CheckpointWeights:
             if key not in described or described[key][1] != shape:
                 found = list(described[key][1]) if key in described else "missing"
                 raise ValueError(f"{checkpoint}: {key} is {found}, its model has {list(shape)}")
-        weights = [key for key in described if not key.startswith(STATES)]
+        weights = [key for key in described if not key.startswith(STATE_PREFIX)]
         if extra := sorted(set(weights) - plan.keys()):
             raise ValueError(f"{checkpoint}: {extra[0]} has no place in a Hugging Face model")
 
@@ -159,7 +160,7 @@ class CheckpointWeights:
         flat = _padded(weight)
         state: dict[str, Tensor] = {}
         for suffix in self._suffixes[key]:
-            part = self._stored.read(f"{STATES}{MASTER}{suffix}.{key}")
+            part = self._stored.read(f"{STATE_PREFIX}{MASTER}{suffix}.{key}")
             if part.numel() == weight.numel():
                 state[suffix] = _padded(part)
             elif part.numel() == flat.numel() // SCALE_BLOCK:

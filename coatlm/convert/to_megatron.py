@@ -23,7 +23,7 @@ from coatlm.convert.from_hf import LARGEST_MULTIPLE, with_rows
 from coatlm.convert.megatron_args import write_arguments
 from coatlm.convert.megatron_files import LATEST
 from coatlm.convert.to_hf import CheckpointWeights
-from coatlm.files import whole_directory
+from coatlm.files import STATE_PREFIX, whole_directory
 from coatlm.hf.files import Described, Report
 from coatlm.hf.layout import entries
 from coatlm.optim.recipes import MASTER, M, V
@@ -107,15 +107,15 @@ def _states(
 
     An fp32 weight has no other copy in coatlm; for Megatron it is also the optimizer's.
     """
-    first = f"optimizer.state.{M}.{next(iter(plan))}"
+    first = f"{STATE_PREFIX}{M}.{next(iter(plan))}"
     if config.optim.recipe != "adamw-fp32" or first not in stored.described:
         return {}
     found: dict[str, tuple[str, str]] = {}
     for ours, theirs in NAMES.items():
         for key in plan:
-            state = f"optimizer.state.{ours}.{key}"
+            state = f"{STATE_PREFIX}{ours}.{key}"
             own = ours == MASTER and state not in stored.described
-            found[f"optimizer.state.{theirs}.{key}"] = (key if own else state, key)
+            found[f"{STATE_PREFIX}{theirs}.{key}"] = (key if own else state, key)
     return found
 
 

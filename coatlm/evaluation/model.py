@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config import Config, Model, make_config
+from coatlm.files import STATE_PREFIX
 from coatlm.model.accounting import parameters
 from coatlm.model.builder import Llama, build_model
 from coatlm.parallel.groups import make_groups, release_groups
@@ -20,7 +21,6 @@ from coatlm.train.setup import Launch, start_processes
 from coatlm.train.shards import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
-STATES = "optimizer.state."  # prefix of tensors that are not weights
 PRECISIONS = ("fp32", "bf16")  # supported without TransformerEngine
 
 
@@ -76,7 +76,7 @@ def _check_parameters(checkpoint: Path, model: Model, stored: StoredTensors, voc
     """Raise ValueError if the stored weights do not have the model's number of parameters."""
     described, wanted = 0, parameters(model, vocab)
     for key, (_, shape) in stored.described.items():
-        if not key.startswith(STATES):
+        if not key.startswith(STATE_PREFIX):
             described += math.prod(shape)
     if described != wanted:
         raise ValueError(

@@ -19,8 +19,8 @@ from torch import Tensor
 from coatlm.console import progress
 from coatlm.data.documents import expand_inputs, file_kind, plan_segments, read_segment
 from coatlm.data.tokenizer import Tokenizer
+from coatlm.model.loss import IGNORE
 
-IGNORE = -100  # label that the loss ignores
 WHOLE = 1 << 62  # bytes per segment, so that a text file is one document
 
 

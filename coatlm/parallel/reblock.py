@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coatlm.files import STATE_PREFIX
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor
 from coatlm.parallel.buckets import Bucket, round_up
@@ -122,7 +123,7 @@ class Reblock:
         """The tensors to load. `flat`: states per block are stored as shards of a flat tensor."""
         for number, shard in enumerate(self.shards):
             for suffix, tensor in shard.state.items():
-                prefix = f"optimizer.state.{self.name}{suffix}."
+                prefix = f"{STATE_PREFIX}{self.name}{suffix}."
                 if len(tensor) == max(map(len, shard.state.values())):
                     for r in shard.extents:
                         data = tensor[r["start"] :][: torch.Size(r["shape"]).numel()]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coatlm.files import STATE_PREFIX
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor
 from coatlm.parallel.buckets import Bucket
@@ -207,7 +208,7 @@ class ZeroCheckpoint:
         for bucket, states in zip(self.zero.owned, optimizer.states, strict=True):
             bounds = bucket.owned
             for name, tensor in states.items():
-                prefix = f"optimizer.state.{name}."
+                prefix = f"{STATE_PREFIX}{name}."
                 regions, unit = self.regions[bucket], 1
                 if tensor.numel() < bounds[1] - bounds[0]:
                     regions, unit = self.block_regions[bucket], SCALE_BLOCK

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.evaluation.perplexity import (
-    IGNORE,
     Document,
     check_windows,
     read_documents,
     score,
     windows,
 )
+from coatlm.model.loss import IGNORE
 
 BYTE = make_tokenizer("byte")
 

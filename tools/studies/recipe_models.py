@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from coatlm.config import Config, make_config
 from coatlm.config.recipes import TE_RECIPES
 from coatlm.data.batches import Microbatch
+from coatlm.files import STATE_PREFIX
 from coatlm.model.builder import build_model
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Traffic
@@ -28,7 +29,6 @@ from coatlm.train.setup import Launch, start_processes
 from coatlm.train.shards import StoredTensors
 from tools.studies.outliers import EMBEDDING, FINAL, OUTPUT, Activations, Weights
 
-STATES = "optimizer.state."  # prefix of the tensors of a checkpoint that are not weights
 SETTLED = 1e-3  # relative change of a gradient between equal microbatches
 
 
@@ -181,7 +181,7 @@ def read_weights(checkpoint: Path, device: torch.device) -> Weights:
     weights = {
         key: stored.read(key).float().to(device)
         for key in stored.described
-        if not key.startswith(STATES)
+        if not key.startswith(STATE_PREFIX)
     }
     weights.setdefault(OUTPUT, weights[EMBEDDING].clone())
     return weights
