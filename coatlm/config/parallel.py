@@ -43,12 +43,12 @@ class Parallel(Section):
 
     cp_comm: Literal["auto", "a2a", "all_gather"] = "auto"
     """What context-parallel ranks exchange in attention: a2a exchanges heads for tokens by
-    all-to-all, so that each rank attends with some heads of all tokens; all_gather gathers the keys
-    and values of all tokens; auto is a2a where tp * cp divides model.heads and model.kv_heads."""
+    all-to-all, so that each rank attends with some heads of all tokens; all_gather all-gathers
+    keys and values; auto is a2a where tp * cp divides model.heads and model.kv_heads."""
 
     zero: Literal[0, 1, 2, 3] = 1
     """The ZeRO stage, which is what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2
-    gradients too, 3 weights too, which are gathered layer by layer, in forward and in backward."""
+    gradients too, 3 weights too, which are all-gathered by layer, in forward and in backward."""
 
     partition: Literal["flat", "whole-tensor"] = "flat"
     """How zero=1, 2 and 3 shard: into equal flat shards, or whole tensors per rank as in

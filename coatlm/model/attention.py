@@ -37,8 +37,8 @@ class CoreAttention(nn.Module):
 
     `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
     to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap). With `exchange` the
-    ranks exchange heads, and each holds one chunk of a sample; otherwise they gather keys, and each
-    holds two chunks.
+    ranks exchange heads, and each holds one chunk of a sample; otherwise they all-gather keys, and
+    each holds two chunks.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
 
     An all-gather of codes is overlapped with the GEMM of a rank's own rows, and a reduce-scatter of
     forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of chunks are taken to
-    be as fast as whole ones. Without sequence parallelism nothing is gathered or scattered.
+    be as fast as whole ones. Without sequence parallelism neither exists.
     """
     p, ranks = config.parallel, config.parallel.tp
     if p.tp_chunks == 1 or not p.sequence_parallel:

@@ -14,16 +14,16 @@ T tokens of h elements in the model's dtype.
     output, last stage       all-gather x                       reduce-scatter x
     loss, last stage         all-reduce 3 T fp32
 
-Without sequence parallelism nothing is gathered, and sums are all-reduces. `layer_gathers` has the
-format of a layer's all-gathers. recompute=full adds a layer's forward to its backward. Once per
+Without sequence parallelism there are no all-gathers, and sums are all-reduces. `layer_gathers` has
+the format of a layer's all-gathers. recompute=full adds a layer's forward to its backward. Once per
 step the gradients of replicated weights are all-reduced, because each rank computes them from its
 own tokens or heads. Context parallelism exchanges queries, keys, values and the output of each
 layer's attention by all-to-all in forward, and again if attention is recomputed, and their
 gradients in backward. With parallel.cp_comm=all_gather it all-gathers keys and values instead, and
 reduce-scatters their gradients.
 
-TransformerEngine's layers gather FP8 codes under its FP8 recipes; the all-reduces of their amaxes,
-some bytes per layer, are not counted.
+TransformerEngine's layers all-gather FP8 codes under its FP8 recipes; the all-reduces of their
+amaxes, some bytes per layer, are not counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LayerGathers:
 UNQUANTIZED = OperandGather(None)
 TENSOR_WISE = OperandGather(CODES)
 PLAIN = LayerGathers(UNQUANTIZED, UNQUANTIZED, UNQUANTIZED)
-GATHERS = {  # precision.recipe, but for the FP8 flow -> what its layers gather
+GATHERS = {  # precision.recipe, but for the FP8 flow -> what its layers all-gather
     "fp32": PLAIN,
     "bf16": PLAIN,
     "te-delayed": LayerGathers(TENSOR_WISE, TENSOR_WISE, TENSOR_WISE),
@@ -79,7 +79,7 @@ GATHERS = {  # precision.recipe, but for the FP8 flow -> what its layers gather
 
 
 def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
-    """What the layers of `precision.recipe` gather; those of `precision.bf16_layers` are PLAIN.
+    """What layers of `precision.recipe` all-gather; those of `precision.bf16_layers` are PLAIN.
 
     `current`: gradients have current, not delayed scaling.
     """

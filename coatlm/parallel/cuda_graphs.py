@@ -171,7 +171,7 @@ class MicrobatchGraphs:
         inputs, model = {**batch, "share": share}, self.model
         kind = MicrobatchKind(first, last and model.group.size() > 1)
         if first and self.weights.in_forward:
-            # also after an evaluation has gathered: the graph gathers again
+            # also after an evaluation's all-gather: the graph has its own
             self.weights.due = True
         with nullcontext() if kind.reduces else model.no_sync():
             eager = self.paused or (first and self.observed)

@@ -1,7 +1,7 @@
 """A model chunk whose weights and gradients live in flat buckets, as ZeRO needs them.
 
 `grad_reduction` sums the gradients while backward runs, `weight_gather` all-gathers the updated
-weights while the next forward runs; at ZeRO stage 3 `layer_gather` gathers them for every use. With
+weights while the next forward runs; at ZeRO stage 3 `layer_gather` does so for every use. With
 `update_in_backward` each bucket is also updated and released in backward (`grad_release`). The
 methods are those that megatron-core's schedules expect of a DistributedDataParallel model.
 """

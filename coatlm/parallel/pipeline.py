@@ -63,7 +63,7 @@ def run_microbatches(
             dist.all_reduce(width, dist.ReduceOp.MAX, group=groups.control)
             graphs.fit(int(width))
         ends = len(batches) - 1
-        part = share()  # no gathers are in flight: captured microbatches start their own
+        part = share()  # no all-gathers are in flight: captured microbatches start their own
         losses = [graphs.run(b, part, first=i == 0, last=i == ends) for i, b in enumerate(batches)]
         loss = torch.stack(losses).sum()
         enter(None)

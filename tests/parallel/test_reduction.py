@@ -355,8 +355,8 @@ def test_stage_0_gathers_no_weights(found: Any, form: str) -> None:
 
 
 def test_tensor_parallel_bytes_are_what_megatron_sends(found: Any) -> None:
-    """Sequence parallelism, per layer and microbatch: forward gathers before qkv and fc1 and
-    reduce-scatters after the projection and fc2; backward mirrors the four and gathers the two
+    """Sequence parallelism, per layer and microbatch: forward all-gathers before qkv and fc1 and
+    reduce-scatters after the projection and fc2; backward mirrors the four and all-gathers the two
     inputs again. The embedding, the output layer and its loss add less than two layers' worth."""
     config = config_of(("tp2 dp2", "zero1", "fp32", ""))
     whole = config.data.seq_len * config.model.hidden * 4  # one microbatch of one sample, fp32

@@ -1,7 +1,7 @@
-"""Gathered weights arrive in time, and are what the owners have or FP8 makes of that.
+"""All-gathered weights arrive in time, and are what the owners have or FP8 makes of that.
 
-BF16 models here gather FP8 codes with tensor-wise scales, as TransformerEngine's layers, which need
-a GPU, would.
+BF16 models here all-gather FP8 codes with tensor-wise scales, as TransformerEngine's layers, which
+need a GPU, would.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def after_each_part(chunk: Any, call: Callable[[], None]) -> Iterator[None]:
 def parts_before_the_count(trainer: Any, placed: list[Any]) -> int:
     """How many parts of the model a step runs before it waits for the number of its tokens.
 
-    On a GPU that number comes after the weights that the same group gathers.
+    On a GPU that number comes after the weights that the same group all-gathers.
     """
     parts: list[None] = []
     waits: list[int] = []
