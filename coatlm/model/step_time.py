@@ -55,12 +55,8 @@ from coatlm.model.traffic import step_traffic
 from coatlm.parallel.buckets import bucket_elements
 from coatlm.parallel.finalize_grads import TensorParallelSums
 
-GRADIENTS = {
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "fp8-nccl": 1.0,
-    "fp8-a2a": 1 + 4 / SCALE_BLOCK,
-}  # bytes on the wire
+# bytes on the wire per element of a gradient
+GRADIENTS = {"fp32": 4.0, "bf16": 2.0, "fp8-nccl": 1.0, "fp8-a2a": 1 + 4 / SCALE_BLOCK}
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0}  # bytes per element of a layer's matrices in an all-gather
 MEASURED_GRADS = 2  # bytes of a gradient with which Rates.optimizer is measured
 NO_SUMS = TensorParallelSums(gradients=0, mus=0)  # of replicated weights: a few megabytes
