@@ -47,8 +47,7 @@ from coatlm.optim.recipes import find_recipe
 from coatlm.optim.shards import bytes_per_parameter
 
 GIB = 2**30
-# bytes that torch gives cuBLAS on Hopper; one workspace per thread: forward, backward
-CUBLAS_WORKSPACE = 32 * 2**20
+CUBLAS_WORKSPACE = 32 * 2**20  # bytes on Hopper, from torch; per thread: forward, backward
 GRAPH_INPUTS = 8 + 8 + 4  # bytes per token: int64 tokens and labels, fp32 loss mask
 BF16_GEMM = 2 + 4 + 4  # bytes per element of a matrix in a GEMM with an operand in BF16
 EAGER_AFTER_CAPTURE = 4  # microbatches per step from which one runs eagerly beside a graph
@@ -252,8 +251,7 @@ def buffer_bytes(config: Config) -> int:
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
     between = 2 * round(hidden / (p.tp if p.sequence_parallel else 1)) if p.pp > 1 else 0
-    whole = hidden if p.sequence_parallel else 0
-    return 2 * CUBLAS_WORKSPACE + rotary_bytes(config) + between + whole
+    return 2 * CUBLAS_WORKSPACE + rotary_bytes(config) + between + hidden * p.sequence_parallel
 
 
 def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
