@@ -94,9 +94,8 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 def weight_bytes(config: Config, count: int, vocab: int, *, stage: int, data_parallel: int) -> int:
     """Bytes of `count` weights of a stage.
 
-    With zero=3 they are a shard of them and what is all-gathered at the peak: two layers or, where
-    the stage has the output layer, this and a layer. An FP8 all-gather also has a layer's codes in
-    flight.
+    With zero=3 they are a shard and what is all-gathered at the peak: two layers or, with the
+    output layer, this and one. An FP8 all-gather also has a layer's codes in flight.
     """
     p, ranks = config.parallel, data_parallel * config.parallel.cp
     if p.zero < 3 or ranks == 1:
@@ -245,8 +244,7 @@ def bf16_gemm_bytes(config: Config) -> int:
 def buffer_bytes(config: Config) -> int:
     """Bytes that are allocated once: cuBLAS's workspaces, tables of RoPE, hidden states in transit.
 
-    The hidden states are those that pipeline stages receive and send, and that sequence parallelism
-    all-gathers.
+    Pipeline stages receive and send hidden states; sequence parallelism all-gathers them.
     """
     m, p = config.model, config.parallel
     hidden = microbatch_tokens(config) * m.hidden * element_bytes(config)
