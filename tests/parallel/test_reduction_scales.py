@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.parallel import reduction_scales
@@ -88,6 +89,58 @@ def test_a_tensor_without_a_saved_history_lets_all_calibrate(
     assert not shared.calibrating and step(shared, [0.1] * 3) == [2.0] * 3
     shared.restore({key: saved[key] for key in "ab"})
     assert shared.calibrating and all(each.scale is None for each in shared.tensors)
+
+
+@pytest.mark.parametrize("tied", [0, 1, None])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_amaxes_are_shared_with_tensor_parallel_ranks_and_a_tied_embedding_with_its_stage(
+    monkeypatch: pytest.MonkeyPatch, tied: int | None, tp: int
+) -> None:
+    """The other rank of each group has seen greater values, which make the scales 4, 16 and 64."""
+    greatest = {"dp": 896.0, "tp": 4 * 896.0, "embedding": 16 * 896.0}
+
+    def all_reduce(bits: Tensor, op: Any, *, group: str) -> SimpleNamespace:
+        assert op == dist.ReduceOp.MAX
+        bits.copy_(torch.maximum(bits, torch.tensor(greatest[group]).view(torch.int32)))
+        return SimpleNamespace(wait=lambda: None)
+
+    def comm(group: Any, *_: Any) -> SimpleNamespace:
+        name = group if isinstance(group, str) else "tp"
+        return SimpleNamespace(all_reduce=lambda bits, op: all_reduce(bits, op, group=name))
+
+    buckets = [SimpleNamespace(tensors=Tensors.of((128,), 1, CPU)) for _ in range(2)]
+    found = None if tied is None else (buckets[tied], None)
+    monkeypatch.setattr(reduction_scales, "Comm", comm)
+    monkeypatch.setattr(reduction_scales, "tied_embedding", lambda *_: found)
+    monkeypatch.setattr(reduction_scales.dist, "all_reduce", all_reduce)
+    groups: Any = SimpleNamespace(
+        dp_cp="dp", tp=SimpleNamespace(size=lambda: tp), embedding="embedding"
+    )
+    chunk: Any = SimpleNamespace(buckets=buckets, traffic=None)
+    shared = ReductionScales([chunk], groups, keys=lambda b: [str(id(b))], per_bucket=False)
+    expected = [4.0 if tp == 1 else 16.0] * 2
+    if tied is not None:
+        expected[tied] = 64.0
+    assert step(shared, [1.0, 1.0]) == expected
+
+
+def test_the_saved_state_has_the_history_of_every_rank_once_scales_are_delayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def all_gather_object(reports: list[Any], mine: dict[str, Any], group: Any) -> None:
+        reports[:] = [mine, {"other": [7.0]}]
+        assert group.size() == 2
+
+    shared = scales(monkeypatch)
+    shared.groups = SimpleNamespace(control=SimpleNamespace(size=lambda: 2))  # type: ignore[assignment]
+    monkeypatch.setattr(reduction_scales.dist, "all_gather_object", all_gather_object)
+    assert shared.state() == {"other": [7.0]}
+    shared.restore({key: [448.0] + [0.0] * 15 for key in "abc"})
+    assert [each.scale.tolist() for each in shared.tensors if each.scale is not None] == [
+        [2.0, 2.0],
+        [2.0],
+    ]
+    assert shared.state() == {key: [448.0] + [0.0] * 15 for key in "abc"} | {"other": [7.0]}
 
 
 @pytest.mark.parametrize("sizes", [(256, 256), (384, 128)], ids=["even", "uneven"])
