@@ -16,6 +16,7 @@ CALLS: dict[str, list[str]] = {  # tool -> a call whose input is missing
     "estimate_memory": ["missing.yaml"],
     "evaluate": ["missing", "--data", "missing.txt", "--out", "out/result.json"],
     "inspect_checkpoint": ["missing"],
+    "mutate": ["missing.py", "test_missing.py"],
     "plan": ["missing.yaml", "--gpus", "8"],
     "plot_run": ["missing", "--out", "out/picture.png"],
     "preprocess_data": ["--input", "missing.txt", "--output-prefix", "out/data"],
