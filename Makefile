@@ -28,7 +28,7 @@ NEWEST_MEGATRON = $(shell sed -n 's/^megatron-core==\([0-9.]*\);.*>= "3.12"$$/\1
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests, in JOBS processes ($(JOBS)); those for GPUs or SLURM where there are any"
-	@echo "make numerics run the tests that depend on the order of sums as on another CPU"
+	@echo "make numerics run the tests that depend on the order of sums as on another CPU (CAPABILITY=$(CAPABILITY))"
 	@echo "make check    lint, formatting, types, who may import whom, and insecure code"
 	@echo "make audit    known vulnerabilities of the pinned packages; asks PyPI"
 	@echo "make kernels  build all kernels for sm_90 with the oldest Triton as well"
@@ -64,18 +64,27 @@ test: $(DEV)
 	@$(PYTEST) $(PARALLEL) $(ARGS)
 
 # Vector units of other widths add in another order, and a tolerance may hold on one CPU only. These
-# tests run as on a CPU without vector instructions; make test covers those of this machine.
+# tests run as on a CPU without vector instructions, or with CAPABILITY=avx2 as on one that has no
+# wider ones than AVX2; make test covers those of this machine.
 NUMERICS := tests/fp8 tests/kernels tests/optim tests/model/test_flow.py tests/model/test_loss.py \
 	tests/model/test_numerics.py tests/model/test_scales.py tests/train/test_states_log.py \
 	tests/train/test_numerics_log.py tests/model/test_output_gemms.py \
-	tests/parallel/test_exchange.py tests/parallel/test_fp8_sum.py tests/parallel/test_wire.py
-NO_VECTORS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
+	tests/parallel/test_exchange.py tests/parallel/test_fp8_sum.py tests/parallel/test_wire.py \
+	tests/parallel/test_fp8_gather.py tests/parallel/test_weight_gather.py \
+	tests/parallel/test_finalize_grads.py tests/train/test_guard.py \
+	tests/train/test_gradient_rounding.py tests/model/test_bf16_operands.py \
+	tests/model/test_rounding.py tests/model/test_documents.py tests/evaluation/test_perplexity.py
+CAPABILITY ?= default
+ISA_default := SSE41
+ISA_avx2 := AVX2
 
 numerics: $(DEV)
 	@own=$$($(VENV)/bin/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())'); \
 	if [ "$$own" = DEFAULT ]; then echo "This CPU has no wider vectors: make test covers it."; exit; fi; \
-	echo "CPU capability default; the machine's own is $$own"; \
-	$(NO_VECTORS) $(PYTEST) $(PARALLEL) $(NUMERICS) -k 'not sm90 and not compile and not interpreter' $(ARGS)
+	if [ -z "$(ISA_$(CAPABILITY))" ]; then echo "CAPABILITY=$(CAPABILITY): default or avx2" >&2; exit 2; fi; \
+	echo "CPU capability $(CAPABILITY); the machine's own is $$own"; \
+	ATEN_CPU_CAPABILITY=$(CAPABILITY) MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=$(ISA_$(CAPABILITY)) \
+	$(PYTEST) $(PARALLEL) $(NUMERICS) -k 'not sm90 and not compile and not interpreter' $(ARGS)
 
 check: $(DEV)
 	$(VENV)/bin/ruff check
