@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK, Fp8Format
+from coatlm.fp8.formats import BLOCK_ELEMENTS, E4M3, SCALE_BLOCK, Fp8Format
 from coatlm.fp8.payload import unpack
 from coatlm.fp8.payload_layout import Layout, Shared
 from coatlm.fp8.scaling import amax_of, block_amax_ref, larger, scale_of, scale_ref
@@ -229,7 +229,7 @@ def _write_kernel(
 @triton.jit
 def _squares_kernel(code_ptr, scale_ptr, sum_ptr, blocks, ROWS: tl.constexpr):
     g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     code = tl.load(code_ptr + at, mask=(g < blocks)[:, None], other=0.0)
     x = code.to(tl.float32) * tl.load(scale_ptr + g, mask=g < blocks, other=0.0)[:, None]
     tl.store(sum_ptr + g, tl.sum(x * x, 1), mask=g < blocks)

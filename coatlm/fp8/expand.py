@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK, SMALLEST, Fp8Format
+from coatlm.fp8.formats import BLOCK_ELEMENTS, E4M3, SCALE_BLOCK, SMALLEST, Fp8Format
 
 K_STEPS = 16  # k16 = K_STEPS * k
 BLOCK = 32  # scale blocks per program
@@ -235,12 +235,12 @@ def _quantize_kernel(
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = block[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     code, k16, log2_scale = expand_encode(x, HOW)
     tl.store(code_ptr + at, code, mask=at < n)
-    tl.store(k16_ptr + block, k16, mask=block * 128 < n)
-    tl.store(log2_scale_ptr + block, log2_scale, mask=block * 128 < n)
+    tl.store(k16_ptr + block, k16, mask=block * BLOCK_ELEMENTS < n)
+    tl.store(log2_scale_ptr + block, log2_scale, mask=block * BLOCK_ELEMENTS < n)
 
 
 @triton.jit
@@ -254,10 +254,10 @@ def _dequantize_kernel(
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = block[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     code = tl.load(code_ptr + at, mask=at < n)
-    k16 = tl.load(k16_ptr + block, mask=block * 128 < n)
-    log2_scale = tl.load(log2_scale_ptr + block, mask=block * 128 < n)
+    k16 = tl.load(k16_ptr + block, mask=block * BLOCK_ELEMENTS < n)
+    log2_scale = tl.load(log2_scale_ptr + block, mask=block * BLOCK_ELEMENTS < n)
     x = expand_decode(code, k16, log2_scale, HOW)
     tl.store(x_ptr + at, x, mask=at < n)
 

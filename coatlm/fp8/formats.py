@@ -33,6 +33,7 @@ from torch import Tensor
 
 Overflow = Literal["saturate", "propagate"]
 SCALE_BLOCK = 128  # consecutive elements of states and gradients that share a scale
+BLOCK_ELEMENTS = tl.constexpr(SCALE_BLOCK)  # SCALE_BLOCK as kernels read it
 ALIGNMENT = 16  # elements of rows, and bytes of pointers: for GEMMs and 16-byte accesses
 SMALLEST = 2.0**-126  # smallest normal fp32
 EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in NaN and Inf

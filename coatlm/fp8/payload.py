@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coatlm.fp8.codes import decode, encode
-from coatlm.fp8.formats import SCALE_BLOCK
+from coatlm.fp8.formats import BLOCK_ELEMENTS, SCALE_BLOCK
 from coatlm.fp8.payload_layout import Layout, Own, Shared, check
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, block_amax_ref, scale_of, scale_ref
@@ -121,7 +121,7 @@ def _pack_kernel(
     a, b = payload // inner, payload % inner
     start = a * outer_stride + b * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     some = (g < blocks) & (a != skip)
     mask = some[:, None]
     x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
@@ -169,10 +169,10 @@ def _unpack_kernel(
     payload = program // tiles
     start = payload // inner * outer_stride + payload % inner * inner_stride
     g = program % tiles * ROWS + tl.arange(0, ROWS)
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     mask = g[:, None] < blocks
     code_ptr += payload * bytes_each
-    total = tl.full([ROWS, 128], -0.0, tl.float32)  # -0 + -0 is -0
+    total = tl.full([ROWS, BLOCK_ELEMENTS], -0.0, tl.float32)  # -0 + -0 is -0
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source * source_bytes.to(tl.int64)
         some = (g < blocks) & (source != skip)

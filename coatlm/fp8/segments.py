@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coatlm.fp8.formats import SCALE_BLOCK, Fp8Format
+from coatlm.fp8.formats import BLOCK_ELEMENTS, SCALE_BLOCK, Fp8Format
 from coatlm.fp8.scaling import amax_of, block_amax_ref
 
 ROWS = 32  # blocks per program
@@ -72,7 +72,7 @@ def raise_largest(largest_ptr, amax, owner):
 @triton.jit
 def _largest_kernel(x_ptr, owner_ptr, largest_ptr, blocks, ROWS: tl.constexpr):
     g, owner = _owners(owner_ptr, blocks, ROWS)
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     x = tl.load(x_ptr + at, mask=(g < blocks)[:, None], other=0.0).to(tl.float32)
     raise_largest(largest_ptr, amax_of(x, 1), owner)
 
@@ -82,7 +82,7 @@ def _saturated_kernel(
     code_ptr, owner_ptr, count_ptr, blocks, TOP: tl.constexpr, ROWS: tl.constexpr
 ):
     g, owner = _owners(owner_ptr, blocks, ROWS)
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     code = tl.load(code_ptr + at, mask=(g < blocks)[:, None], other=0)
     full = tl.sum(((code & 0x7F) == TOP).to(tl.int32), 1)
     first, last = _first_and_last(owner)

@@ -30,7 +30,7 @@ from triton.language.extra import libdevice
 
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.expand import expand_encode
-from coatlm.fp8.formats import E4M3
+from coatlm.fp8.formats import BLOCK_ELEMENTS, E4M3
 from coatlm.optim import collage, tiles
 from coatlm.optim.recipes import MASTER, Recipe
 from coatlm.optim.shards import program_tables
@@ -74,21 +74,23 @@ def _encode_and_store(M: tl.constexpr, state, main, low, amax_ptr, first, at, ro
     if M.kind == "expanded":
         HOW: tl.constexpr = M.how
         code, k, scale = expand_encode(main, HOW)
-        tl.store(state.main + first * 128 + at, code.to(tl.uint8, bitcast=True), mask=mask)
+        tl.store(
+            state.main + first * BLOCK_ELEMENTS + at, code.to(tl.uint8, bitcast=True), mask=mask
+        )
         tl.store(state.k + first + row, k, mask=row < count)
         tl.store(state.scale + first + row, scale, mask=row < count)
     elif M.kind == "scaled":
         amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
         code, scale = tiles.scaled_code(M, main, amax)
         code = code.to(state.main.dtype.element_ty, bitcast=True)
-        tl.store(state.main + first * 128 + at, code, mask=mask)
+        tl.store(state.main + first * BLOCK_ELEMENTS + at, code, mask=mask)
         tl.store(state.scale + first + row, scale, mask=row < count)
     else:
         if state.main is not None:
             stored = main.to(state.main.dtype.element_ty)
-            tl.store(state.main + first * 128 + at, stored, mask=mask)
+            tl.store(state.main + first * BLOCK_ELEMENTS + at, stored, mask=mask)
         if state.low is not None:
-            tl.store(state.low + first * 128 + at, low, mask=mask)
+            tl.store(state.low + first * BLOCK_ELEMENTS + at, low, mask=mask)
 
 
 @triton.jit
@@ -135,20 +137,22 @@ def _step_kernel(
     span_ptr, amax_ptr = span_ptr + span * 6, amax_ptr + span * 3
     skipped = (program - gl.load(span_ptr + 4)) * TILE.blocks  # blocks of earlier programs
     first, count = gl.load(span_ptr + 2) + skipped, gl.load(span_ptr + 3) - skipped
-    weight_ptr = gl.load(span_ptr).to(gl.pointer_type(WEIGHT)) + skipped * 128
-    grad_ptr = gl.load(span_ptr + 1).to(gl.pointer_type(GRAD)) + skipped * 128
+    weight_ptr = gl.load(span_ptr).to(gl.pointer_type(WEIGHT)) + skipped * BLOCK_ELEMENTS
+    grad_ptr = gl.load(span_ptr + 1).to(gl.pointer_type(GRAD)) + skipped * BLOCK_ELEMENTS
     weight_ptr, grad_ptr = gl.multiple_of(weight_ptr, 16), gl.multiple_of(grad_ptr, 16)
     if go == 0.0:
         return
 
     row = gl.arange(0, TILE.blocks, gl.SliceLayout(1, LAYOUT))
-    at = row[:, None] * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
+    column = gl.arange(0, BLOCK_ELEMENTS, gl.SliceLayout(0, LAYOUT))
+    at = row[:, None] * BLOCK_ELEMENTS + column[None, :]
     mask = (row < count)[:, None]
     grad = gl.load(grad_ptr + at, mask=mask)
     weight = gl.load(weight_ptr + at, mask=mask)
-    m_main, m_low = _load(m.main, first * 128, at, mask), _load(m.low, first * 128, at, mask)
-    v_main, v_low = _load(v.main, first * 128, at, mask), _load(v.low, first * 128, at, mask)
-    w_main, w_low = _load(w.main, first * 128, at, mask), _load(w.low, first * 128, at, mask)
+    begin = first * BLOCK_ELEMENTS
+    m_main, m_low = _load(m.main, begin, at, mask), _load(m.low, begin, at, mask)
+    v_main, v_low = _load(v.main, begin, at, mask), _load(v.low, begin, at, mask)
+    w_main, w_low = _load(w.main, begin, at, mask), _load(w.low, begin, at, mask)
     m_scale, m_k = _load(m.scale, first, row, row < count), _load(m.k, first, row, row < count)
     v_scale, v_k = _load(v.scale, first, row, row < count), _load(v.k, first, row, row < count)
     w_scale = _load(w.scale, first, row, row < count)
