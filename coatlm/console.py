@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 import argcomplete
@@ -15,6 +17,7 @@ from tqdm import tqdm
 
 from coatlm.config.errors import one_line, shortened
 from coatlm.config.program import as_typed
+from coatlm.config.urls import READ_HERE, WRITTEN_HERE, is_url, without_secrets
 
 DELAY = 2.0  # seconds before a progress bar appears, so that short work shows none
 REDRAW = 0.1  # seconds between redraws of a bar
@@ -56,6 +59,29 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print `message` in one line, without argparse's usage text, and exit with code 2."""
         self.exit(2, f"error: {one_line(message)} ({self.prog} --help lists the options)\n")
+
+
+def local_path(text: str, allowed: str = READ_HERE) -> Path:
+    """The `type` of an argument that names what is read from this machine: a URL is an error.
+
+    `//` at the beginning becomes `/`: a tokenizer's spec hf://PLACE would be read as a URL.
+    """
+    return Path(re.sub("^//+", "/", local_text(text, allowed)))
+
+
+def output_path(text: str) -> Path:
+    """The `type` of an argument that names what is written on this machine."""
+    return local_path(text, WRITTEN_HERE)
+
+
+def local_text(text: str, allowed: str = READ_HERE) -> str:
+    """The `type` of an argument that is a path or KIND:PATH of this machine, left as it is typed.
+
+    A `Path` would make one slash of the two in a URL.
+    """
+    if is_url(text) or is_url(text.partition(":")[2]):
+        raise argparse.ArgumentTypeError(f"{without_secrets(text)}: {allowed}")
+    return text
 
 
 def fail(error: Exception, code: int = 2, *, label: str = "error") -> int:

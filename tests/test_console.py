@@ -47,6 +47,17 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFix
         assert error.startswith("error: ") and error.count("\n") == 1 and words[-1] in error
 
 
+def test_a_refused_url_is_named_without_its_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("What it does.")
+    parser.add_argument("run", type=console.local_path)
+    for url in ("https://host/run?signature=SECRET", "s3://key:SECRET@bucket/run"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([url])
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: argument run: {url.split(':')[0]}://")
+        assert "SECRET" not in error and "a path on this machine" in error
+
+
 def test_sizes_have_four_digits_and_a_binary_unit() -> None:
     assert [in_bytes(n) for n in (0, 1023, 1024, 1.2345 * 2**30, 2**50)] == [
         *("0 B", "1023 B", "1 KiB", "1.234 GiB", "1024 TiB"),

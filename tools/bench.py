@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from coatlm.console import Parser, fail
+from coatlm.config.urls import WRITTEN_HERE, is_url
+from coatlm.console import Parser, fail, output_path
 from coatlm.files import check_output, whole_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], help="rows whose name contains one of these"
     )
-    parser.add_argument("--out", type=Path, help="write the records here as JSON, after each row")
+    parser.add_argument(
+        "--out", type=output_path, help="write the records here as JSON, after each row"
+    )
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds; no row starts later"
     )
@@ -122,6 +125,8 @@ def parse(name: str, options: list[str]) -> dict[str, str]:
         if not separator or ("SECTION.KEY" if "." in key else key) not in allowed:
             takes = ", ".join(f"{key}=" for key in allowed)
             raise ValueError(f"{option}: {name} takes {takes}")
+        if key == "trace" and is_url(value):
+            raise ValueError(f"{option}: {WRITTEN_HERE}")
         if key in COUNTS and not (value.isdecimal() and 1 <= int(value[:12]) <= LARGEST):
             raise ValueError(f"{option}: a whole number from 1 to {LARGEST}")
         found[key] = value

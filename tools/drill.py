@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from coatlm.console import Parser, fail  # noqa: E402
+from coatlm.console import Parser, fail, local_path, output_path  # noqa: E402
 from tools.drilling.report import ROUNDS, markdown, plain, read  # noqa: E402
 
 
@@ -49,9 +49,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--ranks", type=int, default=2, help="ranks per job; 1: single processes only (default: 2)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     add("--jobs", type=int, default=1, help="drills in parallel that share the rounds")
-    add("--out", type=Path, help="a directory (default: a new temporary one)")
+    add("--out", type=output_path, help="a directory (default: a new temporary one)")
     add("--faults", nargs="+", metavar="NAME", help="only these faults, named as in the table")
-    add("--table", type=Path, nargs="+", metavar="FILE", help="print rounds.jsonl as Markdown")
+    add(
+        "--table", type=local_path, nargs="+", metavar="FILE", help="print rounds.jsonl as Markdown"
+    )
     parsed = parser.parse_args(arguments)
     for name in ("rounds", "ranks", "jobs"):
         if getattr(parsed, name) < 1:

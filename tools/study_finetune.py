@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path
 from coatlm.data.chat import ChatFormat
 from coatlm.data.preprocess import preprocess
 from coatlm.data.token_shard import Options
@@ -178,7 +178,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the process with exit code 2."""
     parser = Parser(__doc__)
     study_loss.add_options(parser)
-    parser.add_argument("--checkpoint", type=Path, help="a run or a checkpoint to start from")
+    parser.add_argument("--checkpoint", type=local_path, help="a run or a checkpoint to start from")
     parser.add_argument("--train", type=int, default=20_000, help="examples per task (%(default)s)")
     parser.add_argument("--test", type=int, default=1_000, help="examples per task (%(default)s)")
     options = parser.parse_intermixed_args(arguments)

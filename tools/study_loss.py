@@ -48,7 +48,7 @@ from pathlib import Path
 from coatlm.config import Config
 from coatlm.config.errors import one_line
 from coatlm.config.load import read_mapping
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path, output_path
 from coatlm.files import check_output, whole_file
 from coatlm.train.changes import CONTENT, changed_keys
 from coatlm.train.checkpoint import CHECKPOINTS
@@ -247,7 +247,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the process with exit code 2."""
     parser = Parser(__doc__)
     add_options(parser)
-    parser.add_argument("--pool", type=Path, nargs="+", default=[], metavar="FILE.jsonl")
+    parser.add_argument("--pool", type=local_path, nargs="+", default=[], metavar="FILE.jsonl")
     options = parser.parse_intermixed_args(arguments)
     check_options(parser, options, needed=("runs",))
     return options
@@ -255,10 +255,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def add_options(parser: Parser) -> None:
     """Add the options of every tool that runs a study."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml")
+    parser.add_argument("study", type=local_path, metavar="STUDY.yaml")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    parser.add_argument("--runs", type=Path, help="directory of the runs' directories")
-    parser.add_argument("--out", type=Path, required=True, help="*.jsonl, a line per run")
+    parser.add_argument("--runs", type=output_path, help="directory of the runs' directories")
+    parser.add_argument("--out", type=output_path, required=True, help="*.jsonl, a line per run")
     parser.add_argument("--recipes", nargs="+", metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs at once (default: 1)")

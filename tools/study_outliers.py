@@ -52,7 +52,7 @@ from torch import Tensor
 
 from coatlm.config import Config, ConfigError
 from coatlm.config.recipes import PRECISION_RECIPES, TE_RECIPES
-from coatlm.console import Parser, fail, progress
+from coatlm.console import Parser, fail, local_path, output_path, progress
 from coatlm.data.batches import Microbatch, microbatches
 from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import make_tokenizer
@@ -252,14 +252,16 @@ def check_numbers(factors: Sequence[int], batches: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=local_path, metavar="CHECKPOINT")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="RECIPE")
     parser.add_argument(
         "--stresses", nargs="+", choices=tuple(STRESSES), default=list(STRESSES), metavar="STRESS"
     )
     parser.add_argument("--factors", type=int, nargs="+", default=list(FACTORS), metavar="F")
     parser.add_argument("--batches", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--out", type=output_path, default=Path("study"), help="(default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     quiet_megatron()
     try:

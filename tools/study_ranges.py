@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, output_path
 from coatlm.files import check_output, whole_file
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
 
@@ -209,7 +209,9 @@ def markdown(kind: str, beta2: float, table: Table) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--out", type=output_path, default=Path("study"), help="(default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="(default: %(default)s)")
     parser.add_argument(
         "--blocks", type=int, default=256, help="blocks of 128 elements (default: %(default)s)"

@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from coatlm.config import Config, load_config
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path, local_text, output_path
 from coatlm.data.batches import microbatches
 from coatlm.files import check_output, whole_file
 from coatlm.fp8.formats import SCALE_BLOCK
@@ -140,12 +140,14 @@ def draw(found: Sequence[SumErrors], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
-    parser.add_argument("config", nargs="?", metavar="CONFIG")
+    parser.add_argument("config", type=local_text, nargs="?", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument(
-        "--gradients", type=Path, help="gradients.pt of an earlier call, in place of CONFIG"
+        "--gradients", type=local_path, help="gradients.pt of an earlier call, in place of CONFIG"
     )
-    parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--out", type=output_path, default=Path("study"), help="(default: %(default)s)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="(default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)

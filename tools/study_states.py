@@ -51,7 +51,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path, output_path
 from coatlm.files import STATE_PREFIX, check_output, whole_file
 from coatlm.fp8.expand import K_STEPS, M_E4M3, V_E4M3, Expansion, expand_quantize
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK, SMALLEST
@@ -284,8 +284,10 @@ def as_json(moments: Moments, result: StateStudy) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--out", type=Path, default=Path("study"), help="(default: %(default)s)")
+    parser.add_argument("checkpoint", type=local_path, metavar="CHECKPOINT")
+    parser.add_argument(
+        "--out", type=output_path, default=Path("study"), help="(default: %(default)s)"
+    )
     parser.add_argument("--elements", type=int, help="at most this many (default: all)")
     options = parser.parse_args(arguments)
     try:

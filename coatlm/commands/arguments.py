@@ -9,7 +9,7 @@ from argcomplete.completers import FilesCompleter
 
 from coatlm.config.keys import keys
 from coatlm.config.shipped import shipped
-from coatlm.console import Parser
+from coatlm.console import Parser, local_text
 
 
 def add_config(parser: Parser, *, required: bool = True) -> None:
@@ -17,6 +17,7 @@ def add_config(parser: Parser, *, required: bool = True) -> None:
     config = parser.add_argument(
         "config",
         metavar="CONFIG",
+        type=local_text,
         nargs=None if required else "?",
         help=f"a YAML file, or one of {', '.join(shipped())}",
     )

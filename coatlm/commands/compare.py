@@ -29,7 +29,7 @@ from typing import Any
 
 from coatlm.config import dotted, read_mapping
 from coatlm.config.errors import printable
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path
 from coatlm.train.run_directory import METRICS, Record, is_value, read_records, task_scores
 
 # keys whose values differ between any two runs
@@ -146,8 +146,8 @@ def _show(value: Any) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "compare")
-    parser.add_argument("a", type=Path, metavar="A", help="a run directory")
-    parser.add_argument("b", type=Path, metavar="B", help="another one")
+    parser.add_argument("a", type=local_path, metavar="A", help="a run directory")
+    parser.add_argument("b", type=local_path, metavar="B", help="another one")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default: 0)")
     parser.add_argument(
         "--ignore-config", action="store_true", help="print keys that differ, but do not count them"

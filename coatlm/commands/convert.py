@@ -25,10 +25,16 @@ if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coatlm.console import Parser, fail, ignore_library_warnings
+from coatlm.console import (
+    Parser,
+    fail,
+    ignore_library_warnings,
+    local_path,
+    local_text,
+    output_path,
+)
 
 if TYPE_CHECKING:
     from coatlm.hf.files import Report
@@ -52,15 +58,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--from", dest="source_kind", choices=KINDS, required=True)
     add("--to", dest="target_kind", choices=KINDS, required=True)
-    add("source", type=Path)
-    add("destination", type=Path, help="a new directory")
+    add("source", type=local_path)
+    add("destination", type=output_path, help="a new directory")
     add("--dtype", choices=["bf16", "fp32", "fp16"], help="of the result; default: as stored")
-    add("--tokenizer", help="to coatlm: a spec in place of the directory's, or none")
+    add(
+        "--tokenizer",
+        type=local_text,
+        help="to coatlm: a spec in place of the directory's, or none",
+    )
     add("--vocab-multiple", type=int, help="pad the vocabulary to a multiple of this; not to hf")
     add("--seq-len", type=int, help="to coatlm: data.seq_len; default: that of the model")
     add(
         "--config",
-        type=Path,
+        type=local_path,
         help="from megatron: YAML of coatlm whose model, optim, train and data.seq_len replace the "
         "checkpoint's",
     )
@@ -70,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=None,
         help="from and to megatron: leave out optimizer states",
     )
-    add("--like", type=Path, help="to hf: directory that gives family, tokenizer and so on")
+    add("--like", type=local_path, help="to hf: directory that gives family, tokenizer and so on")
     add(
         "--vocab-size",
         type=int,

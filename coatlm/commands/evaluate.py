@@ -37,7 +37,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coatlm.config import Eval, make_config
-from coatlm.console import Parser, fail, ignore_library_warnings
+from coatlm.console import (
+    Parser,
+    fail,
+    ignore_library_warnings,
+    local_path,
+    local_text,
+    output_path,
+)
 from coatlm.files import check_output, whole_file
 
 if TYPE_CHECKING:
@@ -51,14 +58,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__, "evaluate")
     add = parser.add_argument
-    add("checkpoint", type=Path)
-    add("--data", nargs="+", default=[], help="files and globs, for perplexity")
+    add("checkpoint", type=local_path)
+    add("--data", nargs="+", default=[], help="files, globs and URLs, for perplexity")
     add(
         "--field",
         default="text",
         help="field of JSON lines or column of parquet (default: %(default)s)",
     )
-    add("--tokenizer", help="a spec as in data.tokenizer, if the tokenizer's file has moved")
+    add(
+        "--tokenizer",
+        type=local_text,
+        help="a spec as in data.tokenizer, if the tokenizer's file has moved",
+    )
     add(
         "--prefix",
         type=int,
@@ -72,7 +83,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cast", nargs="+", default=[], metavar="FORMAT", help="e4m3, e5m2")
     add("--scales", nargs="+", default=["tensor"], help="tensor, channel, biasN (default: tensor)")
     add("--what", nargs="+", default=["gemm"], help="gemm, residual (default: gemm)")
-    add("--tasks", nargs="+", default=[], help="names and YAML files")
+    add("--tasks", type=local_text, nargs="+", default=[], help="names and YAML files")
     add("--limit", type=int, help="examples per task (default: all)")
     add("--shots", type=int, help="solved examples per prompt (default: the task's)")
     add(
@@ -81,7 +92,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=Eval().tasks_new_tokens,
         help="most tokens of a generated answer (default: %(default)s)",
     )
-    add("--out", type=Path, help="write the results as JSON")
+    add("--out", type=output_path, help="write the results as JSON")
     return parser.parse(arguments)
 
 

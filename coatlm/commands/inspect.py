@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config.errors import printable
-from coatlm.console import Parser, fail, in_bytes
+from coatlm.console import Parser, fail, in_bytes, local_path
 from coatlm.train.manifest import (
     MANIFEST,
     STEP,
@@ -242,7 +242,7 @@ def _ordinal(number: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "inspect")
-    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH")
+    parser.add_argument("paths", type=local_path, nargs="+", metavar="PATH")
     parser.add_argument("--verify", action="store_true", help="compare sizes and checksums")
     parser.add_argument("--diff", action="store_true", help="compare two, tensor by tensor")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")

@@ -57,7 +57,7 @@ from coatlm.commands.curves import (
     smoothing,
     task_panels,
 )
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path, output_path
 from coatlm.files import whole_file
 from coatlm.train.run_directory import earlier_attempts
 
@@ -195,8 +195,10 @@ def cell(name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "plot")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, required=True, help="*.png, *.svg, *.pdf or *.html")
+    parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument(
+        "--out", type=output_path, required=True, help="*.png, *.svg, *.pdf or *.html"
+    )
     parser.add_argument(
         "--attempts", action="store_true", help="draw earlier attempts of these runs too"
     )

@@ -52,7 +52,7 @@ import os
 import time
 from pathlib import Path
 
-from coatlm.console import Parser, explain, fail, progress
+from coatlm.console import Parser, explain, fail, local_path, local_text, output_path, progress
 from coatlm.data.chat import NONE, OWN, chat_format
 from coatlm.data.indexed import open_checked, read_index
 from coatlm.data.packing import packing_cost
@@ -66,15 +66,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__, "prepare")
     add = parser.add_argument
-    add("--input", nargs="+", help="files, globs (** for any depth), python-stdlib")
-    add("--output-prefix", type=Path, help="PREFIX of the four files to write")
-    add("--verify", nargs="+", type=Path, metavar="PREFIX", help="verify checksums of datasets")
-    add("--tokenizer", default="byte", help=f"{SPECS} (default: byte)")
+    add("--input", nargs="+", help="files, globs (** for any depth), URLs, python-stdlib")
+    add("--output-prefix", type=output_path, help="PREFIX of the four files to write")
+    add(
+        "--verify",
+        nargs="+",
+        type=local_path,
+        metavar="PREFIX",
+        help="verify checksums of datasets",
+    )
+    add("--tokenizer", type=local_text, default="byte", help=f"{SPECS} (default: byte)")
     add("--field", default="text", help="of a JSON line (default: text)")
     add("--column", default="text", help="of parquet (default: text)")
     add("--chat", action="store_true", help="JSON lines are conversations; write a loss mask")
     add(
         "--chat-template",
+        type=local_text,
         metavar="TEMPLATE",
         help=f"of --chat: {OWN} (the tokenizer's, default), {NONE}, or a jinja file",
     )

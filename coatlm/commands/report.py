@@ -31,7 +31,7 @@ from typing import Any
 from coatlm.commands.curves import LoggedRun, read_runs
 from coatlm.config import ConfigError, dotted, read_mapping
 from coatlm.config.errors import printable
-from coatlm.console import Parser, fail
+from coatlm.console import Parser, fail, local_path, output_path
 from coatlm.files import whole_file
 from coatlm.train.run_directory import (
     NUMERICS,
@@ -222,11 +222,17 @@ def settings(runs: Sequence[ReportedRun]) -> Iterator[Sequence[object]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "report")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("run", type=local_path, metavar="RUN", help="a run directory")
     parser.add_argument(
-        "--with", dest="others", nargs="+", type=Path, default=[], metavar="RUN", help="compare"
+        "--with",
+        dest="others",
+        nargs="+",
+        type=local_path,
+        default=[],
+        metavar="RUN",
+        help="compare",
     )
-    parser.add_argument("--out", type=Path, help="*.html (default: RUN/report.html)")
+    parser.add_argument("--out", type=output_path, help="*.html (default: RUN/report.html)")
     options = parser.parse(arguments)
     out = options.out or options.run / "report.html"
     try:

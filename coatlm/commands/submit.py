@@ -37,7 +37,7 @@ from pathlib import Path
 from coatlm.commands.arguments import add_config
 from coatlm.commands.slurm_script import log_name, mounted, script, slurm_directory
 from coatlm.config import Config, ConfigError
-from coatlm.console import Parser
+from coatlm.console import Parser, local_text
 from coatlm.hf.run_config import load_run_config
 
 TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
@@ -134,7 +134,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     chain = "submit an array of K + 1 jobs, each resuming the previous one, instead of requeueing"
     add("--restarts", type=natural, default=0, metavar="K", help=chain)
     add("--save-before", type=positive, default=300, help="seconds before the time limit (300)")
-    add("--python", default=sys.executable, help="interpreter on the nodes or in the container")
+    add(
+        "--python",
+        type=local_text,
+        default=sys.executable,
+        help="interpreter on the nodes or in the container",
+    )
     setup = "a line that the shell of the job runs unchanged before the ranks; repeatable"
     add("--setup", action="append", default=[], metavar="LINE", help=setup)
     variable = "an exported variable, repeatable; the value is not expanded"
@@ -142,7 +147,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--container", metavar="IMAGE")
     add("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis")
     mount = "a mount in the container, repeatable"
-    add("--mount", action="append", default=[], metavar="PATH[:PATH[:FLAGS]]", help=mount)
+    add(
+        "--mount",
+        type=local_text,
+        action="append",
+        default=[],
+        metavar="PATH[:PATH[:FLAGS]]",
+        help=mount,
+    )
     add("--dry-run", action="store_true", help="check and print the script, submit nothing")
     return parser.parse(arguments)
 

@@ -20,12 +20,13 @@ from coatlm.config.errors import ConfigError, shortened
 from coatlm.config.fields import MOST_RANKS
 from coatlm.config.keys import keys_table
 from coatlm.config.load import dotted, load_config, make_config, override, read_mapping
+from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision, PrecisionRecipe
 from coatlm.config.optim import FP32_RECIPES, Optim, OptimRecipe
 from coatlm.config.parallel import GradComm, Parallel
 from coatlm.config.presets import PRESETS
 from coatlm.config.rope import RopeScaling
-from coatlm.config.run import Checkpoint, Data, DataSource, Eval, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, DataSource, Eval, Run, Train
 from coatlm.config.window import Window
 from coatlm.config.yaml_text import dump_yaml
 

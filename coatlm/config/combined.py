@@ -6,12 +6,13 @@ from pydantic import Field, model_validator
 
 from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
+from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
 from coatlm.config.obstacles import graph_obstacles, update_obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
-from coatlm.config.run import Checkpoint, Data, Eval, Log, Run, Train
+from coatlm.config.run import Checkpoint, Data, Eval, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
 # keys of precision that are not only for FP8 layers

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
-from coatlm.config.urls import checked_url, is_url
+from coatlm.config.urls import READ_HERE, checked_url, is_url
 
 FOREVER = 2**40  # steps
 MOST_RANKS = 2**20  # processes
@@ -49,7 +49,7 @@ def expand_user(path: str) -> str:
     if not _text(path):
         raise ValueError("a path has at least 1 character")
     if is_url(path):
-        raise ValueError("a path on this machine; a URL is not read here")
+        raise ValueError(READ_HERE)
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.split("/")[0]
@@ -79,6 +79,8 @@ def _url(text: str) -> str:
 
 
 def _tokenizer(spec: str) -> str:
+    if is_url(spec):  # hf://PLACE has the form of KIND:FILE
+        raise ValueError(READ_HERE)
     kind, colon, rest = spec.partition(":")
     return f"{kind}:{expand_user(rest)}" if colon and rest else _text(spec)
 
@@ -92,6 +94,7 @@ def _resume(text: str) -> str:
 
 Real = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Text = Annotated[str, Strict(), AfterValidator(_text)]
+LocalText = Annotated[str, Strict(), AfterValidator(expand_user)]  # path or keyword
 PathText = Annotated[str, Strict(), AfterValidator(_path_or_url)]  # path, URL, glob or keyword
 UrlText = Annotated[str, Strict(), AfterValidator(_url)]
 SourcePath = Annotated[Path | str, BeforeValidator(_source)]  # str: a URL

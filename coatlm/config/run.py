@@ -1,4 +1,4 @@
-"""The configuration sections run, data, train, eval, checkpoint and log."""
+"""The configuration sections run, data, train, eval and checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import (
 
 from coatlm.config.fields import (
     FOREVER,
-    YEAR,
+    LocalText,
     PathText,
     Real,
     ResumeText,
@@ -28,6 +28,7 @@ from coatlm.config.fields import (
     UserPath,
     number,
 )
+from coatlm.config.urls import is_url
 
 Guarded = Literal[
     "data.text",
@@ -39,7 +40,6 @@ Guarded = Literal[
     "optim.recipe",
 ]
 SplitShare = Annotated[Real, Field(le=1e12)]
-StepNumber = Annotated[StrictInt, Field(ge=1, le=FOREVER)]
 
 
 class Run(Section):
@@ -53,6 +53,15 @@ class Run(Section):
 
     seed: StrictInt = number(1234, ge=0, le=2**63 - 1)  # megatron adds some thousands to it
     """The seed of the initial weights and of the order of training samples."""
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _no_url(cls, value: Any) -> Any:
+        if isinstance(value, str) and is_url(value):
+            raise ValueError(
+                "a path on this machine; checkpoint.upload=URL copies its checkpoints to a URL"
+            )
+        return value
 
 
 class DataSource(Section):
@@ -240,7 +249,7 @@ class Train(Section):
 class Eval(Section):
     """Evaluation on tasks of lm-evaluation-harness during training; needs coatlm[eval]."""
 
-    tasks: tuple[PathText, ...] = ()
+    tasks: tuple[LocalText, ...] = ()
     """Names of tasks, groups or tags of lm-evaluation-harness, and YAML files that define a task.
     Such a file can name Python functions, which are run; tasks may download their data sets."""
 
@@ -309,42 +318,3 @@ class Checkpoint(Section):
     upload: UrlText | None = None
     """A URL to which each finished checkpoint is copied, in the background with async_save; null
     means none. Checkpoints there are never removed."""
-
-
-class Log(Section):
-    """What is logged, and how often."""
-
-    every: StrictInt = number(10, "steps", ge=1, le=FOREVER)
-    """Steps between lines on the console and in metrics.jsonl; the first and the last step are
-    logged too."""
-
-    states_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
-    """Steps between records in states.jsonl of the rounding errors of stored weights and moments; 0
-    means never."""
-
-    numerics_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
-    """Steps between records in numerics.jsonl of the quantization errors in each layer of the FP8
-    flow; 0 means never."""
-
-    tensorboard: StrictBool = False
-    """Write TensorBoard events to tb/ in run.dir."""
-
-    wandb_project: Text | None = None
-    """The project in Weights & Biases to log to; null means none."""
-
-    profile: tuple[StepNumber, StepNumber] | None = None
-    """The steps that torch's profiler traces on rank 0, as [first, last]; null means none."""
-
-    hang_timeout: Real = number(0.0, "seconds", ge=0.0, le=YEAR)
-    """Seconds without a finished step or evaluation batch after which the run writes the stacks of
-    all threads and ends with exit code 5; 0 means off."""
-
-    straggler_factor: Real = number(2.0, ge=0.0)
-    """Warn of the slowest rank when its time per step, without waiting for other ranks, exceeds
-    this factor times the median over ranks; 0 means off."""
-
-    @model_validator(mode="after")
-    def _window(self) -> Log:
-        if self.profile and self.profile[0] > self.profile[1]:
-            raise ValueError(f"profile={list(self.profile)}: [first, last] with 1 <= first <= last")
-        return self

@@ -21,6 +21,8 @@ BACK_ENDS = {  # protocol -> the module that fsspec needs for it, "" for none
     "file": "",
     "memory": "",
 }
+READ_HERE = "a path on this machine; a URL is not read here"  # where only a path is allowed
+WRITTEN_HERE = "a path on this machine; write there, then copy the result to the URL"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _USER = re.compile(r"(\w+://)[^\s/@'\"]*@")
 _QUERY = re.compile(r"(\w+://[^\s?'\"]*)\?[^\s'\"]*")

@@ -66,6 +66,26 @@ def test_what_is_no_place_for_a_url_or_too_small_is_refused(section: dict) -> No
         make_config({**DATA, name: fields})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("run.dir", "s3://b/x", "checkpoint.upload=URL copies its checkpoints to a URL"),
+        ("data.cache_dir", "gs://b/x", "a URL is not read here"),
+        ("data.tokenizer", "hf:s3://b/tokenizer.json", "a URL is not read here"),
+        ("data.tokenizer", "hf://a/b/tokenizer.json", "a URL is not read here"),
+        ("checkpoint.resume", "hf:s3://b/model", "a URL is not read here"),
+        ("eval.tasks", "s3://b/task.yaml", "a URL is not read here"),
+    ],
+)
+def test_a_path_that_is_a_url_is_refused_with_what_is_allowed(
+    key: str, value: str, allowed: str
+) -> None:
+    section, name = key.split(".")
+    data = {**DATA, section: {**DATA.get(section, {}), name: value}}
+    with pytest.raises(ConfigError, match=rf"^{key}.*'{value}': a path on this machine; {allowed}"):
+        make_config(data)
+
+
 def test_a_missing_back_end_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACK_ENDS, "s3", "no_such_module")
     with pytest.raises(ValueError, match=r"s3://b/c: s3:// needs .*pip install 'coatlm\[remote\]'"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from coatlm.config import make_config
-from coatlm.config.run import Log
+from coatlm.config.log import Log
 from tests.distributed import run_ranks
 
 STEPS, EVERY = 20, 5

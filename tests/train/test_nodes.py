@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coatlm.config.run import Log
+from coatlm.config.log import Log
 from tests.distributed import ROOT, python_path, start
 from tests.forks import Forks, pretrain
 from tests.nodes import LINK, Node, enter, two_nodes
