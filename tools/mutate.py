@@ -30,7 +30,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from coatlm.console import Parser  # noqa: E402
+from coatlm.console import Parser, local_path, local_text  # noqa: E402
 
 PAIRS = (
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.UAdd, ast.USub)),
@@ -111,13 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("file", metavar="FILE", help="a module, relative to --root")
+    add("file", type=local_text, metavar="FILE", help="a module, relative to --root")
     add("tests", nargs="+", metavar="TEST", help="arguments for pytest, relative to --root")
     add("--sample", type=int, help="run so many mutants, chosen at random (default: all)")
     add("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
     add("--timeout", type=float, default=120.0, help="seconds per mutant (default: %(default)s)")
     add("--preload", nargs="*", default=["torch"], metavar="MODULE")
-    add("--root", type=Path, default=ROOT, help="the tree (default: this checkout)")
+    add("--root", type=local_path, default=ROOT, help="the tree (default: this checkout)")
     options = parser.parse_args(arguments)
     if not (options.root / options.file).is_file():
         parser.error(f"{options.file}: no such file in {options.root}")

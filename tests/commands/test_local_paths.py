@@ -48,6 +48,8 @@ READS: list[tuple[str, list[str], str]] = [  # command, its words, the argument 
     ("report", [URL], "RUN"),
     ("report", ["x", "--with", "y", URL], "--with"),
     ("tools.drill", ["--table", "x", URL], "--table"),
+    ("tools.mutate", [URL, "tests"], "FILE"),
+    ("tools.mutate", ["x.py", "tests", "--root", URL], "--root"),
     ("tools.study_finetune", [*LOSS, "--checkpoint", URL], "--checkpoint"),
     ("tools.study_loss", [URL, *LOSS[1:]], "STUDY.yaml"),
     ("tools.study_loss", [*LOSS, "--pool", "x", URL], "--pool"),
