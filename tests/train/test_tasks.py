@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import random
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from coatlm.config import Config, ConfigError, Eval, make_config
 from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model.loss import IGNORE
+from coatlm.train import run_directory
 from coatlm.train.phases import open_tasks
 from coatlm.train.predict import Prediction, Row
 from tests.train.test_resume import metrics_of, run_config, start_jobs
@@ -270,7 +273,9 @@ def test_losses_with_and_without_tasks_are_equal_bit_by_bit(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["with", "two"])
-def test_metrics_of_tasks_are_logged_and_plotted(root: Path, name: str) -> None:
+def test_metrics_of_tasks_are_logged_and_plotted(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = [line for line in metrics_of(root / name) if "loss" not in line]
     assert [line["step"] for line in scores] == [2, 4]
     assert all(
@@ -278,3 +283,12 @@ def test_metrics_of_tasks_are_logged_and_plotted(root: Path, name: str) -> None:
     )
     log = (root / name / "train.log").read_text()
     assert f"step 4/4 | ends/acc {scores[1]['task/ends/acc']:.4f} | answers/exact_match 0.0" in log
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    monkeypatch.setattr(run_directory, "whole_file", contextlib.nullcontext)
+    run_directory.loss_plot(root / name)
+    lines = {line.get_label(): line for line in drawn[0].axes[1].get_lines()}
+    assert lines.keys() == {"ends/acc", "answers/exact_match"}
+    for key, line in lines.items():
+        assert list(line.get_xdata()) == [2, 4]
+        assert list(line.get_ydata()) == [record[f"task/{key}"] for record in scores]
