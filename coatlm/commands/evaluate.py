@@ -3,7 +3,7 @@
     coatlm evaluate runs/mine --data valid.txt --out perplexity.json
     coatlm evaluate runs/mine --data 'valid/*.jsonl' --window 1024 --stride 512 \\
         --cast e4m3 e5m2 --scales tensor channel --what gemm residual
-    coatlm evaluate runs/mine --tasks lambada_openai my-task.yaml --limit 500
+    coatlm evaluate runs/mine --tasks python-lines lambada_openai my-task.yaml --limit 500
 
 The checkpoint is one of any layout, a run (its newest one is used), or a Hugging Face model
 converted by `coatlm convert`. One process computes, on a GPU if there is one. A text file is
@@ -17,7 +17,8 @@ channel and per token, biasN (bias7 ...) only a fixed exponent bias N. --what ge
 inputs of every linear layer and q, k, v; residual also casts both inputs of residual additions.
 
 --tasks takes what eval.tasks takes: names of tasks of lm-evaluation-harness, which may download
-their data sets, and YAML files, whose Python functions are run. It needs coatlm[eval].
+their data sets, names of shipped ones (python-lines, python-words), and YAML files, whose Python
+functions are run. It needs coatlm[eval].
 
 Exit code: 0; 2 with one line for invalid input; 4 for a damaged checkpoint.
 """

@@ -250,8 +250,10 @@ class Eval(Section):
     """Evaluation on tasks of lm-evaluation-harness during training; needs coatlm[eval]."""
 
     tasks: tuple[LocalText, ...] = ()
-    """Names of tasks, groups or tags of lm-evaluation-harness, and YAML files that define a task.
-    Such a file can name Python functions, which are run; tasks may download their data sets."""
+    """YAML files that define a task, names of shipped ones (python-lines, python-words), and names
+    of tasks, groups or tags of lm-evaluation-harness. Relative data files of a task are those
+    beside its file, else those of the working directory. A task's file can name Python functions,
+    which are run; tasks may download their data sets."""
 
     tasks_every: StrictInt = number(1000, "steps", ge=1, le=FOREVER)
     """Steps between evaluations on the tasks; another one follows the last step."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import glob
 import io
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -30,15 +31,18 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from coatlm.config import Eval
 from coatlm.config.errors import one_line
+from coatlm.config.shipped import shipped_tasks, task_file
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.model.loss import IGNORE
 from coatlm.train.predict import Prediction, Row
 
 SEED = 1234  # of the choice of solved examples, the same in every evaluation
+BUILDERS = ("arrow", "csv", "json", "parquet", "text")  # dataset_path of data that are files
 Predict = Callable[[Sequence[Row]], list[Prediction]]
 
 
@@ -169,22 +173,48 @@ class Tasks:
 
 
 def _load(names: Sequence[str]) -> Any:
-    """Load tasks by name or file. The index of the harness's tasks is read only for names."""
-    named = [name for name in names if not Path(name).is_file()]
+    """Load tasks by file or name. The index of the harness's tasks is read only for their names."""
+    paths = {name: task_file(name) for name in names}
+    named = [name for name, path in paths.items() if not path.is_file()]
     manager = TaskManager(include_defaults=bool(named))
     for name in named:
         if name not in manager.task_index:
-            near = difflib.get_close_matches(name, manager.all_tasks, 3)
+            near = difflib.get_close_matches(name, [*shipped_tasks(), *manager.all_tasks], 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ValueError(
                 f"eval.tasks: {name!r} is no task of lm-evaluation-harness and no YAML file{hint}"
             )
     try:
-        return manager.load(list(names))
+        return manager.load([name if name in named else _specified(paths[name]) for name in names])
     except Exception as error:  # the harness, its tasks and datasets raise many types
         raise ValueError(
             f"eval.tasks={list(names)}: cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def _specified(path: Path) -> str | dict[str, Any]:
+    """What the harness loads for a file: its path, or its content with the paths of data beside it.
+
+    The harness itself takes relative data files from the working directory, which stays so for
+    those that are not beside the task's file. Raises what the harness raises for a damaged file.
+    """
+    task: dict[str, Any] = load_yaml(path)
+    options = task.get("dataset_kwargs") or {}
+    if "group" in task or task.get("dataset_path") not in BUILDERS or "data_files" not in options:
+        return str(path)
+    found = _beside(path.parent, options["data_files"])
+    return task | {"dataset_kwargs": options | {"data_files": found}}
+
+
+def _beside(directory: Path, files: Any) -> Any:
+    """`data_files`, which are names, lists of names, or either by split, where they exist."""
+    if isinstance(files, dict):
+        return {split: _beside(directory, inner) for split, inner in files.items()}
+    if isinstance(files, list):
+        return [_beside(directory, inner) for inner in files]
+    if isinstance(files, str) and (directory / files).is_file():
+        return glob.escape(str(directory / files))  # datasets takes names for patterns
+    return files
 
 
 def _prepare(name: str, task: Any, options: Eval) -> None:

@@ -17,6 +17,7 @@ import torch
 from matplotlib.figure import Figure
 
 from coatlm.config import Config, ConfigError, Eval, make_config
+from coatlm.config.shipped import shipped_tasks
 from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model.loss import IGNORE
 from coatlm.train import run_directory
@@ -178,6 +179,35 @@ def test_a_task_that_cannot_be_used_is_refused_by_name(
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("place", ["beside [1] it*", "working"])
+def test_relative_data_are_beside_the_file_or_else_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    for name in ("beside [1] it*", "working"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "working")
+    (tmp_path / place / "own.jsonl").write_text(json.dumps(EXAMPLES[0]) + "\n")
+    if place != "working":
+        (tmp_path / "working/own.jsonl").write_text("of no use\n")
+    data = {"dataset_kwargs": {"data_files": {"test": ["own.jsonl"]}}}
+    name = write_task(tmp_path / "beside [1] it*", "ends", **CHOICES, **data)
+    found = harness.Tasks(Eval(tasks=(name,)), ByteTokenizer(), seq_len=64).evaluate(alphabet)
+    assert found == {"task/ends/acc": 1.0}
+
+
+def test_a_shipped_task_has_a_name_that_a_file_takes_precedence_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("python-lines", "python-words")  # that the texts of --keys and --help list
+    assert tuple(shipped_tasks()) == names
+    found = harness.Tasks(Eval(tasks=names), ByteTokenizer(), seq_len=64).evaluate(alphabet)
+    assert {key.split("/")[1] for key in found} == set(names)
+    Path(write_task(tmp_path, "ends", **CHOICES)).rename("python-lines")
+    found = harness.Tasks(Eval(tasks=names[:1]), ByteTokenizer(), seq_len=64).evaluate(alphabet)
+    assert found.keys() == {"task/ends/acc"}
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of the index of named tasks; that of the harness itself has 15,000 files."""
@@ -190,6 +220,8 @@ def test_an_unknown_name_is_refused_and_a_similar_one_suggested(index: Path) -> 
     write_task(index, "answers", **ANSWERS)
     with pytest.raises(ValueError, match=r"'answer' is no task .* did you mean answers\?"):
         harness.Tasks(Eval(tasks=("answer",)), ByteTokenizer(), seq_len=64)
+    with pytest.raises(ValueError, match=r"did you mean python-lines"):
+        harness.Tasks(Eval(tasks=("python-line",)), ByteTokenizer(), seq_len=64)
     assert harness.Tasks(Eval(tasks=("answers",)), ByteTokenizer(), seq_len=64).evaluate(alphabet)
 
 
