@@ -1,9 +1,10 @@
-"""The wheel works without the checkout: one command, shipped configurations by name, completion."""
+"""The wheel works without the checkout: one command, shipped files by name, completion."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -61,45 +62,102 @@ def required(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
     return set(found)
 
 
+def link(site: Path, names: set[str]) -> None:
+    """Make distributions importable from `site`, by links to their files here."""
+    packages = {
+        (Path(str(metadata.distribution(name).locate_file(""))), str(file).split("/")[0])
+        for name in names
+        for file in metadata.distribution(name).files or ()
+    }
+    for source, top in packages:
+        if top not in ("..", "__pycache__") and not (site / top).exists():
+            (site / top).symlink_to(source / top)
+
+
 @pytest.fixture(scope="module")
 def bare(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that finds the wheel and the dependencies that it declares, and no others."""
     home = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(home, with_pip=False, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
-    packages = {
-        (Path(str(metadata.distribution(name).locate_file(""))), str(file).split("/")[0])
-        for name in required("coatlm") - {"coatlm"}
-        for file in metadata.distribution(name).files or ()
-    }
-    for source, top in packages:
-        if top not in ("..", "__pycache__") and not (site / top).exists():
-            (site / top).symlink_to(source / top)
+    link(site, required("coatlm") - {"coatlm"})
     for entry in installed.iterdir():
         if entry.name != "bin":
             (site / entry.name).symlink_to(entry)
     return home / "bin/python"
 
 
-def test_the_declared_dependencies_suffice(bare: Path, tmp_path: Path) -> None:
-    def run(*words: str) -> str:
-        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [str(bare), "-m", "coatlm", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+def call_bare(
+    bare: Path, cwd: Path, words: str, *, extra: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`coatlm WORDS` of `bare` in `cwd`; `extra` is a directory of packages to add."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(bare.parents[2])}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment |= {} if extra is None else {"PYTHONPATH": str(extra)}
+    command = [str(bare), "-m", "coatlm", *shlex.split(words)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
 
+
+@pytest.fixture(scope="module")
+def trained(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a run of one step, trained with the declared dependencies."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "text.txt").write_text(TEXT)
+    (root / "short.txt").write_text(TEXT[:200])
+    done = call_bare(bare, root, f"train quickstart {shlex.join(SMALL)} train.steps=1")
+    assert done.returncode == 0 and "done: step 1" in done.stdout, done.stdout + done.stderr
+    return root
+
+
+USES = {  # of commands, and what they print
+    "prepare --input text.txt --output-prefix tokens --tokenizer byte": "1 documents, 52,318 tok",
+    "convert --from coatlm --to hf runs/quickstart exported": "exported: 12 tensors",
+    "inspect runs/quickstart --verify": "by every size and checksum",
+    "evaluate runs/quickstart --data short.txt": "199 tokens predicted of 200 bytes",
+    "plot runs/quickstart --out losses.png": "| quickstart |",
+    "compare runs/quickstart runs/quickstart": "identical: 2 records",
+    "estimate llama2-7b --ranks=8": "Peak in GiB by optimizer recipe",
+    "plan llama3-8b --gpus=8 --gpu=h100 --keep": "As overrides: parallel.tp=1",
+    "submit llama3-8b --nodes=2 --gpus-per-node=8 --dry-run": "#SBATCH --nodes=2",
+}
+
+
+@pytest.mark.parametrize("words", USES, ids=lambda words: words.split()[0])
+def test_the_declared_dependencies_suffice(bare: Path, trained: Path, words: str) -> None:
+    done = call_bare(bare, trained, words)
+    assert done.returncode == 0, done.stderr
+    assert USES[words] in done.stdout
+    if not words.startswith("prepare"):  # which shows its progress
+        assert done.stderr == ""
+
+
+def test_every_command_is_used_with_the_declared_dependencies(bare: Path) -> None:
+    assert {words.split()[0] for words in USES} | {"train", "report"} == set(COMMANDS)
     missing = subprocess.run([str(bare), "-c", "import pytest"], capture_output=True, text=True)
     assert "No module named 'pytest'" in missing.stderr
-    (tmp_path / "text.txt").write_text(TEXT)
-    assert "done: step 1" in run("train", "quickstart", *SMALL, "train.steps=1")
-    run("convert", "--from", "coatlm", "--to", "hf", "runs/quickstart", "exported")
-    assert (tmp_path / "exported/model.safetensors").exists()
-    run("plot", "runs/quickstart", "--out", "losses.png")
-    assert "Peak in GiB" in run("estimate", "llama2-7b", "--ranks=8")
+
+
+def test_a_report_needs_its_extra_and_names_it(bare: Path, trained: Path, tmp_path: Path) -> None:
+    done = call_bare(bare, trained, "report runs/quickstart")
+    told = "error: a report needs plotly: pip install 'coatlm[report]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+    link(tmp_path, required("coatlm", frozenset({"report"})) - required("coatlm"))
+    done = call_bare(bare, trained, "report runs/quickstart", extra=tmp_path)
+    assert done.stdout == "runs/quickstart/report.html\n", done.stderr
+    assert "<h1>quickstart</h1>" in (trained / "runs/quickstart/report.html").read_text()
+
+
+def test_a_shipped_task_is_evaluated_by_its_name(bare: Path, trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    link(tmp_path, required("coatlm", frozenset({"eval"})) - required("coatlm"))
+    words = "evaluate runs/quickstart --tasks python-lines python-words --limit 1 --new-tokens 1"
+    done = call_bare(bare, trained, words, extra=tmp_path)
+    assert done.returncode == 0, done.stderr
+    scores = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+    lines = ["python-lines/acc", "python-lines/acc_norm"]
+    assert scores == [*lines, "python-words/exact_match"]
 
 
 def call(
@@ -113,9 +171,7 @@ def call(
     )
 
 
-def test_a_run_is_trained_and_reported_outside_the_checkout(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_trained_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "random.py").write_text("raise ImportError('a file of the working directory')\n")
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
@@ -124,21 +180,14 @@ def test_a_run_is_trained_and_reported_outside_the_checkout(
     first, *_, last = done.stdout.splitlines()
     assert first.startswith("+ -P -m coatlm.commands.train quickstart") and "done: step 2" in last
     assert (tmp_path / "runs/quickstart/checkpoints/latest").exists()
-    report = call(installed, tmp_path, "report", "runs/quickstart")
-    assert report.stdout == "runs/quickstart/report.html\n", report.stderr
-    assert "<h1>quickstart</h1>" in (tmp_path / "runs/quickstart/report.html").read_text()
 
 
-def test_a_shipped_configuration_is_planned_and_submitted_by_its_name(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_shipped_configuration_is_submitted_by_its_name(installed: Path, tmp_path: Path) -> None:
     options = ("llama3-8b", "--nodes=4", "--gpus-per-node=8", "--launcher=torchrun", "--dry-run")
     script = call(installed, tmp_path, "submit", *options).stdout
     words = " ".join(line.strip(" \\") for line in script.splitlines())
     assert "-P -m coatlm.commands.elastic --nproc-per-node=8" in words
     assert f"--no-python {sys.executable} -u -P -m coatlm.commands.train {tmp_path}" in words
-    plan = call(installed, tmp_path, "estimate", "llama2-7b", "--ranks=8")
-    assert plan.returncode == 0 and "Peak in GiB by optimizer recipe" in plan.stdout, plan.stderr
     assert list(tmp_path.iterdir()) == []
 
 
