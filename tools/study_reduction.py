@@ -98,10 +98,10 @@ def capture(config: Config, *, ranks: int, elements: int) -> RankGradients:
     )
 
 
-def _spread(groups: int, most: int) -> Tensor:
-    """At most `most` indices, evenly spaced in range(groups)."""
-    count = min(groups, most)
-    return (torch.arange(count, device=device()) * groups) // count
+def _spread(blocks: int, most: int) -> Tensor:
+    """At most `most` indices, evenly spaced in range(blocks)."""
+    count = min(blocks, most)
+    return (torch.arange(count, device=device()) * blocks) // count
 
 
 def markdown(found: Sequence[SumErrors]) -> Iterator[str]:
