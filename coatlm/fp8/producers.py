@@ -12,7 +12,9 @@ exists that computes the tensor and writes these operands, it runs:
     d(gate | up)        the same, and for the SwiGLU output transposed               swiglu_quantize
     d(q | k | v)        the same as for dy                                           rope_quantize
 
-Otherwise the tensor is computed in BF16 and `emit` quantizes it (operand.py).
+Otherwise the tensor is computed in BF16 and `emit` quantizes it (operand.py): scales per row of a
+transpose and fp32 scales need amaxes of the whole tensor before its first code. Recipes with such
+operands train as any other and are up to a third slower (docs/results/layer.md).
 """
 
 from __future__ import annotations
