@@ -14,6 +14,11 @@ exceed --timeout counts as found. Exit code: 0, 1 if a mutant survived, 2 for in
 
 from __future__ import annotations
 
+from coatlm import process
+
+if __name__ == "__main__":  # before the imports that take seconds
+    process.listen()
+
 import ast
 import os
 import random
@@ -27,11 +32,9 @@ from pathlib import Path
 
 import pytest
 
+from coatlm.console import Parser, local_path, local_text
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from coatlm.console import Parser, local_path, local_text  # noqa: E402
-
 PAIRS = (
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.UAdd, ast.USub)),
     *((ast.LShift, ast.RShift), (ast.And, ast.Or), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),
@@ -146,4 +149,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

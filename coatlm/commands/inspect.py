@@ -22,7 +22,6 @@ Exit code: 0 intact or equal; 1 damaged or different; 2 for an error, which one 
 from __future__ import annotations
 
 from coatlm import process
-from coatlm.files import STATE_PREFIX
 
 if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
@@ -40,6 +39,7 @@ from torch import Tensor
 
 from coatlm.config.errors import printable
 from coatlm.console import Parser, fail, in_bytes, local_path
+from coatlm.files import STATE_PREFIX
 from coatlm.train.manifest import (
     MANIFEST,
     STEP,
