@@ -29,7 +29,7 @@ Advance = Callable[[int], object]  # called with the units of work done since th
 def ignore_library_warnings() -> None:
     """Ignore warnings that are of no use to users, for the rest of the process.
 
-    megatron-core warns of optional packages on import; torch warns when a single process saves.
+    megatron-core warns of deprecated values in its configuration; torch, when one process saves.
     """
     for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)

@@ -28,10 +28,10 @@ if __name__ == "__main__":  # before the imports that take seconds
     process.listen()
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
+from coatlm.commands import fitting
 from coatlm.commands.arguments import add_config
 from coatlm.config import (
     Config,
@@ -43,15 +43,11 @@ from coatlm.config import (
 from coatlm.console import Parser, fail
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.hf.run_config import load_run_config
+from coatlm.model.accounting import model_vocab
+from coatlm.model.layer_memory import weight_dtype
+from coatlm.model.memory import GIB, largest_micro_batch, peak_bytes, replaced
+from coatlm.model.plan import memory_table, stage_table
 from coatlm.optim.recipes import RECIPES
-
-with warnings.catch_warnings():  # megatron-core warns of optional packages
-    warnings.simplefilter("ignore")
-    from coatlm.commands import fitting
-    from coatlm.model.accounting import model_vocab
-    from coatlm.model.layer_memory import weight_dtype
-    from coatlm.model.memory import GIB, largest_micro_batch, peak_bytes, replaced
-    from coatlm.model.plan import memory_table, stage_table
 
 RECOMPUTE = ("none", "selective", "full")
 MAIN_GRADS = ("fp32", "bf16", "fp8")

@@ -28,7 +28,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from torch import Tensor
 from coatlm.config.errors import printable
 from coatlm.console import Parser, fail, in_bytes, local_path
 from coatlm.files import STATE_PREFIX
+from coatlm.train.checkpoint import CHECKPOINTS, read_state
 from coatlm.train.manifest import (
     MANIFEST,
     STEP,
@@ -48,11 +48,7 @@ from coatlm.train.manifest import (
     read_checkpoint_manifest,
     verify,
 )
-
-with warnings.catch_warnings():  # megatron-core warns of optional packages
-    warnings.simplefilter("ignore")
-    from coatlm.train.checkpoint import CHECKPOINTS, read_state
-    from coatlm.train.shards import StoredTensors
+from coatlm.train.shards import StoredTensors
 
 WEIGHTS = "weights"
 RANK_FILE = re.compile(r"__\d+_.*\.distcp")  # __RANK_0, __RANK_PART_0

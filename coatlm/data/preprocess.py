@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -145,9 +144,7 @@ def _join(
     `masked` writes their masks to .mask and .mask.crc32. Returns the CRC-32 of .idx, of .crc32 and
     of .mask.crc32, which is 0 without a mask. Raises ValueError if a shard is damaged.
     """
-    with warnings.catch_warnings():  # about GPU packages, which this does not need
-        warnings.simplefilter("ignore")
-        from coatlm.megatron import IndexedDatasetBuilder  # imports torch, unneeded by workers
+    from coatlm.megatron import IndexedDatasetBuilder  # imports torch, unneeded by workers
 
     binary, index, checksums = (suffixed(base, suffix) for suffix in (".bin", ".idx", ".crc32"))
     masks, mask_checksums = (suffixed(base, suffix) for suffix in MASK_SUFFIXES)

@@ -1,8 +1,8 @@
 """Scales for FP8: x / S fills the format when S = amax / MAX, amax = max|x| (COAT section 3).
 
     current     S from the amax of this tensor
-    two stages  the same S in two stages (Group Scaling, COAT section 5.2): the kernel that computes
-                x also writes the amax of each 1 x G elements, and stage 2 reads only these
+    two stages  the same S (Group Scaling, COAT section 5.2): the kernel that computes x also writes
+                the amax of each 1 x G elements, and stage 2 reads only these
     delayed     S from the amaxes of earlier steps, known before x is: delayed.py
 
 The rules of a scale, wherever it is computed: S = 2^margin amax / MAX, rounded once; 1 where amax
