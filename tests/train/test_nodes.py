@@ -70,7 +70,7 @@ def rank_on(pid: int, delay: float, *arguments: str) -> None:
         clock.seconds += delay
         return place(self, batches)
 
-    step.PhaseTimer = partial(step.PhaseTimer, clock=clock)  # type: ignore[attr-defined]
+    step.PhaseTimer = partial(step.PhaseTimer, clock=clock)  # type: ignore[assignment]
     step.Trainer.place = late  # type: ignore[method-assign]
     pretrain(*arguments)
 
