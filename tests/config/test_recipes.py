@@ -187,7 +187,7 @@ def test_a_saved_element_takes_a_byte_and_its_part_of_a_scale() -> None:
 def test_rows_of_the_study_of_parts_are_valid_and_different() -> None:
     study = read_mapping(ROOT / "configs/studies/parts.yaml")
     made = {
-        name: load_config(ROOT / "configs/quickstart.yaml", [*study["overrides"], *row])
+        name: load_config(ROOT / "configs/llama-30m.yaml", [*study["overrides"], *row])
         for name, row in study["recipes"].items()
     }
     for name in get_args(Bf16Name):
