@@ -107,7 +107,7 @@ def start(
     log: Path,
     cwd: Path = ROOT,
 ) -> Any:
-    """A process that calls `function`, with `env` for its environment and its output in `log`."""
+    """A process that calls `function` with the environment `env`; `log` is appended to."""
     log.touch()
     process = processes.Process(target=_begin, args=(function, arguments, env, log, cwd))
     process.start()
@@ -124,7 +124,7 @@ def _begin(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    output = os.open(log, os.O_WRONLY)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable(2)

@@ -1,7 +1,8 @@
 """Start pretrain.py many times without importing torch each time.
 
 `Forks.start` gives a `Child` that runs `pretrain.main(arguments)` with its output in a file: a
-process of tests/distributed.py, which can be signaled and killed.
+process of tests/distributed.py, which can be signaled and killed. `Forked` takes the place of
+subprocess.Popen in tools that start pretrain.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,24 @@ class Forks:
         """(exit code, output) of a run that ends by itself."""
         child = self.start(*arguments, env=env)
         return child.wait(), child.text()
+
+
+class Forked:
+    """What a tool uses of subprocess.Popen, for the command `python pretrain.py ARGUMENTS`."""
+
+    def __init__(self, command: Sequence[str], *, env: dict[str, str], stdout: Any, **_: Any):
+        script, *arguments = command[1:]
+        assert Path(script) == ROOT / "pretrain.py"
+        self.process = start(pretrain, *arguments, env=env, log=Path(stdout.name))
+
+    def poll(self) -> int | None:
+        """Exit code, None while it runs; negative: the signal that ended it."""
+        code: int | None = self.process.exitcode
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.process.pid, number)
 
 
 def pretrain(*arguments: str) -> None:

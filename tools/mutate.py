@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ PAIRS = (
 )
 SWAPS: dict[type, type] = {ast.Pow: ast.Mult} | dict(PAIRS) | {b: a for a, b in PAIRS}
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "MAX": "SUM", "SUM": "MAX"}
+
+
+Mutant = tuple[int, str, str]  # line, description, text of the module
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, object]]:
@@ -79,7 +83,7 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from nodes(child)
 
 
-def mutants(text: str) -> Iterator[tuple[int, str, str]]:
+def mutants(text: str) -> Iterator[Mutant]:
     """Line, description and text of every mutant of a module."""
     tree = ast.parse(text)
     for node in nodes(tree):
@@ -89,6 +93,12 @@ def mutants(text: str) -> Iterator[tuple[int, str, str]]:
             after = ast.unparse(ast.fix_missing_locations(node)).split("\n")[0]
             yield node.lineno, f"{before} -> {after}", ast.unparse(tree)  # type: ignore[attr-defined]
             setattr(node, field, old)
+
+
+def sample(found: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
+    """`count` of the mutants, or all, from top to bottom; a seed gives the same ones each time."""
+    shuffled = random.Random(seed).sample(found, len(found))
+    return sorted(shuffled[:count])
 
 
 def run(tests: Sequence[str], root: Path, timeout: float) -> bool:
@@ -126,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{options.file}: no such file in {options.root}")
     for name in options.preload:
         __import__(name)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()  # as pytest would in every fork
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder) / "tree"
@@ -135,9 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = copy / options.file
         if not run(options.tests, copy, options.timeout):
             parser.error("the tests fail without a change, or exceed --timeout")
-        found = list(mutants(file.read_text("utf-8")))
-        random.Random(options.seed).shuffle(found)
-        found = sorted(found[: options.sample])
+        found = sample(list(mutants(file.read_text("utf-8"))), options.sample, options.seed)
         survived = 0
         for line, change, text in found:
             file.write_text(text, "utf-8")
