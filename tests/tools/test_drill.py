@@ -1,4 +1,4 @@
-"""A drill of thirty faults, and what it would find."""
+"""A drill of twenty faults, and what it would find."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ def test_the_table_counts_rounds_and_failures_by_fault(
     assert table[-1] == "| all | 3 | 2.0 | 3.0 | 2 | 4 | 1 |"
 
 
-def test_thirty_faults_cost_the_steps_since_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    words = ["tools/drill.py", "--rounds=30", "--seed=1", f"--out={tmp_path}"]
+def test_twenty_faults_cost_the_steps_since_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    words = ["tools/drill.py", "--rounds=20", "--seed=1", f"--out={tmp_path}"]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=os.environ
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
-    assert len(lines) == 30
+    assert len(lines) == 20
+    assert len({json.loads(line)["fault"] for line in lines}) >= 15  # those drawn least come next
