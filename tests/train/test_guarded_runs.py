@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from coatlm.config import make_config
+from coatlm.model.numerics import TENSORS
 from coatlm.train.guard import Finding
 from tests.distributed import run_ranks
 from tests.train.test_numerics_log import numerics_config
 
 LAYOUTS = ("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "dp2 zero1", "cp2")
+BY_OPERAND = ("tp2 sp", "pp2 vpp2", "dp2 zero1", "cp2")
 STEPS, LAST = 80, 10  # of the runs with an outlier, and over how many the loss is compared
 WARMUP = 10  # steps of them
 OUTLIER = 2.0**22  # of a channel in each block of 16; E4M3 reaches from 1 down to 2^-18
@@ -82,6 +84,8 @@ def outlier_runs(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
                 losses.append(loss)
                 findings += [(step, str(finding)) for finding in new]
         found[name] = losses, findings
+        if trainer.guard is not None:
+            found[name] += (sorted(trainer.guard.fallen.tensors),)
         release_groups()
     return found
 
@@ -92,9 +96,9 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(2000))
     (root / "text.txt").write_text(text)
     jobs = {}
-    for name in ("bf16", "off", "warn", "fallback", "clean"):
+    for name in ("bf16", "off", "warn", "fallback", "operand", "clean"):
         precision: dict[str, Any] = {"recipe": "bf16" if name == "bf16" else "coat"}
-        if name in ("warn", "fallback", "clean"):
+        if name in ("warn", "fallback", "operand", "clean"):
             mode = "fallback" if name == "clean" else name
             precision |= {"guard": mode, "guard_every": 1}
         config = numerics_config(
@@ -119,15 +123,31 @@ def test_outlier_channels_cost_loss_with_the_guard_off_and_not_with_fallback(
     learn: 1.31 where BF16 ends at 0.90 and fallback at 0.84. Runs of this size end some percent
     apart by chance.
     """
-    ends = {name: sum(losses[-LAST:]) / LAST for name, (losses, _) in outliers.items()}
+    ends = {name: sum(run[0][-LAST:]) / LAST for name, run in outliers.items()}
     assert ends["off"] > 1.3 * ends["bf16"]
     assert ends["fallback"] < 1.1 * ends["bf16"]
+    assert ends["operand"] < 1.1 * ends["bf16"]
+
+
+def test_only_the_tensors_that_are_named_are_in_bf16_with_operand(
+    outliers: dict[str, Any],
+) -> None:
+    _, findings, tensors = outliers["operand"]
+    named = {line.split(":")[0].removeprefix("FP8 hurts layer ") for _, line in findings}
+    assert tensors == sorted(name.replace(", ", "/") for name in named)
+    assert (
+        {"1/norm1_saved", "2/norm1_saved"}
+        <= set(tensors)
+        < {f"{layer}/{name}" for layer in (1, 2) for name in TENSORS}
+    )
+    assert all("this tensor is in BF16" in line for _, line in findings)
+    assert outliers["fallback"][2] == []
 
 
 def test_both_layers_are_found_by_what_they_save_and_fall_back_in_the_second_step(
     outliers: dict[str, Any],
 ) -> None:
-    _, findings = outliers["fallback"]
+    _, findings, _ = outliers["fallback"]
     assert [step for step, _ in findings] == [1] * len(findings)
     for layer in (1, 2):
         lines = [line for _, line in findings if f"layer {layer}, norm1_saved: underflow" in line]
@@ -135,12 +155,12 @@ def test_both_layers_are_found_by_what_they_save_and_fall_back_in_the_second_ste
 
 
 def test_a_run_without_outliers_triggers_nothing(outliers: dict[str, Any]) -> None:
-    losses, findings = outliers["clean"]
+    losses, findings, _ = outliers["clean"]
     assert findings == [] and losses[-1] < losses[0] / 2
 
 
 def test_warn_changes_no_bit(outliers: dict[str, Any]) -> None:
-    losses, findings = outliers["warn"]
+    losses, findings, _ = outliers["warn"]
     assert losses == outliers["off"][0]
     assert {step for step, line in findings if "norm1_saved" in line} == {1}
 
@@ -168,22 +188,48 @@ def scaled_channel(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]
             findings += guarded_step(trainer, placed, 0.0)[1]
         in_bf16 = [layer.layer_number for layer in layers if layer.in_bf16]
         held = [layer.layer_number for layer in layers]
-        found[name] = [list(map(str, findings)), sorted(trainer.guard.in_bf16), in_bf16, held]
+        fallen = [sorted(part) for part in trainer.guard.fallen]
+        moved = [[layer.layer_number, *sorted(layer.flow.bf16_tensors)] for layer in layers]
+        found[name] = [list(map(str, findings)), fallen, in_bf16, held, moved]
         release_groups()
     return found
 
 
-def test_two_ranks_decide_alike_on_every_layout(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("decided")
+    cases = [("fallback", name) for name in LAYOUTS] + [("operand", name) for name in BY_OPERAND]
     jobs = {
-        name: numerics_config(
-            tmp_path / name, name, every=0, precision={"guard": "fallback", "guard_every": 1}
+        f"{mode} {layout}": numerics_config(
+            root / mode / layout, layout, every=0, precision={"guard": mode, "guard_every": 1}
         ).model_dump(mode="json")
-        for name in LAYOUTS
+        for mode, layout in cases
     }
-    one, two = run_ranks(2, "tests.train.test_guarded_runs:scaled_channel", jobs)
-    for name in LAYOUTS:
-        assert one[name][:2] == two[name][:2]
-        assert one[name][1] == [3]
-        assert all(line.startswith("FP8 hurts layer 3, fc2_input") for line in one[name][0])
-        for _, _, in_bf16, held in (one[name], two[name]):
-            assert in_bf16 == [3] * (3 in held)
+    return run_ranks(2, "tests.train.test_guarded_runs:scaled_channel", jobs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_decide_alike_on_every_layout(decided: list[Any], layout: str) -> None:
+    one, two = (rank[f"fallback {layout}"] for rank in decided)
+    assert one[:2] == two[:2]
+    assert one[1] == [[3], []]
+    assert all(line.startswith("FP8 hurts layer 3, fc2_input") for line in one[0])
+    for _, _, in_bf16, held, moved in (one, two):
+        assert in_bf16 == [3] * (3 in held) and moved == [[layer] for layer in held]
+
+
+@pytest.mark.parametrize("layout", BY_OPERAND)
+def test_two_ranks_move_the_operand_alone_except_under_tensor_parallelism(
+    decided: list[Any], layout: str
+) -> None:
+    one, two = (rank[f"operand {layout}"] for rank in decided)
+    assert one[:2] == two[:2]
+    (line,) = one[0]
+    assert line.startswith("FP8 hurts layer 3, fc2_input")
+    whole = layout.startswith("tp2")
+    assert ("cannot be in BF16 alone" if whole else "this tensor is in BF16") in line
+    assert one[1] == ([[3], []] if whole else [[], ["3/fc2_input"]])
+    for _, _, in_bf16, held, moved in (one, two):
+        assert in_bf16 == [3] * (whole and 3 in held)
+        expected = {3: ["fc2_input"]} if not whole else {}
+        assert moved == [[layer, *expected.get(layer, [])] for layer in held]
