@@ -19,6 +19,7 @@ BY_OPERAND = ("tp2 sp", "pp2 vpp2", "dp2 zero1", "cp2")
 STEPS, LAST = 80, 10  # of the runs with an outlier, and over how many the loss is compared
 WARMUP = 10  # steps of them
 OUTLIER = 2.0**22  # of a channel in each block of 16; E4M3 reaches from 1 down to 2^-18
+TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(2000))
 SCALED = 2.0**20  # of a channel of SwiGLU
 
 
@@ -53,7 +54,14 @@ def with_outlier_channels(trainer: Any) -> None:
 
 
 def outlier_runs(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
-    """Losses and findings of each job, with outlier channels in all but `clean`.
+    from coatlm.train.setup import Launch, start_processes
+
+    start_processes(Launch.from_environment())
+    return train_with_outliers(jobs)
+
+
+def train_with_outliers(jobs: dict[str, Any]) -> dict[str, Any]:
+    """Losses, findings and tensors in BF16 of each job, with outlier channels in all but `clean`.
 
     The guard sees every step.
     """
@@ -61,9 +69,7 @@ def outlier_runs(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
     from coatlm.data.dataset import open_datasets
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.parallel.groups import release_groups
-    from coatlm.train.setup import Launch, start_processes
 
-    start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
     for name, job in jobs.items():
         config = make_config(job)
@@ -71,9 +77,11 @@ def outlier_runs(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
         trainer = trainer_of(config)
         if name != "clean":
             with_outlier_channels(trainer)
-        losses, findings = [], []
+        losses, findings, dp = [], [], trainer.groups.dp
+        micro = config.train.micro_batch
         for step in range(STEPS):
-            share = {"global_batch": 8, "micro_batch": 8, "dp_rank": 0, "dp_size": 1}
+            share = {"global_batch": 8, "micro_batch": micro}
+            share |= {"dp_rank": dp.rank(), "dp_size": dp.size()}
             first = microbatches(data, 8 * step, **share, device=torch.device("cpu"))
             batches = trainer.place(list(first))
             rate = 3e-3 * min(1.0, (step + 1) / WARMUP)
@@ -93,27 +101,31 @@ def outlier_runs(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def outliers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("outliers")
-    text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(2000))
-    (root / "text.txt").write_text(text)
+    (root / "text.txt").write_text(TEXT)
     jobs = {}
-    for name in ("bf16", "off", "warn", "fallback", "operand", "clean"):
-        precision: dict[str, Any] = {"recipe": "bf16" if name == "bf16" else "coat"}
-        if name in ("warn", "fallback", "operand", "clean"):
-            mode = "fallback" if name == "clean" else name
-            precision |= {"guard": mode, "guard_every": 1}
-        config = numerics_config(
-            root / name,
-            "single",
-            model={"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
-            data={"seq_len": 64},
-            precision=precision,
-            optim={"recipe": "adamw-fp32"},
-            train={"micro_batch": 8, "global_batch": 8, "steps": STEPS},
-            every=0,
-        )
-        jobs[name] = config.model_dump(mode="json")
+    for name in ("bf16", "off", "warn", "fallback", "clean"):
+        mode = {"bf16": "off", "clean": "fallback"}.get(name, name)
+        jobs[name] = outlier_config(root / name, mode, "bf16" if name == "bf16" else "coat")
     (found,) = run_ranks(1, "tests.train.test_guarded_runs:outlier_runs", jobs)
     return found
+
+
+def outlier_config(directory: Path, guard: str, recipe: str, layout: str = "single") -> Any:
+    """A run of `train_with_outliers`; text.txt is beside its directory."""
+    precision: dict[str, Any] = {"recipe": recipe}
+    if guard != "off":
+        precision |= {"guard": guard, "guard_every": 1}
+    config = numerics_config(
+        directory,
+        layout,
+        model={"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
+        data={"seq_len": 64},
+        precision=precision,
+        optim={"recipe": "adamw-fp32"},
+        train={"micro_batch": 8 if layout == "single" else 4, "global_batch": 8, "steps": STEPS},
+        every=0,
+    )
+    return config.model_dump(mode="json")
 
 
 def test_outlier_channels_cost_loss_with_the_guard_off_and_not_with_fallback(
@@ -126,13 +138,17 @@ def test_outlier_channels_cost_loss_with_the_guard_off_and_not_with_fallback(
     ends = {name: sum(run[0][-LAST:]) / LAST for name, run in outliers.items()}
     assert ends["off"] > 1.3 * ends["bf16"]
     assert ends["fallback"] < 1.1 * ends["bf16"]
-    assert ends["operand"] < 1.1 * ends["bf16"]
 
 
-def test_only_the_tensors_that_are_named_are_in_bf16_with_operand(
-    outliers: dict[str, Any],
+def test_they_cost_no_loss_on_two_ranks_where_only_the_tensors_named_are_in_bf16(
+    outliers: dict[str, Any], decided: list[Any]
 ) -> None:
-    _, findings, tensors = outliers["operand"]
+    """The two ranks see half of each batch; the runs that they are compared with see all of it."""
+    one, two = (rank["operand"] for rank in decided)
+    losses, findings, tensors = one
+    assert two == one
+    ends = {name: sum(outliers[name][0][-LAST:]) / LAST for name in ("off", "bf16")}
+    assert sum(losses[-LAST:]) / LAST < 1.1 * ends["bf16"] < ends["off"] / 1.18
     named = {line.split(":")[0].removeprefix("FP8 hurts layer ") for _, line in findings}
     assert tensors == sorted(name.replace(", ", "/") for name in named)
     assert (
@@ -165,13 +181,18 @@ def test_warn_changes_no_bit(outliers: dict[str, Any]) -> None:
     assert {step for step, line in findings if "norm1_saved" in line} == {1}
 
 
-def scaled_channel(rank: int, size: int, jobs: dict[str, Any]) -> dict[str, Any]:
-    """What this rank decides when a channel of SwiGLU in layer 3 is large, on its first shard."""
-    from coatlm.parallel.groups import release_groups
+def on_two_ranks(rank: int, size: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
     from coatlm.train.setup import Launch, start_processes
-    from tests.parallel.test_parity import batches
 
     start_processes(Launch.from_environment())
+    return scaled_channel(jobs[0]) | train_with_outliers(jobs[1])
+
+
+def scaled_channel(jobs: dict[str, Any]) -> dict[str, Any]:
+    """What this rank decides when a channel of SwiGLU in layer 3 is large, on its first shard."""
+    from coatlm.parallel.groups import release_groups
+    from tests.parallel.test_parity import batches
+
     found: dict[str, Any] = {}
     for name, job in jobs.items():
         config = make_config(job)
@@ -205,7 +226,9 @@ def decided(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ).model_dump(mode="json")
         for mode, layout in cases
     }
-    return run_ranks(2, "tests.train.test_guarded_runs:scaled_channel", jobs)
+    (root / "text.txt").write_text(TEXT)
+    training = {"operand": outlier_config(root / "outliers", "operand", "coat", "dp2 zero1")}
+    return run_ranks(2, "tests.train.test_guarded_runs:on_two_ranks", [jobs, training])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
