@@ -22,6 +22,7 @@ Over all layers a tensor has the key LAYER/TENSOR, with layers numbered from 1.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from typing import Literal, get_args
 
 from coatlm.config import Config
@@ -39,6 +40,7 @@ SAVED_AS = {  # a tensor that is saved for backward -> its field in SavedTensors
 }
 
 
+@cache
 def tensor_of(linear: LinearName, operand: OperandName) -> str:
     """The tensor that is this operand of the linear's GEMM."""
     kind = operand.partition(".")[2]
