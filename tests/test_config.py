@@ -343,7 +343,14 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
         ),
         (
             {"precision": {"recipe": "coat"} | {"guard_every": 50}},
-            "precision.guard_every=50 needs precision.guard=warn or fallback",
+            "precision.guard_every=50 needs precision.guard=warn, fallback or operand",
+        ),
+        (
+            {
+                "parallel": {"weight_gather": "fp8"},
+                "precision": {"recipe": "coat"} | {"guard": "operand"},
+            },
+            "precision.guard=operand with parallel.weight_gather=fp8",
         ),
         ({"precision": {"guard": "warn"}}, "precision.guard is for fp8-linear | coat"),
         (

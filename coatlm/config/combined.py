@@ -165,11 +165,12 @@ class Config(Section):
             )
         if p.guard == "off" and p.guard_every != Precision().guard_every:
             raise ValueError(
-                f"precision.guard_every={p.guard_every} needs precision.guard=warn or fallback"
+                f"precision.guard_every={p.guard_every} needs precision.guard=warn, fallback or "
+                "operand"
             )
-        if p.guard == "fallback" and self.parallel.weight_gather == "fp8":
+        if p.falls_back and self.parallel.weight_gather == "fp8":
             raise ValueError(
-                "precision.guard=fallback with parallel.weight_gather=fp8: a layer in BF16 would "
+                f"precision.guard={p.guard} with parallel.weight_gather=fp8: a GEMM in BF16 would "
                 "compute with weights that were rounded to FP8; use precision.guard=warn or "
                 "parallel.weight_gather=bf16"
             )

@@ -284,10 +284,12 @@ class Precision(Section):
     gradients of logits, e4m3 for the others. fp8 computes logits from operands in FP8 as well. The
     loss is computed from the logits as with bf16. model.hidden must be a multiple of 16."""
 
-    guard: Literal["off", "warn", "fallback"] = "off"
-    """What happens when FP8 hurts a layer: warn logs the layer and its tensor; fallback also lets
-    the layer compute in BF16 from the next step on, in this run and in those that resume from its
-    checkpoints with guard=fallback. docs/concepts.md has the limits."""
+    guard: Literal["off", "warn", "fallback", "operand"] = "off"
+    """What happens when FP8 hurts a layer: warn logs the layer and its tensor. fallback also lets
+    the layer compute in BF16 from the next step on, and operand only that tensor: where a GEMM
+    takes it, or as it is saved for backward. Both hold for runs that resume from the checkpoints
+    with the same guard. With parallel.tp > 1, and with coat-paper, operand lets the whole layer
+    compute in BF16 for an operand of a GEMM. docs/concepts.md has the limits."""
 
     guard_every: StrictInt = number(500, "steps", ge=1, le=FOREVER)
     """Steps between the measurements of guard, which acts if two in a row find the same tensor."""
@@ -296,6 +298,11 @@ class Precision(Section):
     def flow(self) -> bool:
         """Whether `recipe` is one of coatlm's FP8 recipes, whose layers are the FP8 flow."""
         return self.recipe in RECIPES
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether `guard` lets what FP8 hurts be in BF16."""
+        return self.guard in ("fallback", "operand")
 
     def flow_recipe(self) -> FlowRecipe:
         """The recipe's entry of RECIPES, changed by the keys of this section. Requires `flow`."""

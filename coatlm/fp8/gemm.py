@@ -144,7 +144,8 @@ def matmul_bf16(
 
     Products are exact and sums are fp32, as everything is that is added to them. Scales have to be
     powers of two: then BF16 represents the dequantized operands exactly, except below 2^-133.
-    For studies: it allocates its operands in BF16 and its result in fp32.
+    For studies, and for few operands (precision.guard): it allocates its operands in BF16 and its
+    result in fp32.
     """
     one, other = (x.dequantize(torch.bfloat16) if isinstance(x, QTensor) else x for x in (a, b))
     if one.is_cuda:

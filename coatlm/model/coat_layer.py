@@ -2,12 +2,12 @@
 
 Its modules, parameters and checkpoints are those of a `local` layer; only the computation differs.
 So a layer can change to BF16 between two steps (`compute_in_bf16`): it then runs the forward pass
-of the local layer on its own modules.
+of the local layer on its own modules. Or single tensors of it change (`Flow.bf16_tensors`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from coatlm.config.recipes import FlowRecipe
 from coatlm.fp8.attention import attend_saving_fp8
+from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import Plans
+from coatlm.fp8.operand import format_of, padded
 from coatlm.megatron import TransformerLayer, tensor_parallel
+from coatlm.model.bf16_tensors import names_in
 from coatlm.model.flow import NormQKV, ProjMLP
 from coatlm.model.flow_gemms import Flow
 from coatlm.parallel.tensor import TensorParallel
@@ -113,7 +116,7 @@ class CoatTransformerLayer(TransformerLayer):
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The attention output [S, B, N*D], and its FP8 codes and scales if they are saved."""
-        attention, saved = self.self_attention, self.flow.recipe.saved.attention
+        attention, saved = self.self_attention, self.flow.saved_as("attention_saved")
 
         def attend() -> Tensor:
             core = attention.core_attention
@@ -129,11 +132,17 @@ class CoatTransformerLayer(TransformerLayer):
         return out, o.codes, o.scale
 
 
-def change_layers(layers: Iterable[nn.Module], in_bf16: Collection[int]) -> None:
-    """Let the FP8 layers with the numbers `in_bf16`, and no others, compute in BF16."""
+def change_layers(
+    layers: Iterable[nn.Module], in_bf16: Collection[int], tensors: Collection[str] = ()
+) -> None:
+    """Let the FP8 layers with the numbers `in_bf16`, and no others, compute in BF16.
+
+    In the others the `tensors`, keys LAYER/TENSOR, and no others are in BF16 (bf16_tensors.py).
+    """
     for layer in layers:
         if isinstance(layer, CoatTransformerLayer):
             layer.compute_in_bf16(layer.layer_number in in_bf16)
+            layer.flow.bf16_tensors = names_in(tensors, layer.layer_number)
 
 
 def flows_of(layers: Iterable[nn.Module]) -> dict[int, Flow]:
@@ -155,4 +164,36 @@ def tune_layers(
     """
     for layer in layers:
         if isinstance(layer, CoatTransformerLayer):
-            layer.flow.tune(layer.linear_weights(), tokens, grad_dtype, choices)
+            _tune(layer.flow, layer.linear_weights(), tokens, grad_dtype, choices)
+
+
+def _tune(
+    flow: Flow,
+    weights: Sequence[Tensor],
+    tokens: int,
+    grad_dtype: torch.dtype,
+    choices: dict[str, str],
+) -> None:
+    """`tune_layers` for one layer, whose linears have these weights.
+
+    The algorithms in `choices` are used, others are timed and added. Only FP8 GEMMs whose operands
+    have tensor-wise scales have a choice of algorithms.
+    """
+    recipe, parallel = flow.recipe, flow.parallel
+    if not recipe.tensor_wise_gradients:
+        return
+    bf16 = {name.partition(".")[0] for name in recipe.bf16}
+    kinds: dict[str, Any] = {"a_fmt": format_of(recipe.dgrad.gradient), "b_fmt": E4M3}
+    kinds["choices"] = choices
+    own = tokens // parallel.size if parallel.scattered else tokens
+    pieces = {piece.stop - piece.start for piece in parallel.row_pieces(own)}
+    for weight in weights:
+        kinds["device"] = weight.device.index
+        n, k = weight.shape
+        kinds |= {"fast": "dgrad" in recipe.fast, "accumulate": False}
+        for m in sorted({tokens, *pieces}) if "dgrad" not in bf16 else ():
+            flow.plans.tune(m, k, n, out_dtype=torch.bfloat16, **kinds)
+        kinds |= {"fast": "wgrad" in recipe.fast, "accumulate": True}
+        summed = padded(tokens, recipe.wgrad.gradient.granularity)
+        if "wgrad" not in bf16:
+            flow.plans.tune(n, k, summed, out_dtype=grad_dtype, **kinds)

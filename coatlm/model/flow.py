@@ -93,13 +93,12 @@ class NormQKV(torch.autograd.Function):
         save: bool,
     ) -> tuple[Tensor, ...]:
         recipe, parallel = flow.recipe, flow.parallel
-        saved = recipe.saved
         normed = producers.norm_output(
             x.flatten(0, 1),
             norm,
             flow.eps,
             wanted=recipe.forward.activation,
-            saved=saved.norm_input if save else None,
+            saved=flow.saved_as("norm1_saved") if save else None,
             share=parallel.shared_scale,
         )
         gathered, w = parallel.gather_rows(normed.y), flow.forward_weight(weight)
@@ -107,13 +106,15 @@ class NormQKV(torch.autograd.Function):
         flow.record("qkv_input", norm_rows(normed.x, norm, flow.eps), normed.y)
         flow.record("qkv_weight", weight, w)
         normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
-        y, qkv = flow.project_gathered(normed.y, gathered, w, weight, normed_values, bias=bias)
+        y, qkv = flow.project_gathered(
+            "qkv", normed.y, gathered, w, weight, normed_values, bias=bias
+        )
         qkv = qkv.unflatten(0, (-1, x.shape[1]))
         _save(
             ctx,
             normed.x if normed.saved is None else normed.saved,
             normed.rstd,
-            normed.y if saved.linear_input else None,
+            normed.y if flow.saves_input("qkv") else None,
             flow.input_scale(y),
             flow.weight_scale(w),
             *(norm, weight, cos, sin),
@@ -123,7 +124,7 @@ class NormQKV(torch.autograd.Function):
         if cos is None or sin is None:
             return qkv, residual
         heads = qkv.unflatten(-1, (-1, (queries_per_kv_head + 2) * head_dim))
-        if queries_per_kv_head == 1 and saved.attention is None:
+        if queries_per_kv_head == 1 and flow.saved_as("attention_saved") is None:
             return *rotate_qkv_(heads, cos, sin), residual
         q, k, v = split_qkv_rope(
             heads, cos, sin, queries_per_kv_head=queries_per_kv_head, head_dim=head_dim
@@ -142,18 +143,18 @@ class NormQKV(torch.autograd.Function):
             dqkv = parts[0].flatten(0, 1)
             codes = producers.gradient(dqkv, recipe, **slot)
             flow.record("qkv_grad", dqkv, codes.direct)
-            d = flow.as_gradient(codes, lambda: dqkv)
+            d = flow.as_gradient("qkv", codes, lambda: dqkv)
         else:
             dq, dk, dv = parts
             codes = producers.qkv_gradient((dq, dk, dv), cos, sin, recipe, **slot)
             flow.record("qkv_grad", qkv_gradient_rows(dq, dk, dv, cos, sin), codes.direct)
-            d = flow.as_gradient(codes, partial(producers.joined, dq, dk, dv, cos, sin))
+            d = flow.as_gradient("qkv", codes, partial(producers.joined, dq, dk, dv, cos, sin))
         flow.finish_microbatch()
         if ctx.has_bias:
             rows = d.direct.dequantize() if isinstance(d.direct, QTensor) else d.direct.float()
             dbias = rows.sum(0).to(weight.dtype)
-        y_t = flow.norm_output_transposed(x, rstd, norm, y, y_scale)
-        wait = flow.parallel.sum_partial(flow.input_gradient(d.direct, weight, w_scale))
+        y_t = flow.norm_output_transposed("qkv", x, rstd, norm, y, y_scale)
+        wait = flow.parallel.sum_partial(flow.input_gradient("qkv", d.direct, weight, w_scale))
         dweight = flow.weight_gradient(weight, d.transposed, y_t())
         dx, dnorm, _ = norm_backward(
             wait(), _readable(x), rstd, norm, dresidual=dresidual.flatten(0, 1).contiguous()
@@ -182,12 +183,11 @@ class ProjMLP(torch.autograd.Function):
         flow: Flow,
         save: bool,
     ) -> Tensor:
-        recipe, parallel = flow.recipe, flow.parallel
-        saved, wanted = recipe.saved, recipe.forward.activation
+        parallel, wanted = flow.parallel, flow.recipe.forward.activation
         o_T, x_T = o.flatten(0, 1), x.flatten(0, 1)
         o8, w = producers.as_operand(o_T, wanted), flow.forward_weight(proj)
         if parallel.size == 1:
-            stream, add = flow.project(o8, w, proj, lambda: o_T, add=x_T), None
+            stream, add = flow.project("proj", o8, w, proj, lambda: o_T, add=x_T), None
             w1 = flow.forward_weight(fc1)
         else:
             wait = flow.project_summed(o8, w)
@@ -198,19 +198,19 @@ class ProjMLP(torch.autograd.Function):
             norm,
             flow.eps,
             wanted=wanted,
-            saved=saved.norm_input if save else None,
+            saved=flow.saved_as("norm2_saved") if save else None,
             add=add,
             share=parallel.shared_scale,
         )
         gathered = parallel.gather_rows(normed.y)
         normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
-        y, gate_up = flow.project_gathered(normed.y, gathered, w1, fc1, normed_values)
+        y, gate_up = flow.project_gathered("fc1", normed.y, gathered, w1, fc1, normed_values)
         active = producers.swiglu_output(
-            gate_up, wanted=wanted, saved=saved.gate_up if save else None
+            gate_up, wanted=wanted, saved=flow.saved_as("gate_up_saved") if save else None
         )
         w2 = flow.forward_weight(fc2)
         if parallel.size == 1:
-            out = flow.project(active.a, w2, fc2, partial(swiglu, gate_up), add=normed.x)
+            out = flow.project("fc2", active.a, w2, fc2, partial(swiglu, gate_up), add=normed.x)
         else:
             out = flow.project_summed(active.a, w2)() + normed.x
         o_saved = o_T if o_codes is None or o_scale is None else _in_rows(o_codes, o_scale, o_T)
@@ -224,14 +224,14 @@ class ProjMLP(torch.autograd.Function):
             flow.record(f"{name}_weight", weight, codes)
         _save(
             ctx,
-            o8 if saved.projection_input else o_saved,
+            o8 if flow.saves_input("proj") else o_saved,
             flow.input_scale(o8),
             normed.x if normed.saved is None else normed.saved,
             normed.rstd,
-            normed.y if saved.linear_input else None,
+            normed.y if flow.saves_input("fc1") else None,
             flow.input_scale(y),
             gate_up if active.saved is None else active.saved,
-            active.a if saved.linear_input else None,
+            active.a if flow.saves_input("fc2") else None,
             flow.input_scale(active.a),
             *(flow.weight_scale(weight) for weight in (w, w1, w2)),
             *(proj, norm, fc1, fc2),
@@ -249,31 +249,32 @@ class ProjMLP(torch.autograd.Function):
         source, wanted = recipe.forward.activation, recipe.wgrad.activation
         dout = dout.flatten(0, 1).contiguous()
 
-        d_t, da = flow.output_gradient("fc2_grad", dout, fc2, w2_scale)
+        d_t, da = flow.output_gradient("fc2", dout, fc2, w2_scale)
         codes, recomputed = producers.swiglu_gradient(
             da, gate_up, a_scale, recipe, with_output=a is None, **flow.slot("fc1_grad")
         )
         flow.record("fc1_grad", swiglu_gradient_rows(da, gate_up), codes.direct)
-        g = flow.as_gradient(codes, partial(producers.swiglu_gradient_values, da, gate_up))
+        g = flow.as_gradient("fc1", codes, partial(producers.swiglu_gradient_values, da, gate_up))
         del da, codes
         if recomputed is None:
             recomputed = producers.codes_transposed(a, source, wanted)
-        a_t = flow.input_transposed(recomputed, partial(producers.recomputed_swiglu, gate_up))
+        swiglu_values = partial(producers.recomputed_swiglu, gate_up)
+        a_t = flow.input_transposed("fc2", recomputed, swiglu_values)
         dfc2 = flow.weight_gradient(fc2, d_t, a_t)
         del a_t, d_t, recomputed
 
-        y_t = flow.norm_output_transposed(x1, rstd, norm, y, y_scale)
-        wait = flow.parallel.sum_partial(flow.input_gradient(g.direct, fc1, w1_scale))
+        y_t = flow.norm_output_transposed("fc1", x1, rstd, norm, y, y_scale)
+        wait = flow.parallel.sum_partial(flow.input_gradient("fc1", g.direct, fc1, w1_scale))
         dfc1 = flow.weight_gradient(fc1, g.transposed, y_t())
         del g, y_t
         dx1, dnorm, amaxes = norm_backward(wait(), _readable(x1), rstd, norm, dresidual=dout)
 
-        d_t, do = flow.output_gradient("proj_grad", dx1, proj, w_scale, amaxes)
-        if recipe.saved.projection_input:
+        d_t, do = flow.output_gradient("proj", dx1, proj, w_scale, amaxes)
+        if flow.saves_input("proj"):
             codes_t = producers.codes_transposed(o, source, wanted)
         else:
             codes_t = producers.input_transposed(o, wanted, o_scale)
-        o_t = flow.input_transposed(codes_t, partial(producers.decoded, o))
+        o_t = flow.input_transposed("proj", codes_t, partial(producers.decoded, o))
         dproj = flow.weight_gradient(proj, d_t, o_t)
         do = do.view(-1, shape[1], do.shape[-1])
         return (

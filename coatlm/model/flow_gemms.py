@@ -20,13 +20,14 @@ Collectives overlap with GEMMs as follows; the third column needs `TensorParalle
       for wgrad
     reduce-scatter of dx, backward  wgrad                             wgrad
 
-An operand that `FlowRecipe.bf16` names enters its GEMM in BF16. Its codes are computed as well,
-because other operands take their scales, so each of those is the same as without it.
+An operand that `FlowRecipe.bf16` names enters its GEMM in BF16, and so does one whose tensor is in
+`Flow.bf16_tensors` (bf16_tensors.py). Its codes are computed as well, because other operands take
+their scales, so each of those is the same as without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,13 +35,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.config.recipes import OF_FORWARD, ROWS, FlowRecipe, GemmName, OperandName
+from coatlm.config.recipes import OF_FORWARD, ROWS, FlowRecipe, GemmName, Operand, OperandName
 from coatlm.fp8 import producers
-from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import Plans, matmul, matmul_bf16
-from coatlm.fp8.operand import emit_direct, emit_transposed, format_of, padded
+from coatlm.fp8.operand import emit_direct, emit_transposed, padded
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.transpose import Codes, quantize_direct, quantize_transposed, transpose_codes
+from coatlm.model.bf16_tensors import INPUTS, LinearName, format_saved, tensor_of
 from coatlm.model.numerics import Probe, RowSource
 from coatlm.model.rounding import LayerNoise
 from coatlm.model.scales import CurrentScales, Scales
@@ -82,6 +83,7 @@ class Flow:
         self.recipe, self.parallel, self.eps = recipe, parallel, eps
         self.holds_weights = False  # set by the layer: recipe.keep_weights, in training only
         self.weights: dict[Tensor, Fp8Weight] = {}
+        self.bf16_tensors: frozenset[str] = frozenset()  # names of numerics.TENSORS
         self.probe: Probe | None = None  # in steps whose numerics are logged
         self.scales: Scales = CurrentScales()  # of gradients
         self.noise: LayerNoise | None = None  # of gradients, for stochastic rounding
@@ -91,10 +93,24 @@ class Flow:
     ) -> None:
         """Give the probe x[M, K], or a function that computes its rows, if x is held in FP8."""
         operand = OPERAND_OF.get(name.rpartition("_")[2])
-        if operand in self.recipe.bf16:
+        if operand in self.recipe.bf16 or name in self.bf16_tensors:
             return
         if self.probe is not None and isinstance(quantized, QTensor):
             self.probe.record(name, source, quantized)
+
+    def exact(self, linear: LinearName, operand: OperandName) -> bool:
+        """Whether the linear's GEMM takes this operand in BF16."""
+        return operand in self.recipe.bf16 or tensor_of(linear, operand) in self.bf16_tensors
+
+    def saved_as(self, tensor: str) -> Operand | None:
+        """How `..._saved` is saved for backward; None means in BF16."""
+        return format_saved(self.recipe, tensor, self.bf16_tensors)
+
+    def saves_input(self, linear: LinearName) -> bool:
+        """Whether the FP8 codes of the linear's input are saved, for wgrad."""
+        saved = self.recipe.saved
+        wanted = saved.projection_input if linear == "proj" else saved.linear_input
+        return wanted and INPUTS[linear] not in self.bf16_tensors
 
     def slot(self, name: str) -> dict[str, Tensor | None]:
         """How the gradient `name` is quantized: scale, amax and noise, as producers take them."""
@@ -107,38 +123,6 @@ class Flow:
         """Backward has quantized the last gradient of the layer."""
         if self.noise is not None:
             self.noise.advance_()
-
-    def tune(
-        self,
-        weights: Sequence[Tensor],
-        tokens: int,
-        grad_dtype: torch.dtype,
-        choices: dict[str, str],
-    ) -> None:
-        """Choose the algorithms of backward's GEMMs, for microbatches of `tokens` tokens.
-
-        Those in `choices` are used, others are timed and added, as by `Plans.tune`. Only FP8 GEMMs
-        whose operands have tensor-wise scales have a choice of algorithms.
-        """
-        if not self.recipe.tensor_wise_gradients:
-            return
-        fast, dgrad = self.recipe.fast, self.recipe.dgrad
-        bf16 = {name.partition(".")[0] for name in self.recipe.bf16}
-        kinds: dict[str, Any] = {"a_fmt": format_of(dgrad.gradient), "b_fmt": E4M3}
-        kinds["choices"] = choices
-        parallel = self.parallel
-        own = tokens // parallel.size if parallel.scattered else tokens
-        pieces = {piece.stop - piece.start for piece in parallel.row_pieces(own)}
-        for weight in weights:
-            kinds["device"] = weight.device.index
-            n, k = weight.shape
-            kinds |= {"fast": "dgrad" in fast, "accumulate": False}
-            for m in sorted({tokens, *pieces}) if "dgrad" not in bf16 else ():
-                self.plans.tune(m, k, n, out_dtype=torch.bfloat16, **kinds)
-            kinds |= {"fast": "wgrad" in fast, "accumulate": True}
-            summed = padded(tokens, self.recipe.wgrad.gradient.granularity)
-            if "wgrad" not in bf16:
-                self.plans.tune(n, k, summed, out_dtype=grad_dtype, **kinds)
 
     # --- weights ---
 
@@ -171,15 +155,22 @@ class Flow:
     # --- GEMMs ---
 
     def project(
-        self, x: QTensor, w: QTensor, weight: Tensor, values: Values, **options: Any
+        self,
+        linear: LinearName,
+        x: QTensor,
+        w: QTensor,
+        weight: Tensor,
+        values: Values,
+        **options: Any,
     ) -> Tensor:
         """The forward GEMM, y = x W^T, of codes x and w; `weight` and `values` are both in BF16."""
-        a = values() if "forward.activation" in self.recipe.bf16 else x
-        b = weight.detach() if "forward.weight" in self.recipe.bf16 else w
+        a = values() if self.exact(linear, "forward.activation") else x
+        b = weight.detach() if self.exact(linear, "forward.weight") else w
         return self._multiply("forward", a, b, **options)
 
     def project_gathered(
         self,
+        linear: LinearName,
         x: QTensor,
         gathered: Callable[[], QTensor],
         w: QTensor,
@@ -193,7 +184,7 @@ class Flow:
         y [T, N].
         """
         if not self.parallel.scattered:
-            return x, self.project(x, w, weight, values, **options)
+            return x, self.project(linear, x, w, weight, values, **options)
         return self._multiply_gathered("forward", x, gathered, w, **options)
 
     def project_summed(self, x: QTensor, w: QTensor) -> Wait:
@@ -202,15 +193,17 @@ class Flow:
             lambda columns: self._multiply("forward", x, w.rows(columns)), w.shape[0]
         )
 
-    def input_gradient(self, dy: GemmInput, weight: Tensor, scale: Tensor | None) -> Tensor:
+    def input_gradient(
+        self, linear: LinearName, dy: GemmInput, weight: Tensor, scale: Tensor | None
+    ) -> Tensor:
         """The dgrad GEMM, dx = dy W."""
-        exact = "dgrad.weight" in self.recipe.bf16
+        exact = self.exact(linear, "dgrad.weight")
         w = weight.detach().t() if exact else self.backward_weight(weight, scale)
         return self._multiply("dgrad", dy, w)
 
     def output_gradient(
         self,
-        name: str,
+        linear: LinearName,
         dy: Tensor,
         weight: Tensor,
         scale: Tensor | None,
@@ -218,11 +211,10 @@ class Flow:
     ) -> tuple[GemmInput, Tensor]:
         """The gradient of a row-parallel linear: wgrad's operand [K, T'], and dx = dy W.
 
-        dy [T/tp, K] is all-gathered, dx has all T tokens, and T' is T, padded. `name` is the name
-        of dy among the scales and in the probe. `scale` is the `weight_scale` of forward. `amaxes`
-        are those of dy, if a kernel has computed them.
+        dy [T/tp, K] is all-gathered, dx has all T tokens, and T' is T, padded. `scale` is the
+        `weight_scale` of forward. `amaxes` are those of dy, if a kernel has computed them.
         """
-        recipe, parallel = self.recipe, self.parallel
+        recipe, parallel, name = self.recipe, self.parallel, f"{linear}_grad"
         slot = self.slot(name)
         if not recipe.tensor_wise_gradients:
             dy = parallel.gather_values(dy)()
@@ -231,8 +223,8 @@ class Flow:
         if not (parallel.scattered and recipe.tensor_wise_gradients):
             both = producers.gradient(dy, recipe, **slot)
             self.record(name, dy, both.direct)
-            d = self.as_gradient(both, lambda: dy)
-            return d.transposed, self.input_gradient(d.direct, weight, scale)
+            d = self.as_gradient(linear, both, lambda: dy)
+            return d.transposed, self.input_gradient(linear, d.direct, weight, scale)
         mine = producers.gradient_direct(dy, recipe, **slot)
         gathered = parallel.gather_rows(mine)
         self.record(name, dy, mine)
@@ -287,20 +279,21 @@ class Flow:
         """The scales of a linear's input in forward, of all tokens, if wgrad needs them."""
         return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
 
-    def as_gradient(self, codes: Codes, values: Values) -> Gradient:
+    def as_gradient(self, linear: LinearName, codes: Codes, values: Values) -> Gradient:
         """The operands of dgrad and wgrad: codes of dy, or `values`, dy [T, K] in BF16."""
-        bf16 = self.recipe.bf16.intersection(("dgrad.gradient", "wgrad.gradient"))
-        if not bf16:
+        direct = self.exact(linear, "dgrad.gradient")
+        transposed = self.exact(linear, "wgrad.gradient")
+        if not (direct or transposed):
             return Gradient(*codes)
         dy = values()
         return Gradient(
-            dy if "dgrad.gradient" in bf16 else codes.direct,
-            self._columns(dy) if "wgrad.gradient" in bf16 else codes.transposed,
+            dy if direct else codes.direct,
+            self._columns(dy) if transposed else codes.transposed,
         )
 
-    def input_transposed(self, codes: QTensor, values: Values) -> GemmInput:
+    def input_transposed(self, linear: LinearName, codes: QTensor, values: Values) -> GemmInput:
         """A linear's input as the operand [K, T'] of wgrad: its codes, or `values` [T, K]."""
-        return self._columns(values()) if "wgrad.activation" in self.recipe.bf16 else codes
+        return self._columns(values()) if self.exact(linear, "wgrad.activation") else codes
 
     def _columns(self, x: Tensor) -> Tensor:
         """x[T, K] in BF16 -> [K, T'], with zeros beyond T, as codes have them."""
@@ -309,6 +302,7 @@ class Flow:
 
     def norm_output_transposed(
         self,
+        linear: LinearName,
         x: Tensor | QTensor,
         rstd: Tensor,
         weight: Tensor,
@@ -322,7 +316,7 @@ class Flow:
         parallelism this starts the all-gather. The function that is returned does all the rest.
         """
         values = partial(producers.recomputed_norm, x, weight, self.eps)
-        if "wgrad.activation" in self.recipe.bf16:
+        if self.exact(linear, "wgrad.activation"):
             return lambda: self._columns(values())
         parallel, one = self.parallel, None if scale is None else scale.amax()
         source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation

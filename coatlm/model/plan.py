@@ -6,7 +6,7 @@ It begins with sentences (`description`), the first lines of a run; tables follo
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from coatlm.config import PRESETS, Config
@@ -17,6 +17,8 @@ from coatlm.model.accounting import (
     parameters,
     rank_parameters,
 )
+from coatlm.model.bf16_tensors import alone, key_of
+from coatlm.model.fits import tensor_bytes
 from coatlm.model.layer_memory import element_bytes, weight_dtype
 from coatlm.model.memory import (
     GIB,
@@ -31,6 +33,7 @@ from coatlm.model.memory import (
     replaced,
     stage_bytes,
 )
+from coatlm.model.numerics import TENSORS
 from coatlm.optim.shards import bytes_per_parameter
 
 WIDTH = 100  # columns of a sentence's lines
@@ -232,7 +235,7 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     table = [f"  {name:<12}{size / GIB:10.3f}  {note}" for name, size, note in rows if size]
     if t.logits == "auto":
         table += saved_logits_line(config, vocab, dp)
-    if config.precision.guard == "fallback":
+    if config.precision.falls_back:
         table.append(fallback_line(config, stage, dp))
     return [head, *(line.rstrip() for line in table)]
 
@@ -246,11 +249,21 @@ def saved_logits_line(config: Config, vocab: int, dp: int) -> list[str]:
 
 
 def fallback_line(config: Config, stage: int, dp: int) -> str:
-    """What layers that fall back to BF16 add to the peak: the first of the stage, and all."""
-    every = range(1, config.model.layers + 1)
-    sizes = [fallback_bytes(config, [n], stage=stage, data_parallel=dp) for n in every]
-    more = fallback_bytes(config, every, stage=stage, data_parallel=dp) / GIB
-    note = f"not in the sum: per layer that falls back to bf16; of all {more:.3f}"
+    """What layers that fall back to BF16 add to the peak: the first of the stage, and all.
+
+    With guard=operand these are layers in which every tensor has fallen back that can alone.
+    """
+    every, at = range(1, config.model.layers + 1), {"stage": stage, "data_parallel": dp}
+    by_tensor = config.precision.guard == "operand" and alone(config, "fc2_input")
+
+    def size(layers: Collection[int]) -> int:
+        if not by_tensor:
+            return fallback_bytes(config, layers, **at)
+        return tensor_bytes(config, [key_of(n, name) for n in layers for name in TENSORS], **at)
+
+    sizes, more = [size([n]) for n in every], size(every) / GIB
+    which = "whose tensors all fall back" if by_tensor else "that falls back"
+    note = f"not in the sum: per layer {which} to bf16; of all {more:.3f}"
     return f"  {'fallback':<12}{max(sizes) / GIB:10.3f}  {note}"
 
 

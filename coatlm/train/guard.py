@@ -1,4 +1,4 @@
-"""precision.guard: find the layers that FP8 hurts, and let them compute in BF16.
+"""precision.guard: find what FP8 hurts, and let it be in BF16.
 
 Every precision.guard_every steps the FP8 tensors of each layer are measured (`model.numerics`).
 With u = eps / 2, the largest relative error of a normal number in the tensor's format (2^-4 in
@@ -27,6 +27,9 @@ skipped anyway.
 
 Rank 0 has the numbers reduced over its model replica. It decides and broadcasts the decision, so
 that all ranks act alike.
+
+guard=fallback lets the layer compute in BF16, guard=operand the tensor alone where it can
+(`model.bf16_tensors.alone`), else the layer.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -44,6 +47,7 @@ from coatlm.config import Config
 from coatlm.config.model import Precision
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.operand import format_of
+from coatlm.model.bf16_tensors import alone, key_of, layer_of, name_of
 from coatlm.model.fits import peak_with
 from coatlm.model.numerics import TENSORS
 from coatlm.parallel.fp8lm_scaling import SATURATED
@@ -56,6 +60,9 @@ GuardLimits = dict[str, dict[str, float]]  # tensor -> measure -> limit
 ACTIONS = {
     "warned": "it stays in FP8",
     "bf16": "the layer computes in BF16 from the next step on",
+    "operand": "this tensor is in BF16 from the next step on, and the rest of the layer in FP8",
+    "layer": "the layer computes in BF16 from the next step on, because operands of its GEMMs "
+    "cannot be in BF16 alone in this run",
     "no memory": "the layer stays in FP8, because in BF16 a step would not fit the device's memory",
 }
 
@@ -76,7 +83,7 @@ class Finding:
 
     @property
     def key(self) -> str:
-        return f"{self.layer}/{self.tensor}"
+        return key_of(self.layer, self.tensor)
 
     def record(self) -> dict[str, Any]:
         """The values of a line in metrics.jsonl."""
@@ -131,13 +138,31 @@ class Decision:
 
     found: list[str]  # keys of everything above a limit
     acted: list[Finding]  # found twice in a row, and not reported before
+    fallen: Fallen  # from the next step on
+
+
+class Fallen(NamedTuple):
+    """What has fallen back to BF16: layers by number, from 1, and tensors of other layers."""
+
+    layers: frozenset[int] = frozenset()
+    tensors: frozenset[str] = frozenset()  # keys LAYER/TENSOR
+
+    def with_layers(self, layers: Iterable[int]) -> Fallen:
+        """The same and these whole layers."""
+        more = self.layers.union(layers)
+        return Fallen(more, frozenset(key for key in self.tensors if layer_of(key) not in more))
+
+    def with_tensors(self, keys: Iterable[str]) -> Fallen:
+        """The same and these tensors."""
+        return Fallen(self.layers, self.tensors.union(keys)).with_layers(())
 
 
 class PrecisionGuard:
-    """What the measurements of a run have found, and the layers that fell back.
+    """What the measurements of a run have found, and the layers and tensors that fell back.
 
-    `fits`: whether a step with these layers in BF16 fits the memory. `change`: lets these layers,
-    and no others, compute in BF16.
+    `fits`: whether a step with these layers and tensors in BF16 fits the memory. `change`: lets
+    these, and no others, be in BF16. `alone`: whether a tensor, by its name, can be in BF16 in a
+    layer that computes in FP8.
     """
 
     def __init__(
@@ -145,11 +170,12 @@ class PrecisionGuard:
         mode: str,
         limits: GuardLimits,
         *,
-        fits: Callable[[Collection[int]], bool],
-        change: Callable[[Collection[int]], None],
+        fits: Callable[[Collection[int], Collection[str]], bool],
+        change: Callable[[Collection[int], Collection[str]], None],
+        alone: Callable[[str], bool],
     ) -> None:
         self.mode, self.limits, self.fits, self.change = mode, limits, fits, change
-        self.in_bf16: set[int] = set()  # layers that fell back, by number, from 1
+        self.alone, self.fallen = alone, Fallen()
         self.suspected: set[str] = set()  # what the last measurement found
         self.reported: set[str] = set()
 
@@ -158,44 +184,59 @@ class PrecisionGuard:
     ) -> list[Finding]:
         """Act on a measurement: returns what is new. All ranks of the gloo `group` call it.
 
-        Only the records of its rank 0 count. Layers that fall back do so in the next step.
+        Only the records of its rank 0 count. What falls back does so in the next step.
         """
         message: list[Any] = [self._decide(records) if group.rank() == 0 else None]
         dist.broadcast_object_list(message, src=0, group=group)
         decision: Decision = message[0]
         self.suspected = set(decision.found)
         self.reported |= {finding.key for finding in decision.acted}
-        fallen = {finding.layer for finding in decision.acted if finding.action == "bf16"}
-        if fallen:
-            self.in_bf16 |= fallen
-            self.change(self.in_bf16)
+        if decision.fallen != self.fallen:
+            self.fallen = decision.fallen
+            self.change(*self.fallen)
         for finding in decision.acted if group.rank() == 0 else ():
             logger.warning("%s", finding)
         return decision.acted
 
     def _decide(self, records: Iterable[Mapping[str, Any]]) -> Decision:
-        found = list(find(records, self.limits))
-        layers, acted = set(self.in_bf16), []
+        found, fallen, acted = list(find(records, self.limits)), self.fallen, []
         for finding in found:
             if finding.key not in self.suspected or finding.key in self.reported:
                 continue
             action = "warned"
-            if self.mode == "fallback":
-                more = layers | {finding.layer}
-                action = "bf16" if self.fits(more) else "no memory"
-                layers = more if action == "bf16" else layers
+            if self.mode != "warn":
+                action, more = self._fall_back(finding, fallen)
+                fits = self.fits(*more)
+                action, fallen = (action, more) if fits else ("no memory", fallen)
             acted.append(Finding(**asdict(finding) | {"action": action}))
-        return Decision([finding.key for finding in found], acted)
+        return Decision([finding.key for finding in found], acted, fallen)
+
+    def _fall_back(self, finding: Finding, fallen: Fallen) -> tuple[str, Fallen]:
+        """The action, and what is in BF16 after it, if the memory suffices."""
+        if self.mode == "fallback" or finding.layer in fallen.layers:
+            return "bf16", fallen.with_layers([finding.layer])
+        if not self.alone(finding.tensor):
+            return "layer", fallen.with_layers([finding.layer])
+        return "operand", fallen.with_tensors([finding.key])
 
     def counts(self) -> dict[str, int]:
-        """For metrics: layers in BF16, tensors above a limit in the last measurement."""
-        return {"guard_bf16_layers": len(self.in_bf16), "guard_findings": len(self.suspected)}
+        """For metrics: layers in BF16, tensors above a limit in the last measurement.
+
+        With guard=operand also tensors in BF16 of other layers.
+        """
+        tensors = {"guard_bf16_tensors": len(self.fallen.tensors)}
+        return {
+            "guard_bf16_layers": len(self.fallen.layers),
+            **(tensors if self.mode == "operand" else {}),
+            "guard_findings": len(self.suspected),
+        }
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint's state for `restore`."""
         return {
             "mode": self.mode,
-            "in_bf16": sorted(self.in_bf16),
+            "in_bf16": sorted(self.fallen.layers),
+            "tensors": sorted(self.fallen.tensors),
             "suspected": sorted(self.suspected),
             "reported": sorted(self.reported),
         }
@@ -203,13 +244,19 @@ class PrecisionGuard:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state` returned; None clears it.
 
-        Only guard=fallback restores the layers, and another mode reports everything again.
+        Only guard=fallback and operand restore layers and tensors. Where a tensor cannot be in BF16
+        alone its layer is. Another mode reports everything again.
         """
         state = state or {}
-        self.in_bf16 = set(state.get("in_bf16", ())) if self.mode == "fallback" else set()
+        self.fallen = Fallen()
+        if self.mode != "warn":
+            keys = set(state.get("tensors", ()))
+            kept = {key for key in keys if self.mode == "operand" and self.alone(name_of(key))}
+            layers = set(state.get("in_bf16", ())) | {layer_of(key) for key in keys - kept}
+            self.fallen = Fallen().with_layers(layers).with_tensors(kept)
         self.suspected = set(state.get("suspected", ()))
         self.reported = set(state.get("reported", ())) if state.get("mode") == self.mode else set()
-        self.change(self.in_bf16)
+        self.change(*self.fallen)
 
 
 def make_guard(
@@ -218,7 +265,7 @@ def make_guard(
     data_parallel: int,
     *,
     memory: int,
-    change: Callable[[Collection[int]], None],
+    change: Callable[[Collection[int], Collection[str]], None],
 ) -> PrecisionGuard | None:
     """The guard of `precision.guard`; None if it is off. See PrecisionGuard for `change`.
 
@@ -227,35 +274,50 @@ def make_guard(
     if config.precision.guard == "off":
         return None
     fits = partial(fits_memory, config, vocab, data_parallel, memory)
+    limits = limits_of(config.precision)
     return PrecisionGuard(
-        config.precision.guard, limits_of(config.precision), fits=fits, change=change
+        config.precision.guard, limits, fits=fits, change=change, alone=partial(alone, config)
     )
 
 
 def restore_guard(
     guard: PrecisionGuard | None, saved: Mapping[str, Any] | None, config: Config
 ) -> None:
-    """Restore the guard of a checkpoint. Warns of layers that compute in FP8 again."""
-    precision = config.precision
+    """Restore the guard of a checkpoint. Warns of what is in FP8 again, or in BF16 as a whole."""
+    precision, saved = config.precision, saved or {}
     head, tail = precision.bf16_layers
-    fallen = set(saved["in_bf16"]) if saved else set()
-    fallen &= set(range(head + 1, config.model.layers - tail + 1))
+    ours = range(head + 1, config.model.layers - tail + 1) if precision.flow else ()
+    layers = set(saved.get("in_bf16", ())).intersection(ours)
+    tensors = {key for key in saved.get("tensors", ()) if layer_of(key) in ours}
+    now = Fallen()
     if guard is not None:
         guard.restore(saved)
-        fallen -= guard.in_bf16
-    if fallen and precision.flow:
+        now = guard.fallen
+    again = "that had fallen back to BF16 compute in FP8 again with precision.guard"
+    if gone := layers - now.layers:
+        logger.warning(f"layers {again}=%s: %s", precision.guard, number_list(gone))
+    others = {key for key in tensors if layer_of(key) not in now.layers} - now.tensors
+    if others:
+        names = ", ".join(sorted(others))
+        logger.warning(f"tensors {again}=%s: %s", precision.guard, names)
+    if whole := {layer_of(key) for key in tensors}.intersection(now.layers):
         logger.warning(
-            "layers that had fallen back to BF16 compute in FP8 again with precision.guard=%s: %s",
-            precision.guard,
-            number_list(fallen),
+            "layers of which single tensors had fallen back to BF16 compute in BF16 as a whole "
+            "with precision.guard=%s and parallel.tp=%d: %s",
+            *(precision.guard, config.parallel.tp, number_list(whole)),
         )
 
 
 def fits_memory(
-    config: Config, vocab: int, data_parallel: int, memory: int, fallen: Collection[int]
+    config: Config,
+    vocab: int,
+    data_parallel: int,
+    memory: int,
+    fallen: Collection[int],
+    tensors: Collection[str] = (),
 ) -> bool:
-    """Whether the estimated peak with the layers `fallen` in BF16 is within a GPU's `memory`.
+    """Whether the estimated peak with the layers `fallen` and `tensors` in BF16 fits a GPU.
 
-    True for 0, a CPU, for which the peak is no estimate.
+    Its `memory` is in bytes. True for 0, a CPU, for which the peak is no estimate.
     """
-    return not memory or peak_with(config, vocab, data_parallel, fallen) <= memory
+    return not memory or peak_with(config, vocab, data_parallel, fallen, tensors) <= memory

@@ -8,8 +8,9 @@
                     with eval.tasks, after their evaluation, step task/NAME/METRIC ...
                     (train.harness);
                     with several ranks slowest: {rank phase ms median_ms} (train.stragglers);
-                    with precision.guard guard_bf16_layers guard_findings, and a line per finding:
-                    step layer tensor measure value limit action (train.guard)
+                    with precision.guard guard_bf16_layers guard_findings, with operand also
+                    guard_bf16_tensors, and a line per finding: step layer tensor measure value
+                    limit action (train.guard)
     states.jsonl    with log.states_every, the rounding errors of stored weights and moments: step
                     and the values of optim.edq.to_metrics
     numerics.jsonl  with log.numerics_every, the quantization errors in the layers: step and the

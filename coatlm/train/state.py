@@ -9,6 +9,7 @@ from annotated_types import Len
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -16,8 +17,11 @@ from pydantic import (
 )
 
 from coatlm.config import Optim, OptimRecipe
+from coatlm.model.numerics import TENSORS
 from coatlm.train.checkpoint import CheckpointError, read_state
 from coatlm.train.manifest import STATE
+
+TENSOR_KEY = rf"^[1-9]\d{{0,8}}/({'|'.join(TENSORS)})$"  # LAYER/TENSOR
 
 
 class SavedSpikes(BaseModel):
@@ -36,6 +40,7 @@ class SavedGuard(BaseModel):
 
     mode: str
     in_bf16: list[PositiveInt]
+    tensors: list[Annotated[str, Field(pattern=TENSOR_KEY)]] = []
     suspected: list[str]
     reported: list[str]
 

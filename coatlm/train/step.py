@@ -259,12 +259,15 @@ class Trainer:
 
     @property
     def fallen(self) -> frozenset[int]:
-        """The layers that precision.guard=fallback lets compute in BF16, by number, from 1."""
-        return frozenset() if self.guard is None else frozenset(self.guard.in_bf16)
+        """The layers that precision.guard lets compute in BF16 as a whole, by number, from 1."""
+        return frozenset() if self.guard is None else self.guard.fallen.layers
 
-    def change_layers(self, in_bf16: Collection[int]) -> None:
-        """Let the FP8 layers with these numbers, and no others, compute in BF16 in later steps."""
-        change_layers(self._layers(), in_bf16)
+    def change_layers(self, in_bf16: Collection[int], tensors: Collection[str] = ()) -> None:
+        """Let the FP8 layers with these numbers, and no others, compute in BF16 in later steps.
+
+        In the others the `tensors`, keys LAYER/TENSOR, and no others are in BF16.
+        """
+        change_layers(self._layers(), in_bf16, tensors)
         for graphs in (self.step_graph, self.graphs):
             if graphs is not None:
                 graphs.reset()

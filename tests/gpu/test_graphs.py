@@ -47,12 +47,19 @@ def test_a_replayed_microbatch_trains_like_an_eager_one() -> None:
         torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
 
 
-GUARDED = {"recipe": "coat", "guard": "fallback", "guard_every": 1}
+GUARDED = {"recipe": "coat", "guard_every": 1}
 SEEN, FALLEN = 3, 5  # the steps that are measured, and from which on layer 2 is in BF16
+FELL: dict[str, dict[str, list[Any]]] = {
+    "fallback": {"in_bf16": [2]},
+    "operand": {"tensors": ["2/fc2_input", "2/qkv_grad", "2/proj_weight", "2/gate_up_saved"]},
+}
 
 
-def fall_back_both_ways(rank: int, size: int, scaling: str) -> list[list[Any]]:
-    """Eight steps, eager and replayed: loss, norm, graphs captured, layers in BF16."""
+def fall_back_both_ways(rank: int, size: int, ways: dict[str, str]) -> list[list[Any]]:
+    """Eight steps, eager and replayed: loss, norm, graphs captured, and what is in BF16.
+
+    `ways`: values of precision.guard and precision.scaling.
+    """
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
@@ -67,7 +74,7 @@ def fall_back_both_ways(rank: int, size: int, scaling: str) -> list[list[Any]]:
                 "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
                 "data": {"text": ["unused"], "seq_len": 256},
                 "train": {"micro_batch": 2, "global_batch": 6, "cuda_graphs": cuda_graphs},
-                "precision": GUARDED | {"scaling": scaling},
+                "precision": GUARDED | ways,
             }
         )
         groups = make_groups(config.parallel)
@@ -82,8 +89,8 @@ def fall_back_both_ways(rank: int, size: int, scaling: str) -> list[list[Any]]:
             else:
                 loss, norm = trainer.train_step(placed, lr=1e-3)
             if number == FALLEN - 1:
-                trainer.guard.restore({"in_bf16": [2]})
-            in_bf16 = [x.in_bf16 for x in layers]
+                trainer.guard.restore(FELL[ways["guard"]])
+            in_bf16 = [x.in_bf16 or bool(x.flow.bf16_tensors) for x in layers]
             steps.append([float(loss), float(norm), graphs_of(trainer), in_bf16])
         both.append(steps)
         trainer.close()
@@ -91,9 +98,11 @@ def fall_back_both_ways(rank: int, size: int, scaling: str) -> list[list[Any]]:
     return both
 
 
+@pytest.mark.parametrize("guard", list(FELL))
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
-def test_a_layer_that_falls_back_is_captured_again_once(scaling: str) -> None:
-    ((eager, replayed),) = run_ranks(1, f"{__name__}:fall_back_both_ways", scaling)
+def test_a_layer_that_falls_back_is_captured_again_once(scaling: str, guard: str) -> None:
+    ways = {"guard": guard, "scaling": scaling}
+    ((eager, replayed),) = run_ranks(1, f"{__name__}:fall_back_both_ways", ways)
     curves = (torch.tensor([step[:2] for step in way]) for way in (replayed, eager))
     torch.testing.assert_close(*curves, rtol=2e-3, atol=0)  # as in the test above
     # the second step that does not calibrate is captured

@@ -6,9 +6,13 @@ import pytest
 
 from coatlm.config import Config, ConfigError
 from coatlm.model import memory as mem
+from coatlm.model.fits import tensor_bytes
 from coatlm.model.memory import GIB, fallback_bytes, peak_bytes, replaced
+from coatlm.model.numerics import TENSORS
 from coatlm.model.plan import plan
 from tests.model.shapes import LLAMA2_7B, config
+
+AT = {"stage": 0, "data_parallel": 1}
 
 
 def test_plan_of_llama2_7b_on_64_ranks() -> None:
@@ -152,6 +156,21 @@ def test_plan_names_the_memory_of_cuda_graphs() -> None:
     lines = plan(config(train={"cuda_graphs": True}), 1).splitlines()
     assert any(line.startswith("  cuda graphs") for line in lines)
     assert not any("cuda graphs" in line for line in plan(config(), 1).splitlines())
+
+
+def test_plan_names_what_a_layer_adds_whose_tensors_fall_back() -> None:
+    """Or the whole layer, where not every tensor can alone."""
+    c = config(precision={"recipe": "coat", "guard": "operand"})
+    (line,) = [line for line in plan(c, 1).splitlines() if line.startswith("  fallback")]
+    sizes = [
+        tensor_bytes(c, [f"{n}/{name}" for n in layers for name in TENSORS], **AT) / GIB
+        for layers in ([1], range(1, c.model.layers + 1))
+    ]
+    assert f"{sizes[0]:.3f}" in line and line.endswith(f"of all {sizes[1]:.3f}")
+    assert "whose tensors all fall back" in line
+    paper = config(precision={"recipe": "coat-paper", "guard": "operand"})
+    (line,) = [line for line in plan(paper, 1).splitlines() if line.startswith("  fallback")]
+    assert line.endswith(f"of all {fallback_bytes(paper, range(1, 5), **AT) / GIB:.3f}")
 
 
 def test_plan_names_what_a_layer_that_falls_back_adds_and_what_all_add() -> None:

@@ -16,7 +16,7 @@ from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.stochastic import stochastic_ref
 from coatlm.model.numerics import TENSORS
 from coatlm.train import guard
-from coatlm.train.guard import PrecisionGuard, find, limits_of, restore_guard
+from coatlm.train.guard import Fallen, PrecisionGuard, find, limits_of, restore_guard
 
 # limits
 
@@ -114,19 +114,26 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Layers:
-    """The last layers that a guard let compute in BF16."""
+    """The last layers, and the last tensors of others, that a guard let be in BF16."""
 
     def __init__(self) -> None:
         self.in_bf16: set[int] = set()
+        self.tensors: set[str] = set()
 
-    def change(self, in_bf16: Collection[int]) -> None:
-        self.in_bf16 = set(in_bf16)
+    def change(self, in_bf16: Collection[int], tensors: Collection[str]) -> None:
+        self.in_bf16, self.tensors = set(in_bf16), set(tensors)
 
 
-def make(mode: str, layers: Layers, most: int = 99) -> PrecisionGuard:
-    """A guard whose device holds `most` layers in BF16."""
+def make(
+    mode: str, layers: Layers, most: int = 99, alone: tuple[str, ...] = TENSORS
+) -> PrecisionGuard:
+    """A guard whose device holds `most` layers and tensors in BF16, the latter if in `alone`."""
     return PrecisionGuard(
-        mode, coat(), fits=lambda fallen: len(fallen) <= most, change=layers.change
+        mode,
+        coat(),
+        fits=lambda fallen, tensors: len(fallen) + len(tensors) <= most,
+        change=layers.change,
+        alone=alone.__contains__,
     )
 
 
@@ -138,7 +145,7 @@ def test_a_spike_of_one_measurement_changes_nothing(alone: Any) -> None:
     guarded = make("fallback", layers)
     for records in ([HURT], [record(2)], [HURT], [record(3, underflow=0.5)]):
         assert guarded.observe(records, alone) == []
-    assert not layers.in_bf16 and not guarded.in_bf16
+    assert not layers.in_bf16 and guarded.fallen == Fallen()
 
 
 def test_warn_names_a_tensor_once_and_leaves_its_layer(
@@ -162,7 +169,7 @@ def test_a_layer_falls_back_as_a_whole(alone: Any) -> None:
     guarded.observe(records, alone)
     found = guarded.observe(records[:2], alone)
     assert [finding.action for finding in found] == ["bf16", "bf16"]
-    assert layers.in_bf16 == guarded.in_bf16 == {2}
+    assert layers.in_bf16 == guarded.fallen.layers == {2} and not layers.tensors
 
 
 def test_a_layer_that_would_not_fit_stays_and_is_reported_once(alone: Any) -> None:
@@ -195,11 +202,119 @@ def test_another_mode_restores_no_layer_and_reports_again(alone: Any) -> None:
         first.observe([HURT], alone)
     warning = make("warn", layers)
     warning.restore(first.state())
-    assert not layers.in_bf16 and not warning.in_bf16
+    assert not layers.in_bf16 and warning.fallen == Fallen()
     assert len(warning.observe([HURT], alone)) == 1
     again = make("fallback", layers)
     again.restore(warning.state())
     assert [finding.action for finding in again.observe([HURT], alone)] == ["bf16"]
+
+
+SAVED = ("norm1_saved", "gate_up_saved")
+
+
+def test_an_operand_falls_back_alone(alone: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layers = Layers()
+    guarded = make("operand", layers)
+    records = [HURT, record(2, "norm1_saved", underflow=0.3), record(3, underflow=0.2)]
+    guarded.observe(records, alone)
+    found = guarded.observe(records[:2], alone)
+    assert [finding.action for finding in found] == ["operand", "operand"]
+    assert not layers.in_bf16
+    assert layers.tensors == guarded.fallen.tensors == {"2/fc2_input", "2/norm1_saved"}
+    line = caplog.messages[0]
+    assert line.startswith("FP8 hurts layer 2, fc2_input: underflow 0.5 is above 0.0864; this ")
+    assert "tensor is in BF16 from the next step on" in line
+    assert guarded.counts() == {
+        **{"guard_bf16_layers": 0, "guard_bf16_tensors": 2, "guard_findings": 2}
+    }
+
+
+def test_the_layer_falls_back_for_an_operand_that_cannot_alone(
+    alone: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what had fallen back in it before, or does after it, is no tensor of its own."""
+    layers = Layers()
+    guarded = make("operand", layers, alone=SAVED)
+    norm, gate_up = (record(2, name, underflow=0.3) for name in SAVED)
+    other = record(3, "gate_up_saved", underflow=0.3)
+    for _ in range(2):
+        guarded.observe([norm, other], alone)
+    assert layers.tensors == {"2/norm1_saved", "3/gate_up_saved"}
+    guarded.observe([HURT, gate_up], alone)
+    found = guarded.observe([HURT, gate_up], alone)
+    assert [finding.action for finding in found] == ["layer", "bf16"]
+    assert layers.in_bf16 == {2} and layers.tensors == {"3/gate_up_saved"}
+    assert "cannot be in BF16 alone in this run" in caplog.messages[-2]
+
+
+def test_an_operand_that_would_not_fit_stays_and_others_do_not(alone: Any) -> None:
+    layers = Layers()
+    guarded = make("operand", layers, most=1)
+    records = [record(layer, underflow=0.5) for layer in (2, 4)]
+    actions = [[f.action for f in guarded.observe(records, alone)] for _ in range(3)]
+    assert actions == [[], ["operand", "no memory"], []]
+    assert layers.tensors == {"2/fc2_input"}
+
+
+FELL = {
+    "mode": "operand",
+    "in_bf16": [1],
+    "tensors": ["2/fc2_input", "3/gate_up_saved"],
+    "suspected": [],
+    "reported": ["2/fc2_input"],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "can", "in_bf16", "tensors"),
+    [
+        ("operand", TENSORS, {1}, {"2/fc2_input", "3/gate_up_saved"}),
+        ("operand", SAVED, {1, 2}, {"3/gate_up_saved"}),
+        ("fallback", TENSORS, {1, 2, 3}, set()),
+        ("warn", TENSORS, set(), set()),
+    ],
+)
+def test_tensors_are_restored_alone_where_they_can_be_and_else_with_their_layers(
+    mode: str, can: tuple[str, ...], in_bf16: set[int], tensors: set[str]
+) -> None:
+    layers = Layers()
+    restored = make(mode, layers, alone=can)
+    restored.restore(FELL)
+    assert (layers.in_bf16, layers.tensors) == (in_bf16, tensors)
+    assert restored.reported == ({"2/fc2_input"} if mode == "operand" else set())
+    again = make(mode, layers, alone=can)
+    again.restore(restored.state())
+    assert again.fallen == restored.fallen
+
+
+@pytest.mark.parametrize(
+    ("mode", "parallel", "expected"),
+    [
+        ("operand", {}, []),
+        ("operand", {"tp": 2}, ["as a whole with precision.guard=operand and parallel.tp=2: 2"]),
+        ("fallback", {}, ["as a whole with precision.guard=fallback and parallel.tp=1: 2, 3"]),
+        (
+            "off",
+            {},
+            [
+                "layers that had fallen back to BF16 compute in FP8 again with precision.guard="
+                "off: 1",
+                "tensors that had fallen back to BF16 compute in FP8 again with precision.guard="
+                "off: 2/fc2_input, 3/gate_up_saved",
+            ],
+        ),
+    ],
+)
+def test_a_resumed_run_says_what_is_not_in_bf16_as_it_was(
+    mode: str, parallel: dict[str, Any], expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    sections = {"precision": {"recipe": "coat", "guard": mode}, "parallel": parallel}
+    c = make_config(sections | {"model": {"layers": 4}})
+    resumed = guard.make_guard(c, 384, 1, memory=0, change=Layers().change)
+    restore_guard(resumed, FELL, c)
+    assert [line.endswith(end) for line, end in zip(caplog.messages, expected, strict=True)] == [
+        True
+    ] * len(expected)
 
 
 @pytest.mark.parametrize(
@@ -234,3 +349,14 @@ def test_layers_fit_if_the_stage_that_holds_them_does(stage: int) -> None:
     assert guard.peak_with(c, 384, 1, layers) == peak
     fits = [guard.fits_memory(c, 384, 1, memory, layers) for memory in (peak - 1, peak, 0)]
     assert fits == [False, True, True]
+
+
+def test_tensors_fit_if_the_stage_that_holds_them_does() -> None:
+    from coatlm.model.fits import tensor_bytes
+    from coatlm.model.memory import peak_bytes
+
+    c = make_config({"precision": {"recipe": "coat", "guard": "operand"}, "model": {"layers": 4}})
+    more = tensor_bytes(c, ["2/gate_up_saved"], stage=0, data_parallel=1)
+    peak = peak_bytes(c, 384, 1) + more
+    fits = [guard.fits_memory(c, 384, 1, m, (), ["2/gate_up_saved"]) for m in (peak - 1, peak, 0)]
+    assert more > 0 and fits == [False, True, True]

@@ -19,6 +19,10 @@ GOOD: dict[str, Any] = {
     "skipped_in_row": 0,
     "left_out": [[10, 14]],
     "spikes": {"values": [[1.0, 2], [0.5, 0.25]], "count": 2},
+    "guard": {
+        **{"mode": "operand", "in_bf16": [2], "tensors": ["3/fc2_input", "12/norm1_saved"]},
+        **{"suspected": [], "reported": ["3/fc2_input"]},
+    },
     "tokenizer": "byte",
     "flat_groups": {"w": [[{"key": "w", "rows": 3}]]},
     "automatic_scales": {"w": 1.0},
@@ -46,6 +50,12 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_run_state(written(tmp_path, GOOD)) == GOOD
 
 
+def test_a_guard_from_before_single_tensors_fell_back_is_read(tmp_path: Path) -> None:
+    guard = {name: value for name, value in GOOD["guard"].items() if name != "tensors"}
+    state = GOOD | {"guard": guard}
+    assert read_run_state(written(tmp_path, state)) == state
+
+
 @pytest.mark.parametrize("key", ["step", "updates", "skipped", "tokenizer", "config"])
 def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
     state = {name: value for name, value in GOOD.items() if name != key}
@@ -64,6 +74,11 @@ def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
         ("left_out", [[1, 2, 3]]),
         ("left_out", {"1": 2}),
         ("spikes", {"values": []}),
+        ("guard", GOOD["guard"] | {"tensors": ["fc2_input"]}),
+        ("guard", GOOD["guard"] | {"tensors": ["3/fc3_input"]}),
+        ("guard", GOOD["guard"] | {"tensors": ["0/fc2_input"]}),
+        ("guard", GOOD["guard"] | {"tensors": ["3/fc2_input\n"]}),
+        ("guard", GOOD["guard"] | {"tensors": [f"{'9' * 5000}/fc2_input"]}),
         ("tokenizer", 7),
         ("flat_groups", [1]),
         ("automatic_scales", {"w": "1"}),
