@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coatlm.config import Config
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.model.accounting import key_size, layer_matrices, query_size
 from coatlm.model.memory import microbatch_tokens
 from coatlm.model.rates import Link, Rates, interpolated
@@ -27,6 +28,8 @@ class Passes(NamedTuple):
     weights: float  # per weight of a matrix: casts, transposes, sums of gradients
 
 
+# bytes on the wire per element of a partial sum of a layer
+PARTIAL_SUMS = {"bf16": 2.0, "fp8": 1 + 4 / SCALE_BLOCK}
 PASSES = {"fp8": Passes(45, 7, 18, 5), "bf16": Passes(40, 8, 16, 12)}
 
 
@@ -74,7 +77,8 @@ def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
         gathered += ["projection", "down"]  # their gradients, in backward
     own = sum(min(codes, gemm[name] / ranks) for name in gathered)
     later = 1 - 1 / p.tp_chunks
-    summed = sum(later * min(2 * codes, gemm[name]) for name in ("projection", "down"))
+    sums = codes * PARTIAL_SUMS[p.tp_comm_reduce]
+    summed = sum(later * min(sums, gemm[name]) for name in ("projection", "down"))
     return (1 - rates.contention) * (own + summed)
 
 

@@ -111,6 +111,14 @@ def test_chunks_hide_all_but_the_last_of_a_sum_and_all_gathers_beside_own_rows()
         split = tensor_parallel(f"parallel.tp_chunks={chunks}")
         assert one - split == pytest.approx(hidden, rel=1e-6)
         assert split > 0
+    # without chunks all of a layer's four sums are exposed, and take the time of their bytes
+    fewer = 32 * 4 * (2 - (1 + 4 / 128)) * 16_384 * 4096 / 2 / 165e9
+    fp8 = "parallel.tp_comm_reduce=fp8"
+    assert one - tensor_parallel(fp8) == pytest.approx(fewer, rel=1e-6)
+    sums = 1 / 2 * ((1 + 4 / 128) * codes + projection)
+    split = tensor_parallel(fp8, "parallel.tp_chunks=2")
+    hidden = 0.65 * 32 * (3 * codes + projection / 2 + sums)
+    assert tensor_parallel(fp8) - split == pytest.approx(hidden, rel=1e-6)
     rows, two = {"recipe": "fp8-block"}, "parallel.tp_chunks=2"
     scaling = "precision.scaling=current"
     fewer = tensor_parallel(scaling, **rows) - tensor_parallel(scaling, two, **rows)

@@ -66,6 +66,17 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             "precision": {"recipe": "fp8-block"},
             "model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256},
         },
+        "sp2 coat, fp8 sums": {
+            "parallel": {**SP, "tp_comm_reduce": "fp8"},
+            "precision": {"recipe": "coat", "bf16_layers": [1, 0]},
+            "train": {"recompute": "full"},
+            "model": {"hidden": 128, "heads": 4},
+        },
+        "sp2 coat, fp8 sums, split": {
+            "parallel": {**SP, "tp_comm_reduce": "fp8", "tp_chunks": 2},
+            "precision": {"recipe": "coat"},
+            "model": {"hidden": 256, "heads": 8, "head_dim": 32},
+        },
         "sp2 coat-lean but one": {
             "parallel": {**SP, "main_grads": "bf16"},
             "precision": {"recipe": "coat-lean", "bf16_layers": [0, 1]},

@@ -23,6 +23,7 @@ DELAYED = {
     2: ["tp2 sp", "tp2, split", "tp2 sp, split", "pp2", "dp2 zero1", "cp2"],
     4: ["tp2 pp2", "tp2 pp2, split", "tp2 cp2, split"],
 }  # with FP8 layers
+FP8_SUMS = ["tp2 sp, fp8 sums", "tp2 sp, fp8 sums, split"]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,8 @@ def curves() -> dict[str, Any]:
     for size in (n for n in LAYOUTS if n <= GPUS):
         cases = [(layout, "plain", "bf16") for layout in LAYOUTS[size]]
         cases += [(layout, "delayed", "coat") for layout in DELAYED[size]]
+        cases += [("single", "blocks", "coat")] if size == 1 else []
+        cases += [(layout, "blocks", "coat") for layout in FP8_SUMS] if size == 2 else []
         found |= run_ranks(size, "tests.parallel.test_parity:train_cases", cases)[0]
     return found
 
@@ -51,6 +54,15 @@ def test_layout_trains_fp8_layers_with_delayed_scales_like_one_gpu(
 ) -> None:
     for expected, actual in zip(
         curves["single/delayed/coat"], curves[f"{layout}/delayed/coat"], strict=True
+    ):
+        assert actual[0] == pytest.approx(expected[0], rel=LOSS_RELATIVE)
+        assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)
+
+
+@pytest.mark.parametrize("layout", FP8_SUMS)
+def test_layout_trains_with_partial_sums_in_fp8_like_one_gpu(curves: Any, layout: str) -> None:
+    for expected, actual in zip(
+        curves["single/blocks/coat"], curves[f"{layout}/blocks/coat"], strict=True
     ):
         assert actual[0] == pytest.approx(expected[0], rel=LOSS_RELATIVE)
         assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)
