@@ -31,7 +31,7 @@ class Parallel(Section):
     tp_chunks: StrictInt = number(1, "chunks", ge=1, le=64)
     """Above 1, FP8 layers split GEMMs so that they overlap with communication over the
     tensor-parallel ranks: in this many chunks of columns where results are summed, and into the
-    rows of this rank and those of the others where inputs are all-gathered."""
+    rows of each rank where inputs are all-gathered, which then arrive rank by rank."""
 
     tp_comm_reduce: TpCommReduce = "bf16"
     """The format in which FP8 layers reduce-scatter partial sums over the tensor-parallel ranks

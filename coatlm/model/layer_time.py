@@ -63,9 +63,9 @@ def linear_gemms(config: Config, rates: Rates) -> dict[str, float]:
 def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
     """Seconds per layer of tensor-parallel collectives that tp_chunks overlaps with GEMMs.
 
-    An all-gather of codes is overlapped with the GEMM of a rank's own rows, and a reduce-scatter of
-    forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of chunks are taken to
-    be as fast as whole ones. Without sequence parallelism neither exists.
+    The gather of codes is overlapped with the GEMMs of all rows but the last rank's, and a
+    reduce-scatter of forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of
+    chunks are taken to be as fast as whole ones. Without sequence parallelism neither exists.
     """
     p, ranks = config.parallel, config.parallel.tp
     if p.tp_chunks == 1 or not p.sequence_parallel:
@@ -75,11 +75,11 @@ def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
     gathered = ["qkv", "gate_up"]
     if config.precision.flow_recipe().tensor_wise_gradients:
         gathered += ["projection", "down"]  # their gradients, in backward
-    own = sum(min(codes, gemm[name] / ranks) for name in gathered)
+    earlier = sum(min(codes, gemm[name] * (1 - 1 / ranks)) for name in gathered)
     later = 1 - 1 / p.tp_chunks
     sums = codes * PARTIAL_SUMS[p.tp_comm_reduce]
     summed = sum(later * min(sums, gemm[name]) for name in ("projection", "down"))
-    return (1 - rates.contention) * (own + summed)
+    return (1 - rates.contention) * (earlier + summed)
 
 
 def layer_elementwise(config: Config, rates: Rates) -> float:

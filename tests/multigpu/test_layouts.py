@@ -23,7 +23,11 @@ DELAYED = {
     2: ["tp2 sp", "tp2, split", "tp2 sp, split", "pp2", "dp2 zero1", "cp2"],
     4: ["tp2 pp2", "tp2 pp2, split", "tp2 cp2, split"],
 }  # with FP8 layers
-FP8_SUMS = ["tp2 sp, fp8 sums", "tp2 sp, fp8 sums, split"]
+CURRENT = {
+    1: [("single", "blocks"), ("single", "four kv heads")],
+    2: [("tp2 sp, fp8 sums", "blocks"), ("tp2 sp, fp8 sums, split", "blocks")],
+    4: [("tp4 sp, split", "four kv heads")],
+}  # with FP8 layers and current scales
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +37,7 @@ def curves() -> dict[str, Any]:
     for size in (n for n in LAYOUTS if n <= GPUS):
         cases = [(layout, "plain", "bf16") for layout in LAYOUTS[size]]
         cases += [(layout, "delayed", "coat") for layout in DELAYED[size]]
-        cases += [("single", "blocks", "coat")] if size == 1 else []
-        cases += [(layout, "blocks", "coat") for layout in FP8_SUMS] if size == 2 else []
+        cases += [(*case, "coat") for case in CURRENT[size]]
         found |= run_ranks(size, "tests.parallel.test_parity:train_cases", cases)[0]
     return found
 
@@ -59,10 +62,14 @@ def test_layout_trains_fp8_layers_with_delayed_scales_like_one_gpu(
         assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)
 
 
-@pytest.mark.parametrize("layout", FP8_SUMS)
-def test_layout_trains_with_partial_sums_in_fp8_like_one_gpu(curves: Any, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "variant"), [case for n in (2, 4) if n <= max(GPUS, 2) for case in CURRENT[n]]
+)
+def test_layout_trains_with_sums_in_fp8_and_rows_that_arrive_one_by_one_like_one_gpu(
+    curves: Any, layout: str, variant: str
+) -> None:
     for expected, actual in zip(
-        curves["single/blocks/coat"], curves[f"{layout}/blocks/coat"], strict=True
+        curves[f"single/{variant}/coat"], curves[f"{layout}/{variant}/coat"], strict=True
     ):
         assert actual[0] == pytest.approx(expected[0], rel=LOSS_RELATIVE)
         assert actual[1] == pytest.approx(expected[1], rel=NORM_RELATIVE)
