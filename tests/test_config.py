@@ -267,6 +267,29 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "is not a multiple of 16*parallel.tp_chunks=48",
         ),
         (
+            {"parallel": {"tp": 2, "tp_comm_reduce": "fp8"}, "precision": {"recipe": "coat"}},
+            "parallel: tp_comm_reduce=fp8 needs sequence_parallel=true",
+        ),
+        *(
+            (
+                {
+                    "parallel": {"tp": 2, "sequence_parallel": True, "tp_comm_reduce": "fp8"},
+                    "model": {"spec": spec},
+                    "precision": {"recipe": recipe},
+                },
+                "parallel.tp_comm_reduce=fp8 needs parallel.tp > 1 and FP8 layers: precision.recip",
+            )
+            for spec, recipe in (("local", "bf16"), ("te", "te-delayed"))
+        ),
+        (
+            {
+                "parallel": {"tp": 2, "sequence_parallel": True, "tp_comm_reduce": "fp8"},
+                "model": {"hidden": 192, "heads": 4},
+                "precision": {"recipe": "coat"},
+            },
+            "model.hidden=192 is not a multiple of 128*parallel.tp_chunks=128",
+        ),
+        (
             {"train": {"rollbacks": 1}, "checkpoint": {"every": 0}},
             "train.rollbacks=1 needs checkpoint.every > 0",
         ),

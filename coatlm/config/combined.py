@@ -66,11 +66,12 @@ class Config(Section):
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
-        if p.tp_chunks > 1 and not (p.tp > 1 and self.precision.flow):
-            raise ValueError(
-                f"parallel.tp_chunks={p.tp_chunks} needs parallel.tp > 1 and FP8 layers: "
-                f"precision.recipe={' | '.join(RECIPES)}"
-            )
+        for name, usual in (("tp_chunks", 1), ("tp_comm_reduce", "bf16")):
+            if (value := getattr(p, name)) != usual and not (p.tp > 1 and self.precision.flow):
+                raise ValueError(
+                    f"parallel.{name}={value} needs parallel.tp > 1 and FP8 layers: "
+                    f"precision.recipe={' | '.join(RECIPES)}"
+                )
         if p.vpp > 1 and p.pp == 1:
             raise ValueError(f"parallel.vpp={p.vpp} needs parallel.pp > 1")
         if self.train.rollbacks and not self.checkpoint.every:
@@ -201,8 +202,9 @@ class Config(Section):
         recipe = p.flow_recipe()
         size = p.group_size or 16  # FP8 tensor cores need multiples of 16 as well
         divides("model.hidden", m.hidden, "precision.group_size", size)
-        chunks, rows = self.parallel.tp_chunks, max(16, recipe.forward.weight.granularity.rows or 1)
-        if chunks > 1:
+        chunks, codes = self.parallel.tp_chunks, self.parallel.tp_comm_reduce == "fp8"
+        rows = max(128 if codes else 16, recipe.forward.weight.granularity.rows or 1)
+        if chunks > 1 or codes:  # the scale of a code covers 128 columns of a chunk
             divides("model.hidden", m.hidden, f"{rows}*parallel.tp_chunks", rows * chunks)
         divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
         for name, heads in (("heads", m.heads), ("kv_heads", m.key_value_heads)):

@@ -9,6 +9,7 @@ from pydantic import StrictBool, StrictInt, model_validator
 from coatlm.config.fields import MOST_RANKS, Real, Section, number
 
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
+TpCommReduce = Literal["bf16", "fp8"]
 
 
 class Parallel(Section):
@@ -30,7 +31,13 @@ class Parallel(Section):
     tp_chunks: StrictInt = number(1, "chunks", ge=1, le=64)
     """Above 1, FP8 layers split GEMMs so that they overlap with communication over the
     tensor-parallel ranks: in this many chunks of columns where results are summed, and into the
-    rows of this rank and those of the others where inputs are all-gathered."""
+    rows of each rank where inputs are all-gathered, which then arrive rank by rank."""
+
+    tp_comm_reduce: TpCommReduce = "bf16"
+    """The format in which FP8 layers reduce-scatter partial sums over the tensor-parallel ranks
+    under sequence parallelism: bf16 sums in BF16, fp8 exchanges E4M3 codes with a scale per 128
+    elements by all-to-all and sums in fp32. Layers in BF16, the embedding and the output layer
+    reduce-scatter BF16 with either."""
 
     pp: StrictInt = number(1, "ranks", ge=1, le=10_000)
     """Pipeline-parallel size: the number of pipeline stages."""
@@ -104,6 +111,11 @@ class Parallel(Section):
             raise ValueError(f"tp*pp*cp={self.tp}*{self.pp}*{self.cp} is above {MOST_RANKS}")
         if self.cp_comm != "auto" and self.cp == 1:
             raise ValueError(f"cp_comm={self.cp_comm} needs cp > 1")
+        if self.tp_comm_reduce != "bf16" and not self.sequence_parallel:
+            raise ValueError(
+                f"tp_comm_reduce={self.tp_comm_reduce} needs sequence_parallel=true: without it "
+                "partial sums are all-reduced, which would round them twice"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coatlm.config import TpCommReduce
 from coatlm.config.recipes import FlowRecipe
 from coatlm.fp8.attention import attend_saving_fp8
 from coatlm.fp8.formats import E4M3
@@ -29,12 +30,18 @@ class CoatTransformerLayer(TransformerLayer):
     """megatron-core's layer, with its parameters and checkpoints, whose forward is the FP8 flow."""
 
     def __init__(
-        self, *args: Any, recipe: FlowRecipe, plans: Plans, chunks: int = 1, **kwargs: Any
+        self,
+        *args: Any,
+        recipe: FlowRecipe,
+        plans: Plans,
+        chunks: int = 1,
+        sums: TpCommReduce = "bf16",
+        **kwargs: Any,
     ) -> None:
-        """`chunks`: those of `TensorParallel`."""
+        """`chunks`, `sums`: those of `TensorParallel`."""
         super().__init__(*args, **kwargs)
         group = self.self_attention.linear_qkv.tp_group
-        parallel = TensorParallel(group, self.config.sequence_parallel, chunks)
+        parallel = TensorParallel(group, self.config.sequence_parallel, chunks, sums)
         self.flow = Flow(recipe, parallel, self.config.layernorm_epsilon, plans)
         self.in_bf16 = False
         for weight in self.linear_weights():

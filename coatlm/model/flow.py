@@ -101,7 +101,7 @@ class NormQKV(torch.autograd.Function):
             saved=flow.saved_as("norm1_saved") if save else None,
             share=parallel.shared_scale,
         )
-        gathered, w = parallel.gather_rows(normed.y), flow.forward_weight(weight)
+        gathered, w = parallel.gather_pieces(normed.y), flow.forward_weight(weight)
         flow.record("norm1_saved", normed.x, normed.saved)
         flow.record("qkv_input", norm_rows(normed.x, norm, flow.eps), normed.y)
         flow.record("qkv_weight", weight, w)
@@ -202,7 +202,7 @@ class ProjMLP(torch.autograd.Function):
             add=add,
             share=parallel.shared_scale,
         )
-        gathered = parallel.gather_rows(normed.y)
+        gathered = parallel.gather_pieces(normed.y)
         normed_values = partial(producers.recomputed_norm, normed.x, norm, flow.eps)
         y, gate_up = flow.project_gathered("fc1", normed.y, gathered, w1, fc1, normed_values)
         active = producers.swiglu_output(

@@ -13,9 +13,9 @@ backward, and what is all-gathered and in which format:
 Collectives overlap with GEMMs as follows; the third column needs `TensorParallel.chunks` > 1:
 
     collective                      overlaps with                     and, if GEMMs are split, with
-    all-gather of a norm output     before qkv: the cast of W         the forward GEMM of own rows
+    all-gather of a norm output     before qkv: the cast of W         forward GEMMs of earlier rows
     reduce-scatter of y, forward    after proj: the cast of fc1's W   the GEMMs of later columns
-    all-gather of a gradient        the cast of W^T                   dgrad of own rows
+    all-gather of a gradient        the cast of W^T                   dgrad of earlier rows
     all-gather of a norm output     dgrad                             dgrad
       for wgrad
     reduce-scatter of dx, backward  wgrad                             wgrad
@@ -45,7 +45,7 @@ from coatlm.model.bf16_tensors import INPUTS, LinearName, format_saved, tensor_o
 from coatlm.model.numerics import Probe, RowSource
 from coatlm.model.rounding import LayerNoise
 from coatlm.model.scales import CurrentScales, Scales
-from coatlm.parallel.tensor import TensorParallel, Wait
+from coatlm.parallel.tensor import RowPiece, TensorParallel, Wait
 
 OPERAND_OF: dict[str, OperandName] = {  # the end of a tensor's name in the probe -> its operand
     "input": "forward.activation",
@@ -172,7 +172,7 @@ class Flow:
         self,
         linear: LinearName,
         x: QTensor,
-        gathered: Callable[[], QTensor],
+        gathered: list[RowPiece],
         w: QTensor,
         weight: Tensor,
         values: Values,
@@ -180,12 +180,12 @@ class Flow:
     ) -> tuple[QTensor, Tensor]:
         """`project` of a column-parallel linear, whose input is all-gathered meanwhile.
 
-        x [T/tp, K] are the rows of this rank, `gathered` waits for those of all. Returns these and
+        x [T/tp, K] are the rows of this rank, `gathered` are those of all. Returns these and
         y [T, N].
         """
         if not self.parallel.scattered:
             return x, self.project(linear, x, w, weight, values, **options)
-        return self._multiply_gathered("forward", x, gathered, w, **options)
+        return self._multiply_gathered("forward", gathered, w, **options)
 
     def project_summed(self, x: QTensor, w: QTensor) -> Wait:
         """The forward GEMM of a row-parallel linear; starts to sum y over the ranks."""
@@ -226,10 +226,10 @@ class Flow:
             d = self.as_gradient(linear, both, lambda: dy)
             return d.transposed, self.input_gradient(linear, d.direct, weight, scale)
         mine = producers.gradient_direct(dy, recipe, **slot)
-        gathered = parallel.gather_rows(mine)
+        gathered = parallel.gather_pieces(mine)
         self.record(name, dy, mine)
         w = self.backward_weight(weight, scale)
-        whole, dx = self._multiply_gathered("dgrad", mine, gathered, w)
+        whole, dx = self._multiply_gathered("dgrad", gathered, w)
         return transpose_codes(whole), dx
 
     def weight_gradient(self, weight: Tensor, dy_t: GemmInput, x_t: GemmInput) -> Tensor | None:
@@ -252,25 +252,18 @@ class Flow:
         return matmul_bf16(a, b, **options)
 
     def _multiply_gathered(
-        self,
-        name: GemmName,
-        x: QTensor,
-        gathered: Callable[[], QTensor],
-        w: QTensor,
-        **options: Any,
+        self, name: GemmName, gathered: list[RowPiece], w: QTensor, **options: Any
     ) -> tuple[QTensor, Tensor]:
-        """x w^T of the rows x of this rank, and then of the others. Returns all rows of both."""
-        own, *others = self.parallel.row_pieces(x.shape[0])
-        if not others:
-            whole = gathered()
+        """x w^T, piece by piece as the rows of x arrive. Returns all rows of both."""
+        (_, first), *later = gathered
+        whole = first()
+        if not later:
             return whole, self._multiply(name, whole, w, **options)
-        shape = x.shape[0] * self.parallel.size, w.shape[0]
-        y = torch.empty(shape, dtype=torch.bfloat16, device=x.codes.device)
+        shape = whole.shape[0], w.shape[0]
+        y = torch.empty(shape, dtype=torch.bfloat16, device=whole.codes.device)
         options["accumulate"] = False
-        self._multiply(name, x, w, out=y[own], **options)
-        whole = gathered()
-        for piece in others:
-            self._multiply(name, whole.rows(piece), w, out=y[piece], **options)
+        for rows, wait in gathered:
+            self._multiply(name, wait().rows(rows), w, out=y[rows], **options)
         return whole, y
 
     # --- activations and gradients ---

@@ -23,6 +23,7 @@ import torch
 
 from coatlm.config import Config
 from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.model.accounting import key_size, query_size
 from coatlm.parallel.context import head_parts
 
@@ -183,15 +184,18 @@ def layer_backward_bytes(config: Config) -> float:
     """Bytes per token that the backward pass of a layer holds on top of what was saved.
 
     These are the gradient of the residual stream and the larger of two sums. The backward pass of
-    the MLP holds the gradients of the SwiGLU output and of gate and up; the SwiGLU output itself
-    has been freed. The backward pass of attention holds `attention_gradients`; all that the MLP and
-    the norm before it saved has been freed.
+    the MLP holds the gradients of the SwiGLU output and of gate and up, and with
+    parallel.tp_comm_reduce=fp8 the codes that are sent and received; the SwiGLU output itself has
+    been freed. The backward pass of attention holds `attention_gradients`; all that the MLP and the
+    norm before it saved has been freed.
     """
     p, saved = config.parallel, saved_bytes(config)
     mlp = (3 * config.model.ffn * element_bytes(config) - saved.swiglu) / p.tp
     if config.precision.flow and not config.precision.flow_recipe().fused_gradients:
         # dequantized gate | up, and its gradient before quantization
         mlp += 4 * config.model.ffn * element_bytes(config) / p.tp
+    if p.tp_comm_reduce == "fp8":
+        mlp += 2 * (1 + STATISTIC / SCALE_BLOCK) * config.model.hidden
     freed = saved.mlp / p.tp + saved.stream / 2 / (p.tp if p.sequence_parallel else 1)
     inside = attention_gradients(config) / p.tp - freed
     return layer_input_bytes(config) + max(mlp, inside)

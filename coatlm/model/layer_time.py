@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coatlm.config import Config
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.model.accounting import key_size, layer_matrices, query_size
 from coatlm.model.memory import microbatch_tokens
 from coatlm.model.rates import Link, Rates, interpolated
@@ -27,6 +28,8 @@ class Passes(NamedTuple):
     weights: float  # per weight of a matrix: casts, transposes, sums of gradients
 
 
+# bytes on the wire per element of a partial sum of a layer
+PARTIAL_SUMS = {"bf16": 2.0, "fp8": 1 + 4 / SCALE_BLOCK}
 PASSES = {"fp8": Passes(45, 7, 18, 5), "bf16": Passes(40, 8, 16, 12)}
 
 
@@ -60,9 +63,9 @@ def linear_gemms(config: Config, rates: Rates) -> dict[str, float]:
 def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
     """Seconds per layer of tensor-parallel collectives that tp_chunks overlaps with GEMMs.
 
-    An all-gather of codes is overlapped with the GEMM of a rank's own rows, and a reduce-scatter of
-    forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of chunks are taken to
-    be as fast as whole ones. Without sequence parallelism neither exists.
+    The gather of codes is overlapped with the GEMMs of all rows but the last rank's, and a
+    reduce-scatter of forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of
+    chunks are taken to be as fast as whole ones. Without sequence parallelism neither exists.
     """
     p, ranks = config.parallel, config.parallel.tp
     if p.tp_chunks == 1 or not p.sequence_parallel:
@@ -72,10 +75,11 @@ def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
     gathered = ["qkv", "gate_up"]
     if config.precision.flow_recipe().tensor_wise_gradients:
         gathered += ["projection", "down"]  # their gradients, in backward
-    own = sum(min(codes, gemm[name] / ranks) for name in gathered)
+    earlier = sum(min(codes, gemm[name] * (1 - 1 / ranks)) for name in gathered)
     later = 1 - 1 / p.tp_chunks
-    summed = sum(later * min(2 * codes, gemm[name]) for name in ("projection", "down"))
-    return (1 - rates.contention) * (own + summed)
+    sums = codes * PARTIAL_SUMS[p.tp_comm_reduce]
+    summed = sum(later * min(sums, gemm[name]) for name in ("projection", "down"))
+    return (1 - rates.contention) * (earlier + summed)
 
 
 def layer_elementwise(config: Config, rates: Rates) -> float:

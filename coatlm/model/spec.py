@@ -50,6 +50,7 @@ def block_spec(config: Config, first: int, count: int) -> TransformerBlockSubmod
             "recipe": config.precision.flow_recipe(),
             "plans": Plans(),  # shared by the layers
             "chunks": config.parallel.tp_chunks,
+            "sums": config.parallel.tp_comm_reduce,
         }
         layers = [
             _flow_layer(layer, params) if head <= first + i < m.layers - tail else layer

@@ -14,6 +14,8 @@ T tokens of h elements in the model's dtype.
     output, last stage       all-gather x                       reduce-scatter x
     loss, last stage         all-reduce 3 T fp32
 
+With parallel.tp_comm_reduce=fp8 the reduce-scatters of FP8 layers are all-to-alls of codes with
+their scales (`fp8.payload`), one per chunk in forward and one in backward.
 Without sequence parallelism there are no all-gathers, and sums are all-reduces. `layer_gathers` has
 the format of a layer's all-gathers. recompute=full adds a layer's forward to its backward. Once per
 step the gradients of replicated weights are all-reduced, because each rank computes them from its
@@ -35,6 +37,8 @@ import torch
 
 from coatlm.config import Config
 from coatlm.config.recipes import TENSOR
+from coatlm.fp8.formats import E4M3
+from coatlm.fp8.payload_layout import Layout
 from coatlm.fp8.qtensor import Granularity
 from coatlm.model.accounting import key_size, query_size
 from coatlm.model.layer_memory import weight_dtype
@@ -140,7 +144,9 @@ class _Sender:
         layers = m.layers // p.pp
         plain = round(layers * bf16_share(c, stage, fallen))
         forwards = 2 if c.train.recompute == "full" else 1
-        self._sum(2 * layers * (forwards + 1))
+        self._sum(2 * plain * (forwards + 1))
+        self._sum_in_chunks(2 * (layers - plain) * forwards, p.tp_chunks)
+        self._sum_in_chunks(2 * (layers - plain), 1)
         for end in (0, p.pp - 1):
             if stage == end:
                 self._sum(1)
@@ -179,6 +185,14 @@ class _Sender:
             self._move(x, self.dtype, count)
         else:
             self._all_reduce(x, self.dtype, count)
+
+    def _sum_in_chunks(self, count: int, chunks: int) -> None:
+        """Count such sums of FP8 layers, each in `chunks` chunks of columns."""
+        if self.config.parallel.tp_comm_reduce == "bf16":
+            self._sum(count)
+            return
+        own = self.tokens * self.config.model.hidden // (self.ranks * chunks)
+        self._move(self.ranks * Layout(own, E4M3, scaled=True).nbytes, CODES, count * chunks)
 
     def _gather(self, operand: OperandGather, count: int) -> None:
         """Count all-gathers of an operand as wide as x, if sequence parallelism is on."""

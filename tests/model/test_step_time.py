@@ -90,18 +90,20 @@ def test_every_format_of_gradients_and_the_output_layer_and_offloaded_states_hav
     assert time("optim.offload=states").update == pytest.approx(moved + 6e-3, rel=0.02)
 
 
-def test_chunks_hide_all_but_the_last_of_a_sum_and_all_gathers_beside_own_rows() -> None:
-    sizes = ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch=4"]
+def test_chunks_hide_all_but_the_last_of_a_sum_and_gathers_beside_rows_that_arrived() -> None:
+    sizes = ["parallel.sequence_parallel=true", "train.global_batch=4"]
     words = [*sizes, "train.micro_batch=4", "parallel.main_grads=bf16"]
+    rates = load_rates("h200")
 
-    def tensor_parallel(*more: str, recipe: str = "coat") -> float:
-        config = load_config("llama2-7b", [*words, f"precision.recipe={recipe}", *more])
-        found = forecast(config, 32000, Cluster(load_rates("h200"), 2))
-        return found.time.tensor_parallel
+    def tensor_parallel(*more: str, recipe: str = "coat", tp: int = 2) -> float:
+        own = [f"parallel.tp={tp}", f"precision.recipe={recipe}"]
+        config = load_config("llama2-7b", [*words, *own, *more])
+        return forecast(config, 32000, Cluster(rates, tp)).time.tensor_parallel
 
     # 16,384 tokens x 4096 codes of which half are sent, at 165 GB/s, and 25 us: less than the GEMMs
-    # of a rank's own rows but for the projection's; sums send two bytes, and that of down is hidden
-    # by its GEMM, that of the projection not. Delayed computation leaves 0.65 of what is hidden.
+    # of the first rank's rows but for the projection's; sums send two bytes, and that of down is
+    # hidden by its GEMM, that of the projection not. Delayed computation leaves 0.65 of what is
+    # hidden.
     codes = 16_384 * 4096 / 2 / 165e9 + 25e-6
     projection = 2 * 16_384 * 4096 * 2048 / 1171e12
     one = tensor_parallel()
@@ -111,10 +113,25 @@ def test_chunks_hide_all_but_the_last_of_a_sum_and_all_gathers_beside_own_rows()
         split = tensor_parallel(f"parallel.tp_chunks={chunks}")
         assert one - split == pytest.approx(hidden, rel=1e-6)
         assert split > 0
-    rows, two = {"recipe": "fp8-block"}, "parallel.tp_chunks=2"
+    # without chunks all of a layer's four sums are exposed, and take the time of their bytes
+    fewer = 32 * 4 * (2 - (1 + 4 / 128)) * 16_384 * 4096 / 2 / 165e9
+    fp8 = "parallel.tp_comm_reduce=fp8"
+    assert one - tensor_parallel(fp8) == pytest.approx(fewer, rel=1e-6)
+    sums = 1 / 2 * ((1 + 4 / 128) * codes + projection)
+    split = tensor_parallel(fp8, "parallel.tp_chunks=2")
+    hidden = 0.65 * 32 * (3 * codes + projection / 2 + sums)
+    assert tensor_parallel(fp8) - split == pytest.approx(hidden, rel=1e-6)
+    rows, two = "fp8-block", "parallel.tp_chunks=2"
     scaling = "precision.scaling=current"
-    fewer = tensor_parallel(scaling, **rows) - tensor_parallel(scaling, two, **rows)
+    fewer = tensor_parallel(scaling, recipe=rows) - tensor_parallel(scaling, two, recipe=rows)
     assert fewer == pytest.approx(0.65 * 32 * (2 * codes + codes + projection / 2), rel=1e-6)
+    # four ranks: three quarters are sent, at 310 GB/s, beside the GEMMs of three of the four ranks
+    codes = 16_384 * 4096 * 3 / 4 / 310e9 + 25e-6
+    projection = 2 * 16_384 * 4096 * 1024 / 1117e12
+    down = 2 * 16_384 * 4096 * 2752 / (1e12 * interpolated(rates.gemm["fp8"], 2752))
+    hidden = 0.65 * 32 * (3 * codes + projection * 3 / 4 + (projection + down) / 2)
+    fewer = tensor_parallel(tp=4) - tensor_parallel(two, tp=4)
+    assert fewer == pytest.approx(hidden, rel=1e-6)
 
 
 @cache

@@ -32,6 +32,7 @@ SENT: dict[str, Callable[[int, int], float]] = {  # c10d's operator -> by bytes 
     "allgather_": lambda n, r: n * (r - 1),
     "reduce_scatter_": lambda n, r: n * (r - 1) / r,
     "broadcast_": lambda n, r: n,
+    "send": lambda n, r: n,
     "reduce_": lambda n, r: n,
 }
 SP = {"tp": 2, "sequence_parallel": True}
@@ -66,6 +67,17 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             "precision": {"recipe": "fp8-block"},
             "model": {"hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256},
         },
+        "sp2 coat, fp8 sums": {
+            "parallel": {**SP, "tp_comm_reduce": "fp8"},
+            "precision": {"recipe": "coat", "bf16_layers": [1, 0]},
+            "train": {"recompute": "full"},
+            "model": {"hidden": 128, "heads": 4},
+        },
+        "sp2 coat, fp8 sums, split": {
+            "parallel": {**SP, "tp_comm_reduce": "fp8", "tp_chunks": 2},
+            "precision": {"recipe": "coat"},
+            "model": {"hidden": 256, "heads": 8, "head_dim": 32},
+        },
         "sp2 coat-lean but one": {
             "parallel": {**SP, "main_grads": "bf16"},
             "precision": {"recipe": "coat-lean", "bf16_layers": [0, 1]},
@@ -88,6 +100,11 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             **COAT,
         },
         "sp2 cp2 coat": {"parallel": {**SP, "cp": 2}, **COAT},
+        "sp4 coat, split": {
+            "parallel": {"tp": 4, "sequence_parallel": True, "tp_chunks": 2},
+            "precision": {"recipe": "coat"},
+            "model": {"kv_heads": 4, "ffn": 128},
+        },
         "sp2 pp2 coat": {
             "parallel": {**SP, "pp": 2},
             "precision": {"recipe": "coat", "bf16_layers": [1, 0]},
@@ -189,14 +206,21 @@ def test_the_bytes_reported_are_those_of_the_collectives_that_were_issued(
             assert reported == counted and max(counted.values()) > 0
 
 
-@pytest.mark.parametrize(("name", "sums"), [("sp2 coat", 1), ("sp2 coat, split", 4)])
+@pytest.mark.parametrize(
+    ("name", "sums", "peers"),
+    [("sp2 coat", 1, 0), ("sp2 coat, split", 4, 1), ("sp4 coat, split", 2, 3)],
+)
 def test_no_gather_of_a_layer_waits_behind_a_sum_that_wgrad_hides(
-    found: dict[str, list[Any]], name: str, sums: int
+    found: dict[str, list[Any]], name: str, sums: int, peers: int
 ) -> None:
-    """A process group runs collectives as they are issued; here those of a layer, in order."""
+    """A process group runs collectives as they are issued; here those of a layer, in order.
+
+    `peers`: the ranks to which the rows of an input are sent one by one; 0: they are all-gathered.
+    """
     summed, codes, amax = "_reduce_scatter_base_ bfloat16", "_allgather_base_ uint8", "allreduce_"
-    inputs = [codes, "_allgather_base_ float32", *[summed] * sums]
-    gradients = [f"{amax} int32", codes, codes, summed]
+    inputs = ["send uint8", "send float32"] * peers or [codes, "_allgather_base_ float32"]
+    inputs += [summed] * sums
+    gradients = [f"{amax} int32", *(["send uint8"] * peers or [codes]), codes, summed]
     layers = 2
     for rank in found[name]:
         for _, _, order in rank:

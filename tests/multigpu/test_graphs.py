@@ -56,6 +56,15 @@ CASES: dict[
             "precision": {"recipe": "coat"},
         },
     ),
+    "tp2, fp8 sums": (
+        2,
+        2,
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True, "tp_comm_reduce": "fp8"},
+            "precision": {"recipe": "coat"},
+            "model": {"hidden": 128},
+        },
+    ),
     "cp2": (2, 2, {"parallel": {"cp": 2, "cp_comm": "a2a"}, "precision": {"recipe": "coat-lean"}}),
 }
 

@@ -93,6 +93,8 @@ def runs() -> Iterator[LayoutRow]:
     yield LayoutRow("7B, fsdp2 torchao", FSDP, LLAMA_2_7B | {"mbs": "2", "microbatches": "8"})
     yield LayoutRow("7B, TP2", COAT, LLAMA_2_7B | TP2)
     yield LayoutRow("7B, TP2, 2 chunks", COAT, LLAMA_2_7B | TP2 | {"parallel.tp_chunks": "2"})
+    fp8 = {"parallel.tp_comm_reduce": "fp8"}
+    yield LayoutRow("7B, TP2, FP8 sums", COAT, LLAMA_2_7B | TP2 | fp8)
     yield LayoutRow(
         "7B, PP2", COAT, LLAMA_2_7B | {"parallel.pp": "2", "mbs": "2", "microbatches": "8"}
     )
