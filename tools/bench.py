@@ -64,10 +64,11 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "quantize": "tools.benchmarks.quantize",
     "rates": "tools.benchmarks.rates",
     "reduce": "tools.benchmarks.reduce",
+    "restart": "tools.benchmarks.restart",
 }
 Record = dict[str, Any]
 COUNTS = (  # integer options of any benchmark
-    *("batch", "document", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
+    *("batch", "document", "every", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
     *("ranks", "reps", "seq", "steps", "tokens", "values", "vocab", "warmup"),
 )
 LARGEST = 1 << 34

@@ -179,8 +179,9 @@ def test_query_heads_share_keys_in_the_plain_layer_as_in_coatlms(said: list[str]
 
 def test_a_peer_is_measured_once_a_process() -> None:
     layer.peer.cache_clear()
-    first = layer.peer("torch eager", 64, 176, 2, 16, 1, steps=1)
-    assert layer.peer("torch eager", 64, 176, 2, 16, 1, steps=1) is first
+    shape = LayerShape(64, 176, 2, 16, 1)
+    first = layer.peer("torch eager", shape, steps=1)
+    assert layer.peer("torch eager", shape, steps=1) is first
     assert "act_b_per_token" not in first[0]  # one sample cannot be halved
 
 
