@@ -6,9 +6,9 @@ use several GPUs, are short and share one set of processes.) Peers that are not 
 skipped and named. Times are medians over steps, from CUDA events or with a synchronized device.
 Compare ratios within one run, because machines differ.
 
-Rows of `layouts` have predicted seconds, which --list prints: a row that would not end within
---budget is left out, and one that takes much longer than predicted is killed. After a call that was
-killed, the same call with --resume measures what is missing in --out.
+Rows of `layouts` and `restart` have predicted seconds, which --list prints: a row that would not
+end within --budget is left out, and one that takes much longer than predicted is killed. After a
+call that was killed, the same call with --resume measures what is missing in --out.
 """
 
 from __future__ import annotations
