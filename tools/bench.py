@@ -66,7 +66,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "reduce": "tools.benchmarks.reduce",
     "restart": "tools.benchmarks.restart",
 }
-Record = dict[str, Any]
+RowRecord = dict[str, Any]
 COUNTS = (  # integer options of any benchmark
     *("batch", "document", "every", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
     *("ranks", "reps", "seq", "steps", "tokens", "values", "vocab", "warmup"),
@@ -84,7 +84,7 @@ def main() -> None:
     if args.row:
         run_in_this_process(args.name, args.row, parse(args.name, args.options))
         return
-    found: dict[str, list[Record]] = {}
+    found: dict[str, list[RowRecord]] = {}
     try:
         rows = {name: choose(name, args.only, args.options) for name in names}
         if not args.budget >= 0:
@@ -187,7 +187,7 @@ def check_gpus(names: list[str], options: list[str]) -> None:
             )
 
 
-def save(found: dict[str, list[Record]], path: Path, options: list[str]) -> None:
+def save(found: dict[str, list[RowRecord]], path: Path, options: list[str]) -> None:
     """Write the records measured so far. Exits with one line if the disk is full."""
     text = json.dumps({**found, "options": options}, indent=1) + "\n"
     if len(found) == 1:
@@ -202,7 +202,7 @@ def save(found: dict[str, list[Record]], path: Path, options: list[str]) -> None
         sys.exit(fail(error))
 
 
-def earlier(path: Path, options: list[str]) -> dict[str, list[Record]]:
+def earlier(path: Path, options: list[str]) -> dict[str, list[RowRecord]]:
     """The records that an earlier call wrote. Raises ValueError for a call with other options."""
     if not path.exists():
         return {}
@@ -215,24 +215,24 @@ def earlier(path: Path, options: list[str]) -> dict[str, list[Record]]:
     return found
 
 
-def unmeasured(rows: list[str], records: list[Record]) -> list[str]:
+def unmeasured(rows: list[str], records: list[RowRecord]) -> list[str]:
     """The rows without a measurement: those that were not tried, then those that failed."""
     reasons = {record.get("row"): record.get("missing") for record in records}
     untried = [row for row in rows if reasons.get(row, NO_TIME) == NO_TIME]
     return untried + [row for row in rows if row not in untried and reasons[row] is not None]
 
 
-def merged(records: list[Record], measured: list[Record]) -> list[Record]:
+def merged(records: list[RowRecord], measured: list[RowRecord]) -> list[RowRecord]:
     """`records` with those of newly measured rows in place of earlier ones of the same rows."""
     rows = {record.get("row") for record in measured}
     return [record for record in records if record.get("row") not in rows] + measured
 
 
-def listed(name: str, rows: list[str], options: dict[str, str]) -> list[Record]:
+def listed(name: str, rows: list[str], options: dict[str, str]) -> list[RowRecord]:
     """The rows with the predicted seconds of each and up to its end, and its time limit."""
     found, total = [], 0.0
     for row in rows:
-        record: Record = {"row": row}
+        record: RowRecord = {"row": row}
         seconds = predicted_seconds(name, row, options)
         if seconds is not None:
             total += seconds
@@ -279,7 +279,7 @@ def whole_text(name: str) -> bool:
 
 def run_benchmark(
     name: str, rows: list[str], options: list[str], deadline: float = float("inf")
-) -> Iterator[list[Record]]:
+) -> Iterator[list[RowRecord]]:
     """Measure `rows` and yield the records of each; none starts after `deadline`, monotonic."""
     benchmark = importlib.import_module(BENCHMARKS[name])
     if hasattr(benchmark, "TOGETHER") and rows:
@@ -298,7 +298,7 @@ def run_benchmark(
         yield records
 
 
-def print_table(records: list[Record]) -> None:
+def print_table(records: list[RowRecord]) -> None:
     """Print Markdown with one line per record and columns in the order of their first use.
 
     Records with a key `table` are printed first, in a table with that title.
