@@ -207,12 +207,18 @@ def earlier(path: Path, options: list[str]) -> dict[str, list[RowRecord]]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        written: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise ValueError(f"--resume: {path} has no records of a benchmark") from None
-    if found.pop("options", None) != options:
+        written = None
+    if not isinstance(written, dict) or not all(
+        isinstance(records, list) and all(isinstance(record, dict) for record in records)
+        for name, records in written.items()
+        if name != "options"
+    ):
+        raise ValueError(f"--resume: {path} has no records of a benchmark")
+    if written.pop("options", None) != options:
         raise ValueError(f"--resume: {path} was written by a call with other options")
-    return found
+    return written
 
 
 def unmeasured(rows: list[str], records: list[RowRecord]) -> list[str]:

@@ -89,11 +89,14 @@ def test_a_file_of_another_call_is_not_resumed(
     words = ["end-to-end", "--only", "coatlm coat", "--out", str(out)]
     assert run(monkeypatch, "bench", *words, "--resume") == 0  # there is no file yet
     before = out.read_text()
-    for more, problem in (("steps=3", "by a call with other options"), ("", "has no records")):
-        if not more:
-            out.write_text(before := "text")
-        assert run(monkeypatch, "bench", *words, "--resume", *filter(None, [more])) == 2
-        assert problem in capsys.readouterr().err and out.read_text() == before
+    assert run(monkeypatch, "bench", *words, "--resume", "steps=3") == 2
+    assert "by a call with other options" in capsys.readouterr().err
+    assert out.read_text() == before
+    for text in ("text", "[1]", '{"end-to-end": 1}', '{"end-to-end": [1], "options": []}'):
+        out.write_text(text)
+        assert run(monkeypatch, "bench", *words, "--resume") == 2
+        assert "has no records of a benchmark" in capsys.readouterr().err
+        assert out.read_text() == text
     assert run(monkeypatch, "bench", *words[:-2], "--resume") == 2
     assert "--resume: needs --out" in capsys.readouterr().err
 
