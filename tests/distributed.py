@@ -25,6 +25,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +70,19 @@ def run_ranks(
             said = [logs[rank].read_text(errors="replace")[-6000:] for rank in failed or late]
             raise AssertionError(f"ranks {failed or late} of {size} {how}:\n" + "\n".join(said))
         return [json.loads(result.read_text()) for result in results]
+
+
+class OfSizes(dict[int, list[Any]]):
+    """Results of `run_ranks` by number of ranks; a test that asks for another number is skipped."""
+
+    def __missing__(self, size: int) -> list[Any]:
+        pytest.skip(f"needs {size} GPUs")
+
+
+def run_sizes(sizes: Sequence[int], function: str) -> OfSizes:
+    """Run `function` on each number of ranks for which there are GPUs."""
+    fitting = [size for size in sizes if size <= torch.cuda.device_count()]
+    return OfSizes({size: run_ranks(size, function) for size in fitting})
 
 
 def wait(ranks: Sequence[Any], deadline: float) -> list[int | None]:

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 NAMES = ["bf16", "fp8 gather", "accumulation", "tied", "recompute, fp8 gather", "whole tensors"]
+NAMES += ["cp2", "cp2 by all-gather, fp8 gather"]
 # attention's backward adds in another order each time, and BF16 rounds to 2^-9
 LOSS_RELATIVE, NORM_RELATIVE = 2e-3, 3e-2
 

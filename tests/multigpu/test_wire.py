@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.distributed import run_ranks
+from tests.distributed import OfSizes, run_sizes
 from tests.parallel.test_wire import (
     test_nan_and_infinity_on_one_rank_reach_the_norm_of_all,
     test_sums_are_right_and_repeat,
@@ -19,11 +17,11 @@ __all__ = [
 ]
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, list[dict[str, Any]]]:
-    """Every case on two GPUs and on four."""
-    return {n: run_ranks(n, "tests.parallel.test_wire:sums") for n in (2, 4)}
+def found() -> OfSizes:
+    """Every case on two GPUs, and on four where they are."""
+    return run_sizes((2, 4), "tests.parallel.test_wire:sums")

@@ -48,6 +48,13 @@ CASES: dict[str, Case] = {  # layout, recipe, stage to compare with, parallel, o
     "whole tensors": ("dp2", "bf16", 2, {"partition": "whole-tensor"}, {}),
     "several buckets per layer": ("dp2", "bf16", 2, {"bucket_size": 10000}, {}),
     "cp2": ("cp2", "coat", 2, {}, {}),
+    "cp2 by all-gather, fp8 gather": (
+        "cp2",
+        "coat-lean",
+        2,
+        FP8 | {"cp_comm": "all_gather"},
+        {},
+    ),
     "dp4": ("dp4", "coat", 2, FP8, {}),
     "tp2": ("tp2 dp2", "coat", 2, FP8, TIED),
     "pp2": ("pp2 dp2", "bf16", 2, {}, TIED),

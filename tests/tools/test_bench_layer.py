@@ -13,7 +13,7 @@ import pytest
 
 from coatlm.kernels import activation, norm, rope
 from tools import bench
-from tools.benchmarks import end_to_end, layer, layer_profile
+from tools.benchmarks import end_to_end, layer, layer_profile, row_process
 from tools.benchmarks.layer_stacks import LayerShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,10 +140,12 @@ def test_a_shape_that_fails_leaves_the_others_in() -> None:
     assert broken["missing"] == "ValueError: grads=fp7: fp32 or bf16"
 
 
-def test_a_stack_that_is_dropped_leaves_no_weights_behind() -> None:
-    """Run apart: it starts a process group of its own."""
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """The lines of a process of its own: coatlm's layers start a process group."""
     script = """if True:
         import gc, weakref
+        from tools.benchmarks.layer import errors
         from tools.benchmarks.layer_stacks import LayerShape, coatlm_stack
         shape = LayerShape(hidden=64, ffn=176, heads=2, seq=16, batch=1)
         stack = coatlm_stack("coatlm bf16", shape, 2)
@@ -153,17 +155,33 @@ def test_a_stack_that_is_dropped_leaves_no_weights_behind() -> None:
         del stack
         gc.collect()
         print("left", sum(weight() is not None for weight in weights), "of", len(weights))
+        shape = shape._replace(heads=8, shared=4)
+        stack = coatlm_stack("coatlm fp32", shape, 1)
+        print(stack.weights()["qkv"].shape[0])
+        found = errors(stack, shape).items()
+        print(max(error for name, error in found if not name.endswith("branch")))
     """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    assert done.stdout == "left 0 of 12\n"
+    return done.stdout.splitlines()
+
+
+def test_a_stack_that_is_dropped_leaves_no_weights_behind(said: list[str]) -> None:
+    assert said[0] == "left 0 of 12"
+
+
+def test_query_heads_share_keys_in_the_plain_layer_as_in_coatlms(said: list[str]) -> None:
+    """Output and gradients in fp32 of 8 query heads of 8 elements with 2 key heads."""
+    assert said[1] == str((8 + 2 * 2) * 8)
+    assert float(said[2]) < 16 * EPS_FP32
 
 
 def test_a_peer_is_measured_once_a_process() -> None:
     layer.peer.cache_clear()
-    first = layer.peer("torch eager", 64, 176, 2, 16, 1, steps=1)
-    assert layer.peer("torch eager", 64, 176, 2, 16, 1, steps=1) is first
+    shape = LayerShape(64, 176, 2, 16, 1)
+    first = layer.peer("torch eager", shape, steps=1)
+    assert layer.peer("torch eager", shape, steps=1) is first
     assert "act_b_per_token" not in first[0]  # one sample cannot be halved
 
 
@@ -196,7 +214,7 @@ def test_default_shapes_are_those_of_llama_2() -> None:
     ],
 )
 def test_the_reason_of_a_missing_row_is_its_exception(errors: str, reason: str) -> None:
-    assert bench.last_error(errors) == reason
+    assert row_process.last_error(errors) == reason
 
 
 def test_rows_that_begin_after_the_budget_are_left_out() -> None:

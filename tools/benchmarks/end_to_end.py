@@ -17,7 +17,8 @@ host, so `idle_ms` is too large. Without CUDA graphs there is also the kernels' 
 step: `output_layer_ms`, `gemm_ms`, `attention_ms`, `elementwise_ms`, and the norm, clipping and
 update. trace=DIR also stores the traces of all ranks in DIR.
 
-Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 layers=N also=ROW,... (of COATLM,
+Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 warmup=3 (steps before those that
+are measured, at least 1, and 3 with CUDA graphs) layers=N also=ROW,... (of COATLM,
 megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
 tp_chunks=1,2 and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe,
 parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
@@ -34,7 +35,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ OPTIONS = (
     "seq",
     "microbatches",
     "steps",
+    "warmup",
     "layers",
     "gpus",
     "trace",
@@ -83,7 +84,7 @@ OPTIONS = (
     "SECTION.KEY",
 )
 VOCAB = 32000
-WARMUP = 3  # steps
+WARMUP = 3  # steps, the default of warmup=
 TRACED = 3  # steps
 COATLM = {  # row -> model.spec, precision.recipe
     "coatlm local bf16": ("local", "bf16"),
@@ -143,9 +144,9 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
             whole_steps=not row.endswith("graphs microbatch"),
         )
     updates = [] if in_backward(options) else record_updates(optimizer)
-    ends, host, loss = [], [], 0.0
-    for number in range(int(options.get("steps", 8)) + WARMUP):
-        if number == WARMUP - 1:  # the step in which train.cuda_graphs=true captures
+    ends, host, loss, warm = [], [], 0.0, warmup(options)
+    for number in range(int(options.get("steps", 8)) + warm):
+        if number == warm - 1:  # the step in which train.cuda_graphs=true captures
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = step()
@@ -153,7 +154,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         ends.append(torch.cuda.Event(enable_timing=True))
         ends[-1].record()
     torch.cuda.synchronize()
-    pairs = itertools.pairwise(ends[WARMUP - 1 :])
+    pairs = itertools.pairwise(ends[warm - 1 :])
     times = [begin.elapsed_time(end) / 1000 for begin, end in pairs]
     seconds = statistics.median(times)
     free, total = torch.cuda.mem_get_info()
@@ -173,9 +174,9 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
             parts |= {f"{part}_ms": round(ms / TRACED, 1) for part, ms in found.parts.items()}
     return {
         "step_ms": round(1000 * seconds, 1),
-        "host_ms": round(1000 * min(host[WARMUP:]), 1),
+        "host_ms": round(1000 * min(host[warm:]), 1),
         "tokens_per_s": round(size[0] * size[1] * microbatches / seconds),
-        **update_ms(updates[WARMUP:]),
+        **update_ms(updates[warm:]),
         "peak_gib": round(float(peak[0]), 1),
         "reserved_gib": round(float(peak[1]), 1),
         "device_gib": round(float(peak[2]), 1),
@@ -184,6 +185,11 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
         **parts,
         **sent(),
     }
+
+
+def warmup(options: dict[str, str]) -> int:
+    """The number of steps before those that are measured."""
+    return int(options.get("warmup", WARMUP))
 
 
 def sizes_of(options: dict[str, str]) -> tuple[int, int, int]:
@@ -304,20 +310,21 @@ def coatlm_step(
 
 
 def peer_step(row: str, options: dict[str, str]) -> tuple[Callable[[], Any], Any]:
-    """A step of a peer, and its optimizer. Raises ValueError for what the peer does not have."""
+    """A step of a peer, and its optimizer. Raises ValueError for heads that cannot be shared."""
     mbs, seq, microbatches = sizes_of(options)
     hidden, layers, heads, ffn = shape_of(options)
     vocab, kv_heads = int(options.get("vocab", VOCAB)), int(options.get("model.kv_heads", heads))
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"model.kv_heads={kv_heads}: must divide model.heads={heads}")
     make: Callable[..., tuple[Callable[[], Any], Any]] = fsdp_peer.fsdp_step
     if row in megatron_peer.ROWS:
-        make = partial(megatron_peer.megatron_step, kv_heads=kv_heads)
+        make = megatron_peer.megatron_step
         megatron_peer.provide_fused_weight_gradient()
-    elif kv_heads != heads:
-        raise ValueError(f"model.kv_heads={kv_heads}: must be {heads} with the row {row}")
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())
-    sizes = LayerShape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs)
+    shared = heads // kv_heads
+    sizes = LayerShape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs, shared=shared)
     draw = random_tokens(mbs, seq, dist.get_rank(), vocab)
     return make(row, sizes, layers, vocab, draw, microbatches)
 

@@ -179,24 +179,19 @@ def records(row: str, shape: LayerShape, options: dict[str, str]) -> Iterator[La
         grads = options.get("grads", "fp32")
         if grads not in ("fp32", "bf16"):
             raise ValueError(f"grads={grads}: fp32 or bf16")
-        yield from peer(row, *shape, steps, grads == "fp32", *extras)
+        yield from peer(row, shape, steps, grads == "fp32", *extras)
 
 
 @cache
 def peer(
     row: str,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    seq: int,
-    batch: int,
+    shape: LayerShape,
     steps: int = 30,
     fp32_grads: bool = True,
     graph: bool = False,
     profile: bool = False,
 ) -> tuple[LayerRecord, ...]:
     """The records of a peer, measured once per process. Raises ImportError without its package."""
-    shape = LayerShape(hidden, ffn, heads, seq, batch)
 
     def build(layers: int) -> Stack:
         return layer_peers.peer_stack(row, shape, layers, fp32_grads=fp32_grads)

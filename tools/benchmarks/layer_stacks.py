@@ -44,10 +44,15 @@ class LayerShape(NamedTuple):
     heads: int
     seq: int
     batch: int
+    shared: int = 1  # query heads that share a key head and a value head
 
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.shared
 
     @property
     def tokens(self) -> int:
@@ -134,6 +139,7 @@ def coatlm_stack(
 
     spec, recipe, scaling = COATLM[row]
     model = {"hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads, "layers": layers}
+    model["kv_heads"] = shape.kv_heads
     rope_and_norm = {"rope_theta": ROPE_THETA, "norm_eps": NORM_EPS, "init_std": INIT_STD}
     sections = {
         "run": {"seed": SEED},
@@ -229,10 +235,11 @@ class PlainLayer(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.heads, self.head_dim = shape.heads, shape.head_dim
+        self.head_dim, self.shared = shape.head_dim, shape.shared
+        self.heads = [shape.heads, shape.kv_heads, shape.kv_heads]  # of q, k and v
         hidden, ffn = shape.hidden, shape.ffn
         self.norm1, self.norm2 = PlainRMSNorm(hidden), PlainRMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.qkv = nn.Linear(hidden, sum(self.heads) * self.head_dim, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
         self.fc1 = nn.Linear(hidden, 2 * ffn, bias=False)
         self.fc2 = nn.Linear(ffn, hidden, bias=False)
@@ -240,10 +247,10 @@ class PlainLayer(nn.Module):
             nn.init.normal_(linear.weight, 0.0, INIT_STD)
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x_BSH)).unflatten(-1, (3, self.heads, self.head_dim))
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        qkv = self.qkv(self.norm1(x_BSH)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (part.transpose(1, 2) for part in qkv.split(self.heads, dim=2))
         q, k = _rotate(q, cos_SD, sin_SD), _rotate(k, cos_SD, sin_SD)
-        o_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        o_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared > 1)
         x_BSH = x_BSH + self.proj(o_BNSD.transpose(1, 2).flatten(2))
         gate, up = self.fc1(self.norm2(x_BSH)).chunk(2, dim=-1)
         return x_BSH + self.fc2(F.silu(gate) * up)
@@ -302,9 +309,15 @@ def reference_gradients(
 
 
 def _by_kind(weight: Tensor, shape: LayerShape) -> Tensor:
-    """Rows ordered head, (q, k, v), element -> (q, k, v), head, element."""
-    return weight.unflatten(0, (shape.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    """Rows ordered key head, (its query heads, k, v), element -> (q, k, v), head, element."""
+    by_key_head = weight.unflatten(0, (shape.kv_heads, shape.shared + 2, -1))
+    parts = by_key_head.split([shape.shared, 1, 1], dim=1)
+    return torch.cat([part.flatten(0, 2) for part in parts])
 
 
 def _by_head(weight: Tensor, shape: LayerShape) -> Tensor:
-    return weight.unflatten(0, (3, shape.heads, -1)).transpose(0, 1).flatten(0, 2)
+    parts = weight.unflatten(0, (-1, shape.head_dim)).split(
+        [shape.heads, shape.kv_heads, shape.kv_heads]
+    )
+    by_key_head = [part.unflatten(0, (shape.kv_heads, -1)) for part in parts]
+    return torch.cat(by_key_head, dim=1).flatten(0, 2)

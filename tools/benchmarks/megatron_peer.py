@@ -30,8 +30,6 @@ def megatron_step(
     vocab: int,
     draw: Callable[[], Tensor],
     microbatches: int,
-    *,
-    kv_heads: int,
 ) -> tuple[Callable[[], Any], Any]:
     """A step over `microbatches` of tokens [B, S + 1] that `draw` returns, and its optimizer.
 
@@ -60,7 +58,7 @@ def megatron_step(
         num_layers=layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
-        num_query_groups=kv_heads,
+        num_query_groups=shape.kv_heads,
         ffn_hidden_size=shape.ffn,
         normalization="RMSNorm",
         gated_linear_unit=True,
