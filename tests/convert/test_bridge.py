@@ -36,10 +36,11 @@ TOKENS = torch.randint(
     0, int(SMALL["vocab_size"]), (1, 512), generator=torch.Generator().manual_seed(3)
 )
 LLAMA32 = LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+OWN = {"low_freq_factor": 2.0, "high_freq_factor": 8.0}  # not the defaults of either program
 NEW = {"rotary_base": 500_000, "rope_scaling_factor": 32.0}
 # version -> fields that differ from those in the file, and the same RoPE for transformers
 VERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "0.2.0rc6": ({}, LLAMA3),
+    "0.2.0rc6": (OWN, LLAMA3 | OWN),
     "0.3.1": (NEW, LLAMA32),
     "0.7.0": (NEW, LLAMA32),
 }
@@ -119,7 +120,9 @@ def test_logits_with_scaled_rope_are_those_of_transformers(
 ) -> None:
     fields, rope = VERSIONS[version]
     source = write(tmp_path / "bridge", tensors, run_config(version, **fields))
-    assert convert(source, tmp_path / "new") == 0
+    assert convert(source, tmp_path / "new", "--weights-only") == 0
+    state = read_state(tmp_path / "new")
+    assert (state["step"], state["samples"], state["tokens"]) == (0, 0, 0)
     expected = theirs(llama(rope), TOKENS)
     unscaled = theirs(llama({"rope_type": "default", "rope_theta": rope["rope_theta"]}), TOKENS)
     assert (unscaled - expected).abs().max() > 100 * TOLERANCE
