@@ -20,7 +20,8 @@ from torch import Tensor
 from coatlm.config import Config, dump_yaml, make_config, read_mapping
 from coatlm.console import progress
 from coatlm.convert.from_hf import DTYPES, LARGEST_MULTIPLE, NO_TOKENIZER, with_rows
-from coatlm.convert.megatron_args import bridge_arguments, left_out, read_arguments
+from coatlm.convert.megatron_args import left_out, read_arguments
+from coatlm.convert.megatron_bridge import bridge_arguments, consumed_samples
 from coatlm.convert.megatron_files import (
     Header,
     RankFiles,
@@ -73,7 +74,10 @@ def from_megatron(
     kind = _common_type(source, stored, dtype)
     rows = stored.described[EMBEDDING].shape[0]
     padded = rows + -rows % vocab_multiple
-    sections = _sections(find_iteration(source), stored.header, config)
+    newest = find_iteration(source)
+    arguments = {**stored.header.arguments, **bridge_arguments(newest)}
+    samples = consumed_samples(newest, arguments)
+    sections = _sections(newest, arguments, config)
     run = _config(sections, tokenizer, padded, seq_len, kind)
     check_layers(run.model, stored.described, str(source))
     plan = {entry.key: entry.shape for entry in entries(run.model, rows)}
@@ -86,7 +90,9 @@ def from_megatron(
     described = {key: Described(kind, shape) for key, shape in plan.items()}
     described |= {key: Described(torch.float32, shape) for key, shape in states.items()}
     sizes = {key: _padded(key, d, padded) for key, d in described.items()}
-    report = Report.of(list(sizes.values()), _notes(stored, states, padded - rows, tokenizer))
+    state = _state(run, fingerprint, stored.header, samples, bool(states))
+    notes = _notes(stored, states, left_out(arguments), padded - rows, tokenizer)
+    report = Report.of(list(sizes.values()), notes)
 
     def make(key: str) -> Tensor:
         wanted = sizes[key]
@@ -100,7 +106,7 @@ def from_megatron(
     ):
         write_layout(directory)
         write_one_by_one(directory, sizes, make)
-        write_file(directory / STATE, _state(run, fingerprint, stored.header, bool(states)))
+        write_file(directory / STATE, state)
         start = _start_yaml(run, sections, destination, bool(fingerprint), bool(states))
         write_file(directory / "config.yaml", start)
         files = {p.name: describe(p) for p in directory.iterdir()}
@@ -108,9 +114,10 @@ def from_megatron(
     return report
 
 
-def _sections(directory: Path, header: Header, file: Path | None) -> dict[str, dict[str, Any]]:
-    """What the checkpoint says about the run, replaced by what `file` says."""
-    arguments = {**header.arguments, **bridge_arguments(directory)}
+def _sections(
+    directory: Path, arguments: Mapping[str, Any], file: Path | None
+) -> dict[str, dict[str, Any]]:
+    """What Megatron's arguments say about the run, replaced by what `file` says."""
     if not arguments and file is None:
         raise ValueError(
             f"{directory}: says nothing about its model: no arguments in it and no "
@@ -226,7 +233,11 @@ def _fingerprint(tokenizer: str, rows: int) -> str:
 
 
 def _notes(
-    stored: TorchDist | RankFiles, states: Mapping[str, Any], added: int, tokenizer: str
+    stored: TorchDist | RankFiles,
+    states: Mapping[str, Any],
+    unfollowed: str,
+    added: int,
+    tokenizer: str,
 ) -> tuple[str, ...]:
     notes = [f"{added} rows of zeros were added to the vocabulary"] if added else []
     if tokenizer == NO_TOKENIZER:
@@ -236,21 +247,21 @@ def _notes(
             f"optimizer states of {stored.header.updates} steps were taken over; a run continues "
             "with coatlm's own order of samples"
         )
-        if arguments := left_out(stored.header.arguments):
-            notes.append(f"not taken over: {arguments}; set optim.schedule and its keys")
+        if unfollowed:
+            notes.append(f"not taken over: {unfollowed}; set the keys of optim that replace them")
     else:
         why = f" ({stored.unread})" if stored.unread else ""
         notes.append(f"weights only: no optimizer states were taken over{why}")
     return tuple(notes)
 
 
-def _state(config: Config, fingerprint: str, header: Header, states: bool) -> bytes:
+def _state(
+    config: Config, fingerprint: str, header: Header, samples: int | None, states: bool
+) -> bytes:
     """state.json: at the iteration of the checkpoint with optimizer states, else at step 0."""
     step = header.iteration if states else 0
-    samples = header.arguments.get("consumed_train_samples")
-    if type(samples) is not int or samples < 0:
+    if samples is None or not states:
         samples = step * config.train.global_batch
-    samples = samples if states else 0
     state = {
         "step": step,
         "tokens": samples * config.data.seq_len,

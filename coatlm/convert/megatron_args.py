@@ -1,20 +1,21 @@
 """Convert between the arguments of Megatron-LM or Megatron-Bridge and sections of coatlm.
 
-Megatron-LM stores its arguments with a checkpoint, Megatron-Bridge a run_config.yaml whose section
-`model` has the fields of megatron-core's TransformerConfig and of its GPT provider. An argument is
-a field of coatlm's (`MODEL` and `TRAINING`), or must have a value that coatlm supports (`FIXED`),
-or says nothing about the model. Arguments that a checkpoint lacks have coatlm's defaults, and the
-shapes of the tensors are compared afterwards. Dropout is not read: coatlm has none.
+Megatron-LM stores its arguments with a checkpoint, Megatron-Bridge a run_config.yaml with the same
+or similar names (`megatron_bridge`). An argument is a field of coatlm's (`MODEL` and `TRAINING`),
+or must have a value that coatlm supports (`FIXED`), or says nothing about the model. Of arguments
+about RoPE, which no shape of a tensor shows, those that are not known here must not be set.
+Arguments that a checkpoint lacks have coatlm's defaults, and the shapes of the tensors are compared
+afterwards. Dropout is not read: coatlm has none.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from coatlm.config import Config, Model, RopeScaling, read_mapping
+from coatlm.config import Config, Model, RopeScaling
 from coatlm.config.errors import shown
 from coatlm.config.presets import Sections
 
@@ -54,6 +55,8 @@ FIXED: Mapping[str, tuple[Any, ...]] = {  # argument -> supported values
     "add_bias_linear": (None, False),
     "rotary_percent": (None, 1),
     "rotary_interleaved": (None, False),
+    "use_rope_scaling": (None, False, True),
+    "rope_scaling": (None, False, True),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "seq_len_interpolation_factor": (None, 1),
     "num_experts": (None,),
@@ -74,13 +77,31 @@ FIXED: Mapping[str, tuple[Any, ...]] = {  # argument -> supported values
     "attention_output_gate": (None, False),
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (None, 0),
+    "use_mup": (None, False),
     "fp16": (None, False),
 }
+LLAMA3 = {  # of Llama31ModelProvider in Megatron-Bridge 0.1 and 0.2 -> key of model.rope_scaling
+    "scale_factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "old_context_len": "original_max_position_embeddings",
+}
+ROPE = re.compile(r"(?:^|_)[a-z]*rope(?:_|$)|rotary|yarn|^mscale|^beta_(?:fast|slow)$|freq_factor")
+HARMLESS_ROPE = (  # names that ROPE matches and whose values do not change RoPE of GPTModel
+    *("rope_scaling_factor", "use_rotary_position_embeddings"),
+    *("apply_rope_fusion", "fused_single_qkv_rope"),
+    # of multi-latent attention, which FIXED excludes
+    *("rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
 ABSENT = (  # keys of model that megatron-core lacks
     *("norm_after", "qk_norm_width", "embedding_multiplier", "residual_multiplier"),
     *("attention_multiplier", "logits_scaling", "sandwich_norm", "zero_centered_norm"),
     *("activation", "scale_embeddings", "partial_rotary_factor", "window"),
     *("attention_softcap", "logits_softcap"),
+)
+NOT_FOLLOWED = (  # arguments of training without a counterpart, unless they are 0 or None
+    *("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_init", "lr_decay_samples"),
+    *("lr_wsd_decay_iters", "decoupled_lr", "rampup_batch_size", "step_batch_size_schedule"),
 )
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 
@@ -103,15 +124,17 @@ def read_arguments(arguments: Mapping[str, Any]) -> Sections:
         model["kv_heads"] = groups
     if arguments.get("untie_embeddings_and_output_weights") is not None:
         model["tie_embeddings"] = not arguments["untie_embeddings_and_output_weights"]
-    if arguments.get("use_rope_scaling") or arguments.get("rope_scaling"):
-        factor = arguments.get("rope_scaling_factor") or 8.0
-        model["rope_scaling"] = {"factor": _real("rope_scaling_factor", factor)}
+    if (scaling := _rope_scaling(arguments)) is not None:
+        model["rope_scaling"] = scaling
     sections: Sections = {"model": model, "data": {}, "optim": {}, "train": {}}
     for name, key in TRAINING.items():
         value = arguments.get(name)
         if value is not None:
             section, _, field = key.partition(".")
             sections[section][field] = _real(name, value) if key in FLOATS else value
+    if arguments.get("end_weight_decay") is not None:  # a constant one replaces weight_decay
+        decay = _real("end_weight_decay", arguments["end_weight_decay"])
+        sections["optim"]["weight_decay"] = decay
     if "lr" in sections["optim"]:
         sections["optim"].setdefault("min_lr", 0.0)  # Megatron's default
     betas = [arguments.get(name) for name in ("adam_beta1", "adam_beta2")]
@@ -124,13 +147,39 @@ def read_arguments(arguments: Mapping[str, Any]) -> Sections:
 
 
 def left_out(arguments: Mapping[str, Any]) -> str:
-    """The arguments of Megatron's learning rate that a run would not follow; empty if none."""
+    """The arguments of Megatron's optimizer that a run would not follow; empty if none."""
     style, steps = arguments.get("lr_decay_style"), arguments.get("train_iters")
-    names = ["lr_decay_style"] if style is not None and style not in SCHEDULES else []
+    names = ["lr_decay_style"] if style not in (None, *SCHEDULES) else []
     names += ["lr_decay_iters"] if arguments.get("lr_decay_iters") not in (None, steps) else []
-    others = ("lr_warmup_fraction", "lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_iters")
-    names += [name for name in others if arguments.get(name)]
+    names += [name for name in NOT_FOLLOWED if arguments.get(name)]
+    names += ["decoupled_weight_decay"] if arguments.get("decoupled_weight_decay") is False else []
+    if arguments.get("weight_decay_incr_style") not in (None, "constant"):
+        names += ["weight_decay_incr_style"]
     return ", ".join(f"{name}={shown(arguments[name])}" for name in names)
+
+
+def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """model.rope_scaling; None if frequencies are not scaled.
+
+    Raises ValueError for arguments that contradict each other, and for unknown ones about RoPE.
+    """
+    known = {*MODEL, *FIXED, *LLAMA3, *HARMLESS_ROPE}
+    for name, value in arguments.items():
+        if ROPE.search(name) and name not in known and value is not None and value is not False:
+            raise ValueError(f"{name}={shown(value)} of Megatron: not known to coatlm")
+    scaled = bool(arguments.get("use_rope_scaling") or arguments.get("rope_scaling"))
+    given = [name for name in LLAMA3 if arguments.get(name) is not None]
+    if given and (scaled or len(given) < len(LLAMA3)):
+        raise ValueError(
+            f"{given[0]}={shown(arguments[given[0]])} of Megatron: only all of "
+            f"{', '.join(LLAMA3)}, without rope_scaling"
+        )
+    if given:
+        values = {ours: arguments[name] for name, ours in LLAMA3.items()}
+        reals = {n: _real(n, values[ours]) for n, ours in LLAMA3.items() if n != "old_context_len"}
+        return values | {LLAMA3[name]: real for name, real in reals.items()}
+    factor = arguments.get("rope_scaling_factor") or 8.0
+    return {"factor": _real("rope_scaling_factor", factor)} if scaled else None
 
 
 def _check_activation(function: Any) -> None:
@@ -145,17 +194,6 @@ def _real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
         raise ValueError(f"{name}={shown(value)} of Megatron: must be a number")
     return float(value)
-
-
-def bridge_arguments(directory: Path) -> dict[str, Any]:
-    """The section `model` of Megatron-Bridge's run_config.yaml; empty if there is none."""
-    path = directory / "run_config.yaml"
-    if not path.is_file():
-        return {}
-    model = read_mapping(path).get("model")
-    if not isinstance(model, Mapping):
-        raise ValueError(f"{path}: has no section model")
-    return dict(model)
 
 
 def write_arguments(config: Config, *, vocab: int, iteration: int, samples: int) -> Any:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coatlm.convert.megatron_bridge import LATEST_STATE, read_counter
 from coatlm.convert.megatron_buckets import BUCKETED, BucketStates, find_states
 from coatlm.convert.megatron_split import GATE_UP, join, split_axis
 from coatlm.convert.pickles import is_plain, load_pickle
@@ -86,14 +87,21 @@ class Header:
 
 
 def find_iteration(source: Path) -> Path:
-    """The directory of the newest iteration if `source` has several, else `source`."""
-    latest = source / LATEST
-    if not latest.is_file():
-        return source
-    name = latest.read_bytes()[:LONGEST].decode(errors="replace").strip()
-    if name != "release" and not (name.isascii() and name.isdecimal()):
-        raise ValueError(f"{latest}: {name[:40]!r}: a number, or release")
-    return source / (name if name == "release" else f"iter_{int(name):07d}")
+    """The directory of the newest iteration if `source` has several, else `source`.
+
+    Megatron-LM writes LATEST, early versions of Megatron-Bridge LATEST_STATE, later ones both.
+    """
+    latest, state = source / LATEST, source / LATEST_STATE
+    steps = [read_counter(state, "step")] if state.is_file() else []
+    if latest.is_file():
+        name = latest.read_bytes()[:LONGEST].decode(errors="replace").strip()
+        if name.isascii() and name.isdecimal():
+            steps.append(int(name))
+        elif name != "release":
+            raise ValueError(f"{latest}: {name[:40]!r}: a number, or release")
+        elif not steps:
+            return source / name
+    return source / f"iter_{max(steps):07d}" if steps else source
 
 
 def open_megatron(source: Path) -> TorchDist | RankFiles:

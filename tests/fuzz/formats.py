@@ -135,6 +135,23 @@ def common(draw: DrawFn, good: bytes) -> bytes:
     return changed.getvalue()
 
 
+def counters(draw: DrawFn, good: bytes) -> bytes:
+    """train_state.pt: a counter of another value, type or shape, or as a .distcp file."""
+    import torch
+
+    if draw(st.booleans()):
+        return distcp(draw, good)
+    content = torch.load(io.BytesIO(good), weights_only=True)
+    values = st.sampled_from((0, 1, -1, 2**31, 2**63 - 1, True, 1.5, [], [1, 2], [[3]]))
+    value = torch.tensor(draw(values))
+    content[draw(st.sampled_from(sorted(content)))] = draw(
+        st.sampled_from((value, value.expand(2, *value.shape), value.to("meta"), "x", None))
+    )
+    changed = io.BytesIO()
+    torch.save(content, changed)
+    return changed.getvalue()
+
+
 def safetensors(draw: DrawFn, good: bytes) -> bytes:
     """The header's JSON changed, its length, or the bytes."""
     if draw(st.booleans()):
@@ -223,6 +240,9 @@ CHANGES: dict[str, dict[str, Change]] = {  # by target, by the end of a file's p
         "common.pt": common,
         "latest_checkpointed_iteration.txt": TEXT,
         "model_optim_rng.pt": common,
+        "run_config.yaml": JSON,
+        "/train_state.pt": counters,
+        "latest_train_state.pt": counters,
     },
     "indexed": {f"data{name}": change for name, change in CACHED.items()},
     "masked": {".bin": damaged, ".mask": damaged, ".mask.crc32": damaged, ".json": JSON},

@@ -104,7 +104,10 @@ def models(run: Path) -> None:
 
 
 def megatron(run: Path) -> None:
-    """model: a torch_dist checkpoint. ranks: the same weights as the pickle of a single rank."""
+    """model: a torch_dist checkpoint. ranks: the same weights as the pickle of a single rank.
+
+    bridge: what Megatron-Bridge writes beside a torch_dist checkpoint.
+    """
     import argparse
 
     import torch
@@ -120,6 +123,20 @@ def megatron(run: Path) -> None:
     args = argparse.Namespace(**sizes, seq_length=16)
     content = {"model": weights, "args": args, "iteration": 2}
     torch.save(content, "ranks/mp_rank_00/model_optim_rng.pt")
+    (iteration,) = Path(shutil.copytree("model", "bridge")).glob("iter_*")
+    Path("bridge/latest_checkpointed_iteration.txt").unlink()
+    counters = {"step": torch.tensor(2), "consumed_train_samples": torch.tensor(4)}
+    torch.save(counters, "bridge/latest_train_state.pt")
+    torch.save(counters, iteration / "train_state.pt")
+    transformer = {**sizes, "activation_func": "silu", "gated_linear_unit": True}
+    sections = {
+        "model": {"transformer": transformer, "rope_scaling": True, "rope_scaling_factor": 4.0},
+        "optimizer": {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0},
+        "scheduler": {"lr_decay_style": "cosine", "end_weight_decay": 0.1, "lr_warmup_iters": 1},
+        "train": {"train_iters": 4, "global_batch_size": 2, "micro_batch_size": 1},
+        "dataset": {"seq_length": 16},
+    }
+    (iteration / "run_config.yaml").write_text(json.dumps(sections, indent=1))
 
 
 def tokenizer_files() -> None:

@@ -97,12 +97,12 @@ def huggingface() -> int:
 
 
 def megatron() -> int:
-    """Checkpoints of Megatron in both formats to checkpoints, which are whole."""
+    """Checkpoints of Megatron-LM in both formats, and of Megatron-Bridge, to whole checkpoints."""
     from coatlm.commands import inspect as inspect_checkpoint
     from coatlm.commands.convert import main
 
     codes = []
-    for source in ("model", "ranks"):
+    for source in ("model", "ranks", "bridge"):
         codes.append(main(["--from", "megatron", "--to", "coatlm", source, f"out/{source}"]))
         if codes[-1] == 0:
             assert inspect_checkpoint.main([f"out/{source}", "--verify"]) == 0
