@@ -96,6 +96,16 @@ def huggingface() -> int:
     return code
 
 
+def remote_model() -> None:
+    """A Hugging Face directory at a URL: opened, and every tensor read."""
+    from coatlm.hf.source import opened
+
+    with opened(f"file://{Path('model').resolve()}", Path("out")) as source:
+        for name in source.weights.files:
+            assert source.weights.read(name).shape == source.stored[name].shape
+        assert source.weights.versions()
+
+
 def megatron() -> int:
     """Checkpoints of Megatron in both formats to checkpoints, which are whole."""
     from coatlm.commands import inspect as inspect_checkpoint
@@ -238,6 +248,7 @@ TARGETS = {
         Target("export", export, codes=(0, 2, 4)),
         Target("evaluate", evaluate, codes=(0, 2, 4)),
         Target("huggingface", huggingface, codes=(0, 2, 4)),
+        Target("remote_model", remote_model),
         Target("megatron", megatron, codes=(0, 2, 4)),
         Target("tokenizers", tokenizers),
         Target("indexed", indexed),
