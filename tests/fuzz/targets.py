@@ -98,12 +98,17 @@ def huggingface() -> int:
 
 def remote_model() -> None:
     """A Hugging Face directory at a URL: opened, and every tensor read."""
+    from coatlm.config import ConfigError
     from coatlm.hf.source import opened
+    from coatlm.remote import RemoteError
 
-    with opened(f"file://{Path('model').resolve()}", Path("out")) as source:
-        for name in source.weights.files:
-            assert source.weights.read(name).shape == source.stored[name].shape
-        assert source.weights.versions()
+    try:
+        with opened(f"file://{Path('model').resolve()}", Path("out")) as source:
+            for name in source.weights.files:
+                assert source.weights.read(name).shape == source.stored[name].shape
+            assert source.weights.versions()
+    except RemoteError as error:  # as `check_huggingface` does
+        raise ConfigError(str(error)) from error
 
 
 def megatron() -> int:
