@@ -105,6 +105,19 @@ def fine_tuning(directory: Path) -> None:
     finish("trunk", pretrain, small(["configs/quickstart.yaml", "run.dir=runs/trunk"]))
 
 
+def save_llama_3(model: Path, **more: object) -> None:
+    """A model in the place of Llama 3 8B."""
+    save_model(
+        "llama",
+        model,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        **more,
+    )
+
+
 def own_model(directory: Path) -> None:
     """A model of Hugging Face in the place of Llama 3 8B, and its instruction-tuned sibling.
 
@@ -116,15 +129,7 @@ def own_model(directory: Path) -> None:
     write_tokenizer(model, "llama3")
     tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(tokens))
-    save_model(
-        "llama",
-        model,
-        eos_token_id=make_tokenizer(f"hf:{model}/tokenizer.json").eod,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    )
+    save_llama_3(model, eos_token_id=make_tokenizer(f"hf:{model}/tokenizer.json").eod)
 
 
 def from_megatron_lm(directory: Path) -> None:

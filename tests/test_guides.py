@@ -98,9 +98,11 @@ def test_commands_of_the_page_on_urls_run_against_a_store(
     pyarrow.parquet.write_table(table, "books.parquet")
     # training on blocks of this size downloads several
     monkeypatch.setitem(SMALL, "data.remote_block", 16384)
+    guide_inputs.save_llama_3(Path("llama"))
     with s3():
-        for bucket in ("corpus", "runs"):
+        for bucket in ("corpus", "runs", "models"):
             S3FileSystem().mkdir(bucket)
+        S3FileSystem().put("llama/", "models/llama3-8b/", recursive=True)
         Location.of("s3://corpus/web/a.jsonl.zst").upload(Path("corpus/a.jsonl.zst"))
         Location.of("s3://corpus/books.parquet").upload(Path("books.parquet"))
         for words in commands(REMOTE):
@@ -109,6 +111,7 @@ def test_commands_of_the_page_on_urls_run_against_a_store(
             for path in Path("data").glob("web.*"):
                 Location.of(f"s3://corpus/tokens/{path.name}").upload(path)
     assert f"at step {STEPS}" in Path("runs/llama-125m/train.log").read_text()
+    assert "weights of s3://models/llama3-8b" in Path("runs/llama3-8b/train.log").read_text()
 
 
 # what is checked

@@ -86,9 +86,9 @@ def _tokenizer(spec: str) -> str:
 
 
 def _resume(text: str) -> str:
-    """Expand the path in `hf:DIR`, `PATH`, `auto` or `none`; or check a URL."""
+    """Expand the path in `hf:DIR`, `PATH`, `auto` or `none`; check the URL in `hf:URL` or `URL`."""
     if text.startswith("hf:") and not is_url(text):
-        return f"hf:{expand_user(text[3:])}"
+        return f"hf:{_path_or_url(text[3:])}"
     return _path_or_url(text)
 
 

@@ -299,14 +299,15 @@ class Checkpoint(Section):
     """The checkpoint that the run resumes from. auto: its newest one, or newly initialized weights
     if it has none. A path of a checkpoint or a run: that checkpoint, or the newest of that run, but
     only if this run has none of its own; the path of an earlier checkpoint of this run goes back to
-    it, once. hf:DIR: the weights of a Hugging Face directory with safetensors, if this run has no
-    checkpoint; it also gives data.tokenizer and the keys of model that are not set. A URL is as a
-    path of another run: its checkpoint is downloaded to downloads/. none: newly initialized
-    weights; earlier files of the run move to attempts/."""
+    it, once. hf:DIR: the weights of a Hugging Face directory with safetensors, or with hf:URL of
+    one at a URL, such as hf:hf://OWNER/NAME, if this run has no checkpoint; it also gives
+    data.tokenizer and the keys of model that are not set. A URL is as a path of another run: its
+    checkpoint is downloaded to downloads/. none: newly initialized weights; earlier files of the
+    run move to attempts/."""
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
-    initialized optimizer states. resume=hf:DIR always does."""
+    initialized optimizer states. resume=hf:DIR and hf:URL always do."""
 
     allow_changes: tuple[Guarded, ...] = ()
     """Which of these keys may differ from the checkpoint's; a change of the others is refused.

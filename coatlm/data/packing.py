@@ -21,7 +21,7 @@ Shapes: P pieces, B bins.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,28 +41,50 @@ def pieces(bounds_D1: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64
     return bounds_D1[document_P] + offset_P, length_P
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each length; `lengths` do not increase and are at most `capacity`."""
-    bins: list[int] = []
+def best_fit(length_P: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The bin [P] of each length; they do not increase, are positive and at most `capacity`.
+
+    Of several bins with the least room that fits, the one that was filled last is taken. Equal
+    lengths are placed together: a bin with room r takes floor(r / length) in a row, since what it
+    has left is still the least room that fits.
+    """
+    bin_P = np.empty(len(length_P), np.int64)
     count = 0
-    open_bins: dict[int, list[int]] = {}  # room -> bins with this room
+    open_bins: dict[int, list[NDArray[np.int64]]] = {}  # room -> bins with this room, last on top
     rooms: list[int] = []  # the keys of open_bins, sorted
-    for length in lengths:
-        at = bisect_left(rooms, length)
-        if at < len(rooms):
-            room = rooms[at]
-            chosen = open_bins[room].pop()
-            if not open_bins[room]:
-                del open_bins[room], rooms[at]
-        else:
-            room, chosen, count = capacity, count, count + 1
-        bins.append(chosen)
-        if room > length:
-            if room - length not in open_bins:
-                open_bins[room - length] = []
-                insort(rooms, room - length)
-            open_bins[room - length].append(chosen)
-    return bins
+
+    def leave_open(room: int, bin_N: NDArray[np.int64]) -> None:
+        if room and len(bin_N):
+            if room not in open_bins:
+                open_bins[room] = []
+                insort(rooms, room)
+            open_bins[room].append(bin_N)
+
+    ends = np.append(np.flatnonzero(np.diff(length_P)) + 1, len(length_P))
+    at = 0
+    for end in ends.tolist():
+        while at < end:
+            length = int(length_P[at])
+            found = bisect_left(rooms, length)
+            room = rooms[found] if found < len(rooms) else capacity
+            fits = room // length  # per bin
+            wanted = -(-(end - at) // fits)  # bins
+            if found < len(rooms):
+                stack_N = open_bins[room].pop()
+                if not open_bins[room]:
+                    del open_bins[room], rooms[found]
+                taken_N = stack_N[::-1][:wanted]
+                leave_open(room, stack_N[: len(stack_N) - len(taken_N)])
+            else:
+                taken_N = np.arange(count, count + wanted)
+                count += wanted
+            placed = min(fits * len(taken_N), end - at)
+            bin_P[at : at + placed] = np.repeat(taken_N, fits)[:placed]
+            full, more = divmod(placed, fits)
+            leave_open(room - fits * length, taken_N[:full])
+            leave_open(room - more * length, taken_N[full:])
+            at += placed
+    return bin_P
 
 
 class PackingCost(NamedTuple):
@@ -82,7 +104,7 @@ def packing_cost(bounds_D1: NDArray[np.int64], seq_len: int) -> dict[str, Packin
     capacity = seq_len + 1
     sizes_D = np.diff(bounds_D1)
     _, length_P = pieces(bounds_D1, seq_len)
-    samples = max(best_fit(np.sort(length_P)[::-1].tolist(), capacity), default=-1) + 1
+    samples = int(best_fit(np.sort(length_P)[::-1], capacity).max(initial=-1)) + 1
     padded = 1.0 - int(length_P.sum()) / max(samples * capacity, 1)
     order_D = shuffled(len(sizes_D), "documents", 0)
     ends_D = np.cumsum(sizes_D[order_D])
@@ -121,10 +143,10 @@ class PackedStream:
         self._capacity = seq_len + 1
         self._starts = bounds_D1[:-1]
         self._begin_P, self._length_P = pieces(bounds_D1, seq_len)
-        bins = best_fit(np.sort(self._length_P)[::-1].tolist(), self._capacity)
-        self._rank_P = np.argsort(np.asarray(bins, dtype=np.int64), kind="stable")
-        self._bounds_B1 = np.concatenate(([0], np.cumsum(np.bincount(bins or [0]))))
-        self.windows = len(self._bounds_B1) - 1 if bins else 0
+        bin_P = best_fit(np.sort(self._length_P)[::-1], self._capacity)
+        self._rank_P = np.argsort(bin_P, kind="stable")
+        self._bounds_B1 = np.concatenate(([0], np.cumsum(np.bincount(bin_P))))
+        self.windows = len(self._bounds_B1) - 1
         self._epochs: dict[int, _Epoch] = {}
 
     @property

@@ -23,8 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coatlm.files import check_regular, read_json
+from coatlm.remote import Info
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 NAMES = {  # torch dtype -> name in the header
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -69,28 +70,29 @@ class WeightFiles:
     @classmethod
     def open(cls, directory: Path) -> WeightFiles:
         """Open a directory. Raises ValueError if it has no safetensors or an invalid index."""
-        if (directory / INDEX).exists():
-            files = read_json(directory / INDEX).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-                raise ValueError(f"{directory / INDEX}: has no weight_map of file names")
-            if foreign := [file for file in files.values() if not _is_name(file)]:
-                raise ValueError(f"{directory / INDEX}: {foreign[0]!r} is not a file's name")
-        elif (directory / SINGLE).exists():
-            files = dict.fromkeys(_header(directory / SINGLE), SINGLE)
-        else:
+        files = indexed(directory)
+        if files is None and not (directory / SINGLE).exists():
             raise ValueError(f"{directory}: has neither {SINGLE} nor {INDEX}")
+        if files is None:
+            files = dict.fromkeys(_header(directory / SINGLE), SINGLE)
         return cls(directory, files)
 
     def describe(self) -> dict[str, Described]:
         """The dtype and shape of every tensor. Raises ValueError with the name of a damaged
         file."""
-        headers = {
-            file: _header(self.directory / file) for file in sorted(set(self.files.values()))
-        }
+        headers = {file: self.header(file) for file in sorted(set(self.files.values()))}
         for name, file in self.files.items():
             if name not in headers[file]:
                 raise ValueError(f"{self.directory / file}: has no {name}, which {INDEX} lists")
         return {name: headers[file][name] for name, file in self.files.items()}
+
+    def header(self, file: str) -> dict[str, Described]:
+        """The dtype and shape of each tensor in a file. Raises ValueError with its name."""
+        return _header(self.directory / file)
+
+    def versions(self) -> dict[str, Info]:
+        """The versions of the files that are at a URL, by which ranks compare what they read."""
+        return {}
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into memory."""
@@ -111,6 +113,22 @@ class WeightFiles:
                 yield file
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: {name} cannot be read: {error}") from None
+
+
+def indexed(directory: Path) -> dict[str, str] | None:
+    """The file of each tensor by the index of a directory; None without an index.
+
+    Raises ValueError if it is invalid.
+    """
+    path = directory / INDEX
+    if not path.exists():
+        return None
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+        raise ValueError(f"{path}: has no weight_map of file names")
+    if foreign := [file for file in files.values() if not _is_name(file)]:
+        raise ValueError(f"{path}: {foreign[0]!r} is not a file's name")
+    return files
 
 
 def write_weights(

@@ -9,7 +9,8 @@ has no part of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,31 @@ from torch import Tensor
 from coatlm.config import Model, dotted, make_config
 from coatlm.files import read_json
 from coatlm.hf.config import check_token_ids, output_bias, read_model
+from coatlm.hf.download import fetched, named
 from coatlm.hf.files import Described, WeightFiles
 from coatlm.hf.layout import Entry, check_layers, entries
+from coatlm.hf.remote_files import RemoteWeightFiles
 from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import tokenizer_of
 from coatlm.megatron import ShardedTensor
+from coatlm.remote import Location
 
 NOT_COMPARED = ("spec", "init_std", "vocab")  # they do not change what the weights mean
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def opened(place: Path | str, cache_dir: Path) -> Iterator[HfSource]:
+    """The source at a path, or at a URL whose small files are downloaded to `cache_dir`.
+
+    Errors about these, also in the body of the `with`, name the URL. Raises ValueError as
+    `HfSource.open` does, and RemoteError.
+    """
+    directory = fetched(place, cache_dir)
+    with named(place, directory):
+        remote = isinstance(place, str)
+        weights = RemoteWeightFiles.open_at(Location.of(str(place)), directory) if remote else None
+        yield HfSource.open(directory, weights)
 
 
 @dataclass(frozen=True)
@@ -42,13 +60,16 @@ class HfSource:
     plan: Mapping[str, Entry]  # key of coatlm -> its parts
 
     @classmethod
-    def open(cls, directory: Path) -> HfSource:
-        """Read config.json and the headers. Raises ValueError with the name of what is wrong."""
+    def open(cls, directory: Path, weights: WeightFiles | None = None) -> HfSource:
+        """Read config.json and the headers; `weights` are the directory's if they are elsewhere.
+
+        Raises ValueError with the name of what is wrong.
+        """
         raw = read_json(directory / "config.json")
         model = make_config({"model": read_model(raw)}).model
         assert model.vocab is not None  # a required field of config.json
         check_token_ids(str(directory / "config.json"), raw, model.vocab)
-        weights = WeightFiles.open(directory)
+        weights = weights or WeightFiles.open(directory)
         stored = weights.describe()
         check_layers(model, stored, str(directory / "config.json"))
         plan = {entry.key: entry for entry in entries(model, model.vocab, raw["model_type"])}

@@ -1,4 +1,4 @@
-"""Start a run from the weights of a Hugging Face directory, `checkpoint.resume=hf:DIR`.
+"""Start a run from the weights of a Hugging Face directory, `checkpoint.resume=hf:DIR` or hf:URL.
 
 `check_huggingface` compares the directory with the configuration before anything is allocated.
 `load_huggingface` then fills the weights: each rank reads its slices from the safetensors files
@@ -17,50 +17,57 @@ from coatlm.config import Config, ConfigError
 from coatlm.console import in_bytes
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.hf.run_config import PREFIX
-from coatlm.hf.source import HfSource
+from coatlm.hf.source import opened
 from coatlm.hf.tokenizer import check_rows
+from coatlm.remote import Info
 from coatlm.train.agreement import together
+from coatlm.train.manifest import CheckpointError
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
 
 
-def check_huggingface(directory: Path, config: Config, tokenizer: Tokenizer, vocab: int) -> None:
-    """Raise ConfigError with the field's name unless a run can start from `directory`.
+def check_huggingface(place: Path | str, config: Config, tokenizer: Tokenizer, vocab: int) -> None:
+    """Raise ConfigError with the field's name unless a run can start from `place`.
 
-    `vocab` is the number of rows of the run's embedding.
+    It is a directory, or as text the URL of one. `vocab` is the number of rows of the run's
+    embedding.
     """
     try:
-        source = HfSource.open(directory)
-        source.check(config.model, vocab)
-        check_rows(tokenizer, source.rows)
-        spec = source.tokenizer()
-        if spec is not None and "data.tokenizer" not in config.checkpoint.allow_changes:
-            _check_same(tokenizer, make_tokenizer(spec), config)
+        with opened(place, config.data.cache_dir) as source:
+            source.check(config.model, vocab)
+            check_rows(tokenizer, source.rows)
+            spec = source.tokenizer()
+            if spec is not None and "data.tokenizer" not in config.checkpoint.allow_changes:
+                _check_same(tokenizer, make_tokenizer(spec), config)
     except ValueError as error:
-        raise ConfigError(f"checkpoint.resume={PREFIX}{directory}: {error}") from error
+        raise ConfigError(f"checkpoint.resume={PREFIX}{place}: {error}") from error
 
 
-def load_huggingface(directory: Path, trainer: Trainer) -> None:
-    """Load the weights of `directory` into `trainer`. All ranks call it.
+def load_huggingface(place: Path | str, trainer: Trainer) -> None:
+    """Load the weights of a directory, or of a URL as text, into `trainer`. All ranks call it.
 
-    Raises CheckpointError on every rank if a file cannot be read on any of them.
+    Raises CheckpointError on every rank if a file cannot be read on any of them, or if a file at a
+    URL changed between their reads.
     """
     zero = trainer.zero_checkpoint
     tensors = zero.tensors_to_load(weights_only=True)
 
-    def read() -> tuple[int, list[str]]:
-        source = HfSource.open(directory)
-        return source.fill(tensors), sorted(map(_name, source.dtypes()))
+    def read() -> tuple[int, list[str], dict[str, Info]]:
+        with opened(place, trainer.config.data.cache_dir) as source:
+            nbytes = source.fill(tensors)
+            return nbytes, sorted(map(_name, source.dtypes())), source.weights.versions()
 
     ranks = together(read, trainer.groups.checkpoint)
+    if any(versions != ranks[0][2] for _, _, versions in ranks):
+        raise CheckpointError(f"{place}: a file has changed while the ranks read it")
     zero.finish_load()
     trainer.optimizer.optimizer.reload_from_weights()
     theirs, ours = ranks[0][1], sorted({_name(tensor.dtype) for tensor in tensors})
     if theirs != ours:
-        logger.warning("weights of %s: %s, cast to %s", directory, ", ".join(theirs), ours[0])
-    size = in_bytes(sum(read for read, _ in ranks))
-    logger.info("weights of %s: %s read by %d ranks", directory, size, len(ranks))
+        logger.warning("weights of %s: %s, cast to %s", place, ", ".join(theirs), ours[0])
+    size = in_bytes(sum(nbytes for nbytes, _, _ in ranks))
+    logger.info("weights of %s: %s read by %d ranks", place, size, len(ranks))
 
 
 def _check_same(ours: Tokenizer, theirs: Tokenizer, config: Config) -> None:

@@ -81,7 +81,8 @@ class Origin:
     path: Path | None  # a checkpoint; None: newly initialized weights
     own: bool = False  # it is one of the run's own, so the run's records continue
     back: bool = False  # it is not the run's newest, so the run goes back to it
-    huggingface: Path | None = None  # in place of `path`: a directory of which weights are loaded
+    huggingface: Path | str | None = None  # in place of `path`: a directory, or its URL, of which
+    # weights are loaded
 
 
 def state_to_save(

@@ -21,6 +21,10 @@ def test_urls_stay_as_they_are_and_paths_stay_paths() -> None:
     resume = {"checkpoint": {"resume": "hf://datasets/a/b@main/run", "upload": "s3://b/run/"}}
     checkpoint = make_config({**DATA, **resume}).checkpoint
     assert checkpoint.resume == "hf://datasets/a/b@main/run" and checkpoint.upload == "s3://b/run"
+    model = make_config({**DATA, "checkpoint": {"resume": "hf:hf://owner/name/"}})
+    assert model.checkpoint.resume == "hf:hf://owner/name"
+    with pytest.raises(ConfigError, match=r"resume.*a URL with a user or password"):
+        make_config({**DATA, "checkpoint": {"resume": "hf:s3://key:SECRET@bucket/model"}})
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,6 @@ def test_what_is_no_place_for_a_url_or_too_small_is_refused(section: dict) -> No
         ("data.cache_dir", "gs://b/x", "a URL is not read here"),
         ("data.tokenizer", "hf:s3://b/tokenizer.json", "a URL is not read here"),
         ("data.tokenizer", "hf://a/b/tokenizer.json", "a URL is not read here"),
-        ("checkpoint.resume", "hf:s3://b/model", "a URL is not read here"),
         ("eval.tasks", "s3://b/task.yaml", "a URL is not read here"),
     ],
 )

@@ -2,7 +2,8 @@
 
 Of each family: the template, the special tokens of its tokenizer, and what tokenizer_config.json
 says of them. The templates are restricted to what a conversation without tools needs.
-test_published_templates.py has the published ones of Llama, Qwen, Phi and Gemma.
+test_published_templates.py has the published ones of Llama, Qwen, Phi and Gemma, and
+test_mistral_templates.py compares those of Mistral with the tokens of its own package.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ QWEN_3 = """\
 {%- endif %}
 """
 
-# The system message goes in front of the last question. No package of the extra `dev` holds the
-# templates of Mistral, so this imitation is all that is tested of them.
+# Instructions of the third version of Mistral's tokenizers: the system message goes in front of the
+# last question, and the spaces behind an answer are dropped.
 MISTRAL = """\
 {%- if messages[0]['role'] == 'system' %}
     {%- set system, talk = messages[0]['content'] + '\\n\\n', messages[1:] %}
@@ -90,7 +91,38 @@ MISTRAL = """\
         {%- set last = loop.index0 >= talk | length - 2 %}
         {{- '[INST] ' + (system if last else '') + message['content'] + '[/INST]' }}
     {%- else %}
-        {{- ' ' + message['content'] | trim + eos_token }}
+        {{- ' ' + message['content'].rstrip(' ') + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# In the first version the instruction marks are text, and the system message is in the first one.
+MISTRAL_V1 = """\
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system, talk = messages[0]['content'] + '\\n\\n', messages[1:] %}
+{%- else %}
+    {%- set system, talk = '', messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in talk %}
+    {%- if message['role'] == 'user' %}
+        {{- ' [INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# In the seventh version the system message has marks of its own.
+MISTRAL_V7 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+        {{- '[SYSTEM_PROMPT] ' + message['content'] + '[/SYSTEM_PROMPT]' }}
+    {%- elif message['role'] == 'user' %}
+        {{- '[INST] ' + message['content'] + '[/INST]' }}
+    {%- else %}
+        {{- ' ' + message['content'].rstrip(' ') + eos_token }}
     {%- endif %}
 {%- endfor %}
 """

@@ -1,8 +1,8 @@
 """Chat templates as models were published with them: the tokens, and what is learned of them.
 
 The package trl ships the templates as files; nothing of it is imported. Tokenizers are small ones
-with the special tokens of the model. Mistral's templates are not among these files: templates.py
-has an imitation, for test_chat.py.
+with the special tokens of the model. Mistral's templates are not among these files:
+test_mistral_templates.py tests them.
 """
 
 from __future__ import annotations

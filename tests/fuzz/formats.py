@@ -220,19 +220,21 @@ IN_CHECKPOINT = {f"{CHECKPOINT}/{name}": change for name, change in CHECKPOINT_F
 IN_CHECKPOINTS = IN_CHECKPOINT | {"run/checkpoints/latest": TEXT}
 IN_RUN = {f"run/{name}": change for name, change in RUN_FILES.items()}
 CACHED = {".bin": damaged, ".idx": damaged, ".json": JSON}
+HUGGINGFACE_FILES: dict[str, Change] = {
+    "model/config.json": JSON,
+    "model/generation_config.json": JSON,
+    "model/tokenizer.json": JSON,
+    "model/tokenizer_config.json": JSON,
+    "model/model.safetensors.index.json": JSON,
+    "00001-of-00002.safetensors": safetensors,
+}
 CHANGES: dict[str, dict[str, Change]] = {  # by target, by the end of a file's path
     "start": IN_CHECKPOINTS | IN_RUN | {f"text{name}": change for name, change in CACHED.items()},
     "inspect": IN_CHECKPOINTS,
     "export": IN_CHECKPOINT,
     "evaluate": IN_CHECKPOINT | {"text.txt": TEXT},
-    "huggingface": {
-        "model/config.json": JSON,
-        "model/generation_config.json": JSON,
-        "model/tokenizer.json": JSON,
-        "model/tokenizer_config.json": JSON,
-        "model/model.safetensors.index.json": JSON,
-        "00001-of-00002.safetensors": safetensors,
-    },
+    "huggingface": HUGGINGFACE_FILES,
+    "remote_model": HUGGINGFACE_FILES,
     "megatron": {
         ".metadata": metadata,
         "__0_0.distcp": distcp,

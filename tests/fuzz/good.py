@@ -66,6 +66,7 @@ def build(root: str) -> None:
     (good / "launch/environment.json").write_text("{}")
     with chdir(good / "huggingface"):
         models(case / "run")
+    keep(good / "huggingface/model", good / "remote_model/model")
     with chdir(good / "megatron"):
         megatron(case / "run")
     with chdir(good / "tokenizers"):

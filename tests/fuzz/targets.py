@@ -96,6 +96,21 @@ def huggingface() -> int:
     return code
 
 
+def remote_model() -> None:
+    """A Hugging Face directory at a URL: opened, and every tensor read."""
+    from coatlm.config import ConfigError
+    from coatlm.hf.source import opened
+    from coatlm.remote import RemoteError
+
+    try:
+        with opened(f"file://{Path('model').resolve()}", Path("out")) as source:
+            for name in source.weights.files:
+                assert source.weights.read(name).shape == source.stored[name].shape
+            assert source.weights.versions()
+    except RemoteError as error:  # as `check_huggingface` does
+        raise ConfigError(str(error)) from error
+
+
 def megatron() -> int:
     """Checkpoints of Megatron-LM in both formats, and of Megatron-Bridge, to whole checkpoints."""
     from coatlm.commands import inspect as inspect_checkpoint
@@ -238,6 +253,7 @@ TARGETS = {
         Target("export", export, codes=(0, 2, 4)),
         Target("evaluate", evaluate, codes=(0, 2, 4)),
         Target("huggingface", huggingface, codes=(0, 2, 4)),
+        Target("remote_model", remote_model),
         Target("megatron", megatron, codes=(0, 2, 4)),
         Target("tokenizers", tokenizers),
         Target("indexed", indexed),

@@ -33,6 +33,7 @@ EXAMPLES = {  # in CI; with the corpus about 90 s on two cores
     "export": 30,
     "evaluate": 20,
     "huggingface": 150,
+    "remote_model": 150,
     "megatron": 60,
     "tokenizers": 200,
     "indexed": 200,

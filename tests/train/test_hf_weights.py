@@ -47,6 +47,7 @@ RUNS = {  # name -> (processes, model, parallel and model.vocab)
     "pp2 vpp2": (2, "biased", {}),
     "dp2 zero1": (2, "tied", {"parallel": {"zero": 2}}),
     "dp2 zero3": (2, "biased", {}),
+    "biased tp2 sp": (2, "biased", {"checkpoint": {"resume": "hf:file://ROOT/biased"}}),
     "tp2 pp2": (4, "tied", {}),
     "tp2 dp2 zero1": (4, "biased", {}),
     **{f"granite {n}": (ranks, "granite", {}) for n, ranks in (("single", 1), ("tp2 pp2", 4))},
@@ -67,6 +68,8 @@ def job(root: Path, name: str, source: str, **sections: Any) -> Config:
     ).model_dump(mode="json")
     del base["model"], base["data"]["tokenizer"]
     changed = {section: base.get(section, {}) | values for section, values in sections.items()}
+    if "checkpoint" in changed:
+        changed["checkpoint"]["resume"] = changed["checkpoint"]["resume"].replace("ROOT", str(root))
     return make_config(completed(base | {"model": {"vocab": 384}} | changed))
 
 
