@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from coatlm.config import Config, ConfigError, load_config, make_config
 
+PEERS = {"cp": 2, "cp_comm": "p2p"}  # ranks that send each other keys
+
 
 def message(data: Any) -> str:
     """What the user is told about `data`."""
@@ -245,6 +247,18 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "data.seq_len=258 is not a multiple of 2*parallel.cp=4",
         ),
         ({"parallel": {"cp_comm": "a2a"}}, "parallel: cp_comm=a2a needs cp > 1"),
+        (
+            {"data": {"text": ["a"], "reset_attention_mask": True}, "parallel": PEERS},
+            "parallel.cp_comm=p2p with data.reset_attention_mask=true: must be false",
+        ),
+        (
+            {"model": {"window": {"size": 8}}, "parallel": PEERS},
+            "parallel.cp_comm=p2p with model.window: must be null",
+        ),
+        (
+            {"model": {"attention_softcap": 2.0}, "parallel": PEERS},
+            "parallel.cp_comm=p2p with model.attention_softcap=2.0: must be null",
+        ),
         (
             {"model": {"heads": 4, "kv_heads": 1}, "parallel": {"cp": 2, "cp_comm": "a2a"}},
             "model.kv_heads=1 is not a multiple of parallel.tp*cp=2",

@@ -44,7 +44,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, se
 }
 
 
-COMMS = ("a2a", "all_gather")
+COMMS = ("a2a", "p2p", "all_gather")
+PAIRS = [  # documents have no p2p
+    (name, comm) for comm in COMMS for name in CASES if (name, comm) != ("bf16 masked", "p2p")
+]
 GRADIENTS = ("coat, a key per query", "coat")  # two parts of heads are exchanged, and one
 
 
@@ -55,7 +58,7 @@ def make(name: str, comm: str) -> Any:
     return make_config({"model": sizes, "data": DATA, "parallel": parallel, **sections})
 
 
-def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
+def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
     """Bytes that autograd saves per token of this rank and layer, by "NAME/cp_comm"."""
     from coatlm.parallel.groups import release_groups
     from coatlm.train.setup import Launch, start_processes
@@ -63,13 +66,13 @@ def measure(rank: int, size: int, names: list[str]) -> dict[str, float]:
 
     start_processes(Launch.from_environment())
     found = {}
+    for name, comm in pairs:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bias, "causal_lower_right", lambda queries, keys: None)
+            saved = saved_bytes_per_token_and_layer(make(name, comm), patch)
+            found[f"{name}/{comm}"] = saved
+        release_groups()
     for comm in COMMS:
-        for name in names:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(bias, "causal_lower_right", lambda queries, keys: None)
-                saved = saved_bytes_per_token_and_layer(make(name, comm), patch)
-                found[f"{name}/{comm}"] = saved
-            release_groups()
         with pytest.MonkeyPatch.context() as patch:
             for name in GRADIENTS:
                 found[f"gradients, {name}/{comm}"] = peak_of_gradients(make(name, comm), patch)
@@ -110,7 +113,7 @@ def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
 
     patch.setattr(bias, "causal_lower_right", lambda queries, keys: None)
     groups = make_groups(c.parallel).collection
-    core = attention.CoreAttention(None, 1, pg_collection=groups, exchange=c.exchanges_heads)
+    core = attention.CoreAttention(None, 1, pg_collection=groups, comm=c.context_comm)
     tokens = 64 // 2 * c.train.micro_batch
     q, k, v = (
         torch.randn(32, c.train.micro_batch, n, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -133,11 +136,10 @@ def peak_of_gradients(c: Any, patch: pytest.MonkeyPatch) -> float:
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, float]]:
-    return run_ranks(2, f"{__name__}:measure", list(CASES))
+    return run_ranks(2, f"{__name__}:measure", PAIRS)
 
 
-@pytest.mark.parametrize("comm", COMMS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "comm"), PAIRS)
 def test_layers_save_the_bytes_autograd_saves_on_both_ranks(
     measured: list[dict[str, float]], name: str, comm: str
 ) -> None:

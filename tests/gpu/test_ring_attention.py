@@ -1,0 +1,58 @@
+"""Attention of context-parallel ranks in pieces, by GPU kernels, one rank after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coatlm.kernels.attention_pieces import attend_piece, attend_piece_ref, piece_backend
+from coatlm.model.attention_backends import Shape, random_inputs
+from tests.parallel.test_ring_attention import by_ranks, whole
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+GPU = torch.device("cuda", 0)
+# BF16 (2^-9) is rounded to in other places, and once more per piece: outputs, their gradients
+RELATIVE = 2.0**-6
+SHAPES = {
+    "a key per query": Shape(2, 512, 4, 4, 64, None),
+    "grouped": Shape(1, 768, 8, 2, 128, 0.1),
+    "one key head": Shape(3, 384, 4, 1, 96, None),
+}
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "matmul"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_compute_attention_and_its_gradients(shape: str, ranks: int, backend: str) -> None:
+    scale = SHAPES[shape].scale
+    q, k, v, do = (x.detach() for x in random_inputs(SHAPES[shape], GPU))
+    found = by_ranks(q, k, v, do, ranks, scale=scale, backend=backend)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    out = whole(*leaves, scale)
+    expected = [out, *torch.autograd.grad(out, leaves, do.float())]
+    for actual, wanted in zip(found, expected, strict=True):
+        assert (actual.float() - wanted).norm() <= RELATIVE * wanted.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_a_piece_has_the_statistics_of_the_definition(backend: str, causal: bool) -> None:
+    q, k, v, _ = (x.detach() for x in random_inputs(SHAPES["grouped"], GPU))
+    k, v = (x if causal else x[:256] for x in (k, v))
+    found = attend_piece(q, k, v, scale=0.1, causal=causal, backend=backend)
+    expected = attend_piece_ref(q, k, v, scale=0.1, causal=causal)
+    assert found.o_SBND.shape == expected.o_SBND.shape
+    assert found.lse_BNS.shape == expected.lse_BNS.shape
+    # logits of BF16 inputs are summed in fp32, in another order and with another exp
+    limit = 2.0**-12 * expected.lse_BNS.abs().max()
+    assert (found.lse_BNS - expected.lse_BNS).abs().max() <= limit
+
+
+def test_bf16_inputs_have_a_fast_backend_and_fp32_inputs_none() -> None:
+    for shape in SHAPES.values():
+        q, k, v, _ = random_inputs(shape, GPU)
+        assert piece_backend(q, k, v) == "cudnn"
+        assert piece_backend(q.float(), k.float(), v.float()) == "matmul"
