@@ -35,7 +35,7 @@ aten: Any = torch.ops.aten
 RANDOM = slice(6, 8)  # what a GPU's forward pass returns for dropout, which is off
 
 
-class Piece(NamedTuple):
+class AttendedKeys(NamedTuple):
     """The output of attention to some keys, and what its backward pass needs."""
 
     o_SBND: Tensor
@@ -65,7 +65,7 @@ def attend_piece(
     scale: float | None,
     causal: bool,
     backend: str,
-) -> Piece:
+) -> AttendedKeys:
     """Attention of all queries to all keys, or causal. `scale` is 1 / sqrt(D) if None."""
     qkv = [x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD)]
     if backend == "cudnn":
@@ -81,7 +81,7 @@ def attend_piece(
     else:
         assert backend == "matmul"
         return attend_piece_ref(q_SBND, k_TBGD, v_TBGD, scale=scale, causal=causal)
-    return Piece(found[0].permute(2, 0, 1, 3), lse_BNS, tuple(found[RANDOM]))
+    return AttendedKeys(found[0].permute(2, 0, 1, 3), lse_BNS, tuple(found[RANDOM]))
 
 
 def piece_gradients(
@@ -89,7 +89,7 @@ def piece_gradients(
     q_SBND: Tensor,
     k_TBGD: Tensor,
     v_TBGD: Tensor,
-    merged: Piece,
+    merged: AttendedKeys,
     *,
     scale: float | None,
     causal: bool,
@@ -132,13 +132,13 @@ def piece_gradients(
 
 def attend_piece_ref(
     q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, *, scale: float | None, causal: bool
-) -> Piece:
+) -> AttendedKeys:
     """The definition of `attend_piece`."""
     logits_BGFST, _, _ = _logits(q_SBND, k_TBGD, scale, causal)
     lse_BGFS = logits_BGFST.logsumexp(-1)
     p_BGFST = (logits_BGFST - lse_BGFS[..., None]).exp().to(v_TBGD.dtype)
     o_SBGFD = torch.einsum("bgfst,tbgd->sbgfd", p_BGFST, v_TBGD)
-    return Piece(o_SBGFD.flatten(2, 3), lse_BGFS.flatten(1, 2))
+    return AttendedKeys(o_SBGFD.flatten(2, 3), lse_BGFS.flatten(1, 2))
 
 
 def piece_gradients_ref(
@@ -146,7 +146,7 @@ def piece_gradients_ref(
     q_SBND: Tensor,
     k_TBGD: Tensor,
     v_TBGD: Tensor,
-    merged: Piece,
+    merged: AttendedKeys,
     *,
     scale: float | None,
     causal: bool,
@@ -185,7 +185,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def merge_(o_SBND: Tensor, lse_BNS: Tensor, piece: Piece) -> None:
+def merge_(o_SBND: Tensor, lse_BNS: Tensor, piece: AttendedKeys) -> None:
     """Add the output and the log-sum-exp of more keys to those of the same queries, in place.
 
     o is at least fp32. With w = exp(lse_i) / (exp(lse) + exp(lse_i)) = sigmoid(lse_i - lse), the

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coatlm.kernels.attention_pieces import (
-    Piece,
+    AttendedKeys,
     attend_piece,
     merge_,
     piece_backend,
@@ -49,7 +49,7 @@ class _How(TypedDict):
     backend: str
 
 
-class Peers(Protocol):
+class ContextPeers(Protocol):
     """The ranks of a context-parallel group as this rank sees them."""
 
     rank: int
@@ -119,7 +119,7 @@ class _ZigzagAttention(torch.autograd.Function):
         q_SBND: Tensor,
         k_SBGD: Tensor,
         v_SBGD: Tensor,
-        peers: Peers,
+        peers: ContextPeers,
         scale: float | None,
         backend: str,
     ) -> Tensor:
@@ -132,7 +132,7 @@ class _ZigzagAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_SBND: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, *state = ctx.saved_tensors
-        merged = Piece(o, lse, tuple(state))
+        merged = AttendedKeys(o, lse, tuple(state))
         grads = gradients_of_peers(
             do_SBND, q, k, v, merged, ctx.peers, scale=ctx.scale, backend=ctx.backend
         )
@@ -143,11 +143,11 @@ def attend_to_peers(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGD: Tensor,
-    peers: Peers,
+    peers: ContextPeers,
     *,
     scale: float | None,
     backend: str,
-) -> Piece:
+) -> AttendedKeys:
     """The output of this rank's queries over the keys of all ranks, and its log-sum-exp."""
     tokens, how = len(q_SBND), _How(scale=scale, backend=backend)
     kv_S2BGD = _packed(k_SBGD, v_SBGD, k_SBGD.dtype)
@@ -158,10 +158,10 @@ def attend_to_peers(
         kv = arriving()
         if step + 1 < peers.size:
             arriving = _arriving(kv_S2BGD, peers, step + 1)
-        first = first_query(peers.rank, _source(peers, step), tokens)
+        first = first_query(peers.rank, (peers.rank - step) % peers.size, tokens)
         piece = attend_piece(q_SBND[first:], *kv.unbind(1), causal=False, **how)
         merge_(o[first:], lse[..., first:], piece)
-    return Piece(o.to(q_SBND.dtype).contiguous(), lse, own.state)
+    return AttendedKeys(o.to(q_SBND.dtype).contiguous(), lse, own.state)
 
 
 def gradients_of_peers(
@@ -169,8 +169,8 @@ def gradients_of_peers(
     q_SBND: Tensor,
     k_SBGD: Tensor,
     v_SBGD: Tensor,
-    merged: Piece,
-    peers: Peers,
+    merged: AttendedKeys,
+    peers: ContextPeers,
     *,
     scale: float | None,
     backend: str,
@@ -184,44 +184,40 @@ def gradients_of_peers(
     sum_S2BGD = _packed(dk, dv, wide_dtype(k_SBGD))
     del dk, dv  # and below: what is in memory at the peak is in model/layer_memory.py
     for step in range(1, peers.size):
-        source, to = _source(peers, step), (peers.rank + step) % peers.size
+        source, to = (peers.rank - step) % peers.size, (peers.rank + step) % peers.size
         kv = arriving()
         if step + 1 < peers.size:
             arriving = _arriving(kv_S2BGD, peers, step + 1)
         else:
             del kv_S2BGD, arriving
         first = first_query(peers.rank, source, tokens)
-        seen = Piece(merged.o_SBND[first:], merged.lse_BNS[..., first:], merged.state)
+        seen = AttendedKeys(merged.o_SBND[first:], merged.lse_BNS[..., first:], merged.state)
         k, v = kv.unbind(1)
-        share, dk, dv = piece_gradients(
-            do_SBND[first:], q_SBND[first:], k, v, seen, causal=False, **how
-        )
-        del kv, k, v
+        do, q = do_SBND[first:], q_SBND[first:]
+        share, dk, dv = piece_gradients(do, q, k, v, seen, causal=False, **how)
+        del kv, k, v, seen
         dq[first:] += share
         del share
         if returning is not None:
             _add_first_(sum_S2BGD, returning())
-        rows = visible_keys(to, peers.rank, tokens)
         part = _packed(dk, dv, k_SBGD.dtype)
         del dk, dv
+        rows = visible_keys(to, peers.rank, tokens)
         returning = peers.swap(part, to=source, source=to, rows=rows)
         del part
-    if returning is not None:
-        _add_first_(sum_S2BGD, returning())
-        del returning
+    assert returning is not None  # there are other ranks
+    _add_first_(sum_S2BGD, returning())
+    del returning
     dk, dv = sum_S2BGD.to(k_SBGD.dtype).unbind(1)
     return dq.to(q_SBND.dtype), dk, dv
 
 
-def _source(peers: Peers, step: int) -> int:
-    return (peers.rank - step) % peers.size
-
-
-def _arriving(kv_S2BGD: Tensor, peers: Peers, step: int) -> Received:
+def _arriving(kv_S2BGD: Tensor, peers: ContextPeers, step: int) -> Received:
     """Start the exchange of a step: this rank sends to the rank `step` above it."""
-    to, source, tokens = (peers.rank + step) % peers.size, _source(peers, step), len(kv_S2BGD)
-    sent = kv_S2BGD[: visible_keys(to, peers.rank, tokens)]
-    return peers.swap(sent, to=to, source=source, rows=visible_keys(peers.rank, source, tokens))
+    to, source = (peers.rank + step) % peers.size, (peers.rank - step) % peers.size
+    sent = kv_S2BGD[: visible_keys(to, peers.rank, len(kv_S2BGD))]
+    rows = visible_keys(peers.rank, source, len(kv_S2BGD))
+    return peers.swap(sent, to=to, source=source, rows=rows)
 
 
 def _packed(k_TBGD: Tensor, v_TBGD: Tensor, dtype: torch.dtype) -> Tensor:

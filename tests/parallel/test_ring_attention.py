@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coatlm.data.context_parallel import zigzag_positions
 from coatlm.kernels.attention_pieces import (
-    Piece,
+    AttendedKeys,
     attend_piece,
     merge_,
     piece_backend,
@@ -116,7 +116,7 @@ def test_outputs_over_disjoint_keys_are_merged_exactly(keys: int) -> None:
 def test_outputs_of_bf16_pieces_are_merged_in_fp32() -> None:
     """Half of one and half of 1 + 2^-7, which is one ulp of BF16 above, is half of an ulp above."""
     o, lse = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1)
-    merge_(o, lse, Piece((o + 2.0**-7).bfloat16(), torch.zeros(1, 1, 1)))
+    merge_(o, lse, AttendedKeys((o + 2.0**-7).bfloat16(), torch.zeros(1, 1, 1)))
     assert torch.equal(o, torch.full_like(o, 1 + 2.0**-8))
     assert float(lse) == pytest.approx(0.6931472)
 

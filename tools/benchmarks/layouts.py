@@ -100,7 +100,7 @@ def runs() -> Iterator[LayoutRow]:
     )
     long = LLAMA_2_7B | {"seq": "16384", "mbs": "1", "microbatches": "2"}
     yield LayoutRow("7B of 16384 tokens, ZeRO-1", COAT, long)
-    for way in ("a2a", "all_gather"):
+    for way in ("a2a", "p2p", "all_gather"):
         options = long | {"parallel.cp": "2", "parallel.cp_comm": way}
         yield LayoutRow(f"7B of 16384 tokens, CP2 by {way}", COAT, options)
     yield LayoutRow("13B, ZeRO-3", COAT, LLAMA_2_13B | ZERO_3)
