@@ -1,14 +1,14 @@
-"""Attention in pieces: queries attend to some keys at a time, and the outputs are merged exactly.
+"""Attention in pieces: queries attend to some keys at a time, and the outputs are merged.
 
 FlashAttention-2 (arXiv 2307.08691, section 3.1) computes with each output the log-sum-exp of its
 logits. Outputs o_i of the same queries for disjoint sets of keys have the sum
 
     lse = log(sum_i exp(lse_i))        o = sum_i exp(lse_i - lse) o_i
 
-In backward the probabilities of a piece are exp(scale q k^T - lse) with the lse of all keys, and
-the sum over keys that the gradient of softmax needs is rowsum(do o) with the output of all keys. So
-a kernel's backward pass, given the merged o and lse, computes the piece's share of dq, and the
-gradients of its keys and values.
+which attention_merge.py computes. In backward the probabilities of a piece are exp(scale q k^T -
+lse) with the lse of all keys, and the sum over keys that the gradient of softmax needs is
+rowsum(do o) with the output of all keys. So a kernel's backward pass, given the merged o and lse,
+computes the piece's share of dq, and the gradients of its keys and values.
 
     cudnn    cuDNN's kernels
     flash    FlashAttention-2, with gradients of the same bits in every run
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coatlm.kernels.attention_merge import wide_dtype
 from coatlm.kernels.flash_attention import deterministic_algorithms
 
 aten: Any = torch.ops.aten
@@ -178,19 +179,3 @@ def _logits(
         above = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(above, -torch.inf)
     return logits, scale, heads
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which shares of x are summed: fp32, or that of x if it is wider."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def merge_(o_SBND: Tensor, lse_BNS: Tensor, piece: AttendedKeys) -> None:
-    """Add the output and the log-sum-exp of more keys to those of the same queries, in place.
-
-    o is at least fp32. With w = exp(lse_i) / (exp(lse) + exp(lse_i)) = sigmoid(lse_i - lse), the
-    merged output is o + w (o_i - o).
-    """
-    w_SBN1 = torch.sigmoid(piece.lse_BNS - lse_BNS).permute(2, 0, 1)[..., None]
-    o_SBND.lerp_(piece.o_SBND.to(o_SBND.dtype), w_SBN1.to(o_SBND.dtype))
-    lse_BNS.copy_(torch.logaddexp(lse_BNS, piece.lse_BNS))

@@ -30,13 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coatlm.kernels.attention_merge import merge_, wide_dtype
 from coatlm.kernels.attention_pieces import (
     AttendedKeys,
     attend_piece,
-    merge_,
     piece_backend,
     piece_gradients,
-    wide_dtype,
 )
 
 Received = Callable[[], Tensor]  # waits
@@ -153,14 +152,16 @@ def attend_to_peers(
     kv_S2BGD = _packed(k_SBGD, v_SBGD, k_SBGD.dtype)
     arriving = _arriving(kv_S2BGD, peers, 1)
     own = attend_piece(q_SBND, k_SBGD, v_SBGD, causal=True, **how)
-    o, lse = own.o_SBND.to(wide_dtype(q_SBND)), own.lse_BNS
+    # of two ranks, each query is merged once at most, in fp32 whatever the dtype of o
+    dtype = wide_dtype(q_SBND) if peers.size > 2 else q_SBND.dtype
+    o, lse = own.o_SBND.to(dtype), own.lse_BNS
     for step in range(1, peers.size):
         kv = arriving()
         if step + 1 < peers.size:
             arriving = _arriving(kv_S2BGD, peers, step + 1)
         first = first_query(peers.rank, (peers.rank - step) % peers.size, tokens)
         piece = attend_piece(q_SBND[first:], *kv.unbind(1), causal=False, **how)
-        merge_(o[first:], lse[..., first:], piece)
+        merge_(o[first:], lse[..., first:], piece.o_SBND, piece.lse_BNS)
     return AttendedKeys(o.to(q_SBND.dtype).contiguous(), lse, own.state)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coatlm.kernels.attention_merge import merge_, merge_ref_
 from coatlm.kernels.attention_pieces import attend_piece, attend_piece_ref, piece_backend
 from coatlm.model.attention_backends import Shape, random_inputs
 from tests.parallel.test_ring_attention import by_ranks, whole
@@ -56,3 +57,19 @@ def test_bf16_inputs_have_a_fast_backend_and_fp32_inputs_none() -> None:
         q, k, v, _ = random_inputs(shape, GPU)
         assert piece_backend(q, k, v) == "cudnn"
         assert piece_backend(q.float(), k.float(), v.float()) == "matmul"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_outputs_are_merged_as_the_reference_does(head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    o = torch.randn(300, 2, 6, head_dim, device=GPU).to(dtype)
+    other = torch.randn(2, 200, 6, head_dim, device=GPU).bfloat16().transpose(0, 1)
+    lse, other_lse = (3 * torch.randn(2, 6, n, device=GPU) for n in (300, 200))
+    expected = o.float()
+    merge_ref_(expected[100:], lse[..., 100:], other, other_lse)
+    sums = torch.logaddexp(lse[..., 100:], other_lse)
+    merge_(o[100:], lse[..., 100:], other, other_lse)
+    # rounded once; in fp32 some ulp of exp and of a division
+    torch.testing.assert_close(o.float(), expected, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+    torch.testing.assert_close(lse[..., 100:], sums, rtol=0, atol=0)
