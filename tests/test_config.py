@@ -55,6 +55,27 @@ def test_an_unknown_key_is_named_with_a_similar_one_of_its_section(
 
 
 @pytest.mark.parametrize(
+    ("model", "parallel", "documents", "found"),
+    [
+        ({"kv_heads": 2}, {"cp": 2}, True, "a2a"),
+        ({"kv_heads": 2}, {"cp": 2, "tp": 2}, False, "p2p"),
+        ({"kv_heads": 1}, {"cp": 2}, False, "p2p"),
+        ({"kv_heads": 1}, {"cp": 2}, True, "all_gather"),
+        ({"kv_heads": 1, "window": {"size": 8}}, {"cp": 2}, False, "all_gather"),
+        ({"kv_heads": 1, "attention_softcap": 2.0}, {"cp": 2}, False, "all_gather"),
+        ({"kv_heads": 2}, PEERS, False, "p2p"),
+        ({"kv_heads": 2}, {"cp": 2, "cp_comm": "all_gather"}, False, "all_gather"),
+    ],
+)
+def test_context_parallel_ranks_exchange_heads_or_keys_where_they_can(
+    model: dict[str, Any], parallel: dict[str, Any], documents: bool, found: str
+) -> None:
+    data = {"text": ["a"], "reset_attention_mask": documents}
+    sections = {"model": {"heads": 4, **model}, "parallel": parallel, "data": data}
+    assert make_config(sections).context_comm == found
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value"),
     [
         ("run", "seed", "many"),

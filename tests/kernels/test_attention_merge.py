@@ -32,11 +32,11 @@ def test_outputs_over_disjoint_keys_are_merged_exactly(keys: int, size: float) -
 
 
 def test_bf16_outputs_are_merged_in_fp32_and_rounded_once() -> None:
-    """3/4 of 1 and 1/4 of 1 + 2^-5 are 1 + 2^-7; in BF16 their terms are rounded away or up."""
-    o, lse = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.tensor([[[3.0]]]).log()
-    merge_(o, lse, o + 2.0**-5, torch.zeros(1, 1, 1))
-    assert torch.equal(o, torch.full_like(o, 1 + 2.0**-7))
-    assert float(lse) == pytest.approx(1.3862944)  # ln 4
+    """2/3 of 1 and 1/3 of -2 are 0; with a third in BF16 they are -2^-9."""
+    o, lse = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.tensor([[[2.0]]]).log()
+    merge_(o, lse, -2 * o, torch.zeros(1, 1, 1))
+    assert o.dtype == torch.bfloat16 and o.abs().max() <= 2.0**-20
+    assert float(lse) == pytest.approx(1.0986123)  # ln 3
 
 
 def tensors(head_dim: int) -> tuple[Tensor, ...]:
