@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from coatlm.config import Config, ConfigError, load_config, make_config
 
+PEERS = {"cp": 2, "cp_comm": "p2p"}  # ranks that send each other keys
+
 
 def message(data: Any) -> str:
     """What the user is told about `data`."""
@@ -50,6 +52,27 @@ def test_an_unknown_key_is_named_with_a_similar_one_of_its_section(
     assert (
         message(data) == f"{key}: unknown key; do you mean {section}{'.' * bool(section)}{meant}?"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "documents", "found"),
+    [
+        ({"kv_heads": 2}, {"cp": 2}, True, "a2a"),
+        ({"kv_heads": 2}, {"cp": 2, "tp": 2}, False, "p2p"),
+        ({"kv_heads": 1}, {"cp": 2}, False, "p2p"),
+        ({"kv_heads": 1}, {"cp": 2}, True, "all_gather"),
+        ({"kv_heads": 1, "window": {"size": 8}}, {"cp": 2}, False, "all_gather"),
+        ({"kv_heads": 1, "attention_softcap": 2.0}, {"cp": 2}, False, "all_gather"),
+        ({"kv_heads": 2}, PEERS, False, "p2p"),
+        ({"kv_heads": 2}, {"cp": 2, "cp_comm": "all_gather"}, False, "all_gather"),
+    ],
+)
+def test_context_parallel_ranks_exchange_heads_or_keys_where_they_can(
+    model: dict[str, Any], parallel: dict[str, Any], documents: bool, found: str
+) -> None:
+    data = {"text": ["a"], "reset_attention_mask": documents}
+    sections = {"model": {"heads": 4, **model}, "parallel": parallel, "data": data}
+    assert make_config(sections).context_comm == found
 
 
 @pytest.mark.parametrize(
@@ -245,6 +268,18 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "data.seq_len=258 is not a multiple of 2*parallel.cp=4",
         ),
         ({"parallel": {"cp_comm": "a2a"}}, "parallel: cp_comm=a2a needs cp > 1"),
+        (
+            {"data": {"text": ["a"], "reset_attention_mask": True}, "parallel": PEERS},
+            "parallel.cp_comm=p2p with data.reset_attention_mask=true: must be false",
+        ),
+        (
+            {"model": {"window": {"size": 8}}, "parallel": PEERS},
+            "parallel.cp_comm=p2p with model.window: must be null",
+        ),
+        (
+            {"model": {"attention_softcap": 2.0}, "parallel": PEERS},
+            "parallel.cp_comm=p2p with model.attention_softcap=2.0: must be null",
+        ),
         (
             {"model": {"heads": 4, "kv_heads": 1}, "parallel": {"cp": 2, "cp_comm": "a2a"}},
             "model.kv_heads=1 is not a multiple of parallel.tp*cp=2",

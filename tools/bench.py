@@ -51,6 +51,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     # all rows, which one process then measures, and `text(records, options)` is what --out writes
     # in place of JSON, if it is the only benchmark
     "attention": "tools.benchmarks.attention",
+    "context": "tools.benchmarks.context",
     "data": "tools.benchmarks.data",
     "documents": "tools.benchmarks.documents",
     "end-to-end": "tools.benchmarks.end_to_end",

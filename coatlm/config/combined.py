@@ -8,7 +8,7 @@ from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
-from coatlm.config.obstacles import graph_obstacles, update_obstacles
+from coatlm.config.obstacles import graph_obstacles, p2p_obstacles, update_obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
@@ -100,12 +100,13 @@ class Config(Section):
                 )
             divides("model.hidden", m.hidden, "the alignment of FP8 GEMMs", 16)
         self._check_flow()
-        if self.train.cuda_graphs is True:
-            for obstacle in graph_obstacles(self):
-                raise ValueError(f"train.cuda_graphs=true with {obstacle}")
-        if self.train.update == "backward":
-            for obstacle in update_obstacles(self):
-                raise ValueError(f"train.update=backward with {obstacle}")
+        for given, what, obstacles in (
+            (p.cp_comm == "p2p", "parallel.cp_comm=p2p", p2p_obstacles),
+            (self.train.cuda_graphs is True, "train.cuda_graphs=true", graph_obstacles),
+            (self.train.update == "backward", "train.update=backward", update_obstacles),
+        ):
+            for obstacle in obstacles(self) if given else ():
+                raise ValueError(f"{what} with {obstacle}")
         self._check_sharded_weights()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
@@ -264,11 +265,12 @@ class Config(Section):
                 raise ValueError(f"parallel.zero=3 with {name}={value}: must be {allowed}")
 
     @property
-    def exchanges_heads(self) -> bool:
-        """Whether context-parallel ranks exchange heads: parallel.cp_comm with `auto` decided."""
+    def context_comm(self) -> str:
+        """a2a, p2p or all_gather: parallel.cp_comm with `auto` decided."""
         m, p = self.model, self.parallel
         divided = not (m.heads % (p.tp * p.cp) or m.key_value_heads % (p.tp * p.cp))
-        return p.cp > 1 and divided and p.cp_comm != "all_gather"
+        best = "a2a" if divided else "all_gather" if any(p2p_obstacles(self)) else "p2p"
+        return best if p.cp_comm == "auto" else p.cp_comm
 
     @property
     def cuda_graphs(self) -> bool:

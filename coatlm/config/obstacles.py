@@ -24,6 +24,17 @@ def graph_obstacles(config: Config) -> Iterator[str]:
         yield f"parallel.zero={config.parallel.zero}: must be 0 or 1"
 
 
+def p2p_obstacles(config: Config) -> Iterator[str]:
+    """What needs a mask between the chunks of two context-parallel ranks, or another softmax."""
+    m = config.model
+    if config.data.reset_attention_mask:
+        yield "data.reset_attention_mask=true: must be false"
+    if m.window is not None:
+        yield "model.window: must be null"
+    if m.attention_softcap is not None:
+        yield f"model.attention_softcap={m.attention_softcap}: must be null"
+
+
 def update_obstacles(config: Config) -> Iterator[str]:
     """What cannot be combined with updates in backward: options that need all gradients before the
     update, or that use weights after their gradients are complete.

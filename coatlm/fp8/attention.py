@@ -5,7 +5,7 @@ are saved as they are, so the probabilities that backward computes from decoded 
 to one exactly: their error is that of the logits. Scales are one-byte powers of two (scaling.py).
 
 Among the tensors that autograd saves, q, k, v and the output are recognized by their memory, which
-is that of an argument or of the result of one of the functions in WATCHED.
+is that of an argument or of the result of one of the functions in WATCHED, or of all of attention.
 Masks and probabilities are saved unchanged, whatever their shape.
 """
 
@@ -188,6 +188,7 @@ def attend_saving_fp8(
     """
     with SavedInFp8(size, *qkv) as saved:
         out = core()
+        saved.known.append(out)  # attention in pieces saves it, and calls none of WATCHED
     made = saved.saved_form(out)
     saved.forget()
     return out, made

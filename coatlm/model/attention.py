@@ -6,9 +6,11 @@ which a run chooses by time (attention_backends.py).
 
 Context parallelism. Ranks exchange heads where their number allows it (coatlm/parallel/context.py):
 each attends with some heads of whole samples, as without context parallelism. Else rank r of n
-holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Keys and values are
-all-gathered. Each of the two query chunks attends to the prefix of the sequence that ends with this
-chunk: causal attention aligned at the lower right corner.
+holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Ranks send each other
+keys and values, and attend to those of one rank at a time (coatlm/parallel/ring_attention.py). With
+documents, windows or soft caps keys and values are all-gathered instead. Each of the two query
+chunks then attends to the prefix of the sequence that ends with this chunk: causal attention
+aligned at the lower right corner.
 
 Documents, windows and soft caps are as coatlm/kernels/document_attention.py defines them.
 """
@@ -27,18 +29,24 @@ from coatlm.kernels.document_attention import document_attention
 from coatlm.kernels.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
 from coatlm.megatron import tensor_parallel
-from coatlm.model.attention_backends import Shape, causal_attention, torch_attention
+from coatlm.model.attention_backends import (
+    Shape,
+    causal_attention,
+    chosen_backend,
+    torch_attention,
+)
 from coatlm.model.layers import Branch, RMSNorm
 from coatlm.parallel.context import attend_with_own_heads, gather_zigzag, head_parts
+from coatlm.parallel.ring_attention import zigzag_attention
 
 
 class CoreAttention(nn.Module):
     """Causal softmax(Q K^T / sqrt(D)) V on one or more cp ranks.
 
     `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
-    to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap). With `exchange` the
-    ranks exchange heads, and each holds one chunk of a sample; otherwise they all-gather keys, and
-    each holds two chunks.
+    to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap). `comm` is what ranks
+    exchange: a2a: heads, and each holds one chunk of a sample; p2p and all_gather: keys, and each
+    holds two chunks. With documents, a window or a soft cap p2p does as all_gather.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class CoreAttention(nn.Module):
         multiplier: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
-        exchange: bool = False,
+        comm: str = "all_gather",
         **__: Any,
     ):
         super().__init__()
@@ -59,7 +67,7 @@ class CoreAttention(nn.Module):
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"softcap={softcap}: must be above 0 and finite")
         self.cp_group, self.multiplier = pg_collection.cp, multiplier
-        self.window, self.softcap, self.exchange = window, softcap, exchange
+        self.window, self.softcap, self.comm = window, softcap, comm
         self.backends: Mapping[Shape, str] = {}  # those that were chosen by time
 
     def forward(
@@ -82,9 +90,14 @@ class CoreAttention(nn.Module):
             )
         if size == 1:
             o_SBND = self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE)
-        elif self.exchange:
+        elif self.comm == "a2a":
             attend = partial(self._attend, bounds_BE=bounds_BE)
             o_SBND = attend_with_own_heads(attend, q_SBND, k_SBGD, v_SBGD, self.cp_group)
+        elif self.comm == "p2p" and not self._masked(bounds_BE):
+            backend = self._chosen(q_SBND, k_SBGD)
+            o_SBND = zigzag_attention(
+                q_SBND, k_SBGD, v_SBGD, self.cp_group, scale=self.multiplier, backend=backend
+            )
         else:
             k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
             length = q_SBND.shape[0] // 2
@@ -103,25 +116,34 @@ class CoreAttention(nn.Module):
         """The shapes for which this rank has a choice of backends, given those of q, k and v.
 
         None with documents, windows or soft caps, and none for a chunk of queries that attends to
-        more keys than the chunk's own.
+        more keys than the chunk's own. Where ranks send each other keys, the shape is that of the
+        attention of a rank's queries to its own keys.
         """
         rank, size = self.cp_group.rank(), self.cp_group.size()
-        if self.window is not None or self.softcap is not None:
+        if self._masked(None):
             return []
-        if size > 1 and self.exchange:
+        if size > 1 and self.comm == "a2a":
             shares = size * head_parts(kv_heads // size)
             tokens, heads, kv_heads = size * tokens, heads // shares, kv_heads // shares
-        elif size > 1:
+        elif size > 1 and self.comm != "p2p":
             if rank > 0:
                 return []
             tokens //= 2  # the chunk 0, the only one with as many keys as queries
         return [Shape(samples, tokens, heads, kv_heads, head_dim, self.multiplier)]
 
+    def _chosen(self, q_SBND: Tensor, k_SBGD: Tensor) -> str | None:
+        """The backend that was chosen by time for pieces of attention, if it computes them."""
+        name = chosen_backend(q_SBND, k_SBGD, self.multiplier, self.backends)
+        return None if name == "efficient" else name
+
+    def _masked(self, bounds_BE: Tensor | None) -> bool:
+        return bounds_BE is not None or self.window is not None or self.softcap is not None
+
     def _attend(
         self, q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, bounds_BE: Tensor | None
     ) -> Tensor:
         """Attention [S, B, N, D] of the last S of T positions."""
-        if bounds_BE is not None or self.window is not None or self.softcap is not None:
+        if self._masked(bounds_BE):
             o_BSND = document_attention(
                 q_SBND.transpose(0, 1),
                 k_TBGD.transpose(0, 1),

@@ -124,6 +124,14 @@ BACKENDS: dict[str, Attend] = {
 }
 
 
+def chosen_backend(
+    q_SBND: Tensor, k_SBGD: Tensor, scale: float | None, backends: Mapping[Shape, str]
+) -> str | None:
+    """The backend that was chosen for causal attention of q to k, if one was."""
+    (tokens, samples, heads, head_dim), kv_heads = q_SBND.shape, k_SBGD.shape[2]
+    return backends.get(Shape(samples, tokens, heads, kv_heads, head_dim, scale))
+
+
 def causal_attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
@@ -132,8 +140,7 @@ def causal_attention(
     backends: Mapping[Shape, str],
 ) -> Tensor:
     """Causal attention [S, B, N, D] by the backend that was chosen for the shape, if one was."""
-    (tokens, samples, heads, head_dim), kv_heads = q_SBND.shape, k_SBGD.shape[2]
-    name = backends.get(Shape(samples, tokens, heads, kv_heads, head_dim, scale))
+    name = chosen_backend(q_SBND, k_SBGD, scale, backends)
     attend = torch_attention if name is None else BACKENDS[name]
     return attend(q_SBND, k_SBGD, v_SBGD, scale)
 

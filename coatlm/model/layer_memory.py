@@ -113,10 +113,11 @@ def attention(config: Config, e: float, x: float) -> float:
 
     Attention saves q, k and v after RoPE and its output, `e` bytes per element; the projection
     saves its input, `x` bytes per element. Both are the same tensor if `x` = `e`, except under
-    context parallelism, where the output is copied into one tensor. The norms of queries and
-    keys save their inputs. With recompute=selective attention saves the output of qkv alone, and in
-    an FP8 flow also the inputs of the norms of queries and keys. Not counted are document bounds,
-    and the masks that attention with documents, windows or soft caps materializes in fp32.
+    context parallelism by a2a and all_gather, where the output is copied into one tensor. The norms
+    of queries and keys save their inputs. With recompute=selective attention saves the output of
+    qkv alone, and in an FP8 flow also the inputs of the norms of queries and keys. Not counted are
+    document bounds, and the masks that attention with documents, windows or soft caps materializes
+    in fp32.
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)
@@ -125,24 +126,41 @@ def attention(config: Config, e: float, x: float) -> float:
     if config.train.recompute == "selective":
         return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
     saved = (q + 2 * k) * e + gathered_keys(config, e) + STATISTIC * m.heads + q * x + norms
-    return saved + (q * e if x != e or config.parallel.cp > 1 else 0)
+    copied = config.parallel.cp > 1 and config.context_comm != "p2p"
+    return saved + (q * e if x != e or copied else 0)
 
 
 def gathered_keys(config: Config, e: float) -> float:
     """Bytes per token that context parallelism adds to the keys and values that are saved.
 
-    Ranks that exchange heads save as many as without context parallelism. The all-gather writes the
+    Ranks that exchange heads save as many as without context parallelism, and so do ranks that send
+    each other keys and values, in backward once more. The all-gather writes the
     keys and values of all ranks to new tensors. The two prefixes that queries attend to, r + 1 and
     2 cp - r of 2 cp chunks long on rank r, are views of these tensors in BF16, but in FP8 each
     prefix has its own codes. A rank's own keys and values are freed, except where an FP8 flow
     applies RoPE in place: there they share memory with the queries.
     """
     m, cp = config.model, config.parallel.cp
-    if cp == 1 or config.exchanges_heads:
+    if cp == 1 or config.context_comm != "all_gather":
         return 0.0
     in_place = config.precision.flow and m.heads == m.key_value_heads and not m.qk_norm
     copies = cp - 1 + (in_place if e == element_bytes(config) else 1 / 2)
     return 2 * key_size(m) * e * copies
+
+
+def _gradients_of_peers(config: Config) -> float:
+    """Bytes per token of what ranks that send each other keys hold to compute gradients.
+
+    The gradients of all queries, keys and values of the rank are summed in fp32. Beside them are
+    first its own keys, the next to arrive, and the gradients of its own; then the gradients of a
+    piece, half of the queries with both chunks of a rank's keys or all queries with one chunk, and
+    these keys; of more than two ranks also its own keys and the next to arrive; of more than three
+    also the gradients that are sent and received. Two ranks hold exactly this, more at most this.
+    """
+    m, e = config.model, element_bytes(config)
+    q, keys, tensors = query_size(m), 2 * key_size(m), {2: 2, 3: 4}.get(config.parallel.cp, 6)
+    half = (q / 2 + tensors * keys) * e + STATISTIC * m.heads / 2  # a copy of the statistics
+    return STATISTIC * (q + keys) + max(3 * keys * e, half, (q + (tensors - 1) * keys) * e)
 
 
 @dataclass(frozen=True)
@@ -215,6 +233,8 @@ def attention_gradients(config: Config) -> float:
     q, keys = query_size(m), 2 * key_size(m)
     if p.cp == 1:
         return (2 * q + keys) * e
-    if config.exchanges_heads:
+    if config.context_comm == "p2p":
+        return q * e + _gradients_of_peers(config)
+    if config.context_comm == "a2a":
         return (3 * q + keys / head_parts(m.key_value_heads // (p.tp * p.cp))) * e
     return (2 * q + 1.5 * keys * p.cp) * e - (q * e + STATISTIC * m.heads) / 2

@@ -102,7 +102,7 @@ class RotaryTables:
 
     def token_positions(self, seq_len: int) -> Tensor:
         """Positions in a sample of `seq_len` tokens of this rank's S tokens, in host memory."""
-        zigzag = self.cp_size > 1 and not self.run.exchanges_heads
+        zigzag = self.cp_size > 1 and self.run.context_comm != "a2a"
         return rank_positions(seq_len, self.cp_rank, self.cp_size, zigzag=zigzag)
 
     def _positions_on_device(self, seq_len: int) -> Tensor:

@@ -120,7 +120,7 @@ def _layer(
                 # a window of the whole sequence would only choose a slower kernel
                 "window": window.size if window and window.size < config.data.seq_len else None,
                 "softcap": m.attention_softcap,
-                "exchange": config.exchanges_heads,
+                "comm": config.context_comm,
             },
         ),
         linear_proj=row,

@@ -22,7 +22,10 @@ step the gradients of replicated weights are all-reduced, because each rank comp
 own tokens or heads. Context parallelism exchanges queries, keys, values and the output of each
 layer's attention by all-to-all in forward, and again if attention is recomputed, and their
 gradients in backward. With parallel.cp_comm=all_gather it all-gathers keys and values instead, and
-reduce-scatters their gradients.
+reduce-scatters their gradients. With p2p, rank r of R sends its keys and values to the r smaller
+ranks, and half of them to the larger ones: in forward, when attention is recomputed, and in
+backward, where it also sends gradients of half of their keys and values to the smaller ranks, and
+of all to the larger ones.
 
 TransformerEngine's layers all-gather FP8 codes under its FP8 recipes; the all-reduces of their
 amaxes, some bytes per layer, are not counted.
@@ -109,12 +112,14 @@ def step_traffic(
     *,
     stage: int,
     microbatches: int,
+    cp_rank: int | None = None,
     calibrating: bool = False,
     fallen: Collection[int] = (),
     once: TensorParallelSums,
 ) -> Traffic:
     """What a rank of pipeline stage `stage` sends in a step, counted as "tp" and "cp".
 
+    `cp_rank`: the context-parallel rank, or None for the last one, which sends the most.
     `calibrating`: delayed scaling has no history yet, so gradients have current scaling. `fallen`:
     layers, numbered from 1, that fell back to BF16. `once`: the sums over the tensor-parallel group
     after the last microbatch.
@@ -124,7 +129,8 @@ def step_traffic(
         _Sender(config, traffic, "tp", microbatches).tensor_parallel(stage, calibrating, fallen)
         _Sender(config, traffic, "tp", 1).sums(once)
     if config.parallel.cp > 1:
-        _Sender(config, traffic, "cp", microbatches).context_parallel()
+        rank = config.parallel.cp - 1 if cp_rank is None else cp_rank
+        _Sender(config, traffic, "cp", microbatches).context_parallel(rank)
     return traffic
 
 
@@ -166,13 +172,18 @@ class _Sender:
         self._all_reduce(once.mus, torch.int64)
         self._all_reduce(once.mus, torch.int32)
 
-    def context_parallel(self) -> None:
-        """Count a microbatch over the context-parallel group."""
+    def context_parallel(self, rank: int) -> None:
+        """Count what `rank` sends of a microbatch over the context-parallel group."""
         c, p = self.config, self.config.parallel
         forwards = 1 if c.train.recompute == "none" else 2
         count = 2 * (forwards + 1) * (c.model.layers // p.pp)
         keys = self.tokens * key_size(c.model) // p.tp
-        if c.exchanges_heads:
+        if c.context_comm == "p2p":
+            # in halves of keys or values: what a pass sends, and the gradients
+            sent, returned = p.cp - 1 + rank, 2 * (p.cp - 1) - rank
+            halves = (forwards + 1) * sent + returned
+            self._send(keys * halves, self.dtype, c.model.layers // p.pp)
+        elif c.context_comm == "a2a":
             self._move(keys, self.dtype, count)
             self._move(self.tokens * query_size(c.model) // p.tp, self.dtype, count)
         else:
@@ -208,6 +219,10 @@ class _Sender:
     def _move(self, elements: int, dtype: torch.dtype, count: int) -> None:
         """Count all-gathers, reduce-scatters or all-to-alls of `elements` in total."""
         self._add(elements, dtype, count, 1)
+
+    def _send(self, elements: int, dtype: torch.dtype, count: int) -> None:
+        """Count `elements` that are sent from one rank to others."""
+        self.traffic.add(self.what, dtype, elements * dtype.itemsize * count * self.times)
 
     def _all_reduce(self, elements: int, dtype: torch.dtype, count: int = 1) -> None:
         self._add(elements, dtype, count, 2)

@@ -171,6 +171,7 @@ class Trainer:
             self.config,
             stage=self.groups.pp.rank(),
             microbatches=len(batches),
+            cp_rank=self.groups.cp.rank(),
             calibrating=calibrating,
             fallen=self.fallen,
             once=self.tp_sums,
@@ -315,7 +316,7 @@ class Trainer:
 
     def place(self, batches: Sequence[Microbatch]) -> list[Batch]:
         """This rank's context-parallel slice of each microbatch."""
-        cp, zigzag = self.groups.cp, not self.config.exchanges_heads
+        cp, zigzag = self.groups.cp, self.config.context_comm != "a2a"
         cp_slice = partial(context_parallel.cp_slice, zigzag=zigzag)
         return [{**cp_slice(batch, cp.rank(), cp.size())} for batch in batches]
 

@@ -200,8 +200,8 @@ class Asked(dict[Shape, str]):
         return default
 
 
-CASES = [  # context-parallel ranks, whether they exchange heads, kv_heads of a rank
-    *((1, False, 2), (2, True, 2), (2, True, 4), (2, False, 2)),
+CASES = [  # context-parallel ranks, what they exchange, kv_heads of a rank
+    *((1, "a2a", 2), (2, "a2a", 2), (2, "a2a", 4), (2, "all_gather", 2), (2, "p2p", 2)),
 ]
 
 
@@ -214,10 +214,10 @@ def attended(rank: int, size: int, cases: list[Any]) -> list[Any]:
     start_processes(Launch.from_environment())
     own = [dist.new_group([number]) for number in range(size)][rank]
     found = []
-    for ranks, exchange, kv_heads in cases:
+    for ranks, comm, kv_heads in cases:
         group = dist.group.WORLD if ranks == size else own
         core = CoreAttention(
-            None, 1, pg_collection=SimpleNamespace(cp=group), exchange=exchange, multiplier=0.3
+            None, 1, pg_collection=SimpleNamespace(cp=group), comm=comm, multiplier=0.3
         )
         core.backends = asked = Asked()
         q, k, v = (torch.randn(16, 3, heads, 8) for heads in (8, kv_heads, kv_heads))
@@ -236,5 +236,7 @@ def test_the_shapes_that_are_timed_are_those_that_ranks_attend_with() -> None:
     # half of the heads; with four key heads, in two parts
     exchanged = [[3, 32, 4, 1, 8, 0.3]], [[3, 32, 2, 1, 8, 0.3]]
     # the first of four chunks, which rank 0 has; other chunks follow a prefix
-    assert [timed for _, timed in first] == [[whole], *exchanged, [[3, 8, 8, 2, 8, 0.3]]]
-    assert [timed for _, timed in second] == [[whole], *exchanged, []]
+    chunk = [3, 8, 8, 2, 8, 0.3]
+    # where keys go from rank to rank, both chunks attend to those of their own rank at once
+    assert [timed for _, timed in first] == [[whole], *exchanged, [chunk], [whole]]
+    assert [timed for _, timed in second] == [[whole], *exchanged, [], [whole]]

@@ -207,7 +207,7 @@ def test_sequence_parallel_divides_all_activations_and_tensor_parallel_not_the_n
     assert tp - sp == (8 * 32 + 2 * 4) / 2  # of two norms: inputs and outputs in BF16, statistics
 
 
-@pytest.mark.parametrize("comm", ["a2a", "all_gather"])
+@pytest.mark.parametrize("comm", ["a2a", "p2p", "all_gather"])
 def test_context_parallel_divides_all_but_the_output_and_gathered_keys_and_values(
     comm: str,
 ) -> None:
@@ -216,9 +216,11 @@ def test_context_parallel_divides_all_but_the_output_and_gathered_keys_and_value
         for parallel in ({}, {"cp": 2, "cp_comm": comm})
     )
     tokens, q, k = 4 * 64 // 2, 64, 32
-    # gathered keys and values are those of all ranks; the output is saved in parts and whole
+    # gathered keys and values are those of all ranks; only p2p saves the output once, others in
+    # parts and whole
     gathered = 2 * k if comm == "all_gather" else 0
-    assert two - one / 2 == 4 * tokens * (gathered + q) * 2
+    output = q if comm != "p2p" else 0
+    assert two - one / 2 == 4 * tokens * (gathered + output) * 2
 
 
 def test_the_peak_of_a_7b_model_under_context_parallelism_is_that_measured_on_two_h200() -> None:

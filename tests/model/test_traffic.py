@@ -90,6 +90,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
         "cp2 fp32": {"parallel": {"cp": 2}, "precision": {"recipe": "fp32"}},
         "cp2 coat": {"parallel": {"cp": 2}, **COAT},
         "cp2 coat gathered": {"parallel": {"cp": 2, "cp_comm": "all_gather"}, **COAT},
+        "cp2 bf16 by peers": {"parallel": {"cp": 2, "cp_comm": "p2p"}},
+        "cp2 coat-lean by peers selective": {
+            "parallel": {"cp": 2, "cp_comm": "p2p"},
+            "precision": {"recipe": "coat-lean"},
+            "train": {"recompute": "selective"},
+        },
         "cp2 bf16 selective": {"parallel": {"cp": 2}, "train": {"recompute": "selective"}},
         "cp2 coat full": {"parallel": {"cp": 2}, **COAT, "train": {"recompute": "full"}},
     },
@@ -105,6 +111,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             "precision": {"recipe": "coat"},
             "model": {"kv_heads": 4, "ffn": 128},
         },
+        "cp4 coat by peers": {"parallel": {"cp": 4}, **COAT},
+        "cp4 bf16 by peers full": {"parallel": {"cp": 4}, "train": {"recompute": "full"}},
         "sp2 pp2 coat": {
             "parallel": {**SP, "pp": 2},
             "precision": {"recipe": "coat", "bf16_layers": [1, 0]},
@@ -132,6 +140,10 @@ class Counting(TorchDispatchMode):
             if group.group_name in self.groups:
                 largest = max(tensors, key=lambda tensor: tensor.nbytes)
                 sent = SENT[func._opname](largest.nbytes, group.size())
+                splits = args[4] if func._opname == "alltoall_base_" else []
+                if splits:  # rows of what is sent, args[1], to each rank
+                    rows = sum(splits) - splits[group.rank()]
+                    sent = args[1][:rows].nbytes
                 self.traffic.add(self.groups[group.group_name], largest.dtype, sent)
                 if self.groups[group.group_name] == "tp":
                     self.order.append(f"{func._opname} {largest.dtype}".replace("torch.", ""))
@@ -227,6 +239,19 @@ def test_no_gather_of_a_layer_waits_behind_a_sum_that_wgrad_hides(
             text = " > ".join(order)
             for once in (inputs * 2 * layers, gradients * 2 * layers):
                 assert text.count(" > ".join(once)) == 4  # microbatches
+
+
+def test_the_last_rank_sends_the_most_keys_and_is_the_one_that_is_planned_for() -> None:
+    c = config({"ffn": 64}, parallel={"cp": 4, "cp_comm": "p2p"})
+    once = TensorParallelSums(0, 0)
+    sent = [
+        closed.step_traffic(c, stage=0, microbatches=1, cp_rank=rank, once=once).sent["cp", "bf16"]
+        for rank in (*range(4), None)
+    ]
+    keys = 2 * 4 * (64 // 4) * 32 * c.model.layers  # bytes of a rank's: 4 samples of 64 tokens
+    # keys and values, sent twice: of each other rank half or all; gradients: all or half
+    assert sent[0] == keys * (2 * (3 * 1) + 3 * 2) and sent[3] == keys * (2 * (3 * 2) + 3 * 1)
+    assert sent == [*sorted(set(sent)), sent[3]]
 
 
 def test_every_precision_of_the_configuration_says_what_its_layers_gather() -> None:

@@ -65,6 +65,11 @@ CASES: dict[
             "model": {"hidden": 128},
         },
     ),
+    "cp2 by peers": (
+        2,
+        2,
+        {"parallel": {"cp": 2, "cp_comm": "p2p"}, "precision": {"recipe": "coat-lean"}},
+    ),
     "cp2": (2, 2, {"parallel": {"cp": 2, "cp_comm": "a2a"}, "precision": {"recipe": "coat-lean"}}),
 }
 

@@ -28,6 +28,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 zero3": {"zero": 3},
         "cp2": {"cp": 2},
         "cp2 gathered": {"cp": 2, "cp_comm": "all_gather"},
+        "cp2 by peers": {"cp": 2, "cp_comm": "p2p"},
     },
     4: {
         "tp2 pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
@@ -103,6 +104,8 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("tp2 sp", "plain", "fp8-linear"),
         *(("cp2", v, "coat-lean") for v in ("documents", "mha")),
         *(("cp2 gathered", v, "coat-lean") for v in ("plain", "documents", "positions")),
+        *(("cp2 by peers", v, "coat-lean") for v in ("plain", "mha", "recompute")),
+        ("cp2 by peers", "plain", "coat"),
         ("pp2", "documents", "coat-lean"),
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
@@ -125,6 +128,7 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("tp2 pp2", "plain", "coat"),
         ("tp2 pp2", "delayed", "coat"),
         ("tp4 sp", "four kv heads", "coat"),
+        *(("cp4", "plain", recipe) for recipe in ("coat", "coat-lean")),
     ],
 }
 # GEMMs that are split and overlap with collectives; each is compared with its layout, not split
@@ -226,6 +230,8 @@ def cases_of(size: int) -> list[tuple[str, str]]:
             chosen = {1: ["single"], 2: ["tp2 sp", "pp2", "cp2"], 4: ["tp2 pp2"]}[size]
             if variant in CONTEXT:
                 chosen = {1: ["single"], 2: ["cp2", "cp2 gathered"], 4: ["cp4"]}[size]
+            if variant in ("recompute", "mha") and size == 2:
+                chosen = [*chosen, "cp2 by peers"]
             if variant == "positions" and size == 2:  # ranks hold other tokens than with "cp2"
                 chosen = [*chosen, "cp2 gathered"]
             cases += [(layout, variant) for layout in chosen]
@@ -240,7 +246,7 @@ def flow_cases_of(size: int) -> list[tuple[str, str, str]]:
     return sorted(compared)
 
 
-WIDEST = ("pp2 vpp2 dp2 zero1", "plain", "bf16")
+IN_BF16 = {2: [("cp2 by peers", "plain", "bf16")], 4: [("pp2 vpp2 dp2 zero1", "plain", "bf16")]}
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +254,7 @@ def curves() -> dict[str, Any]:
     """Every case, from one process group per size; all ranks report the same."""
     found: dict[str, Any] = {}
     for size in LAYOUTS:
-        cases = [*cases_of(size), *flow_cases_of(size), *([WIDEST] if size == 4 else [])]
+        cases = [*cases_of(size), *flow_cases_of(size), *IN_BF16.get(size, [])]
         per_rank = run_ranks(size, "tests.parallel.test_parity:train_cases", cases)
         assert all(result == per_rank[0] for result in per_rank)
         found |= per_rank[0]
@@ -321,9 +327,10 @@ def test_delayed_scales_train_like_current_ones(curves: Any) -> None:
         torch.testing.assert_close(delayed[:, column], current[:, column], rtol=limit, atol=0.0)
 
 
-def test_the_widest_layout_trains_in_bf16(curves: Any) -> None:
-    exact = curves["pp2 vpp2 dp2 zero1/plain"]
-    for rounded, expected in zip(curves["/".join(WIDEST)], exact, strict=True):
+@pytest.mark.parametrize("case", [case for cases in IN_BF16.values() for case in cases])
+def test_layout_trains_in_bf16(curves: Any, case: tuple[str, str, str]) -> None:
+    exact = curves["/".join(case[:2])]
+    for rounded, expected in zip(curves["/".join(case)], exact, strict=True):
         assert rounded == pytest.approx(expected, rel=0.03)  # BF16: 2^-9 an operation
 
 

@@ -101,7 +101,7 @@ def _layouts() -> Iterator[LayoutRow]:
     options = LLAMA_2_7B | TP2 | TRACED | {"parallel.tp_comm_reduce": "fp8"}
     yield LayoutRow("7B, TP2, FP8 sums, traced", COAT, options)
     yield LayoutRow("7B, TP2, te-delayed", TE_LAYERS, LLAMA_2_7B | TP2)
-    for way, most in (("a2a", MOST), ("all_gather", 2)):
+    for way, most in (("a2a", MOST), ("p2p", MOST), ("all_gather", 2)):
         options = LONG | TRACED | {"parallel.cp": "2", "parallel.cp_comm": way}
         yield LayoutRow(f"7B of 16384 tokens, CP2 by {way}, traced", COAT, options, most=most)
     name = "7B of 16384 tokens, CP2, te-delayed"
