@@ -269,8 +269,7 @@ class Config(Section):
         """a2a, p2p or all_gather: parallel.cp_comm with `auto` decided."""
         m, p = self.model, self.parallel
         divided = not (m.heads % (p.tp * p.cp) or m.key_value_heads % (p.tp * p.cp))
-        best = "a2a" if divided else "all_gather" if any(p2p_obstacles(self)) else "p2p"
-        return best if p.cp_comm == "auto" else p.cp_comm
+        return ("a2a" if divided else "all_gather") if p.cp_comm == "auto" else p.cp_comm
 
     @property
     def cuda_graphs(self) -> bool:

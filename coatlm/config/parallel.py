@@ -52,8 +52,8 @@ class Parallel(Section):
     """What context-parallel ranks exchange in attention: a2a exchanges heads for tokens by
     all-to-all, so that each rank attends with some heads of all tokens; p2p sends keys and values
     from rank to rank while ranks attend to those of others; all_gather all-gathers keys and values
-    first. auto is a2a where tp * cp divides model.heads and model.kv_heads, else p2p, or all_gather
-    with data.reset_attention_mask, model.window or model.attention_softcap."""
+    first. auto is a2a where tp * cp divides model.heads and model.kv_heads, else all_gather. p2p
+    does not go with data.reset_attention_mask, model.window or model.attention_softcap."""
 
     zero: Literal[0, 1, 2, 3] = 1
     """The ZeRO stage, which is what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2
