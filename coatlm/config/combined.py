@@ -26,7 +26,8 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
 GRAPHS_UP_TO = 2048
 MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides
-    *(("parallel", key) for key in ("tp", "sequence_parallel", "cp", "pp", "vpp", "zero")),
+    *(("parallel", key) for key in ("tp", "sequence_parallel", "tp_chunks", "cp", "cp_comm")),
+    *(("parallel", key) for key in ("pp", "vpp", "zero")),
     ("train", "recompute"),
 )
 
