@@ -1,8 +1,8 @@
 """What to change in a run of which no layout fits: the cheapest changes with which one does.
 
 The changes are those of `capacity.CHANGES` that no layout tries already, first each alone, in the
-order of their cost, then all that save memory together, one more at a time. Those of a key replace
-each other.
+order of their cost, then all that save memory together, one more at a time, without those that turn
+out not to be needed. Changes of a key replace each other.
 """
 
 from __future__ import annotations
@@ -36,21 +36,27 @@ class Proposal(NamedTuple):
 
 def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Proposal | None:
     """The cheapest changes with which layouts fit, and up to `most` of these; None without any."""
-    limit, found = usable(cluster), lowest_peak(config, vocab, cluster)
+    before = lowest_peak(config, vocab, cluster)
     helpful = []
     for change in CHANGES:
         section, key, value = change
         if (section, key) in EVERY or getattr(getattr(config, section), key) == value:
             continue
         peak = lowest_peak(changed(config, [change]), vocab, cluster)
-        if peak < found:
+        if peak < before:
             helpful.append((change, peak))
+
+    def fits(changes: list[Change]) -> bool:
+        return lowest_peak(changed(config, changes), vocab, cluster) <= usable(cluster)
+
     for changes in chain(([change] for change, _ in helpful), _together(helpful)):
-        altered = changed(config, changes)
-        if lowest_peak(altered, vocab, cluster) <= limit:
-            choices = list(islice(ranked(altered, vocab, cluster), most))
-            if choices:
-                return Proposal(tuple(changes), choices)
+        if not fits(changes):
+            continue
+        for extra in changes[-2::-1]:  # without the last one they do not fit
+            fewer = [change for change in changes if change != extra]
+            changes = fewer if fits(fewer) else changes
+        if choices := list(islice(ranked(changed(config, changes), vocab, cluster), most)):
+            return Proposal(tuple(changes), choices)
     return None
 
 
@@ -63,6 +69,7 @@ def _together(helpful: list[tuple[Change, float]]) -> Iterator[list[Change]]:
         key = change[:2]
         if key in used and used[key][1] <= peak:
             continue
+        used.pop(key, None)
         used[key] = change, peak
         if len(used) > 1:
             yield [each for each, _ in used.values()]
