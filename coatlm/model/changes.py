@@ -18,7 +18,7 @@ from coatlm.model.layouts import EVERY, Choice, lowest_peak, ranked, usable
 from coatlm.model.memory import GIB, optim_state_bytes, replaced
 from coatlm.model.step_time import Cluster, forecast
 
-Change = tuple[str, str, Any]  # section, key, value
+KeyChange = tuple[str, str, Any]  # section, key, value
 COSTS = {  # by section and key
     ("parallel", "main_grads"): "the sum of gradients over microbatches is rounded to this format",
     ("train", "update"): "gradients are clipped by the norm of the step before",
@@ -27,14 +27,14 @@ COSTS = {  # by section and key
 }
 
 
-class Proposal(NamedTuple):
+class Remedy(NamedTuple):
     """Changes with which layouts fit."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[KeyChange, ...]
     choices: list[Choice]  # the fastest first, at least one
 
 
-def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Proposal | None:
+def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Remedy | None:
     """The cheapest changes with which layouts fit, and up to `most` of these; None without any."""
     before = lowest_peak(config, vocab, cluster)
     helpful = []
@@ -46,7 +46,7 @@ def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Pro
         if peak < before:
             helpful.append((change, peak))
 
-    def fits(changes: list[Change]) -> bool:
+    def fits(changes: list[KeyChange]) -> bool:
         return lowest_peak(changed(config, changes), vocab, cluster) <= usable(cluster)
 
     for changes in chain(([change] for change, _ in helpful), _together(helpful)):
@@ -56,15 +56,15 @@ def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Pro
             fewer = [change for change in changes if change != extra]
             changes = fewer if fits(fewer) else changes
         if choices := list(islice(ranked(changed(config, changes), vocab, cluster), most)):
-            return Proposal(tuple(changes), choices)
+            return Remedy(tuple(changes), choices)
     return None
 
 
-def _together(helpful: list[tuple[Change, float]]) -> Iterator[list[Change]]:
+def _together(helpful: list[tuple[KeyChange, float]]) -> Iterator[list[KeyChange]]:
     """Yield two changes or more: each time one is added, or replaces one of the same key that
     saves less.
     """
-    used: dict[tuple[str, str], tuple[Change, float]] = {}
+    used: dict[tuple[str, str], tuple[KeyChange, float]] = {}
     for change, peak in helpful:
         key = change[:2]
         if key in used and used[key][1] <= peak:
@@ -75,19 +75,19 @@ def _together(helpful: list[tuple[Change, float]]) -> Iterator[list[Change]]:
             yield [each for each, _ in used.values()]
 
 
-def changed(config: Config, changes: Iterable[Change]) -> Config:
+def changed(config: Config, changes: Iterable[KeyChange]) -> Config:
     """`config` with `changes`, without validation."""
     for section, key, value in changes:
         config = replaced(config, **{section: {key: value}})
     return config
 
 
-def words(changes: Iterable[Change]) -> list[str]:
+def words(changes: Iterable[KeyChange]) -> list[str]:
     """The changes as overrides."""
     return [f"{section}.{key}={value}" for section, key, value in changes]
 
 
-def costs(config: Config, vocab: int, cluster: Cluster, found: Proposal) -> Iterator[str]:
+def costs(config: Config, vocab: int, cluster: Cluster, found: Remedy) -> Iterator[str]:
     """Lines that say what each change of a proposal for `config` does, and what a step costs more.
 
     The time is compared with that of the same layout without the changes, as if it fit.

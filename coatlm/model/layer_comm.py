@@ -53,7 +53,7 @@ class Collective(NamedTuple):
     calls: int = 1  # one per tensor, each with the latency of the link
 
 
-class Wire(NamedTuple):
+class GroupLink(NamedTuple):
     """The link of a process group."""
 
     link: Link
@@ -70,7 +70,7 @@ class Exposed(NamedTuple):
 NOTHING = Exposed(0.0, 0.0)
 
 
-def exposed(collectives: Iterable[Collective], wire: Wire, layers: float = 1) -> Exposed:
+def exposed(collectives: Iterable[Collective], wire: GroupLink, layers: float = 1) -> Exposed:
     """What the collectives of `layers` equal layers cost."""
     seconds = saved = 0.0
     for one in collectives:
@@ -83,7 +83,9 @@ def exposed(collectives: Iterable[Collective], wire: Wire, layers: float = 1) ->
 # --- tensor parallelism --------------------------------------------------------------------------
 
 
-def tensor_parallel(config: Config, plain: float, sent: float, rates: Rates, wire: Wire) -> Exposed:
+def tensor_parallel(
+    config: Config, plain: float, sent: float, rates: Rates, wire: GroupLink
+) -> Exposed:
     """What a stage that sends `sent` bytes per microbatch over the tensor-parallel ranks exposes.
 
     `plain`: the share of its layers that `precision.bf16_layers` leaves in BF16. Bytes that are not
@@ -101,7 +103,7 @@ def tensor_parallel(config: Config, plain: float, sent: float, rates: Rates, wir
     return Exposed(seconds + ends, saved)
 
 
-def layer_seconds(config: Config, rates: Rates, wire: Wire) -> float:
+def layer_seconds(config: Config, rates: Rates, wire: GroupLink) -> float:
     """Seconds of a layer in a microbatch with its tensor-parallel collectives, but attention."""
     computed = layer_gemms(config, rates) + layer_elementwise(config, rates)
     found = tensor_collectives(config, linear_gemms(config, rates))
@@ -213,7 +215,7 @@ def attention_passes(config: Config) -> tuple[int, int]:
     return (1 if config.train.recompute == "none" else 2), 1
 
 
-def context_parallel(config: Config, sent: float, attention: float, wire: Wire) -> Exposed:
+def context_parallel(config: Config, sent: float, attention: float, wire: GroupLink) -> Exposed:
     """What a stage that sends `sent` bytes per microbatch over the context-parallel ranks exposes.
 
     `attention`: its seconds of forward and backward without recomputation.

@@ -37,7 +37,7 @@ from coatlm.model.accounting import (
 from coatlm.model.grad_memory import EACH
 from coatlm.model.layer_comm import (
     NOTHING,
-    Wire,
+    GroupLink,
     context_copies,
     context_parallel,
     context_way,
@@ -88,10 +88,10 @@ class Cluster:
         local = self.local(inner, ranks)
         return nearest(self.rates.nvlink, local) if local == ranks else self.rates.network
 
-    def wire(self, inner: int, ranks: int) -> Wire:
+    def wire(self, inner: int, ranks: int) -> GroupLink:
         """`link`, and the delay of computation per second of overlapped communication over it."""
         inside = self.local(inner, ranks) == ranks
-        return Wire(self.link(inner, ranks), self.rates.contention if inside else 0.0)
+        return GroupLink(self.link(inner, ranks), self.rates.contention if inside else 0.0)
 
 
 class Sent(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coatlm.config import Config, load_config
-from coatlm.model.layer_comm import Wire, context_way, exposed, tensor_collectives
+from coatlm.model.layer_comm import GroupLink, context_way, exposed, tensor_collectives
 from coatlm.model.layer_time import linear_gemms
 from coatlm.model.memory import replaced
 from coatlm.model.rates import Link, load_rates
@@ -49,7 +49,7 @@ def test_gradients_in_bf16_are_gathered_before_dgrad() -> None:
 def test_nothing_is_saved_where_nothing_runs_beside_a_collective() -> None:
     config = load_config("llama2-7b", [*SP, "train.micro_batch=1"])
     found = list(tensor_collectives(config, linear_gemms(config, H200)))
-    wire = Wire(Link(gb_per_s=100, latency_us=10), contention=0.25)
+    wire = GroupLink(Link(gb_per_s=100, latency_us=10), contention=0.25)
     alone = exposed((one._replace(beside=0.0) for one in found), wire)
     covered = exposed((one._replace(beside=1.0) for one in found), wire, layers=2)
     assert alone.saved == 0 and covered.saved == pytest.approx(2 * 0.75 * alone.seconds)
