@@ -49,7 +49,7 @@ def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Rem
     def fits(changes: list[KeyChange]) -> bool:
         return lowest_peak(changed(config, changes), vocab, cluster) <= usable(cluster)
 
-    for changes in chain(([change] for change, _ in helpful), _together(helpful)):
+    for changes in chain(([change] for change, _ in helpful), together(helpful)):
         if not fits(changes):
             continue
         for extra in changes[-2::-1]:  # without the last one they do not fit
@@ -60,9 +60,9 @@ def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Rem
     return None
 
 
-def _together(helpful: list[tuple[KeyChange, float]]) -> Iterator[list[KeyChange]]:
-    """Yield two changes or more: each time one is added, or replaces one of the same key that
-    saves less.
+def together(helpful: list[tuple[KeyChange, float]]) -> Iterator[list[KeyChange]]:
+    """Yield two changes or more: each time one is added, or replaces one of its key with a higher
+    peak. `helpful` has the peak of each.
     """
     used: dict[tuple[str, str], tuple[KeyChange, float]] = {}
     for change, peak in helpful:

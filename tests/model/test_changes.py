@@ -9,7 +9,7 @@ import pytest
 from coatlm.config import Config, make_config
 from coatlm.hf.run_config import load_run_config
 from coatlm.model.capacity import CHANGES
-from coatlm.model.changes import Remedy, changed, costs, proposal, words
+from coatlm.model.changes import Remedy, changed, costs, proposal, together, words
 from coatlm.model.layouts import (
     CHUNKS,
     describe,
@@ -63,6 +63,34 @@ def test_updates_in_backward_are_proposed_where_a_step_has_one_microbatch() -> N
     assert several is None or "train.update=backward" not in words(several.changes)
     assert one is not None and "train.update=backward" in words(one.changes)
     assert one.choices[0].config.train.update == "backward"
+
+
+def test_changes_are_added_up_and_of_a_key_the_one_that_saves_the_most_stays() -> None:
+    grads, lean = ("parallel", "main_grads", "bf16"), ("optim", "recipe", "coat-lean")
+    coat, offload = ("optim", "recipe", "coat"), ("optim", "offload", "states")
+    several = [(grads, 90.0), (lean, 70.0), (coat, 80.0), (offload, 60.0)]
+    assert list(together(several)) == [[grads, lean], [grads, lean, offload]]
+    several[2] = coat, 65.0
+    assert list(together(several))[1:] == [[grads, coat], [grads, coat, offload]]
+
+
+def test_the_lowest_peak_is_that_of_a_valid_layout() -> None:
+    words = ("train.update=backward", "model.kv_heads=1", "data.seq_len=2048")
+    config, cluster = searched("llama3-8b", *words), Cluster(load_rates("h100"), 8)
+    peaks = [  # no tp or cp divides the model, and updates in backward exclude pp
+        highest_peak(
+            replaced(
+                config,
+                parallel={"zero": zero},
+                train={"recompute": mode, "logits": "recompute", "micro_batch": 1},
+            ),
+            128256,
+            8,
+        )
+        for zero in (1, 2, 3)
+        for mode in ("none", "selective", "full")
+    ]
+    assert lowest_peak(config, 128256, cluster) == min(peaks)
 
 
 def test_nothing_is_proposed_where_no_change_suffices() -> None:
