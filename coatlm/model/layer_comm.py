@@ -8,12 +8,13 @@ to a step. With contention the two share a GPU: over NVLink it is `Rates.content
 network. What runs beside a collective is what the code starts between it and the wait for it:
 
     tensor parallelism                 beside it                and with tp_chunks = N > 1
-    forward   all-gather of inputs     nothing                  the GEMM of own rows
+    forward   all-gather of inputs     nothing                  the GEMM of the rows before
               sum of outputs           nothing                  (N - 1) / N: GEMMs of later columns
-    backward  all-gather of gradients  nothing                  dgrad of own rows, if it sends codes
+    backward  all-gather of gradients  nothing                  dgrad of the rows before, of codes
               all-gather of inputs     dgrad                    dgrad
               sum of dgrad             wgrad                    wgrad
 
+With chunks, codes arrive from one rank after the other, each beside the GEMM of the rows before.
 That is the order of an FP8 layer (flow_gemms.py). Layers of megatron-core and TransformerEngine
 have that of the column without chunks. Casts of weights, which also run beside some of these, are
 short and not counted. Of context parallelism WAYS has a row per value of parallel.cp_comm.
@@ -29,6 +30,7 @@ from coatlm.model.accounting import key_size, query_size
 from coatlm.model.layer_memory import element_bytes
 from coatlm.model.layer_time import (
     FORWARD,
+    PARTIAL_SUMS,
     TERA,
     Gemms,
     layer_elementwise,
@@ -121,23 +123,27 @@ def tensor_collectives(config: Config, gemms: Mapping[str, Gemms]) -> Iterator[C
     """
     p = config.parallel
     chunks = p.tp_chunks if config.precision.flow else 1
-    own = 1 / p.tp if chunks > 1 else 0.0  # the share of a GEMM that has the rank's own rows
+    one = 1 / p.tp if chunks > 1 else 0.0  # the share of a GEMM that has one rank's rows
     again = 2 if config.train.recompute == "full" else 1
     gathers = layer_gathers(config, current=config.precision.scaling == "current")
     codes = gathers.gradients.dtype is not None
     for column, row in (("qkv", "projection"), ("gate_up", "down")):
-        yield from _gather(config, gathers.inputs, own * gemms[column].forward, again)
+        yield from _gather(config, gathers.inputs, one * gemms[column].forward, again, one > 0)
         yield _sum(config, gemms[row].forward / chunks, (chunks - 1) * again, chunks)
         yield _sum(config, 0.0, again, chunks)
-        yield from _gather(config, gathers.gradients, own * codes * gemms[row].dgrad)
+        beside = one * codes * gemms[row].dgrad
+        yield from _gather(config, gathers.gradients, beside, pieces=beside > 0)
         yield from _gather(config, gathers.again, gemms[column].dgrad)
         yield _sum(config, gemms[column].wgrad)
 
 
 def _gather(
-    config: Config, operand: OperandGather, beside: float, times: int = 1
+    config: Config, operand: OperandGather, beside: float, times: int = 1, pieces: bool = False
 ) -> Iterator[Collective]:
-    """An all-gather under sequence parallelism, and before it the all-reduces of its amax."""
+    """An all-gather under sequence parallelism, and before it the all-reduces of its amax.
+
+    In `pieces` it is one exchange per other rank, with codes and scales in one call.
+    """
     p, shape = config.parallel, (microbatch_tokens(config), config.model.hidden)
     if not p.sequence_parallel:
         return
@@ -147,7 +153,8 @@ def _gather(
         rows, columns = operand.scales.scale_shape(shape)
         total, calls = total + 4 * rows * columns, 2
     share = (p.tp - 1) / p.tp
-    yield Collective(share * total, beside, times, calls)
+    steps, calls = (p.tp - 1, 1) if pieces else (1, calls)
+    yield Collective(share * total / steps, beside, times * steps, calls)
     if operand.amaxes:
         yield Collective(2 * share * 4, 0.0, times * operand.amaxes)
 
@@ -155,8 +162,10 @@ def _gather(
 def _sum(config: Config, beside: float, times: int = 1, chunks: int = 1) -> Collective:
     """The sum of one of `chunks` chunks of columns of x [T, H] over the ranks."""
     p = config.parallel
-    legs = 1 if p.sequence_parallel else 2
-    size = microbatch_tokens(config) * config.model.hidden * element_bytes(config) / chunks
+    legs, width = 1 if p.sequence_parallel else 2, float(element_bytes(config))
+    if config.precision.flow and p.tp_comm_reduce != "bf16":
+        width = PARTIAL_SUMS[p.tp_comm_reduce]
+    size = microbatch_tokens(config) * config.model.hidden * width / chunks
     return Collective(legs * size * (p.tp - 1) / p.tp, beside, times)
 
 

@@ -65,8 +65,8 @@ def layer_gemms(config: Config, rates: Rates) -> float:
 def linear_gemms(config: Config, rates: Rates) -> dict[str, Gemms]:
     """The GEMMs of each linear of a layer, at the rates of the pieces that tp_chunks makes of them.
 
-    With tp_chunks > 1, GEMMs of an all-gathered operand are split into rows of one rank and of the
-    others, and a row-parallel GEMM in forward into tp_chunks chunks of columns (flow_gemms.py).
+    With tp_chunks > 1, GEMMs of an all-gathered operand are split into the rows of each rank, and a
+    row-parallel GEMM in forward into tp_chunks chunks of columns (flow_gemms.py).
     """
     m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
     q, k = query_size(m) // p.tp, key_size(m) // p.tp

@@ -25,6 +25,7 @@ SP = [*TP, "parallel.sequence_parallel=true"]
         [*SP, "train.recompute=full", "precision.scaling=current", "parallel.tp_chunks=2"],
         [*SP, "precision.recipe=rowwise"],
         [*SP, "precision.recipe=coat-paper", "train.recompute=selective"],
+        [*SP, "parallel.tp_comm_reduce=fp8", "parallel.tp_chunks=2"],
         [*SP, "preset=bf16"],
     ],
     ids=" ".join,
@@ -35,6 +36,16 @@ def test_collectives_of_layers_send_the_bytes_of_traffic(words: list[str]) -> No
     sent = step_traffic(config, stage=1, microbatches=1, once=NO_SUMS).summary()
     ours = 8 * sum(one.times * one.sent for one in found)  # layers of a stage in the middle
     assert ours == pytest.approx(sent["comm_bytes_tp"], rel=1e-6)
+
+
+def test_rows_of_four_ranks_arrive_in_three_steps_each_beside_the_gemm_of_a_rank() -> None:
+    words = [*SP, "parallel.tp_chunks=2", "train.micro_batch=4", "precision.scaling=delayed"]
+    config = load_config("llama2-7b", words)
+    gemms = linear_gemms(config, H200)
+    inputs, *_ = tensor_collectives(config, gemms)
+    rows = 4 * 4096 / 4  # of a rank: codes, and a scale per row
+    assert inputs.sent == rows * (4096 + 4) and (inputs.times, inputs.calls) == (3, 1)
+    assert inputs.beside == gemms["qkv"].forward / 4
 
 
 def test_gradients_in_bf16_are_gathered_before_dgrad() -> None:
