@@ -14,7 +14,11 @@ per step, also with gradients and weights in BF16 in place of FP8, the days that
 interruptions to expect in them, and the time between checkpoints that loses the least
 (coatlm/model/failures.py).
 
-Exit code: 0; 1 if no layout fits; 2 with one line per mistake.
+Where no layout of CONFIG fits, the command tries changes that save memory, the cheapest first
+(coatlm/model/changes.py): other formats of gradients and states, states in host memory, updates
+during backward. It prints layouts with the first that suffice, and what they cost.
+
+Exit code: 0; 1 if no layout of CONFIG fits as it is; 2 with one line per mistake.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ from itertools import islice
 
 from coatlm.commands.arguments import add_config
 from coatlm.commands.estimate import sizes_of
-from coatlm.config import MOST_RANKS, Config, ConfigError
+from coatlm.config import LAYOUT, MOST_RANKS, Config, ConfigError
 from coatlm.console import Parser, duration, fail
 from coatlm.hf.run_config import load_run_config
+from coatlm.model.changes import costs, proposal, words
 from coatlm.model.failures import DAY, checkpoint_interval, lost_share, time_between
 from coatlm.model.layouts import Choice, describe, predicted, ranked
 from coatlm.model.memory import GIB, replaced
@@ -45,8 +50,8 @@ TOKENS = 15e12  # of a run
 SAVE = 60.0  # seconds by which a checkpoint delays training
 
 
-def lines_of(choices: Sequence[Choice], gpus: int) -> Iterator[str]:
-    """A table of layouts, and where the time of the first goes."""
+def lines_of(choices: Sequence[Choice], gpus: int, changes: Sequence[str] = ()) -> Iterator[str]:
+    """A table of layouts, and where the time of the first goes; `changes` are overrides as well."""
     yield "| layout | step s | tokens/s/GPU | MFU | peak GiB | NVLink GB | network GB |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for choice in choices:
@@ -61,7 +66,24 @@ def lines_of(choices: Sequence[Choice], gpus: int) -> Iterator[str]:
     shown = ", ".join(f"{name} {share:.1%}" for name, share in parts if share >= 0.0005)
     yield ""
     yield f"Time of the first: {shown}."
-    yield f"As overrides: {' '.join(overrides(choices[0].config))}"
+    yield f"As overrides: {' '.join([*changes, *overrides(choices[0].config)])}"
+
+
+def lines_of_changes(config: Config, vocab: int, cluster: Cluster, top: int) -> Iterator[str]:
+    """That no layout of `config` fits, and layouts of the cheapest changes with which one does."""
+    none = (
+        f"no layout of {cluster.gpus} x {cluster.rates.gpu} fits {cluster.rates.memory_gib:g} GiB"
+    )
+    found = proposal(config, vocab, cluster, top)
+    if found is None:
+        yield f"{none}, nor does one with other formats, offloaded states or updates in backward"
+        return
+    changes = words(found.changes)
+    yield f"{none}; with {' '.join(changes)}:"
+    yield ""
+    yield from lines_of(found.choices, cluster.gpus, changes)
+    yield ""
+    yield from costs(config, vocab, cluster, found)
 
 
 def scale_lines(
@@ -95,8 +117,11 @@ def scale_lines(
 def overrides(config: Config) -> list[str]:
     """The overrides that give CONFIG this layout."""
     p, t = config.parallel, config.train
-    keys = ("tp", "sequence_parallel", "cp", "pp", "vpp", "zero")
-    words = [f"parallel.{key}={str(getattr(p, key)).lower()}" for key in keys]
+    words = [
+        f"parallel.{key}={str(getattr(p, key)).lower()}"
+        for section, key in LAYOUT
+        if section == "parallel"
+    ]
     return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]
 
 
@@ -154,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return fail(error)
     if not choices:
-        print(f"no layout of {cluster.gpus} GPUs fits {cluster.rates.memory_gib:g} GiB")
+        print("\n".join(lines_of_changes(config, vocab, cluster, options.top)))
         return 1
     print("\n".join(lines_of(choices, cluster.gpus)))
     return 0

@@ -26,7 +26,7 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
 GRAPHS_UP_TO = 2048
 MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides
-    *(("parallel", key) for key in ("tp", "sequence_parallel", "cp", "pp", "vpp", "zero")),
+    *(("parallel", k) for k in ("tp", "sequence_parallel", "cp", "cp_comm", "pp", "vpp", "zero")),
     ("train", "recompute"),
 )
 

@@ -16,11 +16,11 @@ class Parallel(Section):
     """Parallelism, sharding and communication. Data-parallel size = processes / (tp * pp * cp)."""
 
     layout: Literal["given", "auto"] = "given"
-    """How the layout is chosen: tp, sequence_parallel, cp, pp, vpp, zero and train.recompute.
-    given: by these keys. auto: a run that starts on GPUs chooses the keys that are not set, so that
-    the predicted step is the shortest that fits their memory. As an override auto also replaces the
-    keys that the file sets. On a CPU keys that are not set have their defaults. A run that resumes
-    has the same layout again if the number of GPUs allows it."""
+    """How the layout is chosen: tp, sequence_parallel, cp, cp_comm, pp, vpp, zero and
+    train.recompute. given: by these keys. auto: a run that starts on GPUs chooses the keys that are
+    not set, so that the predicted step is the shortest that fits their memory. As an override auto
+    also replaces the keys that the file sets. On a CPU keys that are not set have their defaults. A
+    run that resumes has the same layout again if the number of GPUs allows it."""
 
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from coatlm.config import Config
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.model.accounting import key_size, layer_matrices, query_size
+from coatlm.model.layer_memory import element_bytes
 from coatlm.model.memory import microbatch_tokens
-from coatlm.model.rates import Link, Rates, interpolated
+from coatlm.model.rates import Rates, interpolated
 
 TERA = 1e12
 FORWARD = 1 / 3  # the share of a layer's GEMMs and elementwise bytes that forward has
@@ -38,48 +39,55 @@ def kind(config: Config) -> str:
     return "bf16" if config.precision.recipe in ("bf16", "fp32") else "fp8"
 
 
+def relative_time(config: Config, rates: Rates) -> float:
+    """The time of GEMMs and elementwise kernels of all layers' passes, relative to `layer_gemms`
+    and `layer_elementwise`: what the recipe costs, and a second forward with recompute=full.
+    """
+    repeated = 1 + FORWARD * (config.train.recompute == "full")
+    slower = rates.layer.get(config.precision.recipe, 1.0)
+    current = config.precision.flow and config.precision.scaling == "current"
+    return repeated * slower * (rates.layer["current"] if current else 1.0)
+
+
+class Gemms(NamedTuple):
+    """Seconds of the three GEMMs of a linear on a rank, each of all tokens."""
+
+    forward: float
+    dgrad: float
+    wgrad: float
+
+
 def layer_gemms(config: Config, rates: Rates) -> float:
     """Seconds of the GEMMs of a layer on a rank, forward and backward."""
-    return sum(linear_gemms(config, rates).values())
+    return sum(sum(gemms) for gemms in linear_gemms(config, rates).values())
 
 
-def linear_gemms(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds of the three GEMMs of each linear of a layer on a rank."""
+def linear_gemms(config: Config, rates: Rates) -> dict[str, Gemms]:
+    """The GEMMs of each linear of a layer, at the rates of the pieces that tp_chunks makes of them.
+
+    With tp_chunks > 1, GEMMs of an all-gathered operand are split into the rows of each rank, and a
+    row-parallel GEMM in forward into tp_chunks chunks of columns (flow_gemms.py).
+    """
     m, p, tokens = config.model, config.parallel, microbatch_tokens(config)
     q, k = query_size(m) // p.tp, key_size(m) // p.tp
     ffn, table = m.ffn // p.tp, rates.gemm[kind(config)]
-    shapes = {
-        "qkv": (q + 2 * k, m.hidden),
-        "projection": (m.hidden, q),
-        "gate_up": (2 * ffn, m.hidden),
-        "down": (m.hidden, ffn),
-    }
+    split = p.tp_chunks > 1 and config.precision.flow
+    rows = tokens // p.tp if split and p.sequence_parallel else tokens
+    columns = m.hidden // p.tp_chunks if split else m.hidden
+
+    def linear(n: int, k: int, forward: int, dgrad: int) -> Gemms:
+        """`forward` and `dgrad`: the smallest size of these GEMMs beside n and k."""
+        flops = 2 * tokens * n * k
+        sizes = (min(size, n, k) for size in (forward, dgrad, tokens))
+        return Gemms(*(flops / (TERA * interpolated(table, size)) for size in sizes))
+
+    gradients = rows if split and config.precision.flow_recipe().tensor_wise_gradients else tokens
     return {
-        name: 6 * tokens * n * k / (TERA * interpolated(table, min(tokens, n, k)))
-        for name, (n, k) in shapes.items()
+        "qkv": linear(q + 2 * k, m.hidden, rows, tokens),
+        "projection": linear(m.hidden, q, min(tokens, columns), gradients),
+        "gate_up": linear(2 * ffn, m.hidden, rows, tokens),
+        "down": linear(m.hidden, ffn, min(tokens, columns), gradients),
     }
-
-
-def overlapped_by_chunks(config: Config, rates: Rates, link: Link) -> float:
-    """Seconds per layer of tensor-parallel collectives that tp_chunks overlaps with GEMMs.
-
-    The gather of codes is overlapped with the GEMMs of all rows but the last rank's, and a
-    reduce-scatter of forward, except for its last chunk, with the GEMMs of later chunks. GEMMs of
-    chunks are taken to be as fast as whole ones. Without sequence parallelism neither exists.
-    """
-    p, ranks = config.parallel, config.parallel.tp
-    if p.tp_chunks == 1 or not p.sequence_parallel:
-        return 0.0
-    gemm = {name: FORWARD * time for name, time in linear_gemms(config, rates).items()}
-    codes = link.seconds(microbatch_tokens(config) * config.model.hidden * (ranks - 1) / ranks)
-    gathered = ["qkv", "gate_up"]
-    if config.precision.flow_recipe().tensor_wise_gradients:
-        gathered += ["projection", "down"]  # their gradients, in backward
-    earlier = sum(min(codes, gemm[name] * (1 - 1 / ranks)) for name in gathered)
-    later = 1 - 1 / p.tp_chunks
-    sums = codes * PARTIAL_SUMS[p.tp_comm_reduce]
-    summed = sum(later * min(sums, gemm[name]) for name in ("projection", "down"))
-    return (1 - rates.contention) * (earlier + summed)
 
 
 def layer_elementwise(config: Config, rates: Rates) -> float:
@@ -89,6 +97,8 @@ def layer_elementwise(config: Config, rates: Rates) -> float:
     split = p.tp if p.sequence_parallel else 1
     qkv = (query_size(m) + 2 * key_size(m)) / p.tp
     each = passes.stream * m.hidden / split + passes.qkv * qkv + passes.mlp * m.ffn / p.tp
+    if p.tp_chunks > 1 and config.precision.flow:  # two sums of forward are copied into one tensor
+        each += 2 * 2 * element_bytes(config) * m.hidden / split
     moved = tokens * each + passes.weights * layer_matrices(m) / p.tp
     return moved / (TERA * rates.tb_per_s)
 

@@ -1,9 +1,11 @@
 """Search the layouts of a run on given GPUs: those that fit, by predicted tokens per second.
 
 A layout is tp (within a node, with sequence parallelism), cp, pp, vpp, zero, recompute and the
-microbatch, or some of these keys; the global batch and all number formats stay as they are. A
-layout is valid if `Config` accepts it, and fits if the estimated peak (memory.py) leaves SPARE of
-the memory. Logits are saved where a run with train.logits=auto would save them (fits.py).
+microbatch, or some of these keys; the global batch and all number formats stay as they are. Each
+has the tp_chunks with which its layers are the fastest. Where context-parallel ranks can exchange
+heads, there is also a layout in which they all-gather keys and values. A layout is valid if
+`Config` accepts it, and fits if the estimated peak (memory.py) leaves SPARE of the memory. Logits
+are saved where a run with train.logits=auto would save them (fits.py).
 Candidates are ordered by their predicted time (step_time.py), equal ones by their position in
 `layouts`, which begins with the simplest, so the order is the same on all ranks.
 """
@@ -14,11 +16,14 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import product
+from math import inf
 
 from coatlm.config import LAYOUT, Config, ConfigError, make_config
 from coatlm.model.fits import with_logits
+from coatlm.model.layer_comm import layer_seconds
 from coatlm.model.memory import GIB, micro_batches, rank_bytes, replaced
-from coatlm.model.step_time import Cluster, Forecast, forecast
+from coatlm.model.step_time import Cluster, Forecast, Stages, forecast, stage_times
 
 SPARE = 0.08  # of the memory: CUDA context, NCCL's buffers, fragmentation
 LARGEST_MICRO_BATCH = 64
@@ -26,8 +31,13 @@ MOST_CHUNKS = 8  # per pipeline stage
 SHORTEST = 2048  # tokens of a sample per context-parallel rank
 ZERO = (1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
+CHUNKS = (1, 2, 4)  # of tp_chunks
+CHUNK_MULTIPLE = 128  # columns: what any scale granularity of weights divides
+TP_CHUNKS = ("parallel", "tp_chunks")
 MICRO_BATCH = ("train", "micro_batch")
-EVERY = frozenset({*LAYOUT, MICRO_BATCH})  # the keys of a layout
+# The keys of a layout. A run with parallel.layout=auto does not choose TP_CHUNKS, whose predicted
+# gain no GPU has confirmed.
+EVERY = frozenset({*LAYOUT, TP_CHUNKS, MICRO_BATCH})
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,10 @@ def describe(config: Config, ranks: int) -> str:
     dp = config.data_parallel_size(ranks)
     sizes = [("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("dp", dp)]
     shown = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
-    chunks = f", vpp {p.vpp}" if p.vpp > 1 else ""
-    return f"{shown}{chunks}, zero {p.zero}, recompute {t.recompute}, micro_batch {t.micro_batch}"
+    more = f", tp_chunks {p.tp_chunks}" if p.tp_chunks > 1 else ""
+    more += f", cp_comm {p.cp_comm}" if p.cp_comm != "auto" else ""
+    more += f", vpp {p.vpp}" if p.vpp > 1 else ""
+    return f"{shown}{more}, zero {p.zero}, recompute {t.recompute}, micro_batch {t.micro_batch}"
 
 
 def ranked(
@@ -58,17 +70,36 @@ def ranked(
     """
     saving = {"logits": "save" if config.train.logits == "auto" else config.train.logits}
     bounds = []  # the time with saved logits, a lower bound: whether they fit takes longer to tell
-    for number, layout in enumerate(layouts(config, cluster, free)):
-        fastest = forecast(replaced(layout, train=saving), vocab, cluster)
-        bounds.append((fastest.time.total, number, layout))
+    known: dict[tuple[object, ...], Stages] = {}
+    for number, layout in enumerate(layouts(config, vocab, cluster, free)):
+        fastest = replaced(layout, train=saving)
+        same = _without_zero(layout)
+        if same not in known:
+            known[same] = stage_times(fastest, vocab, cluster)
+        time = forecast(fastest, vocab, cluster, known[same]).time
+        bounds.append((time.total, number, layout))
     found: list[tuple[float, int, Choice]] = []
     for bound, number, layout in sorted(bounds, key=lambda row: row[:2]):
         while found and found[0][0] <= bound:
             yield heappop(found)[2]
         choice = predicted(layout, vocab, cluster)
-        if choice.peak <= cluster.rates.memory_gib * GIB * (1 - SPARE) and _valid(layout):
+        if choice.peak <= usable(cluster) and _valid(layout):
             heappush(found, (choice.forecast.time.total, number, choice))
     yield from (choice for _, _, choice in sorted(found, key=lambda row: row[:2]))
+
+
+def _without_zero(config: Config) -> tuple[object, ...]:
+    """The values of a layout's keys but zero."""
+    return tuple(
+        getattr(getattr(config, section), key)
+        for section, key in (*LAYOUT, MICRO_BATCH)
+        if key != "zero"
+    )
+
+
+def usable(cluster: Cluster) -> float:
+    """The bytes of a GPU that a peak may have."""
+    return cluster.rates.memory_gib * GIB * (1 - SPARE)
 
 
 def predicted(config: Config, vocab: int, cluster: Cluster) -> Choice:
@@ -95,27 +126,74 @@ def highest_peak(config: Config, vocab: int, dp: int) -> int:
     return max(rank_bytes(config, vocab, stage=s, data_parallel=dp).total for s in stages)
 
 
+def held_bytes(config: Config, vocab: int, dp: int) -> int:
+    """What a rank holds for any microbatch and recompute mode: a lower bound of `highest_peak`."""
+    stages = {0, config.parallel.pp - 1}
+    ranks = [rank_bytes(config, vocab, stage=stage, data_parallel=dp) for stage in stages]
+    held = (r.weights + r.fp8_weights + r.main_grads + r.optim_states for r in ranks)
+    return max(*held, *(r.initial for r in ranks))
+
+
+def lowest_peak(config: Config, vocab: int, cluster: Cluster) -> float:
+    """The lowest peak of the layouts with the smallest microbatch; infinite without any."""
+    peaks: list[tuple[int, int, Config]] = []
+    for base in _shapes(config, cluster, EVERY):
+        dp = cluster.gpus // _model_ranks(base)
+        sizes = micro_batches(base, dp)[-1:]
+        for size, zero, mode in product(sizes, ZERO, RECOMPUTE):
+            train = {"micro_batch": size, "recompute": mode}
+            layout = replaced(base, parallel={"zero": zero}, train=train)
+            decided = with_logits(layout, vocab, dp, memory=0)
+            peaks.append((highest_peak(decided, vocab, dp), len(peaks), layout))
+    for peak, _, layout in sorted(peaks, key=lambda row: row[:2]):
+        if _valid(layout):
+            return peak
+    return inf
+
+
 def layouts(
-    config: Config, cluster: Cluster, free: Collection[tuple[str, str]] = EVERY
+    config: Config, vocab: int, cluster: Cluster, free: Collection[tuple[str, str]] = EVERY
 ) -> Iterator[Config]:
-    """Yield the layouts of `config`, the simplest first.
+    """Yield the layouts of `config` whose weights, gradients and states fit, the simplest first.
 
     zero and recompute are not yet compared with other keys.
     """
     t = config.train
+    chunks: dict[tuple[int, int, int, bool], int] = {}  # by all that they depend on
     for base in _shapes(config, cluster, free):
         p, dp = base.parallel, cluster.gpus // _model_ranks(base)
         several = dp * p.cp > 1 and ("parallel", "zero") in free
-        for size in reversed(micro_batches(base, dp)):
+        stages = [
+            zero
+            for zero in (ZERO if several else [p.zero])
+            if held_bytes(replaced(base, parallel={"zero": zero}), vocab, dp) <= usable(cluster)
+        ]
+        for size in reversed(micro_batches(base, dp)) if stages else ():
             if size > LARGEST_MICRO_BATCH if MICRO_BATCH in free else size != t.micro_batch:
                 continue
-            for zero in ZERO if several else [p.zero]:
-                for recompute in RECOMPUTE if ("train", "recompute") in free else [t.recompute]:
-                    yield replaced(
-                        base,
-                        parallel={"zero": zero},
-                        train={"micro_batch": size, "recompute": recompute},
-                    )
+            modes = []
+            for mode in RECOMPUTE if ("train", "recompute") in free else [t.recompute]:
+                each = replaced(base, train={"micro_batch": size, "recompute": mode})
+                same = p.tp, p.cp, size, mode == "full"
+                if same not in chunks:
+                    chunks[same] = _fastest_chunks(each, cluster, free)
+                modes.append(replaced(each, parallel={"tp_chunks": chunks[same]}))
+            for zero, each in product(stages, modes):
+                yield replaced(each, parallel={"zero": zero})
+
+
+def _fastest_chunks(config: Config, cluster: Cluster, free: Collection[tuple[str, str]]) -> int:
+    """The number of CHUNKS with which a layer is the fastest, the fewest of equals."""
+    p = config.parallel
+    if p.tp == 1 or not config.precision.flow or TP_CHUNKS not in free:
+        return p.tp_chunks
+    wire, columns = cluster.wire(1, p.tp), config.model.hidden // CHUNK_MULTIPLE
+
+    def seconds(chunks: int) -> float:
+        split = replaced(config, parallel={"tp_chunks": chunks})
+        return layer_seconds(split, cluster.rates, wire)
+
+    return min((n for n in CHUNKS if n == 1 or columns % n == 0), key=seconds)
 
 
 def _model_ranks(config: Config) -> int:
@@ -126,13 +204,14 @@ def _model_ranks(config: Config) -> int:
 def _shapes(
     config: Config, cluster: Cluster, free: Collection[tuple[str, str]]
 ) -> Iterator[Config]:
-    """Yield `config` with each valid tp, cp, pp and vpp, and a microbatch of one sample."""
+    """Yield `config` with each valid tp, cp, pp, vpp, cp_comm, and a microbatch of one sample."""
     p, gpus = config.parallel, cluster.gpus
     data = replaced(config, train={"micro_batch": 1}).model_dump(mode="json")
     data["parallel"]["layout"] = "given"
     data["train"]["update"] = "step"  # the number of microbatches is not known yet
-    if ("parallel", "zero") in free:
-        data["parallel"]["zero"] = 1
+    for key, simplest in (("zero", 1), ("tp_chunks", 1), ("cp_comm", "auto")):
+        if ("parallel", key) in free:
+            data["parallel"][key] = simplest
 
     def sizes(key: str, choices: list[int]) -> list[int]:
         return choices if ("parallel", key) in free else [getattr(p, key)]
@@ -153,7 +232,10 @@ def _shapes(
                     with suppress(ConfigError):
                         valid = make_config(data)
                         valid.data_parallel_size(gpus)
-                        yield replaced(valid, train={"update": config.train.update})
+                        valid = replaced(valid, train={"update": config.train.update})
+                        yield valid
+                        if ("parallel", "cp_comm") in free and valid.context_comm == "a2a":
+                            yield replaced(valid, parallel={"cp_comm": "all_gather"})
 
 
 def _divisors(n: int) -> list[int]:

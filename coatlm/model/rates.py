@@ -56,7 +56,8 @@ class Rates(Section):
     by the tokens of a sample."""
 
     context_parallel: Positive
-    """The time of attention on context-parallel ranks relative to one rank with the same FLOPs."""
+    """The time of attention on context-parallel ranks that all-gather keys and values, copies and
+    kernels of prefixes included, relative to one rank with the same FLOPs."""
 
     output: dict[str, Sizes]
     """TFLOP/s of the output layer with its loss, recomputed GEMM included, by format and hidden."""

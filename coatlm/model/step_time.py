@@ -10,9 +10,10 @@ fills and drains the other stages once, interleaved stages in pieces of 1 / vpp.
 
 (layer_time.py has what belongs to one layer.)
 
-Exposed: what layers exchange over tensor- and context-parallel ranks (bytes of `traffic`); of the
-reduction of gradients what exceeds the backward passes beside which it runs, and its last bucket;
-of the all-gather of weights what exceeds a forward pass, and its first bucket. Overlapped
+Exposed: of what layers exchange over tensor- and context-parallel ranks what exceeds the GEMMs or
+the attention beside it (layer_comm.py), and all that the embedding and the output layer exchange;
+of the reduction of gradients what exceeds the backward passes beside which it runs, and its last
+bucket; of the all-gather of weights what exceeds a forward pass, and its first bucket. Overlapped
 communication delays computation by `Rates.contention` of its time. Ranks are numbered tp, cp, dp,
 pp, so that a process group spans nodes as soon as its members do; a reduction over several nodes
 sums inside each node first, and then each rank sends its shard of the sums over the network.
@@ -34,6 +35,14 @@ from coatlm.model.accounting import (
     rank_parameters,
 )
 from coatlm.model.grad_memory import EACH
+from coatlm.model.layer_comm import (
+    NOTHING,
+    GroupLink,
+    context_copies,
+    context_parallel,
+    context_way,
+    tensor_parallel,
+)
 from coatlm.model.layer_time import (
     FORWARD,
     TERA,
@@ -41,7 +50,7 @@ from coatlm.model.layer_time import (
     layer_elementwise,
     layer_gemms,
     output_layer,
-    overlapped_by_chunks,
+    relative_time,
 )
 from coatlm.model.memory import (
     bf16_share,
@@ -78,6 +87,11 @@ class Cluster:
         """The slowest link between `ranks` ranks that are `inner` ranks apart."""
         local = self.local(inner, ranks)
         return nearest(self.rates.nvlink, local) if local == ranks else self.rates.network
+
+    def wire(self, inner: int, ranks: int) -> GroupLink:
+        """`link`, and the delay of computation per second of overlapped communication over it."""
+        inside = self.local(inner, ranks) == ranks
+        return GroupLink(self.link(inner, ranks), self.rates.contention if inside else 0.0)
 
 
 class Sent(NamedTuple):
@@ -117,6 +131,7 @@ class Forecast:
     tokens: int  # of a step
     flops: int  # of the model per token
     gpus: int
+    saved_tp: float = 0.0  # seconds by which overlapping tensor-parallel collectives shortens it
 
     @property
     def tokens_per_s(self) -> float:
@@ -128,19 +143,18 @@ class Forecast:
         return self.tokens_per_s * self.flops / peak
 
 
-def forecast(config: Config, vocab: int, cluster: Cluster) -> Forecast:
+def forecast(
+    config: Config, vocab: int, cluster: Cluster, stages: Stages | None = None
+) -> Forecast:
     """Predict a step on `cluster`, whose number of GPUs the configuration has to fit.
 
     train.logits=auto counts as recompute: call `fits.with_logits` first, which decides it.
+    `stages` are those of `stage_times`, if they are known.
     """
     p = config.parallel
     dp = config.data_parallel_size(cluster.gpus)
     m = microbatches_per_step(config, dp)
-    first = _stage(config, vocab, cluster, 0)
-    last = _stage(config, vocab, cluster, p.pp - 1) if p.pp > 1 else first
-    slow = max((first, last), key=lambda stage: stage.total)
-    middle = _stage(config, vocab, cluster, 1).total * (p.pp - 2) if p.pp > 2 else 0.0
-    others = (first.total + last.total + middle if p.pp > 1 else slow.total) - slow.total
+    slow, others = stages or stage_times(config, vocab, cluster)
     move = _move(config, vocab, cluster, dp, slow, m)
     hops = 2 * p.vpp * m if p.pp > 1 else 0
     split = p.tp if p.sequence_parallel else 1
@@ -170,7 +184,8 @@ def forecast(config: Config, vocab: int, cluster: Cluster) -> Forecast:
     )
     tokens = config.train.global_batch * config.data.seq_len
     flops = flops_per_token(config.model, vocab, config.data.seq_len)
-    return Forecast(time, Sent(nvlink, network), tokens, flops, cluster.gpus)
+    saved = m * slow.saved_tp
+    return Forecast(time, Sent(nvlink, network), tokens, flops, cluster.gpus, saved)
 
 
 # --- a microbatch on a stage ---------------------------------------------------------------------
@@ -188,11 +203,29 @@ class _Stage(NamedTuple):
     context: float
     sent_tp: float
     sent_cp: float
+    saved_tp: float
     stage: int
 
     @property
     def total(self) -> float:
         return sum(self[:7])
+
+
+class Stages(NamedTuple):
+    """The stages of a pipeline in a microbatch."""
+
+    slow: _Stage  # the slowest
+    others: float  # seconds of all others
+
+
+def stage_times(config: Config, vocab: int, cluster: Cluster) -> Stages:
+    """The stages of `config`, which are the same for every parallel.zero."""
+    pp = config.parallel.pp
+    first = _stage(config, vocab, cluster, 0)
+    last = _stage(config, vocab, cluster, pp - 1) if pp > 1 else first
+    slow = max((first, last), key=lambda stage: stage.total)
+    middle = _stage(config, vocab, cluster, 1).total * (pp - 2) if pp > 2 else 0.0
+    return Stages(slow, first.total + last.total + middle - slow.total if pp > 1 else 0.0)
 
 
 def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
@@ -204,33 +237,31 @@ def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
         if share:
             one = replaced(config, precision={"recipe": recipe})
             repeated = 1 + FORWARD * (config.train.recompute == "full")
-            slower = layers * share * repeated * rates.layer.get(recipe, 1.0)
-            if config.precision.flow and config.precision.scaling == "current":
-                slower *= rates.layer["current"]
+            slower = layers * share * relative_time(one, rates)
             gemms += slower * layer_gemms(one, rates)
             elementwise += slower * layer_elementwise(one, rates)
             launches += layers * share * repeated * 1e-6 * rates.launch_us[kind(one)]
     attention = _attention(config, rates, stage)
     output = output_layer(config, vocab, rates) if stage == p.pp - 1 else 0.0
-    busy = gemms + elementwise + attention + output
     traffic = step_traffic(config, stage=stage, microbatches=1, once=NO_SUMS).summary()
     sent_tp, sent_cp = traffic["comm_bytes_tp"], traffic.get("comm_bytes_cp", 0)
-    collectives = layers * (10 + 4 * (config.train.recompute == "full"))
-    tensor = 0.0
+    tensor = context = NOTHING
     if p.tp > 1:
-        link = cluster.link(1, p.tp)
-        tensor = link.seconds(sent_tp, collectives)
-        tensor -= layers * (1 - plain) * overlapped_by_chunks(config, rates, link)
-    context = cluster.link(p.tp, p.cp).seconds(sent_cp, 2 * layers) if p.cp > 1 else 0.0
+        tensor = tensor_parallel(config, plain, sent_tp, rates, cluster.wire(1, p.tp))
+    if p.cp > 1:
+        elementwise += layers * context_copies(config, rates)
+        context = context_parallel(config, sent_cp, attention, cluster.wire(p.tp, p.cp))
+    attention *= 1 + FORWARD * (config.train.recompute != "none")
+    busy = gemms + elementwise + attention + output
     waits = 0.0 if config.cuda_graphs else max(0.0, launches - busy)
-    return _Stage(
-        gemms, elementwise, attention, output, waits, tensor, context, sent_tp, sent_cp, stage
-    )
+    computed = gemms, elementwise, attention, output, waits
+    sent = sent_tp, sent_cp
+    return _Stage(*computed, tensor.seconds, context.seconds, *sent, tensor.saved, stage)
 
 
 def _attention(config: Config, rates: Rates, stage: int) -> float:
-    """Seconds of attention of a stage's layers, forward and backward."""
-    m, p, t = config.model, config.parallel, config.train
+    """Seconds of attention of a stage's layers, forward and backward, without recomputation."""
+    m, p = config.model, config.parallel
     count = m.layers // (p.pp * p.vpp)
     firsts = [(chunk * p.pp + stage) * count for chunk in range(p.vpp)]
     seq = config.data.seq_len
@@ -238,8 +269,8 @@ def _attention(config: Config, rates: Rates, stage: int) -> float:
     flops = 6 * spans * query_size(m) / p.tp * microbatch_tokens(config)
     sizes = rates.attention[min(rates.attention, key=lambda d: abs(d - m.size_per_head))]
     seconds = flops / (TERA * interpolated(sizes, seq))
-    seconds *= rates.context_parallel if p.cp > 1 else 1
-    return seconds * (1 + FORWARD * (t.recompute != "none"))
+    slower = p.cp > 1 and not context_way(config).whole_samples
+    return seconds * (rates.context_parallel if slower else 1)
 
 
 # --- once per step -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from coatlm.model.failures import checkpoint_interval, lost_share, time_between
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/planning.md"
 BLOCK = re.compile(r"^\.venv/bin/coatlm plan (.*,.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
+REFUSED = re.compile(r"`\.venv/bin/coatlm plan (.*)` begins with\n\n```\n(.*)\n```")
 
 
 @pytest.mark.parametrize("command", [found[1] for found in BLOCK.finditer(PAGE.read_text())])
@@ -26,6 +27,30 @@ def test_a_table_of_the_page_is_what_its_command_prints(
 
 def test_the_page_has_three_models() -> None:
     assert len(BLOCK.findall(PAGE.read_text())) == 3
+
+
+def test_the_example_of_the_page_in_which_nothing_fits_proposes_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (found,) = REFUSED.finditer(PAGE.read_text())
+    assert main(shlex.split(found[1])) == 1
+    first, _, head, _, layout, _, time, words, _, *changes, step = (
+        capsys.readouterr().out.splitlines()
+    )
+    assert first == found[2] and head.startswith("| layout | ")
+    assert layout.startswith("| one rank, ") and time.startswith("Time of the first: ")
+    named = first.partition("; with ")[2].rstrip(":").split()
+    assert words.startswith(f"As overrides: {' '.join(named)} parallel.tp=1 ")
+    assert [line.partition(": ")[0] for line in changes] == named
+    assert step.startswith("A step of the first layout takes ")
+
+
+def test_a_run_that_no_change_fits_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["llama3.1-405b", "--gpus", "1"]) == 1
+    assert capsys.readouterr().out == (
+        "no layout of 1 x NVIDIA H100 80GB HBM3 fits 79.2 GiB, nor does one with other formats, "
+        "offloaded states or updates in backward\n"
+    )
 
 
 def test_a_number_of_gpus_that_nothing_fits_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:

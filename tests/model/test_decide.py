@@ -74,7 +74,7 @@ def test_keys_beside_auto_in_a_file_stay_also_in_the_file_that_a_job_is_submitte
     again = make_config(parse_yaml(config.to_yaml()))
     assert again == config and again.parallel.model_fields_set == {
         *config.parallel.__class__.model_fields
-    } - {"tp", "sequence_parallel", "cp", "vpp", "zero"}
+    } - {"tp", "sequence_parallel", "cp", "cp_comm", "vpp", "zero"}
     assert decided(config) == decided(again)
     assert decided(config)[0].parallel.pp == 2
 
