@@ -234,7 +234,8 @@ def _shapes(
                         valid.data_parallel_size(gpus)
                         valid = replaced(valid, train={"update": config.train.update})
                         yield valid
-                        if ("parallel", "cp_comm") in free and valid.context_comm == "a2a":
+                        exchanges = cp > 1 and valid.context_comm == "a2a"
+                        if ("parallel", "cp_comm") in free and exchanges:
                             yield replaced(valid, parallel={"cp_comm": "all_gather"})
 
 
