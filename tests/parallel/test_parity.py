@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coatlm.config import Config, make_config
+from coatlm.config.recipes import RECIPES
 from coatlm.data.batches import document_bounds
 from coatlm.platform import device
 from tests.distributed import run_ranks
@@ -81,9 +82,11 @@ FLOW_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 sp, split": {"tp": 4, "sequence_parallel": True, "tp_chunks": 4},
 }
 DELAYED = {"precision": {"scaling": "delayed"}}  # the first of three steps calibrates
+DEEP = {"model": {"layers": 4}}  # two stages of two chunks; other FP8 runs have two layers
 FP8_OUTPUT = {"precision": {"output_layer": "fp8"}}
 FLOW_VARIANTS: dict[str, dict[str, Any]] = {
-    "saved FP8 weights": {"precision": {"keep_weights": True}},
+    "deep": DEEP,
+    "deep, saved FP8 weights": DEEP | {"precision": {"keep_weights": True}},
     "saved inputs": {"precision": {"keep_linear_inputs": True}},
     "blocks": {"model": {"hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 256}},
     "fp8 output": FP8_OUTPUT,
@@ -95,7 +98,8 @@ FLOW_VARIANTS: dict[str, dict[str, Any]] = {
         "train": {"recompute": "full"},
     },
     "four kv heads": {"model": {"kv_heads": 4, "ffn": 128}},
-    "delayed, recompute": DELAYED | {"train": {"recompute": "full"}},
+    "deep, delayed": DEEP | DELAYED,
+    "deep, delayed, recompute": DEEP | DELAYED | {"train": {"recompute": "full"}},
 }
 FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
@@ -109,10 +113,10 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         ("pp2", "documents", "coat-lean"),
         ("dp2 zero2", "plain", "coat"),
         ("dp2 zero2", "recompute", "coat-lean"),
-        ("pp2 vpp2", "saved FP8 weights", "coat"),
+        ("pp2 vpp2", "deep, saved FP8 weights", "coat"),
         *((layout, "delayed", "coat") for layout in ("tp2", "tp2 sp", "dp2 zero1", "cp2")),
         ("pp2", "delayed", "coat"),
-        ("pp2 vpp2", "delayed, recompute", "coat"),
+        ("pp2 vpp2", "deep, delayed, recompute", "coat"),
         *((layout, "plain", "coat-paper") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
         *((layout, "plain", "rowwise") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
         *((layout, "blocks", "fp8-block") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
@@ -161,9 +165,10 @@ SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "pp2 vpp2")
 def case(parallel: dict[str, Any], variant: str, precision: str = "fp32") -> Config:
     """A small run; buckets so small that there are several."""
     extra: dict[str, Any] = (VARIANTS | FLOW_VARIANTS)[variant]
+    layers = {"layers": 2} if precision in RECIPES else {}
     return make_config(
         {
-            "model": MODEL | extra.get("model", {}),
+            "model": MODEL | layers | extra.get("model", {}),
             "data": {"text": ["unused"], "seq_len": 32} | extra.get("data", {}),
             "parallel": {"bucket_size": 20000, "grad_comm": "fp32"} | parallel,
             "precision": {"recipe": precision} | extra.get("precision", {}),
@@ -243,6 +248,7 @@ def flow_cases_of(size: int) -> list[tuple[str, str, str]]:
     if size > 1:
         return FLOW_CASES[size] + SPLIT_CASES[size] + (SUM_CASES if size == 2 else [])
     compared = {("single", *rest) for n in FLOW_CASES for _, *rest in FLOW_CASES[n]}
+    compared |= {("single", variant, "coat") for variant in ("deep", "deep, delayed")}
     return sorted(compared)
 
 
@@ -312,11 +318,11 @@ def test_partial_sums_in_fp8_are_the_same_in_chunks_and_in_recomputed_layers(cur
 
 
 def test_cached_fp8_weights_change_no_curve(curves: Any) -> None:
-    assert curves["single/saved FP8 weights/coat"] == curves["single/plain/coat"]
+    assert curves["single/deep, saved FP8 weights/coat"] == curves["single/deep/coat"]
 
 
 def test_recomputed_layers_with_delayed_scales_change_no_curve(curves: Any) -> None:
-    assert curves["single/delayed, recompute/coat"] == curves["single/delayed/coat"]
+    assert curves["single/deep, delayed, recompute/coat"] == curves["single/deep, delayed/coat"]
 
 
 def test_delayed_scales_train_like_current_ones(curves: Any) -> None:
