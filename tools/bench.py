@@ -231,7 +231,7 @@ def unmeasured(rows: list[str], records: list[RowRecord]) -> list[str]:
 
 def merged(records: list[RowRecord], measured: list[RowRecord]) -> list[RowRecord]:
     """`records` with those of newly measured rows in place of earlier ones of the same rows."""
-    rows = {record.get("row") for record in measured}
+    rows = {record["row"] for record in measured if "row" in record}
     return [record for record in records if record.get("row") not in rows] + measured
 
 
@@ -275,8 +275,9 @@ def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
     if not sys.stdin.readline():
         return  # the parent has exited
     measured = benchmark.measure(row, options)
-    for record in [{"row": row, **measured}] if isinstance(measured, dict) else measured:
-        print(RESULT + json.dumps(record), flush=True)
+    named = {} if hasattr(benchmark, "TOGETHER") else {"row": row}
+    for record in [measured] if isinstance(measured, dict) else measured:
+        print(RESULT + json.dumps({**named, **record}), flush=True)
 
 
 def whole_text(name: str) -> bool:

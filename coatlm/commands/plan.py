@@ -15,8 +15,9 @@ interruptions to expect in them, and the time between checkpoints that loses the
 (coatlm/model/failures.py).
 
 Where no layout of CONFIG fits, the command tries changes that save memory, the cheapest first
-(coatlm/model/changes.py): other formats of gradients and states, states in host memory, updates
-during backward. It prints layouts with the first that suffice, and what they cost.
+(coatlm/model/changes.py): BF16 gradients, updates during backward, other formats of optimizer
+states, states in host memory, other formats of layers. It prints layouts with the first that
+suffice, and what they cost.
 
 Exit code: 0; 1 if no layout of CONFIG fits as it is; 2 with one line per mistake.
 """
@@ -40,7 +41,7 @@ from coatlm.console import Parser, duration, fail
 from coatlm.hf.run_config import load_run_config
 from coatlm.model.changes import costs, proposal, words
 from coatlm.model.failures import DAY, checkpoint_interval, lost_share, time_between
-from coatlm.model.layouts import Choice, describe, predicted, ranked
+from coatlm.model.layouts import TP_CHUNKS, Choice, describe, predicted, ranked
 from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster, forecast
@@ -51,7 +52,8 @@ SAVE = 60.0  # seconds by which a checkpoint delays training
 
 
 def lines_of(choices: Sequence[Choice], gpus: int, changes: Sequence[str] = ()) -> Iterator[str]:
-    """A table of layouts, and where the time of the first goes; `changes` are overrides as well."""
+    """A table of layouts, and where the time of the first goes; `changes` are overrides that are
+    printed before those of the layout."""
     yield "| layout | step s | tokens/s/GPU | MFU | peak GiB | NVLink GB | network GB |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for choice in choices:
@@ -119,7 +121,7 @@ def overrides(config: Config) -> list[str]:
     p, t = config.parallel, config.train
     words = [
         f"parallel.{key}={str(getattr(p, key)).lower()}"
-        for section, key in LAYOUT
+        for section, key in (*LAYOUT, TP_CHUNKS)
         if section == "parallel"
     ]
     return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]

@@ -51,7 +51,8 @@ def arguments_in(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     model = _section(path, content, "model")
     if not model:
         raise ValueError(f"{path}: has no section model")
-    model = {**_section(path, model, "transformer"), **model}
+    given = {name: value for name, value in model.items() if value is not None}
+    model = {**model, **_section(path, model, "transformer"), **given}
     if missing := [name for name in NEEDED if model.get(name) is None]:
         raise ValueError(
             f"{path}: {missing[0]} is in neither model nor model.transformer, and the tensors of "

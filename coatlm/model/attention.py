@@ -6,11 +6,11 @@ which a run chooses by time (attention_backends.py).
 
 Context parallelism. Ranks exchange heads where their number allows it (coatlm/parallel/context.py):
 each attends with some heads of whole samples, as without context parallelism. Else rank r of n
-holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Ranks send each other
-keys and values, and attend to those of one rank at a time (coatlm/parallel/ring_attention.py). With
-documents, windows or soft caps keys and values are all-gathered instead. Each of the two query
-chunks then attends to the prefix of the sequence that ends with this chunk: causal attention
-aligned at the lower right corner.
+holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Keys and values are
+all-gathered. Each of the two query chunks attends to the prefix of the sequence that ends with this
+chunk: causal attention aligned at the lower right corner. With cp_comm=p2p ranks send each other
+keys and values instead, and attend to those of one rank at a time
+(coatlm/parallel/ring_attention.py).
 
 Documents, windows and soft caps are as coatlm/kernels/document_attention.py defines them.
 """
@@ -46,7 +46,7 @@ class CoreAttention(nn.Module):
     `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
     to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap). `comm` is what ranks
     exchange: a2a: heads, and each holds one chunk of a sample; p2p and all_gather: keys, and each
-    holds two chunks. With documents, a window or a soft cap p2p does as all_gather.
+    holds two chunks. p2p is for causal attention to whole samples.
     """
 
     def __init__(

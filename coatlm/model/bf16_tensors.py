@@ -3,14 +3,14 @@
 `Flow.bf16_tensors` has the names that numerics.py gives a layer's tensors. A tensor there enters
 each of its GEMMs in BF16, or is saved for backward in BF16:
 
-    tensor                      operands                                  or saved as
-    qkv_input, fc1_input,
-    fc2_input, attention_output forward.activation, wgrad.activation
-    *_weight                    forward.weight, dgrad.weight
-    *_grad                      dgrad.gradient, wgrad.gradient
-    norm1_saved, norm2_saved                                              norm_input
-    gate_up_saved                                                         gate_up
-    attention_saved                                                       attention
+    tensor                           operands                                or saved as
+    qkv_input, fc1_input, fc2_input  forward.activation, wgrad.activation
+    attention_output                 the same
+    *_weight                         forward.weight, dgrad.weight
+    *_grad                           dgrad.gradient, wgrad.gradient
+    norm1_saved, norm2_saved                                                 norm_input
+    gate_up_saved                                                            gate_up
+    attention_saved                                                          attention
 
 This is `precision.bf16_operands` for one linear instead of all four, with the same computation: the
 GEMM runs in BF16, on the dequantized codes of its other operand, so one rounding is removed and all

@@ -61,8 +61,8 @@ def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Rem
 
 
 def together(helpful: list[tuple[KeyChange, float]]) -> Iterator[list[KeyChange]]:
-    """Yield two changes or more: each time one is added, or replaces one of its key with a higher
-    peak. `helpful` has the peak of each.
+    """Yield two changes or more: each step adds one, replacing an earlier change of the same key if
+    that one saved less. `helpful` has the peak of each.
     """
     used: dict[tuple[str, str], tuple[KeyChange, float]] = {}
     for change, peak in helpful:

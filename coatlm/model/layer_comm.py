@@ -17,7 +17,7 @@ network. What runs beside a collective is what the code starts between it and th
 With chunks, codes arrive from one rank after the other, each beside the GEMM of the rows before.
 That is the order of an FP8 layer (flow_gemms.py). Layers of megatron-core and TransformerEngine
 have that of the column without chunks. Casts of weights, which also run beside some of these, are
-short and not counted. Of context parallelism WAYS has a row per value of parallel.cp_comm.
+short and not counted. WAYS has the collectives of context parallelism; all of p2p are exposed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def tensor_parallel(
 
 
 def layer_seconds(config: Config, rates: Rates, wire: GroupLink) -> float:
-    """Seconds of a layer in a microbatch with its tensor-parallel collectives, but attention."""
+    """Seconds of a layer without attention in a microbatch, with tensor-parallel collectives."""
     computed = layer_gemms(config, rates) + layer_elementwise(config, rates)
     found = tensor_collectives(config, linear_gemms(config, rates))
     return relative_time(config, rates) * computed + exposed(found, wire).seconds

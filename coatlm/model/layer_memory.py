@@ -151,11 +151,16 @@ def gathered_keys(config: Config, e: float) -> float:
 def _gradients_of_peers(config: Config) -> float:
     """Bytes per token of what ranks that send each other keys hold to compute gradients.
 
-    The gradients of all queries, keys and values of the rank are summed in fp32. Beside them are
-    first its own keys, the next to arrive, and the gradients of its own; then the gradients of a
-    piece, half of the queries with both chunks of a rank's keys or all queries with one chunk, and
-    these keys; of more than two ranks also its own keys and the next to arrive; of more than three
-    also the gradients that are sent and received. Two ranks hold exactly this, more at most this.
+    The gradients of all queries, keys and values of the rank are summed in fp32. Beside these sums
+    are at most, of keys and values:
+
+        first                      its own, the next to arrive, gradients of its own
+        a piece, with 2 ranks      of the piece, gradients of the piece
+            with 3                 and its own, the next to arrive
+            with more              and gradients that are sent, gradients that arrive
+
+    and the gradients of a piece's queries, half of the rank's with both chunks of keys or all with
+    one chunk. Two ranks hold exactly this, more at most this.
     """
     m, e = config.model, element_bytes(config)
     q, keys, tensors = query_size(m), 2 * key_size(m), {2: 2, 3: 4}.get(config.parallel.cp, 6)

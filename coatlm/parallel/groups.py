@@ -68,7 +68,7 @@ def make_groups(
         context_parallel_size=parallel.cp,
         distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
         create_gloo_process_groups=False,
-        high_priority_stream_groups=["tp", "dp_cp"] if device().type == "cuda" else None,
+        high_priority_stream_groups=["tp", "cp", "dp_cp"] if device().type == "cuda" else None,
     )
     ranks = list(range(dist.get_world_size()))
     embedding = parallel_state.get_embedding_group(check_initialized=False)

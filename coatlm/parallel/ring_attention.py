@@ -5,14 +5,14 @@ a time while those of the next rank arrive, and merges the outputs by their log-
 (coatlm/kernels/attention_pieces.py). Of R ranks, rank r holds the chunks r and 2 R - 1 - r of 2 R.
 
     step 0          its queries, in the order of the sequence, attend to its own keys: causal
-    steps 1 to R-1  source = r - step: if it is smaller than r, all queries attend to the first
-                    chunk of the source; if larger, the second chunk of queries to both chunks
+    steps 1 to R-1  source = (r - step) mod R: if it is smaller than r, all queries attend to the
+                    source's first chunk; if larger, the second chunk of queries to both chunks
 
 Later keys are not visible to any of the queries, so a step after the first is one attention without
 a mask, and all steps are the same work for all ranks. Keys go directly to the ranks that attend to
 them, not around a ring: a rank sends its first chunk to larger ranks and both to smaller ones.
 
-Backward saves q, k, v, the output and the log-sum-exp of this rank alone, and repeats the exchange.
+For backward only this rank's q, k, v, output and log-sum-exp are saved; the exchange is repeated.
 The gradients of a source's keys and values travel back while the next piece is computed. They are
 rounded to the dtype of k once; the owner sums them, and a rank its shares of dq, in fp32.
 

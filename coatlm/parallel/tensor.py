@@ -24,11 +24,11 @@ not be issued behind one that is needed late. With `chunks` > 1 GEMMs are split,
 overlap with the collective that they need or that needs them (coatlm/model/flow_gemms.py).
 
 The input of a split GEMM is gathered rank by rank, and the GEMM of a piece runs while later pieces
-travel. In step d of R - 1, each rank sends its rows to the rank d before it and receives those of
-the rank d behind it. So each rank sends and receives one piece at a time, and all steps together
-move the bytes of one all-gather. Broadcasts by one rank after the other would take R steps, in one
-of which a rank receives nothing. All-gathers of some rows of every rank would leave the rows of a
-GEMM in R places. The sends and receives of a step are one kernel of NCCL. All steps are issued at
+travel. In step d of R - 1, rank r sends its rows to rank r - d and receives those of rank r + d,
+both modulo R. So each rank sends and receives one piece at a time, and all steps together move the
+bytes of one all-gather. Broadcasts by one rank after the other would take R steps, in one of which
+a rank receives nothing. All-gathers of some rows of every rank would leave the rows of a GEMM in R
+places. The sends and receives of a step are one kernel of NCCL. All steps are issued at
 once, on the group's high-priority stream, which runs them in order without the host; where a GEMM
 fills the device, the kernel of the next step gets the first multiprocessors that become free.
 """

@@ -293,18 +293,24 @@ def restore_guard(
     if guard is not None:
         guard.restore(saved)
         now = guard.fallen
-    again = "that had fallen back to BF16 compute in FP8 again with precision.guard"
     if gone := layers - now.layers:
-        logger.warning(f"layers {again}=%s: %s", precision.guard, number_list(gone))
+        logger.warning(
+            "layers that had fallen back to BF16 compute in FP8 again with precision.guard=%s: %s",
+            *(precision.guard, number_list(gone)),
+        )
     others = {key for key in tensors if layer_of(key) not in now.layers} - now.tensors
     if others:
         names = ", ".join(sorted(others))
-        logger.warning(f"tensors {again}=%s: %s", precision.guard, names)
+        logger.warning(
+            "tensors that had fallen back to BF16 are in FP8 again with precision.guard=%s: %s",
+            precision.guard,
+            names,
+        )
     if whole := {layer_of(key) for key in tensors}.intersection(now.layers):
         logger.warning(
             "layers of which single tensors had fallen back to BF16 compute in BF16 as a whole "
-            "with precision.guard=%s and parallel.tp=%d: %s",
-            *(precision.guard, config.parallel.tp, number_list(whole)),
+            "with precision.guard=%s, precision.recipe=%s and parallel.tp=%d: %s",
+            *(precision.guard, precision.recipe, config.parallel.tp, number_list(whole)),
         )
 
 

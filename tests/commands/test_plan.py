@@ -45,6 +45,18 @@ def test_the_example_of_the_page_in_which_nothing_fits_proposes_changes(
     assert step.startswith("A step of the first layout takes ")
 
 
+def test_the_overrides_that_are_printed_give_the_first_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["llama3.1-70b", "--gpus", "64"]
+    assert main([*command, "--top", "1"]) == 0
+    _, _, first, _, _, words, *_ = capsys.readouterr().out.splitlines()
+    overrides = words.removeprefix("As overrides: ").split()
+    assert "tp_chunks 4, " in first and "parallel.tp_chunks=4" in overrides
+    assert main([*command, *overrides, "--keep"]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == first
+
+
 def test_a_run_that_no_change_fits_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["llama3.1-405b", "--gpus", "1"]) == 1
     assert capsys.readouterr().out == (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import psutil
@@ -77,6 +79,28 @@ def test_records_are_written_after_each_row_and_resumed(
         FIRST[1],
     ]
     assert not any("missing" in record for record in written())
+
+
+def test_a_row_of_several_records_replaces_its_own_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = SimpleNamespace(measure=lambda row, _: [{"case": f"{row} {n}"} for n in range(2)])
+    monkeypatch.setitem(sys.modules, "fake_benchmark", case)  # type: ignore[arg-type]
+    monkeypatch.setitem(bench.BENCHMARKS, "context", "fake_benchmark")
+    monkeypatch.setattr(bench, "end_with_parent", lambda: None)
+    found: list[dict[str, Any]] = []
+    for row in ("a", "b", "a"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("begin\n"))
+        bench.run_in_this_process("context", row, {})
+        printed = capsys.readouterr().out.splitlines()
+        records = [json.loads(line.removeprefix(bench.RESULT)) for line in printed]
+        found = bench.merged(found, records)
+    assert [(r["row"], r["case"]) for r in found] == [
+        *(("b", "b 0"), ("b", "b 1")),
+        *(("a", "a 0"), ("a", "a 1")),
+    ]
+    together: list[dict[str, Any]] = [{"key": 1}]
+    assert bench.merged(together, [{"key": 2}]) == [{"key": 1}, {"key": 2}]
 
 
 def test_a_file_of_another_call_is_not_resumed(

@@ -256,6 +256,7 @@ def test_an_operand_that_would_not_fit_stays_and_others_do_not(alone: Any) -> No
     assert layers.tensors == {"2/fc2_input"}
 
 
+WHOLE = "as a whole with precision.guard="
 FELL = {
     "mode": "operand",
     "in_bf16": [1],
@@ -291,15 +292,15 @@ def test_tensors_are_restored_alone_where_they_can_be_and_else_with_their_layers
     ("mode", "parallel", "expected"),
     [
         ("operand", {}, []),
-        ("operand", {"tp": 2}, ["as a whole with precision.guard=operand and parallel.tp=2: 2"]),
-        ("fallback", {}, ["as a whole with precision.guard=fallback and parallel.tp=1: 2, 3"]),
+        ("operand", {"tp": 2}, [f"{WHOLE}operand, precision.recipe=coat and parallel.tp=2: 2"]),
+        ("fallback", {}, [f"{WHOLE}fallback, precision.recipe=coat and parallel.tp=1: 2, 3"]),
         (
             "off",
             {},
             [
                 "layers that had fallen back to BF16 compute in FP8 again with precision.guard="
                 "off: 1",
-                "tensors that had fallen back to BF16 compute in FP8 again with precision.guard="
+                "tensors that had fallen back to BF16 are in FP8 again with precision.guard="
                 "off: 2/fc2_input, 3/gate_up_saved",
             ],
         ),

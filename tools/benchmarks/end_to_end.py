@@ -20,7 +20,7 @@ update. trace=DIR also stores the traces of all ranks in DIR.
 Options: model=3b mbs=4 seq=2048 microbatches=1 (per step) steps=8 warmup=3 (steps before those that
 are measured, at least 1, and 3 with CUDA graphs) layers=N also=ROW,... (of COATLM,
 megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
-tp_chunks=1,2 and cp_comm=a2a,all_gather (each row runs with each of these as optim.recipe,
+tp_chunks=1,2 and cp_comm=a2a,p2p,all_gather (each row runs with each of these as optim.recipe,
 parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
 1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of
 whole steps; the default is none), vocab=32000 and dotted options of a run, such as

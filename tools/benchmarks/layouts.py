@@ -29,7 +29,7 @@ import torch
 
 from coatlm.config import LAYOUT, Config
 from coatlm.model.decide import Gpu, cluster_of
-from coatlm.model.layouts import describe, predicted, ranked
+from coatlm.model.layouts import TP_CHUNKS, describe, predicted, ranked
 from coatlm.model.memory import GIB
 from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster
@@ -182,7 +182,7 @@ def end_to_end_options(run: LayoutRow, count: int, cluster: Cluster | None) -> d
     if choice is None:
         raise ValueError(f"{run.name}: no layout fits {count} x {cluster.rates.gpu}")
     chosen = choice.config.model_dump(mode="json")
-    layout = {f"{a}.{b}": str(chosen[a][b]).lower() for a, b in LAYOUT}
+    layout = {f"{a}.{b}": str(chosen[a][b]).lower() for a, b in (*LAYOUT, TP_CHUNKS)}
     size, samples = choice.config.train.micro_batch, choice.config.train.global_batch
     assert isinstance(size, int)
     if samples % (count * size):

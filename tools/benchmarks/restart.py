@@ -9,7 +9,8 @@
     save_stall_s        the longest such time while the checkpoint is written - step_s
     save_s              from the start of the save to the complete checkpoint
     save_gb_per_s       bytes of the checkpoint / save_s
-    plain_gb_per_s      the same bytes written to one file and fsynced; write_ratio is between both
+    plain_gb_per_s      the same bytes written to one file and fsynced
+    write_ratio         save_gb_per_s / plain_gb_per_s
 
 A row is a model: `3.37b`, `0.5b`, or `tiny`, which takes a minute on a CPU. All files are in a
 temporary directory, which takes the bytes of one checkpoint.
