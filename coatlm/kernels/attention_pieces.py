@@ -72,6 +72,8 @@ def attend_piece(
     if backend == "cudnn":
         found = aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, causal, scale=scale)
         lse_BNS = found[1].flatten(2)  # [B, N, S, 1]
+        # not so with TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, and backward would misread it
+        assert lse_BNS.is_contiguous()
     elif backend == "flash":
         found = aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal, scale=scale)
         lse_BNS = found[1]

@@ -28,7 +28,9 @@ travel. In step d of R - 1, rank r sends its rows to rank r - d and receives tho
 both modulo R. So each rank sends and receives one piece at a time, and all steps together move the
 bytes of one all-gather. Broadcasts by one rank after the other would take R steps, in one of which
 a rank receives nothing. All-gathers of some rows of every rank would leave the rows of a GEMM in R
-places. The sends and receives of a step are one kernel of NCCL. All steps are issued at
+places. A step is an all-to-all in which a rank sends one block and receives one: unlike sends and
+receives in a batch, whose tensors NCCL's process group only frees once the host has seen them
+arrive, it keeps them until the wait alone, also in a CUDA graph. All steps are issued at
 once, on the group's high-priority stream, which runs them in order without the host; where a GEMM
 fills the device, the kernel of the next step gets the first multiprocessors that become free.
 """
@@ -112,10 +114,11 @@ class TensorParallel:
         """The T rows of a gathered operand, one rank's per piece, in the order of their arrival.
 
         `rows`: of this rank, T/tp, which come first, and then those of the ranks behind it. All in
-        one piece where GEMMs are not split, or where the fp32 scales of a piece would begin at an
-        address that GEMMs do not take.
+        one piece where GEMMs are not split, or where a piece would begin at an address that GEMMs
+        do not take: cuBLASLt's choice of algorithms assumes 256 bytes, and codes have a multiple of
+        16 columns.
         """
-        if not self.scattered or self.chunks == 1 or rows * torch.float32.itemsize % ALIGNMENT:
+        if not self.scattered or self.chunks == 1 or rows % ALIGNMENT:
             return [slice(0, rows * (self.size if self.scattered else 1))]
         order = [(self.group.rank() + step) % self.size for step in range(self.size)]
         return [slice(rank * rows, (rank + 1) * rows) for rank in order]
@@ -186,11 +189,20 @@ class TensorParallel:
 
     def _pass_rows(self, sent: list[Tensor], received: list[Tensor], step: int) -> Several:
         """Start to send to the rank `step` before this one and to receive from that behind it."""
-        rank, size, group = self.group.rank(), self.size, self.group
-        before, behind = (rank - step) % size, (rank + step) % size
-        calls = [dist.P2POp(dist.isend, x, group=group, group_peer=before) for x in sent]
-        calls += [dist.P2POp(dist.irecv, x, group=group, group_peer=behind) for x in received]
-        return Several(dist.batch_isend_irecv(calls))  # in one kernel of NCCL
+        before, behind = ((self.group.rank() + way * step) % self.size for way in (-1, 1))
+        works = []
+        for source, target in zip(sent, received, strict=True):
+            work = dist.all_to_all_single(
+                target,
+                source,
+                output_split_sizes=[len(target) * (rank == behind) for rank in range(self.size)],
+                input_split_sizes=[len(source) * (rank == before) for rank in range(self.size)],
+                group=self.group,
+                async_op=True,
+            )
+            assert work is not None
+            works.append(work)
+        return Several(works)
 
     def _gather(self, x: Tensor) -> Wait:
         out, x = x.new_empty(x.shape[0] * self.size, *x.shape[1:]), x.contiguous()

@@ -230,9 +230,10 @@ def test_no_gather_of_a_layer_waits_behind_a_sum_that_wgrad_hides(
     `peers`: the ranks to which the rows of an input are sent one by one; 0: they are all-gathered.
     """
     summed, codes, amax = "_reduce_scatter_base_ bfloat16", "_allgather_base_ uint8", "allreduce_"
-    inputs = ["send uint8", "send float32"] * peers or [codes, "_allgather_base_ float32"]
+    passed = "alltoall_base_"
+    inputs = [f"{passed} uint8", f"{passed} float32"] * peers or [codes, "_allgather_base_ float32"]
     inputs += [summed] * sums
-    gradients = [f"{amax} int32", *(["send uint8"] * peers or [codes]), codes, summed]
+    gradients = [f"{amax} int32", *([f"{passed} uint8"] * peers or [codes]), codes, summed]
     layers = 2
     for rank in found[name]:
         for _, _, order in rank:

@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.parallel.test_exchange import rounded
 
 RANKS = 4
-ROWS = 8  # per rank, of an operand
+ROWS = 16  # per rank, of an operand
 GRANULARITIES = {"tensor": TENSOR, "row": ROW, "1 x 128": block(1, 128)}
 TOKENS, HIDDEN = 3, 256  # tokens per rank: payloads of one chunk of 128 columns end in padding
 
