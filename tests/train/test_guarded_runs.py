@@ -17,6 +17,7 @@ from tests.train.test_numerics_log import numerics_config
 LAYOUTS = ("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "dp2 zero1", "cp2")
 BY_OPERAND = ("tp2 sp", "pp2 vpp2", "dp2 zero1")
 STEPS, LAST = 80, 10  # of the runs with an outlier, and over how many the loss is compared
+SHORT = {"warn": 30, "clean": 40}  # steps of runs whose end is not compared
 WARMUP = 10  # steps of them
 OUTLIER = 2.0**22  # of a channel in each block of 16; E4M3 reaches from 1 down to 2^-18
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(2000))
@@ -79,7 +80,7 @@ def train_with_outliers(jobs: dict[str, Any]) -> dict[str, Any]:
             with_outlier_channels(trainer)
         losses, findings, dp = [], [], trainer.groups.dp
         micro = config.train.micro_batch
-        for step in range(STEPS):
+        for step in range(SHORT.get(name, STEPS)):
             share = {"global_batch": 8, "micro_batch": micro}
             share |= {"dp_rank": dp.rank(), "dp_size": dp.size()}
             first = microbatches(data, 8 * step, **share, device=torch.device("cpu"))
@@ -177,7 +178,7 @@ def test_a_run_without_outliers_triggers_nothing(outliers: dict[str, Any]) -> No
 
 def test_warn_changes_no_bit(outliers: dict[str, Any]) -> None:
     losses, findings, _ = outliers["warn"]
-    assert losses == outliers["off"][0]
+    assert losses == outliers["off"][0][: SHORT["warn"]]
     assert {step for step, line in findings if "norm1_saved" in line} == {1}
 
 
