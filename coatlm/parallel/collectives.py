@@ -73,6 +73,24 @@ class Several:
             work.wait()
 
 
+def swap(
+    sent: Tensor, received: Tensor, *, to: int, source: int, group: dist.ProcessGroup
+) -> Pending:
+    """Start to send rows to the rank `to` of a group and to receive rows from the rank `source`.
+
+    All ranks swap at the same time. It is an all-to-all of one block: NCCL's process group keeps
+    the tensors until the wait alone, also in a CUDA graph, and those of sends and receives in a
+    batch until the host has seen them arrive.
+    """
+    arriving, leaving = (
+        [len(rows) if rank == other else 0 for rank in range(group.size())]
+        for rows, other in ((received, source), (sent, to))
+    )
+    return _work(
+        dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True)
+    )
+
+
 class Comm:
     """Asynchronous collectives over `group`, counted as `what`. Sizes are in elements."""
 

@@ -37,6 +37,7 @@ from coatlm.kernels.attention_pieces import (
     piece_backend,
     piece_gradients,
 )
+from coatlm.parallel.collectives import swap
 
 Received = Callable[[], Tensor]  # waits
 
@@ -65,16 +66,8 @@ class GroupPeers:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def swap(self, x_X: Tensor, *, to: int, source: int, rows: int) -> Received:
-        """An all-to-all, of which this rank sends one block and receives one."""
         received_X = x_X.new_empty(rows, *x_X.shape[1:])
-        work = dist.all_to_all_single(
-            received_X,
-            x_X,
-            output_split_sizes=[rows if rank == source else 0 for rank in range(self.size)],
-            input_split_sizes=[len(x_X) if rank == to else 0 for rank in range(self.size)],
-            group=self.group,
-            async_op=True,
-        )
+        work = swap(x_X, received_X, to=to, source=source, group=self.group)
 
         def finish() -> Tensor:
             work.wait()

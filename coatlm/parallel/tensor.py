@@ -28,11 +28,9 @@ travel. In step d of R - 1, rank r sends its rows to rank r - d and receives tho
 both modulo R. So each rank sends and receives one piece at a time, and all steps together move the
 bytes of one all-gather. Broadcasts by one rank after the other would take R steps, in one of which
 a rank receives nothing. All-gathers of some rows of every rank would leave the rows of a GEMM in R
-places. A step is an all-to-all in which a rank sends one block and receives one: unlike sends and
-receives in a batch, whose tensors NCCL's process group only frees once the host has seen them
-arrive, it keeps them until the wait alone, also in a CUDA graph. All steps are issued at
-once, on the group's high-priority stream, which runs them in order without the host; where a GEMM
-fills the device, the kernel of the next step gets the first multiprocessors that become free.
+places. All steps are issued at once, on the group's high-priority stream, which runs them in order
+without the host; where a GEMM fills the device, the kernel of the next step gets the first
+multiprocessors that become free.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from coatlm.fp8.formats import ALIGNMENT, E4M3
 from coatlm.fp8.payload import pack, unpack
 from coatlm.fp8.payload_layout import Layout, Own
 from coatlm.fp8.qtensor import TENSOR, QTensor
-from coatlm.parallel.collectives import Pending, Several
+from coatlm.parallel.collectives import Pending, Several, swap
 
 T = TypeVar("T")
 Wait = Callable[[], Tensor]  # waits for a collective and returns its result
@@ -190,19 +188,8 @@ class TensorParallel:
     def _pass_rows(self, sent: list[Tensor], received: list[Tensor], step: int) -> Several:
         """Start to send to the rank `step` before this one and to receive from that behind it."""
         before, behind = ((self.group.rank() + way * step) % self.size for way in (-1, 1))
-        works = []
-        for source, target in zip(sent, received, strict=True):
-            work = dist.all_to_all_single(
-                target,
-                source,
-                output_split_sizes=[len(target) * (rank == behind) for rank in range(self.size)],
-                input_split_sizes=[len(source) * (rank == before) for rank in range(self.size)],
-                group=self.group,
-                async_op=True,
-            )
-            assert work is not None
-            works.append(work)
-        return Several(works)
+        pairs = zip(sent, received, strict=True)
+        return Several([swap(*pair, to=before, source=behind, group=self.group) for pair in pairs])
 
     def _gather(self, x: Tensor) -> Wait:
         out, x = x.new_empty(x.shape[0] * self.size, *x.shape[1:]), x.contiguous()
