@@ -142,7 +142,7 @@ def _gather(
 ) -> Iterator[Collective]:
     """An all-gather under sequence parallelism, and before it the all-reduces of its amax.
 
-    In `pieces` it is one exchange per other rank, with codes and scales in one call.
+    In `pieces` it is one exchange per other rank; the latency of its codes and scales counts once.
     """
     p, shape = config.parallel, (microbatch_tokens(config), config.model.hidden)
     if not p.sequence_parallel:
