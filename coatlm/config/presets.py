@@ -9,9 +9,10 @@ A preset is resolved when a configuration is loaded: `Config`, config.yaml of a 
 have the keys that it stands for.
 
 PRESETS is the only list. What its values are based on is measured in docs/results/: the loss of
-`fp8` and `fp8-lean` in convergence.md, of FP8 sums in reduction.md, speed and memory in layer.md,
-optimizer.md and reduction.md. Gradients are accumulated in fp32 (`parallel.main_grads`) in all of
-them: with BF16 sums of four microbatches the loss was 0.019 +- 0.008 % higher (convergence.md).
+`fp8` and `fp8-lean`, and of the output layer's FP8 gradients, in convergence.md, of FP8 sums in
+reduction.md, speed and memory in layer.md, one-gpu.md, optimizer.md and reduction.md. Gradients are
+accumulated in fp32 (`parallel.main_grads`) in all of them: with BF16 sums of four microbatches the
+loss was 0.019 +- 0.008 % higher (convergence.md).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from coatlm.config.errors import ConfigError, shown
 Sections = dict[str, dict[str, Any]]
 
 
-def _formats(recipe: str, scaling: str, states: str, grad_comm: str) -> Sections:
+def _formats(recipe: str, scaling: str, output: str, states: str, grad_comm: str) -> Sections:
     return {
-        "precision": {"recipe": recipe, "scaling": scaling},
+        "precision": {"recipe": recipe, "scaling": scaling, "output_layer": output},
         "optim": {"recipe": states},
         "parallel": {"grad_comm": grad_comm},
         "train": {"cuda_graphs": "auto"},
@@ -35,10 +36,10 @@ def _formats(recipe: str, scaling: str, states: str, grad_comm: str) -> Sections
 
 
 PRESETS: dict[str, Sections] = {
-    "fp8": _formats("coat", "delayed", "coat-lean", "fp8-a2a"),
-    "fp8-lean": _formats("coat-lean", "delayed", "coat-lean", "fp8-a2a"),
-    "fp8-states": _formats("bf16", "current", "coat-lean", "fp8-a2a"),
-    "bf16": _formats("bf16", "current", "adamw-fp32", "fp32"),
+    "fp8": _formats("coat", "delayed", "fp8-gradients", "coat-lean", "fp8-a2a"),
+    "fp8-lean": _formats("coat-lean", "delayed", "fp8-gradients", "coat-lean", "fp8-a2a"),
+    "fp8-states": _formats("bf16", "current", "bf16", "coat-lean", "fp8-a2a"),
+    "bf16": _formats("bf16", "current", "bf16", "adamw-fp32", "fp32"),
 }
 KEYS = [(section, key) for section, values in PRESETS["fp8"].items() for key in values]
 
