@@ -7,7 +7,6 @@ this module installs it above the imports. Packages that work without megatron-c
 
 from __future__ import annotations
 
-import warnings
 from types import ModuleType
 
 from coatlm import megatron_hook
@@ -17,9 +16,8 @@ megatron_hook.install()
 with (
     megatron_hook.without_trackers(),
     megatron_hook.deferred_compilation(),
-    warnings.catch_warnings(),
+    megatron_hook.without_messages(),
 ):
-    warnings.simplefilter("ignore")  # of optional packages that are not installed
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from megatron.core.dist_checkpointing import ShardedTensor

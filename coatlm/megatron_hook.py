@@ -17,8 +17,10 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +108,22 @@ def without_trackers() -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+@contextlib.contextmanager
+def without_messages() -> Iterator[None]:
+    """Silence what imports of megatron-core say about packages and compilers that coatlm needs not.
+
+    For example, torch built for CUDA logs on a machine without a GPU where it found a compiler.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def hide_transformer_engine() -> None:

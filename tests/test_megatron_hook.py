@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +54,21 @@ def test_a_run_imports_no_trackers_or_compilers_that_it_does_not_use_and_prints_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(unused) & set(done.stdout.split())
     assert done.stderr == ""
+
+
+def test_messages_of_imports_are_silenced_and_later_ones_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with megatron_hook.without_messages():
+            logger.warning("No CUDA runtime is found")
+            warnings.warn("a package is not installed", stacklevel=1)
+        assert not shown and not caplog.records
+        logger.warning("later")
+        warnings.warn("later", stacklevel=1)
+    assert len(shown) == 1 and caplog.messages == ["later"]
 
 
 def test_functions_are_compiled_at_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:

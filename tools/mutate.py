@@ -27,6 +27,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -103,7 +104,10 @@ def sample(found: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant
 
 def run(tests: Sequence[str], root: Path, timeout: float) -> bool:
     """Whether the tests pass in `root`, in a process forked from this one."""
-    if (pid := os.fork()) == 0:
+    with warnings.catch_warnings():  # Python 3.12 warns of threads: torch's are idle here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
         os.setsid()
         os.chdir(root)
         for stream in (0, 1, 2):
