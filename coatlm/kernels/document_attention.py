@@ -6,10 +6,13 @@ The queries are the last S of T positions. A query at position i attends to the 
 
 and its logits are x = scale q k, or softcap tanh(x / softcap) (Gemma 2, arXiv 2408.00118, s2).
 `bounds_BE` lists for each sample the first position of each document, beginning with 0, padded on
-the right with the sample's length. On a GPU no tensor of S x T elements is materialized:
+the right with the sample's length. The backends, of which only the first materializes tensors of
+S x T elements:
 
-    flash   FlashAttention-2 with cumulative lengths (arXiv 2307.08691); no soft cap
-    flex    FlexAttention: a Triton kernel that torch.compile generates (arXiv 2412.05496)
+    reference   the definition, with a mask: for fp32 on a GPU, and for a soft cap on a CPU
+    flash       FlashAttention-2 with cumulative lengths (arXiv 2307.08691), on a GPU; no soft cap
+    flex        FlexAttention: a Triton kernel that torch.compile generates (arXiv 2412.05496)
+    cpu         FlashAttention of torch for CPUs, by document (cpu_attention.py); no soft cap
 
 Shapes: S queries, T keys, B samples, N query heads, G key/value heads, D elements per head, E
 bounds per sample.
@@ -26,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
+
+from coatlm.kernels.cpu_attention import cpu_attention
 
 SHAPES = 64  # for which FlexAttention may be compiled
 BLOCK = 128  # queries and keys per block of FlexAttention's mask
@@ -221,12 +226,36 @@ def _flex(
     return attend(q_BNSD, k_BGTD, v_BGTD, first_BS, scale, softcap).transpose(1, 2)
 
 
+def _cpu(
+    q_BSND: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    bounds_BE: Tensor | None,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    if softcap is not None:
+        raise ValueError(f"softcap={softcap}: backend cpu has no soft cap; it needs reference")
+    return cpu_attention(q_BSND, k_BTGD, v_BTGD, bounds_BE, scale=scale, window=window)
+
+
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": document_attention_ref,
     "flash": _flash,
     "flex": _flex,
+    "cpu": _cpu,
 }
 ON_GPU, WITH_SOFTCAP = "flash", "flex"  # what runs in 16 bits; fp32 takes the reference
+FOR_GPUS = ("flash", "flex")  # the backends of GPUs that materialize no mask
+
+
+def default_backend(x: Tensor, softcap: float | None) -> str:
+    """The backend for queries, keys and values with the device and the dtype of x."""
+    if x.is_cuda and x.dtype.itemsize == 2:
+        return ON_GPU if softcap is None else WITH_SOFTCAP
+    return "cpu" if x.is_cpu and softcap is None else "reference"
 
 
 def document_attention(
@@ -246,9 +275,7 @@ def document_attention(
     document. `scale` is 1 / sqrt(D) unless given; `window` is in keys, the query's own included.
     `backend` is a name in BACKENDS; by default it follows from the device, the dtype and `softcap`.
     """
-    if backend is None:
-        fast = q_BSND.is_cuda and q_BSND.dtype.itemsize == 2
-        backend = (ON_GPU if softcap is None else WITH_SOFTCAP) if fast else "reference"
+    backend = backend or default_backend(q_BSND, softcap)
     if backend == "flash" and bounds_BE is not None:
         # all samples are one dimension: copied here if they are not, so that a mode sees the copy
         q_BSND, k_BTGD, v_BTGD = (

@@ -117,7 +117,7 @@ def attention(config: Config, e: float, x: float) -> float:
     of queries and keys save their inputs. With recompute=selective attention saves the output of
     qkv alone, and in an FP8 flow also the inputs of the norms of queries and keys. Not counted are
     document bounds, and the masks that attention with documents, windows or soft caps materializes
-    in fp32.
+    in fp32 on a GPU, and with soft caps on a CPU.
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)

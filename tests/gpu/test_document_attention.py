@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coatlm.config import make_config
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8
-from coatlm.kernels.document_attention import BACKENDS, document_attention
+from coatlm.kernels.document_attention import FOR_GPUS, document_attention
 from coatlm.model.rotary import RotaryTables, rotary_tables
 from tests.model.test_memory import tensors_in
 
@@ -22,7 +22,7 @@ B, T, N = 2, 700, 4
 BOUNDS = [[0, 5, 130, 420, 600, 700, 700], [0, 256, 384, 512, 640, 641, 700]]
 # both round to BF16 (2^-9), in other places: probabilities, outputs, and their gradients
 RELATIVE = 2.0**-6
-fast = pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+fast = pytest.mark.parametrize("backend", FOR_GPUS)
 
 
 def drawn(queries: int, kv_heads: int, head_dim: int, layout: str) -> tuple[list[Tensor], Tensor]:

@@ -91,11 +91,9 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_alone(
         begin = 0
         for length in lengths:
             end = begin + length
-            first, second = (torch.zeros(1, SEQ, dtype=torch.long) for _ in range(2))
-            first[0, :length], second[0, :length] = tokens[row, begin:end], labels[row, begin:end]
-            counted = (torch.arange(SEQ) < length).float()[None]  # what follows has no effect
-            found, expected = losses_and_gradients(of, first, second, None, counted)
-            alone[row, begin:end] = found[0, :length]
+            first, second = (x[row : row + 1, begin:end] for x in (tokens, labels))
+            found, expected = losses_and_gradients(of, first, second, None, torch.ones(1, length))
+            alone[row, begin:end] = found
             begin = end
     release_groups()
     of_losses, of_gradients = (RESTARTED if restarted else BOUND)[recipe]

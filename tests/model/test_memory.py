@@ -15,7 +15,6 @@ from coatlm.config import Config, ConfigError, OptimRecipe, make_config
 from coatlm.config.recipes import PRECISION_RECIPES, ROW, TENSOR
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
 from coatlm.fp8.attention import SavedInFp8
-from coatlm.kernels import document_attention
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.model.accounting import parameters
@@ -62,8 +61,6 @@ def saved_bytes_per_token_and_layer(c: Config, monkeypatch: pytest.MonkeyPatch) 
     frequencies = rope_frequencies(c.model.size_per_head, c.model.rope_theta)
     cos_sin = torch.stack(rope_tables(torch.arange(seq), frequencies))
     hidden = torch.randn(seq, batch, c.model.hidden, dtype=transformer.params_dtype)
-    # kernels of GPUs have the mask of documents built in; a CPU would make it and save it
-    monkeypatch.setattr(document_attention, "visible_keys", lambda *_: None)
     bounds = None
     if c.data.reset_attention_mask:
         bounds = torch.tensor([[0, c.data.seq_len]] * batch, dtype=torch.int32)
