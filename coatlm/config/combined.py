@@ -211,7 +211,7 @@ class Config(Section):
         for name, heads in (("heads", m.heads), ("kv_heads", m.key_value_heads)):
             width = heads * m.size_per_head // tp
             divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
-        if recipe.saved.attention is not None:
+        if recipe.saved.attention:
             divides("model.head_dim", m.size_per_head, "precision.group_size", size)
         summed = recipe.summed_multiple
         if summed > 16:  # a scale covers 128 elements of the summed axis, never fewer

@@ -39,7 +39,10 @@ OperandName = Literal[
     "wgrad.gradient",
     "wgrad.activation",
 ]
-SavedName = Literal["saved.norm_input", "saved.gate_up", "saved.attention"]
+AttentionName = Literal["q", "k", "v", "o"]  # what attention saves: its inputs and its output
+ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
+IN_BLOCKS = ("norm_input", "gate_up", *ATTENTION)  # of SavedTensors, in blocks or BF16
+SavedName = Literal["saved.norm_input", "saved.gate_up", "saved.q", "saved.k", "saved.v", "saved.o"]
 Bf16Name = Literal[OperandName, SavedName]  # what can stay in BF16
 
 
@@ -158,9 +161,17 @@ class SavedTensors:
 
     norm_input: Operand | None  # the residual stream before both norms
     gate_up: Operand | None  # the input of SwiGLU
-    attention: Operand | None  # q, k, v and the output, along head_dim
     linear_input: bool  # save the FP8 outputs of norms and SwiGLU; else backward recomputes them
     projection_input: bool  # save the FP8 attention output too; else it is quantized again
+    q: Operand | None = None  # queries after RoPE, along head_dim, as the next three
+    k: Operand | None = None  # keys after RoPE
+    v: Operand | None = None  # values
+    o: Operand | None = None  # the attention output
+
+    @property
+    def attention(self) -> dict[AttentionName, Operand]:
+        """The format of each tensor of attention that is saved in FP8."""
+        return {name: getattr(self, name) for name in ATTENTION if getattr(self, name)}
 
 
 @dataclass(frozen=True)
@@ -190,9 +201,9 @@ class FlowRecipe:
                 raise ValueError(f"{name}: {operand}; must be e4m3 in blocks of one row")
             if operand is not None and operand.granularity == ROW:
                 raise ValueError(f"{name}: {operand}; must be block(1, G), not a whole row")
-        attention = self.saved.attention
-        if attention is not None and not attention.power_of_two:
-            raise ValueError("saved.attention: its scales must be powers of two")
+        formats = set(self.saved.attention.values())
+        if len(formats) > 1 or not all(operand.power_of_two for operand in formats):
+            raise ValueError("saved.q, k, v, o: one format with power-of-two scales, or None each")
         if self.bf16 and not self.exact_in_bf16:
             raise ValueError("bf16: the scales of all operands must be powers of two")
         if "wgrad.activation" in self.bf16 and (
@@ -201,8 +212,7 @@ class FlowRecipe:
             raise ValueError("bf16: wgrad.activation; then the codes of linear inputs have no use")
 
     def _saved(self) -> list[tuple[str, Operand | None]]:
-        names = ("norm_input", "gate_up", "attention")
-        return [(f"saved.{name}", getattr(self.saved, name)) for name in names]
+        return [(f"saved.{name}", getattr(self.saved, name)) for name in IN_BLOCKS]
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -262,11 +272,7 @@ COAT = FlowRecipe(
     dgrad=DgradGemm(gradient=GRADIENT, weight=OF_FORWARD),
     wgrad=WgradGemm(gradient=GRADIENT, activation=OF_FORWARD),
     saved=SavedTensors(
-        norm_input=BLOCKS_16,
-        gate_up=BLOCKS_16,
-        attention=None,
-        linear_input=False,
-        projection_input=False,
+        norm_input=BLOCKS_16, gate_up=BLOCKS_16, linear_input=False, projection_input=False
     ),
 )
 
@@ -288,12 +294,12 @@ ALONG, SQUARE = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))
 RECIPES: dict[str, FlowRecipe] = {
     "fp8-linear": replace(
         COAT,
-        saved=SavedTensors(
-            norm_input=None, gate_up=None, attention=None, linear_input=True, projection_input=True
-        ),
+        saved=SavedTensors(norm_input=None, gate_up=None, linear_input=True, projection_input=True),
     ),
     "coat": COAT,
-    "coat-lean": replace(COAT, saved=replace(COAT.saved, attention=BLOCKS_16)),
+    "coat-lean": replace(
+        COAT, saved=replace(COAT.saved, q=BLOCKS_16, k=BLOCKS_16, v=BLOCKS_16, o=BLOCKS_16)
+    ),
     "coat-rowgrad": replace(
         COAT,
         dgrad=replace(COAT.dgrad, gradient=ROWS),
@@ -338,13 +344,7 @@ def with_bf16(recipe: FlowRecipe, names: Sequence[Bf16Name]) -> FlowRecipe:
 
 def with_block_size(saved: SavedTensors, size: int) -> SavedTensors:
     """A copy of `saved` in which every block has `size` elements."""
-
-    def resized(operand: Operand | None) -> Operand | None:
-        return None if operand is None else replace(operand, granularity=block(1, size))
-
+    held: dict[str, Any] = {name: x for name in IN_BLOCKS if (x := getattr(saved, name))}
     return replace(
-        saved,
-        norm_input=resized(saved.norm_input),
-        gate_up=resized(saved.gate_up),
-        attention=resized(saved.attention),
+        saved, **{name: replace(x, granularity=block(1, size)) for name, x in held.items()}
     )

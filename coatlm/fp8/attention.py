@@ -6,12 +6,13 @@ to one exactly: their error is that of the logits. Scales are one-byte powers of
 
 Among the tensors that autograd saves, q, k, v and the output are recognized by their memory, which
 is that of an argument or of the result of one of the functions in WATCHED, or of all of attention.
-Masks and probabilities are saved unchanged, whatever their shape.
+Masks and probabilities are saved unchanged, whatever their shape, and so are those of q, k, v and
+the output that are not asked for in FP8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from coatlm.config.recipes import ATTENTION
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
 from coatlm.fp8.quantize import quantize
@@ -65,6 +67,14 @@ def dequantize_blocks(x: QTensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def quantize_blocks(x: Tensor, size: int) -> QTensor:
+    """x[..., K] in E4M3 with an E8M0 scale per `size` elements, as a tensor of attention is saved.
+
+    As `size` divides head_dim, the blocks of x[T, heads * D] are those of x[S, B, heads, D].
+    """
+    return quantize(x, fmt=E4M3, granularity=block(1, size), scale_dtype=torch.float8_e8m0fnu)
+
+
 def memory_order(x: Tensor) -> list[int]:
     """Dimensions from the largest stride to the smallest: `x.permute` of it is contiguous."""
     return sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
@@ -95,14 +105,16 @@ class _Holder:
 class SavedInFp8(TorchFunctionMode):
     """A context in which autograd saves q, k, v and the output of attention in FP8.
 
-    They are the arguments and results of the functions WATCHED that are called inside, and the
-    tensors `also`, such as those that a checkpointed attention saves. `size`: elements per scale.
+    They are the first three arguments and the results of the functions WATCHED that are called
+    inside, and the tensors `also`, q, k and v, such as a checkpointed attention saves. `size`:
+    elements per scale. `names`: those of q, k, v and o (the output) that are saved in FP8.
     """
 
-    def __init__(self, size: int, *also: Tensor) -> None:
+    def __init__(self, size: int, *also: Tensor, names: Collection[str] = ATTENTION) -> None:
         super().__init__()
-        self.size = size
-        self.known = list(also)  # alive until the end, so that no other tensor takes their memory
+        self.size, self.names = size, names
+        self.known: list[Tensor] = []  # alive until the end, so that no other takes their memory
+        self.know(*also)
         self.holders: list[_Holder] = []
         self.packed: dict[int, tuple[int, Packed]] = {}  # address -> number of elements, codes
         self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -127,8 +139,13 @@ class SavedInFp8(TorchFunctionMode):
         if func not in WATCHED:
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        self.known += [*args[:3], out]
+        self.know(*args[:3], out)
         return out
+
+    def know(self, *qkvo: Tensor) -> None:
+        """Let these be saved in FP8, if `names` has them: q, k, v and the output, in this order."""
+        named = zip(ATTENTION, qkvo, strict=False)
+        self.known += [x for name, x in named if name in self.names]
 
     def saved_form(self, x: Tensor) -> QTensor:
         """x in FP8, contiguous. If x is contiguous too, the memory is that which autograd saves.
@@ -153,12 +170,7 @@ class SavedInFp8(TorchFunctionMode):
         elements, packed = self.packed.get(x.data_ptr(), (0, None))
         if packed is None or elements != x.numel():
             order = memory_order(x)
-            codes = quantize(
-                x.detach().permute(order),
-                fmt=E4M3,
-                granularity=block(1, self.size),
-                scale_dtype=torch.float8_e8m0fnu,
-            )
+            codes = quantize_blocks(x.detach().permute(order), self.size)
             packed = Packed(codes, order, x.dtype)
             self.packed[x.data_ptr()] = (x.numel(), packed)
         return packed
@@ -180,15 +192,20 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def attend_saving_fp8(
-    core: Callable[[], Tensor], size: int, *qkv: Tensor
-) -> tuple[Tensor, QTensor]:
+    core: Callable[[], Tensor],
+    size: int,
+    *qkv: Tensor,
+    names: Collection[str] = ATTENTION,
+) -> tuple[Tensor, QTensor | None]:
     """Run `core`, an attention that returns [S, B, N*D]. Returns its output, and that in FP8.
 
-    `size`: elements per scale, a divisor of head_dim. `qkv`: the tensors that `core` reads.
+    `size`: elements per scale, a divisor of head_dim. `qkv`: q, k and v, which `core` reads.
+    `names`: those of q, k, v and o that are saved in FP8; without o its FP8 form is None.
     """
-    with SavedInFp8(size, *qkv) as saved:
+    assert len(qkv) == 3
+    with SavedInFp8(size, *qkv, names=names) as saved:
         out = core()
-        saved.known.append(out)  # attention in pieces saves it, and calls none of WATCHED
-    made = saved.saved_form(out)
+        saved.know(*qkv, out)  # attention in pieces saves it, and calls none of WATCHED
+    made = saved.saved_form(out) if "o" in names else None
     saved.forget()
     return out, made

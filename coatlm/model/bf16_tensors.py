@@ -10,7 +10,7 @@ each of its GEMMs in BF16, or is saved for backward in BF16:
     *_grad                           dgrad.gradient, wgrad.gradient
     norm1_saved, norm2_saved                                                 norm_input
     gate_up_saved                                                            gate_up
-    attention_saved                                                          attention
+    q_saved, k_saved, v_saved, o_saved                                       q, k, v, o
 
 This is `precision.bf16_operands` for one linear instead of all four, with the same computation: the
 GEMM runs in BF16, on the dequantized codes of its other operand, so one rounding is removed and all
@@ -26,7 +26,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from coatlm.config import Config
-from coatlm.config.recipes import FlowRecipe, Operand, OperandName
+from coatlm.config.recipes import ATTENTION, FlowRecipe, Operand, OperandName
 from coatlm.model.numerics import TENSORS
 
 LinearName = Literal["qkv", "proj", "fc1", "fc2"]
@@ -36,8 +36,9 @@ SAVED_AS = {  # a tensor that is saved for backward -> its field in SavedTensors
     "norm1_saved": "norm_input",
     "norm2_saved": "norm_input",
     "gate_up_saved": "gate_up",
-    "attention_saved": "attention",
+    **{f"{name}_saved": name for name in ATTENTION},
 }
+JOINT = "attention_saved"  # in older checkpoints: q, k, v and o, of which o was measured
 
 
 @cache
@@ -80,6 +81,15 @@ def layer_of(key: str) -> int:
 def name_of(key: str) -> str:
     """The tensor in LAYER/TENSOR."""
     return key.partition("/")[2]
+
+
+def split_keys(keys: Collection[str]) -> set[str]:
+    """Keys LAYER/TENSOR of a checkpoint, with the keys of q, k, v and o in place of a JOINT one."""
+    return {
+        key_of(layer_of(key), name)
+        for key in keys
+        for name in ([f"{x}_saved" for x in ATTENTION] if name_of(key) == JOINT else [name_of(key)])
+    }
 
 
 def names_in(keys: Collection[str], layer: int) -> frozenset[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coatlm.config import TpCommReduce
 from coatlm.config.recipes import FlowRecipe
-from coatlm.fp8.attention import attend_saving_fp8
+from coatlm.fp8.attention import attend_saving_fp8, quantize_blocks
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import Plans
 from coatlm.fp8.operand import format_of, padded
@@ -123,7 +123,7 @@ class CoatTransformerLayer(TransformerLayer):
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The attention output [S, B, N*D], and its FP8 codes and scales if they are saved."""
-        attention, saved = self.self_attention, self.flow.saved_as("attention_saved")
+        attention, saved = self.self_attention, self.flow.attention_in_fp8()
 
         def attend() -> Tensor:
             core = attention.core_attention
@@ -131,12 +131,17 @@ class CoatTransformerLayer(TransformerLayer):
                 return tensor_parallel.checkpoint(core, False, q, k, v, attention_mask)
             return core(q, k, v, attention_mask)
 
-        if saved is None or not torch.is_grad_enabled():
+        if not saved or not torch.is_grad_enabled():
             return attend(), None, None
-        size = saved.granularity.columns
+        (operand,) = set(saved.values())
+        size = operand.granularity.columns
         assert size is not None
-        out, o = attend_saving_fp8(attend, size, q, k, v)
-        return out, o.codes, o.scale
+        for name, x in (("q", q), ("k", k), ("v", v)) if self.flow.probe else ():
+            if name in saved:
+                rows = x.detach().flatten(2).flatten(0, 1)
+                self.flow.record(f"{name}_saved", rows, quantize_blocks(rows, size))
+        out, o = attend_saving_fp8(attend, size, q, k, v, names=saved)
+        return (out, None, None) if o is None else (out, o.codes, o.scale)
 
 
 def change_layers(

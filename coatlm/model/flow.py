@@ -124,7 +124,8 @@ class NormQKV(torch.autograd.Function):
         if cos is None or sin is None:
             return qkv, residual
         heads = qkv.unflatten(-1, (-1, (queries_per_kv_head + 2) * head_dim))
-        if queries_per_kv_head == 1 and flow.saved_as("attention_saved") is None:
+        apart = {"q", "k", "v"}.intersection(flow.attention_in_fp8())  # not saved as views of qkv
+        if queries_per_kv_head == 1 and not apart:
             return *rotate_qkv_(heads, cos, sin), residual
         q, k, v = split_qkv_rope(
             heads, cos, sin, queries_per_kv_head=queries_per_kv_head, head_dim=head_dim
@@ -215,7 +216,7 @@ class ProjMLP(torch.autograd.Function):
             out = flow.project_summed(active.a, w2)() + normed.x
         o_saved = o_T if o_codes is None or o_scale is None else _in_rows(o_codes, o_scale, o_T)
         flow.record("attention_output", o_T, o8)
-        flow.record("attention_saved", o_T, o_saved)
+        flow.record("o_saved", o_T, o_saved)
         flow.record("norm2_saved", normed.x, normed.saved)
         flow.record("fc1_input", norm_rows(normed.x, norm, flow.eps), normed.y)
         flow.record("gate_up_saved", gate_up, active.saved)

@@ -35,7 +35,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.config.recipes import OF_FORWARD, ROWS, FlowRecipe, GemmName, Operand, OperandName
+from coatlm.config.recipes import (
+    ATTENTION,
+    OF_FORWARD,
+    ROWS,
+    AttentionName,
+    FlowRecipe,
+    GemmName,
+    Operand,
+    OperandName,
+)
 from coatlm.fp8 import producers
 from coatlm.fp8.gemm import Plans, matmul, matmul_bf16
 from coatlm.fp8.operand import emit_direct, emit_transposed, padded
@@ -105,6 +114,11 @@ class Flow:
     def saved_as(self, tensor: str) -> Operand | None:
         """How `..._saved` is saved for backward; None means in BF16."""
         return format_saved(self.recipe, tensor, self.bf16_tensors)
+
+    def attention_in_fp8(self) -> dict[AttentionName, Operand]:
+        """The format of each of q, k, v and o that is saved for backward in FP8."""
+        found = {name: self.saved_as(f"{name}_saved") for name in ATTENTION}
+        return {name: operand for name, operand in found.items() if operand is not None}
 
     def saves_input(self, linear: LinearName) -> bool:
         """Whether the FP8 codes of the linear's input are saved, for wgrad."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -67,7 +68,7 @@ def _plain_layer(config: Config, x: int) -> LayerBytes:
     outputs = 2 * (m.hidden * e + STATISTIC) if m.sandwich_norm else 0  # inputs of norms after
     return LayerBytes(
         stream=2 * m.hidden * (e + x) + 2 * STATISTIC + outputs,
-        attention=attention(config, e, x),
+        attention=attention(config, AttentionBytes(e, e, e, e), x),
         mlp=2 * m.ffn * e + m.ffn * x,
         swiglu=m.ffn * x,
     )
@@ -77,15 +78,15 @@ def flow_layer(config: Config) -> LayerBytes:
     """An FP8 flow layer: the recipe has the format of every saved tensor (config/recipes.py)."""
     m, recipe, e = config.model, config.precision.flow_recipe(), element_bytes(config)
     saved, code = recipe.saved, _code_bytes(recipe.forward.activation)
-    norm_input, gate_up, attended = (
+    norm_input, gate_up, *attended = (
         e if operand is None else operand.bytes_per_element
-        for operand in (saved.norm_input, saved.gate_up, saved.attention)
+        for operand in (saved.norm_input, saved.gate_up, saved.q, saved.k, saved.v, saved.o)
     )
     inputs = code if saved.linear_input else 0  # bytes of norm and SwiGLU outputs
-    projected = code if saved.projection_input else attended
+    projected = code if saved.projection_input else attended[-1]
     return LayerBytes(
         stream=2 * m.hidden * (norm_input + inputs) + 2 * STATISTIC,
-        attention=attention(config, attended, projected),
+        attention=attention(config, AttentionBytes(*attended), projected),
         mlp=(2 * gate_up + inputs) * m.ffn,
         swiglu=inputs * m.ffn,
         scales=_row_scales(recipe),
@@ -108,11 +109,20 @@ def _row_scales(recipe: FlowRecipe) -> int:
     return saved * ROW_SCALES // 4
 
 
-def attention(config: Config, e: float, x: float) -> float:
+class AttentionBytes(NamedTuple):
+    """Bytes per element of each tensor that attention saves."""
+
+    q: float
+    k: float
+    v: float
+    o: float
+
+
+def attention(config: Config, e: AttentionBytes, x: float) -> float:
     """Bytes per token that attention saves between the output of qkv and the input of projection.
 
     Attention saves q, k and v after RoPE and its output, `e` bytes per element; the projection
-    saves its input, `x` bytes per element. Both are the same tensor if `x` = `e`, except under
+    saves its input, `x` bytes per element. Both are the same tensor if `x` = `e.o`, except under
     context parallelism by a2a and all_gather, where the output is copied into one tensor. The norms
     of queries and keys save their inputs. With recompute=selective attention saves the output of
     qkv alone, and in an FP8 flow also the inputs of the norms of queries and keys. Not counted are
@@ -123,14 +133,15 @@ def attention(config: Config, e: float, x: float) -> float:
     q, k = query_size(m), key_size(m)
     statistics = 2 if m.qk_norm_width == "all" else m.heads + m.key_value_heads
     norms = ((q + k) * width + STATISTIC * statistics) if m.qk_norm else 0
+    inputs = q * e.q + k * (e.k + e.v)
     if config.train.recompute == "selective":
-        return (q + 2 * k) * e + q * x + (norms if config.precision.flow else 0)
-    saved = (q + 2 * k) * e + gathered_keys(config, e) + STATISTIC * m.heads + q * x + norms
+        return inputs + q * x + (norms if config.precision.flow else 0)
+    saved = inputs + gathered_keys(config, e) + STATISTIC * m.heads + q * x + norms
     copied = config.parallel.cp > 1 and config.context_comm != "p2p"
-    return saved + (q * e if x != e or copied else 0)
+    return saved + (q * e.o if x != e.o or copied else 0)
 
 
-def gathered_keys(config: Config, e: float) -> float:
+def gathered_keys(config: Config, e: AttentionBytes) -> float:
     """Bytes per token that context parallelism adds to the keys and values that are saved.
 
     Ranks that exchange heads save as many as without context parallelism, and so do ranks that send
@@ -138,14 +149,19 @@ def gathered_keys(config: Config, e: float) -> float:
     keys and values of all ranks to new tensors. The two prefixes that queries attend to, r + 1 and
     2 cp - r of 2 cp chunks long on rank r, are views of these tensors in BF16, but in FP8 each
     prefix has its own codes. A rank's own keys and values are freed, except where an FP8 flow
-    applies RoPE in place: there they share memory with the queries.
+    applies RoPE in place, which it does if q, k and v are saved in BF16: there they share memory
+    with the queries.
     """
     m, cp = config.model, config.parallel.cp
     if cp == 1 or config.context_comm != "all_gather":
         return 0.0
+    width = element_bytes(config)
     in_place = config.precision.flow and m.heads == m.key_value_heads and not m.qk_norm
-    copies = cp - 1 + (in_place if e == element_bytes(config) else 1 / 2)
-    return 2 * key_size(m) * e * copies
+    in_place = in_place and e[:3] == (width, width, width)
+    return sum(
+        key_size(m) * each * (cp - 1 + (in_place if each == width else 1 / 2))
+        for each in (e.k, e.v)
+    )
 
 
 def _gradients_of_peers(config: Config) -> float:

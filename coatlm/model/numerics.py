@@ -8,7 +8,7 @@ For a tensor x with codes c, which dequantize to d(c) = code * scale:
     relative_error   |d(c) - x| / |x|, Euclidean norms over the whole tensor
 
     *_saved          saved for backward: the residual stream before each norm, gate | up, and with
-                     coat-lean the attention output
+                     coat-lean q and k after RoPE, v, and the attention output o
     qkv_input, attention_output, fc1_input, fc2_input, *_weight      operands of forward's GEMMs
     *_grad           gradient of a linear's output, as the operand of dgrad
 
@@ -44,7 +44,8 @@ from coatlm.parallel.groups import Groups
 
 TENSORS = (
     *("norm1_saved", "qkv_input", "qkv_weight"),
-    *("attention_output", "attention_saved", "proj_weight"),
+    *("q_saved", "k_saved", "v_saved"),
+    *("attention_output", "o_saved", "proj_weight"),
     *("norm2_saved", "fc1_input", "fc1_weight", "gate_up_saved", "fc2_input", "fc2_weight"),
     *("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad"),
 )

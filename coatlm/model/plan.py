@@ -41,7 +41,7 @@ FORMATS = {"fp32": "fp32", "bf16": "BF16", "fp8": "FP8"}
 SAVED = {  # of SavedTensors: what an FP8 layer saves in FP8
     "norm_input": "norm inputs",
     "gate_up": "gate and up",
-    "attention": "q, k, v and the attention output",
+    **{"q": "q", "k": "k", "v": "v", "o": "the attention output"},
     "linear_input": "linear inputs",
 }
 OUTPUT_LAYER = {  # of precision.output_layer

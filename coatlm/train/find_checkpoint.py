@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.config import Config, ConfigError, make_config
+from coatlm.config.recipes import ATTENTION
 from coatlm.config.urls import is_url
 from coatlm.files import check_regular
 from coatlm.remote import RemoteError
@@ -129,6 +130,8 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
         config = config | {"data": {"reset_attention_mask": False} | config["data"]}
     if isinstance(parallel, dict):
         config = config | {"parallel": {k: v for k, v in parallel.items() if k not in REMOVED}}
+    if isinstance(precision := config.get("precision"), dict):
+        config = config | {"precision": _split_names(precision)}
     try:
         return make_config(config)
     except ConfigError as error:
@@ -136,6 +139,15 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
         raise CheckpointError(
             f"{path} has a configuration that cannot be used: {problem}"
         ) from None
+
+
+def _split_names(precision: dict[str, Any]) -> dict[str, Any]:
+    """`precision` of a checkpoint, with q, k, v and o for saved.attention, once their one name."""
+    names = precision.get("bf16_operands")
+    if not isinstance(names, list) or "saved.attention" not in names:
+        return precision
+    others = [name for name in names if name != "saved.attention"]
+    return precision | {"bf16_operands": [*others, *(f"saved.{name}" for name in ATTENTION)]}
 
 
 def _candidates(

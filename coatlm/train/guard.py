@@ -47,7 +47,7 @@ from coatlm.config import Config
 from coatlm.config.model import Precision
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.operand import format_of
-from coatlm.model.bf16_tensors import alone, key_of, layer_of, name_of
+from coatlm.model.bf16_tensors import JOINT, alone, key_of, layer_of, name_of, split_keys
 from coatlm.model.fits import peak_with
 from coatlm.model.numerics import TENSORS
 from coatlm.parallel.fp8lm_scaling import SATURATED
@@ -250,12 +250,13 @@ class PrecisionGuard:
         state = state or {}
         self.fallen = Fallen()
         if self.mode != "warn":
-            keys = set(state.get("tensors", ()))
+            keys = split_keys(state.get("tensors", ()))
             kept = {key for key in keys if self.mode == "operand" and self.alone(name_of(key))}
             layers = set(state.get("in_bf16", ())) | {layer_of(key) for key in keys - kept}
             self.fallen = Fallen().with_layers(layers).with_tensors(kept)
-        self.suspected = set(state.get("suspected", ()))
-        self.reported = set(state.get("reported", ())) if state.get("mode") == self.mode else set()
+        self.suspected = _measured(state.get("suspected", ()))
+        same_mode = state.get("mode") == self.mode
+        self.reported = _measured(state.get("reported", ())) if same_mode else set()
         self.change(*self.fallen)
 
 
@@ -288,7 +289,7 @@ def restore_guard(
     head, tail = precision.bf16_layers
     ours = range(head + 1, config.model.layers - tail + 1) if precision.flow else ()
     layers = set(saved.get("in_bf16", ())).intersection(ours)
-    tensors = {key for key in saved.get("tensors", ()) if layer_of(key) in ours}
+    tensors = {key for key in split_keys(saved.get("tensors", ())) if layer_of(key) in ours}
     now = Fallen()
     if guard is not None:
         guard.restore(saved)
@@ -312,6 +313,11 @@ def restore_guard(
             "with precision.guard=%s, precision.recipe=%s and parallel.tp=%d: %s",
             *(precision.guard, precision.recipe, config.parallel.tp, number_list(whole)),
         )
+
+
+def _measured(keys: Iterable[str]) -> set[str]:
+    """Keys that a checkpoint has of measurements; JOINT was measured in the attention output."""
+    return {key_of(layer_of(key), "o_saved") if name_of(key) == JOINT else key for key in keys}
 
 
 def fits_memory(

@@ -17,11 +17,12 @@ from pydantic import (
 )
 
 from coatlm.config import Optim, OptimRecipe
+from coatlm.model.bf16_tensors import JOINT
 from coatlm.model.numerics import TENSORS
 from coatlm.train.checkpoint import CheckpointError, read_state
 from coatlm.train.manifest import STATE
 
-TENSOR_KEY = rf"^[1-9]\d{{0,8}}/({'|'.join(TENSORS)})$"  # LAYER/TENSOR
+TENSOR_KEY = rf"^[1-9]\d{{0,8}}/({'|'.join((*TENSORS, JOINT))})$"  # LAYER/TENSOR
 
 
 class SavedSpikes(BaseModel):

@@ -58,9 +58,10 @@ def test_a_group_size_is_for_what_is_saved_in_blocks(
     name: str, sizes: tuple[int | None, int | None]
 ) -> None:
     saved = recipe(name, group_size=64).saved
-    found = (saved.gate_up, saved.attention)
+    found = (saved.gate_up, saved.o)
     assert tuple(x and x.granularity.columns for x in found) == sizes
     assert saved.norm_input == saved.gate_up
+    assert saved.q == saved.k == saved.v == saved.o
 
 
 @names
@@ -165,12 +166,18 @@ def test_weights_are_gathered_as_fp8_where_their_codes_do_not_change() -> None:
         ),
         ({"saved": replace(COAT.saved, norm_input=Operand("e4m3", ROW))}, "not a whole row"),
         (
+            {"saved": replace(COAT.saved, k=Operand("e4m3", block(1, 16), power_of_two=False))},
+            r"saved\.q, k, v, o: one format with power-of-two scales",
+        ),
+        (
             {
                 "saved": replace(
-                    COAT.saved, attention=Operand("e4m3", block(1, 16), power_of_two=False)
+                    COAT.saved,
+                    q=Operand("e4m3", block(1, 16)),
+                    v=Operand("e4m3", block(1, 32)),
                 )
             },
-            r"saved\.attention: its scales must be powers of two",
+            r"saved\.q, k, v, o: one format with power-of-two scales",
         ),
     ],
 )
@@ -191,8 +198,7 @@ def test_rows_of_the_study_of_parts_are_valid_and_different() -> None:
         for name, row in study["recipes"].items()
     }
     for name in get_args(Bf16Name):
-        if name != "saved.attention":  # coat-lean less coat
-            assert made[name].precision.bf16_operands == (name,)
+        assert made[name].precision.bf16_operands == (name,)
     assert made[study["reference"]].precision.recipe == "bf16"
     assert len({c.to_yaml() for c in made.values()}) == len(made)
 

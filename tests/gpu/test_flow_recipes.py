@@ -108,7 +108,7 @@ def fp8_layer(
             *(t["x"], t["norm1"], t["wqkv"], None, cos, sin, n // g, d, flow, True)
         )
         codes = scale = None
-        if row.saved.attention is not None:
+        if row.saved.attention:
             o, saved = attend_saving_fp8(lambda: attend(q, k, v), 16, q, k, v)
             codes, scale = saved.codes, saved.scale
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config import Config, make_config
-from coatlm.config.recipes import OperandName
+from coatlm.config.recipes import ATTENTION, OperandName
 from coatlm.model.bf16_tensors import LINEARS, SAVED_AS, alone, names_in, tensor_of
 from coatlm.model.coat_layer import change_layers, flows_of
 from coatlm.model.fits import peak_with, tensor_bytes
@@ -113,7 +113,7 @@ def test_numerics_measure_what_is_still_in_fp8(megatron: None) -> None:
     c, model = changed("coat", names)
     with watched(flows_of(model.decoder.layers)) as probes:
         run(c, model)
-    assert set(probes[1].sums) == set(TENSORS) - {*names, "attention_saved"}
+    assert set(probes[1].sums) == set(TENSORS) - {*names, *(f"{x}_saved" for x in ATTENTION)}
 
 
 def test_a_change_forgets_the_tensors_of_before_and_resets_cuda_graphs(megatron: None) -> None:

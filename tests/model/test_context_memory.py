@@ -41,6 +41,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, se
     ),
     "fp8-linear, a key per query": (MHA, {"precision": {"recipe": "fp8-linear"}}),
     "coat-lean": (GQA, {"precision": {"recipe": "coat-lean"}}),
+    "coat-lean, k in BF16": (
+        GQA,
+        {"precision": {"recipe": "coat-lean", "bf16_operands": ["saved.k"]}},
+    ),
+    "coat-lean, a key per query, v and o in BF16": (
+        MHA,
+        {"precision": {"recipe": "coat-lean", "bf16_operands": ["saved.v", "saved.o"]}},
+    ),
+    "coat-lean, a key per query, o in FP8 alone": (
+        MHA,
+        {"precision": {"recipe": "coat-lean", "bf16_operands": ["saved.q", "saved.k", "saved.v"]}},
+    ),
     "coat-lean, a key per query": (MHA, {"precision": {"recipe": "coat-lean"}}),
 }
 

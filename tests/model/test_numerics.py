@@ -196,7 +196,7 @@ def test_layers_of_every_recipe_show_their_tensors(name: str, megatron: None) ->
         run(c, model)
     saved = RECIPES[name].saved
     missing = set() if saved.norm_input else {"norm1_saved", "norm2_saved", "gate_up_saved"}
-    missing |= set() if saved.attention else {"attention_saved"}
+    missing |= set() if saved.attention else {f"{name}_saved" for name in "qkvo"}
     (probe,) = probes.values()
     assert set(probe.sums) == set(TENSORS) - missing
     for tensor, sums in probe.sums.items():

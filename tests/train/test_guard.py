@@ -288,6 +288,17 @@ def test_tensors_are_restored_alone_where_they_can_be_and_else_with_their_layers
     assert again.fallen == restored.fallen
 
 
+def test_the_joint_tensor_of_older_checkpoints_is_q_k_v_and_o() -> None:
+    """Measured was the output alone; it is one finding, and all four are in BF16."""
+    layers = Layers()
+    restored = make("operand", layers)
+    old = {"tensors": ["3/attention_saved"], "suspected": ["12/attention_saved"]}
+    restored.restore(FELL | old | {"reported": ["3/attention_saved", "1/fc2_input"]})
+    assert layers.tensors == {f"3/{name}_saved" for name in "qkvo"}
+    assert restored.suspected == {"12/o_saved"}
+    assert restored.reported == {"3/o_saved", "1/fc2_input"}
+
+
 @pytest.mark.parametrize(
     ("mode", "parallel", "expected"),
     [

@@ -18,7 +18,8 @@ from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
 
 SIZES = MODEL | {"hidden": 128, "heads": 8, "ffn": 128}
 LAYOUTS = ("tp2", "tp2 sp", "cp2", "pp2", "pp2 vpp2", "dp2")
-KEPT = ("norm1_saved", "norm2_saved", "gate_up_saved", "attention_saved")
+ATTENDED = ("q_saved", "k_saved", "v_saved", "o_saved")
+KEPT = ("norm1_saved", "norm2_saved", "gate_up_saved", *ATTENDED)
 MEASURES = ("amax", "saturated", "underflow", "relative_error")
 Line = dict[str, Any]
 
@@ -82,7 +83,7 @@ def test_asking_changes_no_bit_of_the_training(runs: Path) -> None:
 
 def test_lines_come_on_the_steps_asked_for_once_a_layer_and_tensor(runs: Path) -> None:
     lines = [(line["step"], line["layer"], line["tensor"]) for line in numerics_of(runs / "asked")]
-    tensors = [RESIDUAL, *(name for name in TENSORS if name != "attention_saved")]
+    tensors = [RESIDUAL, *(name for name in TENSORS if name not in ATTENDED)]
     expected = [(s, layer, name) for s in (2, 4) for layer in (1, 2, 3, 4) for name in tensors]
     assert lines == expected
 
@@ -233,7 +234,7 @@ def test_plot_run_draws_a_curve_for_each_tensor(runs: Path) -> None:
     curves = read_run(runs / "asked").curves
     for measure in MEASURES:
         for tensor in TENSORS:
-            if tensor == "attention_saved":
+            if tensor in ATTENDED:
                 continue
             curve = curves[f"numerics.{measure}.{tensor}"]
             worst = [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coatlm.train.checkpoint import CheckpointError
+from coatlm.train.find_checkpoint import saved_config
 from coatlm.train.state import read_run_state
 
 GOOD: dict[str, Any] = {
@@ -54,6 +55,16 @@ def test_a_guard_from_before_single_tensors_fell_back_is_read(tmp_path: Path) ->
     guard = {name: value for name, value in GOOD["guard"].items() if name != "tensors"}
     state = GOOD | {"guard": guard}
     assert read_run_state(written(tmp_path, state)) == state
+
+
+def test_the_joint_tensor_of_q_k_v_and_o_is_read_in_older_checkpoints(tmp_path: Path) -> None:
+    """In the guard's state as it is; in the configuration as the four names."""
+    old = GOOD | {"guard": GOOD["guard"] | {"tensors": ["3/attention_saved"]}}
+    assert read_run_state(written(tmp_path, old)) == old
+    precision = {"recipe": "coat-lean", "bf16_operands": ["saved.attention", "dgrad.weight"]}
+    c = saved_config(tmp_path, {"config": {"precision": precision}})
+    four = tuple(f"saved.{name}" for name in "qkvo")
+    assert c.precision.bf16_operands == ("dgrad.weight", *four)
 
 
 @pytest.mark.parametrize("key", ["step", "updates", "skipped", "tokenizer", "config"])
