@@ -6,11 +6,13 @@ to one exactly: their error is that of the logits. Scales are one-byte powers of
 
 Among the tensors that autograd saves, q, k, v and the output are recognized by their memory, which
 is that of an argument or of the result of one of the functions in WATCHED, or of all of attention.
-Masks and probabilities are saved unchanged, whatever their shape.
+Masks and probabilities are saved unchanged, whatever their shape. A tensor that was decoded from
+FP8 is saved as the codes that it was decoded from (`saved_as`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
@@ -65,6 +67,17 @@ def dequantize_blocks(x: QTensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def saved_as(x: Tensor, codes: QTensor) -> Tensor:
+    """Returns x, a contiguous tensor that `codes` decode to, of the same shape.
+
+    Inside of `SavedInFp8`, x and the first rows of x are saved as these codes.
+    """
+    if has_torch_function((x,)):
+        noted: Tensor = handle_torch_function(saved_as, (x,), x, codes)
+        return noted
+    return x
+
+
 def memory_order(x: Tensor) -> list[int]:
     """Dimensions from the largest stride to the smallest: `x.permute` of it is contiguous."""
     return sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
@@ -105,6 +118,7 @@ class SavedInFp8(TorchFunctionMode):
         self.known = list(also)  # alive until the end, so that no other tensor takes their memory
         self.holders: list[_Holder] = []
         self.packed: dict[int, tuple[int, Packed]] = {}  # address -> number of elements, codes
+        self.given: dict[int, QTensor] = {}  # address -> what `saved_as` was told
         self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> SavedInFp8:
@@ -124,6 +138,11 @@ class SavedInFp8(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is saved_as:
+            x, codes = args
+            self.known.append(x)
+            self.given[x.data_ptr()] = codes
+            return x
         if func not in WATCHED:
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -148,17 +167,22 @@ class SavedInFp8(TorchFunctionMode):
         self.known.clear()
         self.holders.clear()
         self.packed.clear()
+        self.given.clear()
 
     def _quantized(self, x: Tensor) -> Packed:
         elements, packed = self.packed.get(x.data_ptr(), (0, None))
         if packed is None or elements != x.numel():
             order = memory_order(x)
-            codes = quantize(
-                x.detach().permute(order),
-                fmt=E4M3,
-                granularity=block(1, self.size),
-                scale_dtype=torch.float8_e8m0fnu,
-            )
+            dense, given = x.detach().permute(order), self.given.get(x.data_ptr())
+            if given is not None and dense.is_contiguous():
+                codes = _first_rows(given, dense.shape)
+            else:
+                codes = quantize(
+                    dense,
+                    fmt=E4M3,
+                    granularity=block(1, self.size),
+                    scale_dtype=torch.float8_e8m0fnu,
+                )
             packed = Packed(codes, order, x.dtype)
             self.packed[x.data_ptr()] = (x.numel(), packed)
         return packed
@@ -173,6 +197,18 @@ class SavedInFp8(TorchFunctionMode):
 def _unpack(saved: Tensor | _Holder) -> Tensor:
     x = saved.held if isinstance(saved, _Holder) else saved
     return x.unpack() if isinstance(x, Packed) else x
+
+
+def _first_rows(x: QTensor, shape: torch.Size) -> QTensor:
+    """The first elements of x in the order of memory, as a tensor of `shape`; a view."""
+    codes, scale = (
+        part.view(-1)[: math.prod(sizes)].view(sizes)
+        for part, sizes in (
+            (x.codes, shape),
+            (x.scale, x.granularity.scale_shape(shape)),
+        )
+    )
+    return QTensor(codes, scale, x.granularity, x.fmt)
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -42,6 +42,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, se
     "fp8-linear, a key per query": (MHA, {"precision": {"recipe": "fp8-linear"}}),
     "coat-lean": (GQA, {"precision": {"recipe": "coat-lean"}}),
     "coat-lean, a key per query": (MHA, {"precision": {"recipe": "coat-lean"}}),
+    "coat-lean, fp8 keys": (
+        GQA,
+        {"precision": {"recipe": "coat-lean"}, "parallel": {"cp_comm_kv": "fp8"}},
+    ),
+    "coat-lean, fp8 keys, selective": (
+        MHA,
+        {
+            "precision": {"recipe": "coat-lean"},
+            "parallel": {"cp_comm_kv": "fp8"},
+            "train": {"recompute": "selective"},
+        },
+    ),
 }
 
 
@@ -55,8 +67,8 @@ GRADIENTS = ("coat, a key per query", "coat")  # two parts of heads are exchange
 def make(name: str, comm: str) -> Any:
     model, sections = CASES[name]
     sizes = {**TINY, "layers": 2, "head_dim": 32, "ffn": 64, **model}
-    parallel = {"cp": 2, "cp_comm": comm}
-    return make_config({"model": sizes, "data": DATA, "parallel": parallel, **sections})
+    parallel = {"cp": 2, "cp_comm": comm, **sections.get("parallel", {})}
+    return make_config({"model": sizes, "data": DATA, **sections, "parallel": parallel})
 
 
 def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
