@@ -162,9 +162,9 @@ SUM_CASES: list[tuple[str, str, str]] = [
     ("tp2 sp, fp8 sums", "blocks, recompute", "coat"),
     ("tp2 sp, fp8 sums, split", "blocks", "coat"),
 ]
-# Keys and values that travel in FP8. Each is off by at most 2^-4 of itself, 0.027 on average, in
-# forward as it is in backward anyway. That is an error of single probabilities and values, over
-# which attention averages: less than that of the same rounding of whole sums, SUMS_RELATIVE.
+# Keys and values that travel in FP8. Forward rounds them as backward does anyway, by 0.027 on average.
+# Attention averages these errors over tokens, so that they are no larger than the others, which
+# FLOW_RELATIVE limits: measured are 9.3e-5 for losses and 1.2e-3 for norms.
 KEY_CASES: dict[int, list[tuple[str, str, str]]] = {
     2: [
         *(("cp2, fp8 keys", v, "coat-lean") for v in ("plain", "mha", "documents")),
@@ -333,16 +333,12 @@ def test_partial_sums_in_fp8_are_the_same_in_chunks_and_in_recomputed_layers(cur
     assert curves["tp2 sp, fp8 sums/blocks, recompute/coat"] == whole
 
 
-@pytest.mark.parametrize(
-    ("layout", "variant", "recipe"), [c for n in (2, 4) for c in KEY_CASES[n]]
-)
+@pytest.mark.parametrize(("layout", "variant", "recipe"), [c for n in (2, 4) for c in KEY_CASES[n]])
 def test_keys_in_fp8_train_like_one_process(
     curves: Any, layout: str, variant: str, recipe: str
 ) -> None:
-    actual, expected = (
-        torch.tensor(curves[f"{n}/{variant}/{recipe}"]) for n in (layout, "single")
-    )
-    for column, limit in enumerate(SUMS_RELATIVE):
+    actual, expected = (torch.tensor(curves[f"{n}/{variant}/{recipe}"]) for n in (layout, "single"))
+    for column, limit in enumerate(FLOW_RELATIVE):
         torch.testing.assert_close(actual[:, column], expected[:, column], rtol=limit, atol=0.0)
 
 
@@ -350,9 +346,7 @@ def test_keys_in_fp8_train_like_one_process(
 def test_keys_in_fp8_train_alike_in_all_ways(curves: Any, variant: str) -> None:
     """All ranks attend to the same numbers, so that ways differ as they do with keys in BF16."""
     ways = ("cp2", "cp2 gathered", "cp2 by peers")
-    first, *others = (
-        torch.tensor(curves[f"{way}, fp8 keys/{variant}/coat-lean"]) for way in ways
-    )
+    first, *others = (torch.tensor(curves[f"{way}, fp8 keys/{variant}/coat-lean"]) for way in ways)
     for other in others:
         for column, limit in enumerate(FLOW_RELATIVE):
             torch.testing.assert_close(other[:, column], first[:, column], rtol=limit, atol=0.0)
