@@ -300,9 +300,8 @@ def test_all_ways_attend_to_decoded_keys_and_save_what_they_send(
     """
     for rank in measured:
         of = {name: rank[f"fp8 keys, {name}/{comm}"] for name in ("output", "dq", "dk", "dv")}
-        assert (
-            of["output"] <= 2.0**-8 < 4 * 2.0**-8 <= rank[f"fp8 keys, output of exact keys/{comm}"]
-        )
+        assert of["output"] <= 2.0**-8
+        assert rank[f"fp8 keys, output of exact keys/{comm}"] >= 4 * 2.0**-8
         assert max(of.values()) <= (2 / 3) ** 0.5 * 2.0**-4
         assert rank[f"fp8 keys, casts in backward/{comm}"] == 0
         assert rank[f"fp8 keys, saved is sent/{comm}"] == 1
