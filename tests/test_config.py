@@ -266,6 +266,24 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "data.seq_len=258 is not a multiple of 2*parallel.cp=4",
         ),
         ({"parallel": {"cp_comm": "a2a"}}, "parallel: cp_comm=a2a needs cp > 1"),
+        ({"parallel": {"cp_comm_kv": "fp8"}}, "parallel: cp_comm_kv=fp8 needs cp > 1"),
+        *(
+            (
+                {
+                    "parallel": {"cp": 2, "cp_comm_kv": "fp8"},
+                    "precision": {"recipe": recipe},
+                },
+                f"parallel.cp_comm_kv=fp8 with precision.recipe={recipe}: must be coat-lean",
+            )
+            for recipe in ("bf16", "coat")
+        ),
+        (
+            {
+                "parallel": {"cp": 2, "cp_comm_kv": "fp8"},
+                "precision": {"recipe": "coat-lean", "bf16_operands": ["saved.v"]},
+            },
+            "precision.bf16_operands=['saved.v']: must not name saved.k or saved.v",
+        ),
         (
             {"data": {"text": ["a"], "reset_attention_mask": True}, "parallel": PEERS},
             "parallel.cp_comm=p2p with data.reset_attention_mask=true: must be false",

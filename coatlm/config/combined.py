@@ -8,7 +8,7 @@ from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
-from coatlm.config.obstacles import graph_obstacles, p2p_obstacles, update_obstacles
+from coatlm.config.obstacles import graph_obstacles, obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
@@ -100,13 +100,8 @@ class Config(Section):
                 )
             divides("model.hidden", m.hidden, "the alignment of FP8 GEMMs", 16)
         self._check_flow()
-        for given, what, obstacles in (
-            (p.cp_comm == "p2p", "parallel.cp_comm=p2p", p2p_obstacles),
-            (self.train.cuda_graphs is True, "train.cuda_graphs=true", graph_obstacles),
-            (self.train.update == "backward", "train.update=backward", update_obstacles),
-        ):
-            for obstacle in obstacles(self) if given else ():
-                raise ValueError(f"{what} with {obstacle}")
+        for what in obstacles(self):
+            raise ValueError(what)
         self._check_sharded_weights()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")

@@ -5,8 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from coatlm.config.recipes import RECIPES
+
 if TYPE_CHECKING:
     from coatlm.config.combined import Config
+
+
+def obstacles(config: Config) -> Iterator[str]:
+    """What given options exclude, as `section.key=value with section.key=value: must be ...`."""
+    p, t = config.parallel, config.train
+    for given, what, found in (
+        (p.cp_comm == "p2p", "parallel.cp_comm=p2p", p2p_obstacles),
+        (p.cp_comm_kv == "fp8", "parallel.cp_comm_kv=fp8", kv_obstacles),
+        (t.cuda_graphs is True, "train.cuda_graphs=true", graph_obstacles),
+        (t.update == "backward", "train.update=backward", update_obstacles),
+    ):
+        for obstacle in found(config) if given else ():
+            yield f"{what} with {obstacle}"
 
 
 def graph_obstacles(config: Config) -> Iterator[str]:
@@ -33,6 +48,16 @@ def p2p_obstacles(config: Config) -> Iterator[str]:
         yield "model.window: must be null"
     if m.attention_softcap is not None:
         yield f"model.attention_softcap={m.attention_softcap}: must be null"
+
+
+def kv_obstacles(config: Config) -> Iterator[str]:
+    """What leaves no layer that saves keys and values in FP8."""
+    recipe, names = config.precision.recipe, config.precision.bf16_operands
+    saving = [name for name, row in RECIPES.items() if row.saved.k and row.saved.v]
+    if recipe not in saving:
+        yield f"precision.recipe={recipe}: must be {' or '.join(saving)}"
+    if {"saved.k", "saved.v"}.intersection(names):
+        yield f"precision.bf16_operands={list(names)}: must not name saved.k or saved.v"
 
 
 def update_obstacles(config: Config) -> Iterator[str]:

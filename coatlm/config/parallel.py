@@ -10,6 +10,7 @@ from coatlm.config.fields import MOST_RANKS, Real, Section, number
 
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 TpCommReduce = Literal["bf16", "fp8"]
+CpCommKv = Literal["bf16", "fp8"]
 
 
 class Parallel(Section):
@@ -54,6 +55,12 @@ class Parallel(Section):
     from rank to rank while ranks attend to those of others; all_gather all-gathers keys and values
     first. auto is a2a where tp * cp divides model.heads and model.kv_heads, else all_gather. p2p
     does not go with data.reset_attention_mask, model.window or model.attention_softcap."""
+
+    cp_comm_kv: CpCommKv = "bf16"
+    """The format in which context-parallel ranks exchange keys and values: bf16, or fp8, the E4M3
+    codes and scales that FP8 layers save of them for backward. With fp8 every rank attends to the
+    decoded keys and values, its own included; their gradients travel in BF16. It is for recipes
+    that save keys and values in FP8 (coat-lean); layers in BF16 exchange BF16 with either."""
 
     zero: Literal[0, 1, 2, 3] = 1
     """The ZeRO stage, which is what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2
@@ -113,6 +120,8 @@ class Parallel(Section):
             raise ValueError(f"tp*pp*cp={self.tp}*{self.pp}*{self.cp} is above {MOST_RANKS}")
         if self.cp_comm != "auto" and self.cp == 1:
             raise ValueError(f"cp_comm={self.cp_comm} needs cp > 1")
+        if self.cp_comm_kv != "bf16" and self.cp == 1:
+            raise ValueError(f"cp_comm_kv={self.cp_comm_kv} needs cp > 1")
         if self.tp_comm_reduce != "bf16" and not self.sequence_parallel:
             raise ValueError(
                 f"tp_comm_reduce={self.tp_comm_reduce} needs sequence_parallel=true: without it "

@@ -7,11 +7,13 @@ to one exactly: their error is that of the logits. Scales are one-byte powers of
 Among the tensors that autograd saves, q, k, v and the output are recognized by their memory, which
 is that of an argument or of the result of one of the functions in WATCHED, or of all of attention.
 Masks and probabilities are saved unchanged, whatever their shape, and so are those of q, k, v and
-the output that are not asked for in FP8.
+the output that are not asked for in FP8. A tensor that was decoded from FP8 is saved as the codes
+that it was decoded from (`saved_as`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from coatlm.config.recipes import ATTENTION
 from coatlm.fp8.formats import E4M3
@@ -75,6 +77,17 @@ def quantize_blocks(x: Tensor, size: int) -> QTensor:
     return quantize(x, fmt=E4M3, granularity=block(1, size), scale_dtype=torch.float8_e8m0fnu)
 
 
+def saved_as(x: Tensor, codes: QTensor) -> Tensor:
+    """Returns x, a contiguous tensor that `codes` decode to, of the same shape.
+
+    Inside of `SavedInFp8`, x and the first rows of x are saved as these codes.
+    """
+    if has_torch_function((x,)):
+        noted: Tensor = handle_torch_function(saved_as, (x,), x, codes)
+        return noted
+    return x
+
+
 def memory_order(x: Tensor) -> list[int]:
     """Dimensions from the largest stride to the smallest: `x.permute` of it is contiguous."""
     return sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
@@ -117,6 +130,7 @@ class SavedInFp8(TorchFunctionMode):
         self.know(*also)
         self.holders: list[_Holder] = []
         self.packed: dict[int, tuple[int, Packed]] = {}  # address -> number of elements, codes
+        self.given: dict[int, QTensor] = {}  # address -> what `saved_as` was told
         self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> SavedInFp8:
@@ -136,6 +150,11 @@ class SavedInFp8(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is saved_as:
+            x, codes = args
+            self.known.append(x)
+            self.given[x.data_ptr()] = codes
+            return x
         if func not in WATCHED:
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -165,12 +184,17 @@ class SavedInFp8(TorchFunctionMode):
         self.known.clear()
         self.holders.clear()
         self.packed.clear()
+        self.given.clear()
 
     def _quantized(self, x: Tensor) -> Packed:
         elements, packed = self.packed.get(x.data_ptr(), (0, None))
         if packed is None or elements != x.numel():
             order = memory_order(x)
-            codes = quantize_blocks(x.detach().permute(order), self.size)
+            dense, given = x.detach().permute(order), self.given.get(x.data_ptr())
+            if given is not None and dense.is_contiguous():
+                codes = _first_rows(given, dense.shape)
+            else:
+                codes = quantize_blocks(dense, self.size)
             packed = Packed(codes, order, x.dtype)
             self.packed[x.data_ptr()] = (x.numel(), packed)
         return packed
@@ -185,6 +209,18 @@ class SavedInFp8(TorchFunctionMode):
 def _unpack(saved: Tensor | _Holder) -> Tensor:
     x = saved.held if isinstance(saved, _Holder) else saved
     return x.unpack() if isinstance(x, Packed) else x
+
+
+def _first_rows(x: QTensor, shape: torch.Size) -> QTensor:
+    """The first elements of x in the order of memory, as a tensor of `shape`; a view."""
+    codes, scale = (
+        part.view(-1)[: math.prod(sizes)].view(sizes)
+        for part, sizes in (
+            (x.codes, shape),
+            (x.scale, x.granularity.scale_shape(shape)),
+        )
+    )
+    return QTensor(codes, scale, x.granularity, x.fmt)
 
 
 def _inverse(order: list[int]) -> list[int]:

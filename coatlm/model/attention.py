@@ -10,7 +10,9 @@ holds the chunks r and 2n-1-r of 2n (zigzag), which balances the causal work. Ke
 all-gathered. Each of the two query chunks attends to the prefix of the sequence that ends with this
 chunk: causal attention aligned at the lower right corner. With cp_comm=p2p ranks send each other
 keys and values instead, and attend to those of one rank at a time
-(coatlm/parallel/ring_attention.py).
+(coatlm/parallel/ring_attention.py). With cp_comm_kv=fp8 keys and values are sent in FP8, and every
+rank attends to what is decoded from that, its own keys included: the result does not depend on
+which rank holds a key.
 
 Documents, windows and soft caps are as coatlm/kernels/document_attention.py defines them.
 """
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coatlm.config import CpCommKv
 from coatlm.kernels.document_attention import document_attention
 from coatlm.kernels.rope import rope, split_qkv_rope
 from coatlm.megatron import SelfAttention as MegatronSelfAttention
@@ -36,7 +39,12 @@ from coatlm.model.attention_backends import (
     torch_attention,
 )
 from coatlm.model.layers import Branch, RMSNorm
-from coatlm.parallel.context import attend_with_own_heads, gather_zigzag, head_parts
+from coatlm.parallel.context import (
+    attend_with_own_heads,
+    gather_zigzag,
+    gather_zigzag_codes,
+    head_parts,
+)
 from coatlm.parallel.ring_attention import zigzag_attention
 
 
@@ -46,7 +54,8 @@ class CoreAttention(nn.Module):
     `multiplier` replaces 1 / sqrt(D). A query attends to the last `window` keys up to its own, or
     to all. `softcap` bounds the logits: x becomes softcap tanh(x / softcap). `comm` is what ranks
     exchange: a2a: heads, and each holds one chunk of a sample; p2p and all_gather: keys, and each
-    holds two chunks. p2p is for causal attention to whole samples.
+    holds two chunks. p2p is for causal attention to whole samples. With `comm_kv` fp8 ranks send
+    keys and values in FP8, in calls that give the block size.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class CoreAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         comm: str = "all_gather",
+        comm_kv: CpCommKv = "bf16",
         **__: Any,
     ):
         super().__init__()
@@ -67,7 +77,8 @@ class CoreAttention(nn.Module):
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"softcap={softcap}: must be above 0 and finite")
         self.cp_group, self.multiplier = pg_collection.cp, multiplier
-        self.window, self.softcap, self.comm = window, softcap, comm
+        self.window, self.softcap = window, softcap
+        self.comm, self.comm_kv = comm, comm_kv
         self.backends: Mapping[Shape, str] = {}  # those that were chosen by time
 
     def forward(
@@ -76,12 +87,15 @@ class CoreAttention(nn.Module):
         k_SBGD: Tensor,
         v_SBGD: Tensor,
         attention_mask: Tensor | None = None,
+        block_size: int | None = None,
         **_: Any,
     ) -> Tensor:
         """Returns [S, B, N*D]. In place of a mask there may be document bounds [B, E].
 
         With documents the samples lie one behind the other: all tensors are [B S, 1, ...].
+        `block_size`: the elements per scale of keys and values that are saved in FP8 for backward.
         """
+        size_sent = block_size if self.comm_kv == "fp8" else None
         bounds_BE, rank, size = attention_mask, self.cp_group.rank(), self.cp_group.size()
         if bounds_BE is not None:
             samples = bounds_BE.shape[0]
@@ -92,14 +106,22 @@ class CoreAttention(nn.Module):
             o_SBND = self._attend(q_SBND, k_SBGD, v_SBGD, bounds_BE)
         elif self.comm == "a2a":
             attend = partial(self._attend, bounds_BE=bounds_BE)
-            o_SBND = attend_with_own_heads(attend, q_SBND, k_SBGD, v_SBGD, self.cp_group)
+            o_SBND = attend_with_own_heads(
+                attend, q_SBND, k_SBGD, v_SBGD, self.cp_group, block_size=size_sent
+            )
         elif self.comm == "p2p" and not self._masked(bounds_BE):
             backend = self._chosen(q_SBND, k_SBGD)
             o_SBND = zigzag_attention(
-                q_SBND, k_SBGD, v_SBGD, self.cp_group, scale=self.multiplier, backend=backend
+                *(q_SBND, k_SBGD, v_SBGD, self.cp_group),
+                scale=self.multiplier,
+                backend=backend,
+                block_size=size_sent,
             )
         else:
-            k_TBGD, v_TBGD = (gather_zigzag(x, self.cp_group) for x in (k_SBGD, v_SBGD))
+            gather = gather_zigzag
+            if size_sent is not None:
+                gather = partial(gather_zigzag_codes, block_size=size_sent)
+            k_TBGD, v_TBGD = (gather(x, self.cp_group) for x in (k_SBGD, v_SBGD))
             length = q_SBND.shape[0] // 2
             outputs = []
             for chunk, q in zip((rank, 2 * size - 1 - rank), q_SBND.chunk(2), strict=True):

@@ -8,6 +8,7 @@ of the local layer on its own modules. Or single tensors of it change (`Flow.bf1
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,18 +125,19 @@ class CoatTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The attention output [S, B, N*D], and its FP8 codes and scales if they are saved."""
         attention, saved = self.self_attention, self.flow.attention_in_fp8()
+        size = None
+        if saved:
+            (operand,) = set(saved.values())
+            size = operand.granularity.columns
+        core = partial(attention.core_attention, block_size=size)
 
         def attend() -> Tensor:
-            core = attention.core_attention
             if attention.checkpoint_core_attention and self.training:
                 return tensor_parallel.checkpoint(core, False, q, k, v, attention_mask)
             return core(q, k, v, attention_mask)
 
-        if not saved or not torch.is_grad_enabled():
+        if size is None or not torch.is_grad_enabled():
             return attend(), None, None
-        (operand,) = set(saved.values())
-        size = operand.granularity.columns
-        assert size is not None
         for name, x in (("q", q), ("k", k), ("v", v)) if self.flow.probe else ():
             if name in saved:
                 rows = x.detach().flatten(2).flatten(0, 1)

@@ -17,7 +17,8 @@ network. What runs beside a collective is what the code starts between it and th
 With chunks, codes arrive from one rank after the other, each beside the GEMM of the rows before.
 That is the order of an FP8 layer (flow_gemms.py). Layers of megatron-core and TransformerEngine
 have that of the column without chunks. Casts of weights, which also run beside some of these, are
-short and not counted. WAYS has the collectives of context parallelism; all of p2p are exposed.
+short and not counted, and neither are those of keys and values with parallel.cp_comm_kv=fp8. WAYS
+has the collectives of context parallelism; all of p2p are exposed, however many are of forward.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from coatlm.model.layer_time import (
 )
 from coatlm.model.memory import microbatch_tokens, replaced
 from coatlm.model.rates import Link, Rates
-from coatlm.model.traffic import OperandGather, layer_gathers
+from coatlm.model.traffic import OperandGather, kv_block_size, layer_gathers
 from coatlm.parallel.context import head_parts
 
 ROUNDING = 1000  # bytes per microbatch: less is a rounding error of `traffic`
@@ -175,9 +176,9 @@ def _sum(config: Config, beside: float, times: int = 1, chunks: int = 1) -> Coll
 class ContextWay(NamedTuple):
     """How context-parallel ranks compute attention."""
 
-    collectives: Callable[[Config, float, float], Iterator[Collective]]
-    """Those of forward or of backward of a layer, from the bytes that a rank sends in it and the
-    seconds of attention."""
+    collectives: Callable[[Config, float, float, float], Iterator[Collective]]
+    """Those of forward or of backward of a layer, from the bytes that a rank sends in it, the
+    seconds of attention, and the bytes of an element of keys relative to one of queries."""
 
     whole_samples: bool
     """Attention runs the causal kernels of whole samples; else `Rates.context_parallel` applies."""
@@ -187,7 +188,7 @@ class ContextWay(NamedTuple):
     which `Rates.context_parallel` was fitted; as often their gradients in backward."""
 
 
-def _by_heads(config: Config, sent: float, attention: float) -> Iterator[Collective]:
+def _by_heads(config: Config, sent: float, attention: float, keys: float) -> Iterator[Collective]:
     """All-to-alls of q, k, v and of the output (parallel/context.py), each in parts of the heads.
 
     The first part to arrive and the last to be sent back are exposed; others overlap with attention
@@ -195,13 +196,13 @@ def _by_heads(config: Config, sent: float, attention: float) -> Iterator[Collect
     """
     m, p = config.model, config.parallel
     parts = head_parts(m.key_value_heads // (p.tp * p.cp))
-    outputs = query_size(m) / (2 * query_size(m) + 2 * key_size(m))
+    outputs = query_size(m) / (2 * query_size(m) + 2 * keys * key_size(m))
     for share, calls in ((1 - outputs, 3), (outputs, 1)):
         yield Collective(share * sent / parts, 0.0, 1, calls)
         yield Collective(share * sent / parts, attention / parts, parts - 1, calls)
 
 
-def _gathered(config: Config, sent: float, attention: float) -> Iterator[Collective]:
+def _gathered(config: Config, sent: float, attention: float, keys: float) -> Iterator[Collective]:
     """All-gathers of keys and values, or reduce-scatters of their gradients."""
     yield Collective(sent / 2, times=2)
 
@@ -224,18 +225,36 @@ def attention_passes(config: Config) -> tuple[int, int]:
     return (1 if config.train.recompute == "none" else 2), 1
 
 
-def context_parallel(config: Config, sent: float, attention: float, wire: GroupLink) -> Exposed:
+def context_parallel(
+    config: Config, plain: float, sent: float, attention: float, wire: GroupLink
+) -> Exposed:
     """What a stage that sends `sent` bytes per microbatch over the context-parallel ranks exposes.
 
-    `attention`: its seconds of forward and backward without recomputation.
+    `plain`: the share of its layers that `precision.bf16_layers` leaves in BF16. `attention`: its
+    seconds of forward and backward without recomputation.
     """
     layers, way = _layers(config), context_way(config)
     (forward, backward), found = attention_passes(config), []
-    each = sent / layers / (forward + backward)
-    for times, share in ((forward, FORWARD), (backward, 1 - FORWARD)):
-        for one in way.collectives(config, each, share * attention / layers):
+    keys, queries = sent_key_bytes(config, plain) / element_bytes(config), 0
+    if config.context_comm == "a2a":
+        queries = query_size(config.model)
+    # forward sends what is proportional to the first of these, backward to the second
+    weights = [queries + key_size(config.model) * ratio for ratio in (keys, 1.0)]
+    unit = sent / layers / (forward * weights[0] + backward * weights[1])
+    for times, share, weight, ratio in (
+        (forward, FORWARD, weights[0], keys),
+        (backward, 1 - FORWARD, weights[1], 1.0),
+    ):
+        for one in way.collectives(config, unit * weight, share * attention / layers, ratio):
             found.append(one._replace(times=times * one.times))
     return exposed(found, wire, layers)
+
+
+def sent_key_bytes(config: Config, plain: float) -> float:
+    """Bytes per element of the keys and values that layers send, the mean over a stage's layers."""
+    columns = kv_block_size(config)
+    codes = element_bytes(config) if columns is None else 1 + 1 / columns
+    return plain * element_bytes(config) + (1 - plain) * codes
 
 
 def context_copies(config: Config, rates: Rates) -> float:

@@ -145,12 +145,12 @@ def gathered_keys(config: Config, e: AttentionBytes) -> float:
     """Bytes per token that context parallelism adds to the keys and values that are saved.
 
     Ranks that exchange heads save as many as without context parallelism, and so do ranks that send
-    each other keys and values, in backward once more. The all-gather writes the
-    keys and values of all ranks to new tensors. The two prefixes that queries attend to, r + 1 and
-    2 cp - r of 2 cp chunks long on rank r, are views of these tensors in BF16, but in FP8 each
-    prefix has its own codes. A rank's own keys and values are freed, except where an FP8 flow
-    applies RoPE in place, which it does if q, k and v are saved in BF16: there they share memory
-    with the queries.
+    each other keys and values, in backward once more. The all-gather writes the keys and values of
+    all ranks to new tensors. The two prefixes that queries attend to, r + 1 and 2 cp - r of 2 cp
+    chunks long on rank r, are views of these tensors in BF16, and of their codes if those were
+    gathered, but if FP8 is saved of gathered BF16, each prefix has its own codes. A rank's own keys
+    and values are freed, except where an FP8 flow applies RoPE in place, which it does if q, k and
+    v are saved in BF16: there they share memory with the queries.
     """
     m, cp = config.model, config.parallel.cp
     if cp == 1 or config.context_comm != "all_gather":
@@ -158,8 +158,9 @@ def gathered_keys(config: Config, e: AttentionBytes) -> float:
     width = element_bytes(config)
     in_place = config.precision.flow and m.heads == m.key_value_heads and not m.qk_norm
     in_place = in_place and e[:3] == (width, width, width)
+    own_codes = 0 if config.parallel.cp_comm_kv == "fp8" else 1 / 2
     return sum(
-        key_size(m) * each * (cp - 1 + (in_place if each == width else 1 / 2))
+        key_size(m) * each * (cp - 1 + (in_place if each == width else own_codes))
         for each in (e.k, e.v)
     )
 

@@ -121,6 +121,7 @@ def _layer(
                 "window": window.size if window and window.size < config.data.seq_len else None,
                 "softcap": m.attention_softcap,
                 "comm": config.context_comm,
+                "comm_kv": config.parallel.cp_comm_kv,
             },
         ),
         linear_proj=row,

@@ -250,7 +250,8 @@ def _stage(config: Config, vocab: int, cluster: Cluster, stage: int) -> _Stage:
         tensor = tensor_parallel(config, plain, sent_tp, rates, cluster.wire(1, p.tp))
     if p.cp > 1:
         elementwise += layers * context_copies(config, rates)
-        context = context_parallel(config, sent_cp, attention, cluster.wire(p.tp, p.cp))
+        wire = cluster.wire(p.tp, p.cp)
+        context = context_parallel(config, plain, sent_cp, attention, wire)
     attention *= 1 + FORWARD * (config.train.recompute != "none")
     busy = gemms + elementwise + attention + output
     waits = 0.0 if config.cuda_graphs else max(0.0, launches - busy)

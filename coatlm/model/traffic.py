@@ -25,7 +25,9 @@ gradients in backward. With parallel.cp_comm=all_gather it all-gathers keys and 
 reduce-scatters their gradients. With p2p, rank r of R sends its keys and values to the r smaller
 ranks, and half of them to the larger ones: in forward, when attention is recomputed, and in
 backward, where it also sends gradients of half of their keys and values to the smaller ranks, and
-of all to the larger ones.
+of all to the larger ones. With parallel.cp_comm_kv=fp8 the keys and values of layers that save them
+in FP8 are sent as codes with their scales, 1 + 1 / G bytes per element for blocks of G; their
+gradients, like queries and outputs, are sent as with bf16.
 
 TransformerEngine's layers all-gather FP8 codes under its FP8 recipes; the all-reduces of their
 amaxes, some bytes per layer, are not counted.
@@ -107,6 +109,17 @@ def layer_gathers(config: Config, *, current: bool) -> LayerGathers:
     return LayerGathers(inputs, again, gradients)
 
 
+def kv_block_size(config: Config) -> int | None:
+    """Elements per scale of the keys and values that FP8 layers send to context-parallel ranks.
+
+    None if they send them in the model's dtype.
+    """
+    if config.parallel.cp_comm_kv == "bf16" or not config.precision.flow:
+        return None
+    saved = config.precision.flow_recipe().saved.k
+    return None if saved is None else saved.granularity.columns
+
+
 def step_traffic(
     config: Config,
     *,
@@ -130,7 +143,7 @@ def step_traffic(
         _Sender(config, traffic, "tp", 1).sums(once)
     if config.parallel.cp > 1:
         rank = config.parallel.cp - 1 if cp_rank is None else cp_rank
-        _Sender(config, traffic, "cp", microbatches).context_parallel(rank)
+        _Sender(config, traffic, "cp", microbatches).context_parallel(stage, rank, fallen)
     return traffic
 
 
@@ -172,22 +185,30 @@ class _Sender:
         self._all_reduce(once.mus, torch.int64)
         self._all_reduce(once.mus, torch.int32)
 
-    def context_parallel(self, rank: int) -> None:
+    def context_parallel(self, stage: int, rank: int, fallen: Collection[int]) -> None:
         """Count what `rank` sends of a microbatch over the context-parallel group."""
         c, p = self.config, self.config.parallel
-        forwards = 1 if c.train.recompute == "none" else 2
-        count = 2 * (forwards + 1) * (c.model.layers // p.pp)
-        keys = self.tokens * key_size(c.model) // p.tp
+        layers, forwards = c.model.layers // p.pp, 1 if c.train.recompute == "none" else 2
+        keys, exact = self.tokens * key_size(c.model) // p.tp, layers
+        each = [(keys, self.dtype)]  # how a layer sends the keys of the rank
+        if (columns := kv_block_size(c)) is not None:
+            exact = round(layers * bf16_share(c, stage, fallen))
+            each.append((keys + keys // columns, CODES))
+        for (elements, dtype), count in zip(each, (exact, layers - exact), strict=False):
+            if c.context_comm == "p2p":
+                # in halves of keys or values: what a pass sends
+                self._send(elements * (forwards + 1) * (p.cp - 1 + rank), dtype, count)
+            else:
+                gathered = 1 if c.context_comm == "a2a" else p.cp
+                self._move(elements * gathered, dtype, 2 * forwards * count)
         if c.context_comm == "p2p":
-            # in halves of keys or values: what a pass sends, and the gradients
-            sent, returned = p.cp - 1 + rank, 2 * (p.cp - 1) - rank
-            halves = (forwards + 1) * sent + returned
-            self._send(keys * halves, self.dtype, c.model.layers // p.pp)
+            self._send(keys * (2 * (p.cp - 1) - rank), self.dtype, layers)
         elif c.context_comm == "a2a":
-            self._move(keys, self.dtype, count)
-            self._move(self.tokens * query_size(c.model) // p.tp, self.dtype, count)
+            self._move(keys, self.dtype, 2 * layers)
+            queries = self.tokens * query_size(c.model) // p.tp
+            self._move(queries, self.dtype, 2 * (forwards + 1) * layers)
         else:
-            self._move(keys * p.cp, self.dtype, count)
+            self._move(keys * p.cp, self.dtype, 2 * layers)
 
     def _sum(self, count: int) -> None:
         """Count sums of x over the ranks: reduce-scatters under sequence parallelism."""
@@ -222,7 +243,8 @@ class _Sender:
 
     def _send(self, elements: int, dtype: torch.dtype, count: int) -> None:
         """Count `elements` that are sent from one rank to others."""
-        self.traffic.add(self.what, dtype, elements * dtype.itemsize * count * self.times)
+        if count:
+            self.traffic.add(self.what, dtype, elements * dtype.itemsize * count * self.times)
 
     def _all_reduce(self, elements: int, dtype: torch.dtype, count: int = 1) -> None:
         self._add(elements, dtype, count, 2)

@@ -17,6 +17,11 @@ much.
 
 All-gather. Rank r holds the chunks r and 2 R - 1 - r of 2 R (zigzag) and gathers the keys and
 values of all.
+
+Keys and values can be sent as FP8 codes with a scale per block of elements of a head
+(coatlm/fp8/kv_bytes.py). All ranks, the sender too, then attend to the decoded keys and values.
+Rounding counts as the identity in backward: gradients of decoded tensors, which are sent as they
+are, are those of the exact ones.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coatlm.fp8.kv_bytes import decode_to_save, encode
 from coatlm.megatron import tensor_parallel
 
 PARTS = 2  # of a rank's heads
@@ -53,12 +59,40 @@ class _Flight:
         self.work.wait()
         self.work = None
 
+    def send(self, x_RX: Tensor) -> Tensor:
+        """Start in forward. The result stands for what is received, until `receive`."""
+        return self.start(x_RX)
+
+    def receive(self, received_RX: Tensor) -> Tensor:
+        """Wait in forward, for the result of `send`."""
+        self.wait()
+        return received_RX.view_as(received_RX)
+
+
+class _CodeFlight(_Flight):
+    """An all-to-all that sends FP8 codes in forward, with a scale per `size` elements."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        super().__init__(group)
+        self.size = size
+        self.bytes: Tensor | None = None
+
+    def send(self, x_RX: Tensor) -> Tensor:
+        self.bytes = self.start(encode(x_RX, self.size))
+        return x_RX.new_empty(1).expand(x_RX.shape)  # has no memory of its own
+
+    def receive(self, received_RX: Tensor) -> Tensor:
+        self.wait()
+        bytes_RX, self.bytes = self.bytes, None
+        assert bytes_RX is not None
+        return decode_to_save(bytes_RX, received_RX.shape[-1], received_RX.dtype)
+
 
 class _Started(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RX: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
-        return flight.start(x_RX)
+        return flight.send(x_RX)
 
     @staticmethod
     @once_differentiable
@@ -71,8 +105,7 @@ class _Finished(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received_RX: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
-        flight.wait()
-        return received_RX.view_as(received_RX)
+        return flight.receive(received_RX)
 
     @staticmethod
     @once_differentiable
@@ -80,13 +113,16 @@ class _Finished(torch.autograd.Function):
         return ctx.flight.start(dreceived_RX), None
 
 
-def exchange(x_RX: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def exchange(
+    x_RX: Tensor, group: dist.ProcessGroup, *, block_size: int | None = None
+) -> Callable[[], Tensor]:
     """Start to send x[r] to rank r. Returns a function that waits, and returns what was received.
 
+    `block_size`: send x in FP8 with a scale per so many elements, and its gradient as it is.
     Differentiable: in backward the gradient's all-to-all starts where forward waited, and is waited
     for where forward started, so that it overlaps with the backward pass of the same operations.
     """
-    flight = _Flight(group)
+    flight = _Flight(group) if block_size is None else _CodeFlight(group, block_size)
     received_RX = _Started.apply(x_RX, flight)
 
     def finish() -> Tensor:
@@ -107,17 +143,24 @@ def attend_with_own_heads(
     k_SBGD: Tensor,
     v_SBGD: Tensor,
     group: dist.ProcessGroup,
+    *,
+    block_size: int | None = None,
 ) -> Tensor:
     """`attend(q_TBnD, k_TBgD, v_TBgD)`, attention of whole samples, for all heads: [S, B, N, D].
 
     Each rank attends with N / R and G / R heads, which R has to divide. It holds one chunk of the
-    samples, in the order of ranks. Differentiable in q, k and v.
+    samples, in the order of ranks. Differentiable in q, k and v. `block_size`: send k and v in FP8
+    with a scale per so many elements.
     """
     ranks = group.size()
     parts = head_parts(k_SBGD.shape[2] // ranks)
     shares = [x.unflatten(2, (ranks, parts, -1)).unbind(3) for x in (q_SBND, k_SBGD, v_SBGD)]
+    formats = (None, block_size, block_size)  # of q, k and v
     arriving = [
-        [exchange(x_SBRnD.movedim(2, 0), group) for x_SBRnD in part]
+        [
+            exchange(x_SBRnD.movedim(2, 0), group, block_size=size)
+            for x_SBRnD, size in zip(part, formats, strict=True)
+        ]
         for part in zip(*shares, strict=True)
     ]
     returning = []
@@ -136,9 +179,40 @@ def gather_zigzag(x_SB: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = tensor_parallel.gather_from_sequence_parallel_region(
         x_SB.contiguous(), tensor_parallel_output_grad=True, group=group
     )
-    size = group.size()
-    chunks = gathered.unflatten(0, (2 * size, -1)).unbind()
-    held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
-    order = sorted(range(2 * size), key=held.__getitem__)
+    chunks = gathered.unflatten(0, (2 * group.size(), -1)).unbind()
+    held = _held_chunks(group.size())
+    order = sorted(range(len(held)), key=held.__getitem__)
     # indexing a tensor with a list would synchronize with the GPU
     return torch.cat([chunks[i] for i in order])
+
+
+def gather_zigzag_codes(x_SBGD: Tensor, group: dist.ProcessGroup, *, block_size: int) -> Tensor:
+    """`gather_zigzag` of keys or values in FP8, with a scale per `block_size` elements, decoded.
+
+    Gradients are reduce-scattered in the dtype of x, as those of `gather_zigzag` are.
+    """
+    gathered_TBGD: Tensor = _GatheredCodes.apply(x_SBGD, group, block_size)
+    return gathered_TBGD
+
+
+class _GatheredCodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SBGD: Tensor, group: dist.ProcessGroup, block_size: int) -> Tensor:
+        ctx.group = group
+        bytes_TBGX = gather_zigzag(encode(x_SBGD, block_size), group)
+        return decode_to_save(bytes_TBGX, x_SBGD.shape[-1], x_SBGD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_TBGD: Tensor) -> tuple[Tensor, None, None]:
+        held = _held_chunks(ctx.group.size())
+        chunks = dx_TBGD.unflatten(0, (len(held), -1)).unbind()
+        summed = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+            torch.cat([chunks[i] for i in held]), group=ctx.group
+        )
+        return summed, None, None
+
+
+def _held_chunks(ranks: int) -> list[int]:
+    """The chunks of a sample, in the order of the ranks that hold them."""
+    return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]

@@ -17,7 +17,9 @@ The gradients of a source's keys and values travel back while the next piece is 
 rounded to the dtype of k once; the owner sums them, and a rank its shares of dq, in fp32.
 
 Shapes: S tokens of this rank, B samples, N query heads, G key and value heads, D elements per head;
-T of a source's tokens. Keys and values travel as one tensor [T, 2, B, G, D].
+T of a source's tokens. Keys and values travel as one tensor [T, 2, B, G, D]; in FP8 as the bytes of
+coatlm/fp8/kv_bytes.py, X of them per head. Those that forward sends are what is saved, and backward
+sends them again. A rank attends to its own keys and values as other ranks decode them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coatlm.fp8.kv_bytes import decode, encode
 from coatlm.kernels.attention_merge import merge_, wide_dtype
 from coatlm.kernels.attention_pieces import (
     AttendedKeys,
@@ -94,14 +97,16 @@ def zigzag_attention(
     *,
     scale: float | None,
     backend: str | None,
+    block_size: int | None = None,
 ) -> Tensor:
     """Causal attention [S, B, N, D] of the chunks of this rank, differentiable in q, k and v.
 
     `backend` is one of attention_pieces.py; None is the first that accepts the inputs. On a GPU,
     fp32 inputs and heads above 256 have no kernel, and their pieces materialize probabilities.
+    `block_size`: send k and v in FP8 with a scale per so many elements, and save them so.
     """
-    backend = backend or piece_backend(q_SBND, k_SBGD, v_SBGD)
-    return _ZigzagAttention.apply(q_SBND, k_SBGD, v_SBGD, GroupPeers(group), scale, backend)
+    backend, peers = backend or piece_backend(q_SBND, k_SBGD, v_SBGD), GroupPeers(group)
+    return _ZigzagAttention.apply(q_SBND, k_SBGD, v_SBGD, peers, scale, backend, block_size)
 
 
 class _ZigzagAttention(torch.autograd.Function):
@@ -114,21 +119,33 @@ class _ZigzagAttention(torch.autograd.Function):
         peers: ContextPeers,
         scale: float | None,
         backend: str,
+        block_size: int | None,
     ) -> Tensor:
-        merged = attend_to_peers(q_SBND, k_SBGD, v_SBGD, peers, scale=scale, backend=backend)
-        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, merged.o_SBND, merged.lse_BNS, *merged.state)
-        ctx.peers, ctx.scale, ctx.backend = peers, scale, backend
+        sent = None
+        if block_size is not None:
+            sent = encode(torch.stack((k_SBGD, v_SBGD), dim=1), block_size)
+            k_SBGD, v_SBGD = _opened(sent, q_SBND)
+        merged = attend_to_peers(
+            q_SBND, k_SBGD, v_SBGD, peers, scale=scale, backend=backend, sent_S2BGX=sent
+        )
+        keys = (k_SBGD, v_SBGD) if sent is None else (sent,)
+        ctx.save_for_backward(q_SBND, merged.o_SBND, merged.lse_BNS, *keys, *merged.state)
+        ctx.peers, ctx.scale, ctx.backend, ctx.codes = peers, scale, backend, sent is not None
         return merged.o_SBND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_SBND: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, *state = ctx.saved_tensors
-        merged = AttendedKeys(o, lse, tuple(state))
+        q, o, lse, *rest = ctx.saved_tensors
+        sent = rest.pop(0) if ctx.codes else None
+        k, v, *state = rest if sent is None else (*_opened(sent, q), *rest)
         grads = gradients_of_peers(
-            do_SBND, q, k, v, merged, ctx.peers, scale=ctx.scale, backend=ctx.backend
+            *(do_SBND, q, k, v, AttendedKeys(o, lse, tuple(state)), ctx.peers),
+            scale=ctx.scale,
+            backend=ctx.backend,
+            sent_S2BGX=sent,
         )
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def attend_to_peers(
@@ -139,11 +156,15 @@ def attend_to_peers(
     *,
     scale: float | None,
     backend: str,
+    sent_S2BGX: Tensor | None = None,
 ) -> AttendedKeys:
-    """The output of this rank's queries over the keys of all ranks, and its log-sum-exp."""
+    """The output of this rank's queries over the keys of all ranks, and its log-sum-exp.
+
+    `sent_S2BGX`: the bytes that k and v were decoded from, if ranks send each other FP8.
+    """
     tokens, how = len(q_SBND), _How(scale=scale, backend=backend)
-    kv_S2BGD = _packed(k_SBGD, v_SBGD, k_SBGD.dtype)
-    arriving = _arriving(kv_S2BGD, peers, 1)
+    kv_S2BGX = _packed(k_SBGD, v_SBGD, k_SBGD.dtype) if sent_S2BGX is None else sent_S2BGX
+    arriving = _arriving(kv_S2BGX, peers, 1)
     own = attend_piece(q_SBND, k_SBGD, v_SBGD, causal=True, **how)
     # of two ranks, each query is merged once at most, in fp32 whatever the dtype of o
     dtype = wide_dtype(q_SBND) if peers.size > 2 else q_SBND.dtype
@@ -151,9 +172,9 @@ def attend_to_peers(
     for step in range(1, peers.size):
         kv = arriving()
         if step + 1 < peers.size:
-            arriving = _arriving(kv_S2BGD, peers, step + 1)
+            arriving = _arriving(kv_S2BGX, peers, step + 1)
         first = first_query(peers.rank, (peers.rank - step) % peers.size, tokens)
-        piece = attend_piece(q_SBND[first:], *kv.unbind(1), causal=False, **how)
+        piece = attend_piece(q_SBND[first:], *_opened(kv, q_SBND), causal=False, **how)
         merge_(o[first:], lse[..., first:], piece.o_SBND, piece.lse_BNS)
     return AttendedKeys(o.to(q_SBND.dtype).contiguous(), lse, own.state)
 
@@ -168,11 +189,12 @@ def gradients_of_peers(
     *,
     scale: float | None,
     backend: str,
+    sent_S2BGX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's q, k and v, given the result of `attend_to_peers`."""
     tokens, how = len(q_SBND), _How(scale=scale, backend=backend)
-    kv_S2BGD = _packed(k_SBGD, v_SBGD, k_SBGD.dtype)
-    arriving, returning = _arriving(kv_S2BGD, peers, 1), None
+    kv_S2BGX = _packed(k_SBGD, v_SBGD, k_SBGD.dtype) if sent_S2BGX is None else sent_S2BGX
+    arriving, returning = _arriving(kv_S2BGX, peers, 1), None
     dq, dk, dv = piece_gradients(do_SBND, q_SBND, k_SBGD, v_SBGD, merged, causal=True, **how)
     dq = dq.to(wide_dtype(q_SBND))
     sum_S2BGD = _packed(dk, dv, wide_dtype(k_SBGD))
@@ -181,12 +203,12 @@ def gradients_of_peers(
         source, to = (peers.rank - step) % peers.size, (peers.rank + step) % peers.size
         kv = arriving()
         if step + 1 < peers.size:
-            arriving = _arriving(kv_S2BGD, peers, step + 1)
+            arriving = _arriving(kv_S2BGX, peers, step + 1)
         else:
-            del kv_S2BGD, arriving
+            del kv_S2BGX, arriving
         first = first_query(peers.rank, source, tokens)
         seen = AttendedKeys(merged.o_SBND[first:], merged.lse_BNS[..., first:], merged.state)
-        k, v = kv.unbind(1)
+        k, v = _opened(kv, q_SBND)
         do, q = do_SBND[first:], q_SBND[first:]
         share, dk, dv = piece_gradients(do, q, k, v, seen, causal=False, **how)
         del kv, k, v, seen
@@ -206,12 +228,20 @@ def gradients_of_peers(
     return dq.to(q_SBND.dtype), dk, dv
 
 
-def _arriving(kv_S2BGD: Tensor, peers: ContextPeers, step: int) -> Received:
+def _arriving(kv_S2BGX: Tensor, peers: ContextPeers, step: int) -> Received:
     """Start the exchange of a step: this rank sends to the rank `step` above it."""
     to, source = (peers.rank + step) % peers.size, (peers.rank - step) % peers.size
-    sent = kv_S2BGD[: visible_keys(to, peers.rank, len(kv_S2BGD))]
-    rows = visible_keys(peers.rank, source, len(kv_S2BGD))
+    sent = kv_S2BGX[: visible_keys(to, peers.rank, len(kv_S2BGX))]
+    rows = visible_keys(peers.rank, source, len(kv_S2BGX))
     return peers.swap(sent, to=to, source=source, rows=rows)
+
+
+def _opened(kv_T2BGX: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, B, G, D] of what was received, in the dtype of `like` and with its D."""
+    if kv_T2BGX.dtype == torch.uint8:
+        kv_T2BGX = decode(kv_T2BGX, like.shape[-1], like.dtype)
+    k_TBGD, v_TBGD = kv_T2BGX.unbind(1)
+    return k_TBGD, v_TBGD
 
 
 def _packed(k_TBGD: Tensor, v_TBGD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -144,6 +144,16 @@ def test_operands_need_one_rank_per_layer_and_scales_that_are_powers_of_two(
     assert {name for name in ("fc2_input", "gate_up_saved") if alone(c, name)} == expected
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_what_attention_saves_is_in_bf16_alone_unless_it_is_sent_so(kind: str) -> None:
+    parallel = {"cp": 2, "cp_comm_kv": kind}
+    precision = {"recipe": "coat-lean"}
+    c = make_config({"model": TINY | {"ffn": 96}, "precision": precision, "parallel": parallel})
+    for tensor in ("k_saved", "v_saved"):
+        assert alone(c, tensor) == (kind == "bf16")
+    assert alone(c, "q_saved") and alone(c, "o_saved") and alone(c, "gate_up_saved")
+
+
 def test_keys_name_the_tensors_of_a_layer() -> None:
     keys = {"1/fc2_input", "11/fc1_input", "1/norm1_saved", "2/qkv_grad"}
     assert names_in(keys, 1) == {"fc2_input", "norm1_saved"} and names_in(keys, 3) == frozenset()

@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coatlm.config import make_config
+from coatlm.data.context_parallel import zigzag_positions
 from coatlm.model import layer_memory as layer
 from coatlm.parallel.ring_attention import Received, attend_to_peers, gradients_of_peers
 from tests.distributed import run_ranks
 from tests.model.shapes import DATA, TINY
+from tests.parallel.test_ring_attention import whole
 
 GQA, MHA = {"kv_heads": 2}, {"kv_heads": 4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, sections
@@ -54,6 +56,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> model, se
         {"precision": {"recipe": "coat-lean", "bf16_operands": ["saved.q", "saved.k", "saved.v"]}},
     ),
     "coat-lean, a key per query": (MHA, {"precision": {"recipe": "coat-lean"}}),
+    "coat-lean, fp8 keys": (
+        GQA,
+        {"precision": {"recipe": "coat-lean"}, "parallel": {"cp_comm_kv": "fp8"}},
+    ),
+    "coat-lean, fp8 keys, selective": (
+        MHA,
+        {
+            "precision": {"recipe": "coat-lean"},
+            "parallel": {"cp_comm_kv": "fp8"},
+            "train": {"recompute": "selective"},
+        },
+    ),
 }
 
 
@@ -67,8 +81,8 @@ GRADIENTS = ("coat, a key per query", "coat")  # two parts of heads are exchange
 def make(name: str, comm: str) -> Any:
     model, sections = CASES[name]
     sizes = {**TINY, "layers": 2, "head_dim": 32, "ffn": 64, **model}
-    parallel = {"cp": 2, "cp_comm": comm}
-    return make_config({"model": sizes, "data": DATA, "parallel": parallel, **sections})
+    parallel = {"cp": 2, "cp_comm": comm, **sections.get("parallel", {})}
+    return make_config({"model": sizes, "data": DATA, **sections, "parallel": parallel})
 
 
 def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
@@ -86,11 +100,83 @@ def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, flo
             found[f"{name}/{comm}"] = saved
         release_groups()
     for comm in COMMS:
+        found |= attend_in_fp8(make("coat-lean, fp8 keys", comm))
+        release_groups()
+    for comm in COMMS:
         with pytest.MonkeyPatch.context() as patch:
             for name in GRADIENTS:
                 found[f"gradients, {name}/{comm}"] = peak_of_gradients(make(name, comm), patch)
                 release_groups()
     return found
+
+
+def attend_in_fp8(c: Any) -> dict[str, float]:
+    """What attention with keys in FP8 computes, against one softmax over all tokens."""
+    from coatlm.fp8 import kv_bytes
+    from coatlm.fp8.attention import SavedInFp8, attend_saving_fp8
+    from coatlm.model.attention import CoreAttention
+    from coatlm.parallel import context, ring_attention
+    from coatlm.parallel.groups import make_groups
+
+    groups = make_groups(c.parallel).collection
+    core = CoreAttention(None, 1, pg_collection=groups, comm=c.context_comm, comm_kv="fp8")
+    generator, rank = torch.Generator().manual_seed(7), groups.cp.rank()
+    q, k, v, do = (torch.randn(64, 2, n, 32, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    whole_chunk = torch.arange(32 * rank, 32 * rank + 32)
+    at = whole_chunk if c.context_comm == "a2a" else zigzag_positions(64, rank, 2)
+    leaves = [x[at].requires_grad_() for x in (q, k, v)]
+    sent: list[Tensor] = []
+    saved: list[Any] = []
+
+    def encode(x: Tensor, size: int) -> Tensor:
+        sent.append(kv_bytes.encode(x, size))
+        return sent[-1]
+
+    def record(x: Any) -> Any:
+        saved.append(x)
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (context, ring_attention):
+            patch.setattr(module, "encode", encode)
+        pack = SavedInFp8._pack
+        patch.setattr(SavedInFp8, "_pack", lambda self, x: record(pack(self, x)))
+        out, _ = attend_saving_fp8(lambda: core(*leaves, block_size=16), 16, *leaves)
+        casts = len(sent)
+        grads = torch.autograd.grad(out, leaves, do[at].flatten(2))
+    out = out.unflatten(2, (4, 32))
+    decoded = [kv_bytes.decode(kv_bytes.encode(x, 16), 32, torch.bfloat16) for x in (k, v)]
+    wanted = whole_gradients(q, *decoded, do)
+    pairs = zip(("output", "dq", "dk", "dv"), (out, *grads), wanted, strict=True)
+    found = {name: error(x, y[at]) for name, x, y in pairs}
+    found["output of exact keys"] = error(out, whole_gradients(q, k, v, do)[0][at])
+    found["casts in backward"] = len(sent) - casts
+    heads = slice(rank, rank + 1) if c.context_comm == "a2a" else slice(None)
+    found["saved is sent"] = float(all(held_as(x[:, :, heads], saved, sent) for x in decoded))
+    return {f"fp8 keys, {name}/{c.context_comm}": value for name, value in found.items()}
+
+
+def held_as(x_TBGD: Tensor, saved: list[Any], sent: list[Tensor]) -> bool:
+    """Whether what was sent is saved as bytes, or else decoded keys or values x or a prefix."""
+    from coatlm.fp8.attention import Packed
+
+    if any(x is sent[0] for x in saved):
+        return True
+    held = [getattr(x, "held", None) for x in saved]
+    parts = [x.unpack().permute(2, 0, 1, 3) for x in held if isinstance(x, Packed)]
+    return any(len(x) <= 64 and torch.equal(x, x_TBGD[: len(x)]) for x in parts)
+
+
+def whole_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    """The output of causal attention by one softmax in fp64, and the gradients of q, k and v."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = whole(*leaves, None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, do.double())]
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    """The norm of the difference, relative to that of y."""
+    return float((x.double() - y).norm() / y.norm())
 
 
 class Live(TorchDispatchMode):
@@ -215,3 +301,19 @@ def test_the_gradients_within_attention_are_the_bytes_that_its_backward_adds(
     output = 2 * c.model.heads * 32
     highest = max(rank[f"gradients, {name}/{comm}"] for rank in measured)
     assert highest == layer.attention_gradients(c) - output
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_all_ways_attend_to_decoded_keys_and_save_what_they_send(
+    measured: list[dict[str, float]], comm: str
+) -> None:
+    """Outputs are rounded to BF16 twice at most, each by 2^-9. Backward reads q and the output in
+    FP8, each off by 2^-4 / sqrt(3) of its norm, and attention's logits are of order one.
+    """
+    for rank in measured:
+        of = {name: rank[f"fp8 keys, {name}/{comm}"] for name in ("output", "dq", "dk", "dv")}
+        assert of["output"] <= 2.0**-8
+        assert rank[f"fp8 keys, output of exact keys/{comm}"] >= 4 * 2.0**-8
+        assert max(of.values()) <= (2 / 3) ** 0.5 * 2.0**-4
+        assert rank[f"fp8 keys, casts in backward/{comm}"] == 0
+        assert rank[f"fp8 keys, saved is sent/{comm}"] == 1

@@ -114,6 +114,31 @@ def test_gathered_keys_have_twice_the_attention_and_overlap_with_nothing() -> No
     assert gathered.context_parallel == pytest.approx(32 * 2 * (sent + 2 * 25e-6), rel=1e-9)
 
 
+KEYS = ("precision.recipe=coat-lean", "parallel.cp_comm_kv=fp8")
+
+
+def test_keys_in_fp8_shorten_the_all_gathers_of_forward_alone() -> None:
+    found = times(long("parallel.cp_comm=all_gather", *KEYS)).context_parallel
+    sent = 2 * 8192 * 4096 * 2 / 165e9  # of gradients of keys and values, in BF16
+    assert found == pytest.approx(32 * (sent * (1 + 17 / 32) + 4 * 25e-6), rel=1e-9)
+
+
+def test_keys_in_fp8_travel_with_queries_in_bf16() -> None:
+    part = 2 * 8192 * 4096 / 2 / 2 / 165e9  # of q, k, v or o, as above
+    forward, backward = (
+        ((1 + 2 * keys) * part + 3 * 25e-6) + (part + 25e-6) for keys in (17 / 32, 1)
+    )
+    context = 32 * 1.35 * (forward + backward)
+    assert times(long(*KEYS)).context_parallel == pytest.approx(context, rel=1e-9)
+
+
+def test_layers_in_bf16_send_keys_in_bf16() -> None:
+    gathered = ("parallel.cp_comm=all_gather", *KEYS)
+    found = times(long(*gathered, "precision.bf16_layers=[4,4]")).context_parallel
+    fp8, bf16 = (times(long(*words)).context_parallel for words in (gathered, gathered[:1]))
+    assert found == pytest.approx(0.75 * fp8 + 0.25 * bf16, rel=1e-9)
+
+
 def test_exchanges_over_the_network_do_not_delay_attention() -> None:
     config = long("parallel.cp=16", "model.heads=64", "model.head_dim=64", "data.seq_len=65536")
     inside, across = (times(config, Cluster(H200, 16, nodes)) for nodes in (16, 8))

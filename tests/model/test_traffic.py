@@ -96,6 +96,20 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             "precision": {"recipe": "coat-lean"},
             "train": {"recompute": "selective"},
         },
+        "cp2 coat-lean, fp8 keys": {
+            "parallel": {"cp": 2, "cp_comm_kv": "fp8"},
+            "precision": {"recipe": "coat-lean"},
+            "train": {"recompute": "full"},
+        },
+        "cp2 coat-lean gathered, fp8 keys but in one layer": {
+            "parallel": {"cp": 2, "cp_comm": "all_gather", "cp_comm_kv": "fp8"},
+            "precision": {"recipe": "coat-lean", "bf16_layers": [0, 1]},
+        },
+        "cp2 coat-lean by peers, fp8 keys, the second layer falls back": {
+            "parallel": {"cp": 2, "cp_comm": "p2p", "cp_comm_kv": "fp8"},
+            "precision": {"recipe": "coat-lean", "guard": "fallback"},
+            "train": {"recompute": "selective"},
+        },
         "cp2 bf16 selective": {"parallel": {"cp": 2}, "train": {"recompute": "selective"}},
         "cp2 coat full": {"parallel": {"cp": 2}, **COAT, "train": {"recompute": "full"}},
     },
@@ -106,6 +120,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # ranks -> name -> sections of 
             **COAT,
         },
         "sp2 cp2 coat": {"parallel": {**SP, "cp": 2}, **COAT},
+        "sp2 cp2 coat-lean, fp8 keys": {
+            "parallel": {**SP, "cp": 2, "cp_comm_kv": "fp8"},
+            "precision": {"recipe": "coat-lean"},
+        },
         "sp4 coat, split": {
             "parallel": {"tp": 4, "sequence_parallel": True, "tp_chunks": 2},
             "precision": {"recipe": "coat"},
@@ -253,6 +271,25 @@ def test_the_last_rank_sends_the_most_keys_and_is_the_one_that_is_planned_for() 
     # keys and values, sent twice: of each other rank half or all; gradients: all or half
     assert sent[0] == keys * (2 * (3 * 1) + 3 * 2) and sent[3] == keys * (2 * (3 * 2) + 3 * 1)
     assert sent == [*sorted(set(sent)), sent[3]]
+
+
+def test_keys_in_fp8_take_17_bytes_for_16_elements_in_forward_alone() -> None:
+    fp8, bf16 = (
+        closed.step_traffic(
+            config(
+                {"ffn": 64},
+                parallel={"cp": 2, "cp_comm": "all_gather", "cp_comm_kv": kind},
+                precision={"recipe": "coat-lean"},
+            ),
+            stage=0,
+            microbatches=1,
+            once=TensorParallelSums(0, 0),
+        ).sent
+        for kind in ("fp8", "bf16")
+    )
+    keys = 4 * 2 * 4 * (64 // 2) * 32  # of 4 layers: k and v of 4 samples, 2 heads of 16
+    assert fp8 == {("cp", "fp8"): keys * 17 // 16, ("cp", "bf16"): 2 * keys}
+    assert bf16 == {("cp", "bf16"): 2 * 2 * keys}
 
 
 def test_every_precision_of_the_configuration_says_what_its_layers_gather() -> None:

@@ -70,6 +70,17 @@ CASES: dict[
         2,
         {"parallel": {"cp": 2, "cp_comm": "p2p"}, "precision": {"recipe": "coat-lean"}},
     ),
+    **{
+        f"cp2 {way}, fp8 keys": (
+            2,
+            2,
+            {
+                "parallel": {"cp": 2, "cp_comm": way, "cp_comm_kv": "fp8"},
+                "precision": {"recipe": "coat-lean"},
+            },
+        )
+        for way in ("a2a", "p2p", "all_gather")
+    },
     "cp2": (2, 2, {"parallel": {"cp": 2, "cp_comm": "a2a"}, "precision": {"recipe": "coat-lean"}}),
 }
 
