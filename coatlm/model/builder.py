@@ -4,6 +4,9 @@
 and the output layer and the cross entropy are one chunked operation (`loss.py`). Initial weights
 are a pure function of the seed and the parameter's name, so every parallel layout starts from the
 same model.
+
+Where ranks hold shards of the weights, a chunk is built without memory for them (`allocate=False`),
+and `parallel.flat_model` computes the initial weights of one bucket at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.megatron import GPTModel, ShardedTensor, TransformerConfig, tensor_parallel
+from coatlm.megatron import GPTModel, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.embedding import Embedding
 from coatlm.model.loss import all_logits, largest_logits, linear_cross_entropy
@@ -27,7 +31,7 @@ from coatlm.model.rotary import RotaryTables
 from coatlm.model.spec import block_spec
 from coatlm.parallel.cuda_graphs import captures
 from coatlm.parallel.groups import Groups
-from coatlm.parallel.regions import sharded_tensors
+from coatlm.parallel.regions import Region, regions_of
 from coatlm.platform import device, has_apex
 
 TE_RECIPES = {  # precision.recipe -> megatron's fp8 and fp8_recipe
@@ -44,9 +48,18 @@ class Llama(GPTModel):
     """
 
     def __init__(
-        self, config: TransformerConfig, run: Config, groups: Groups, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        run: Config,
+        groups: Groups,
+        *,
+        allocate: bool = True,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(config=config, position_embedding_type="none", **kwargs)
+        """Without `allocate`, parameters are on the meta device, where they take no memory."""
+        with nullcontext() if allocate else torch.device("meta"):
+            super().__init__(config=config, position_embedding_type="none", **kwargs)
+        self.allocated = allocate
         model = run.model
         if self.pre_process:  # of GPTModel, which takes no spec for it
             self.embedding.word_embeddings.__class__ = Embedding
@@ -122,6 +135,15 @@ class Llama(GPTModel):
         largest = largest_logits(hidden, weight, group=group, gemms=self.gemms).t().view(shape)
         return torch.stack((losses.double(), largest.double()))
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark tied weights. The base class also adds up their values over the pipeline stages.
+
+        `init_weight` draws them alike on both, so there is nothing to add, and there may be no
+        values yet.
+        """
+        self.embd_group = None
+        super().setup_embeddings_and_output_layer()
+
     def set_is_first_microbatch(self) -> None:
         """Discard the cached FP8 weights, which the optimizer step has made stale.
 
@@ -134,12 +156,17 @@ class Llama(GPTModel):
                 layer.forget_weights()
 
 
-def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
+def build_model(
+    config: Config, groups: Groups, vocab: int, *, allocate: bool = True
+) -> list[Llama]:
     """Build the chunks of this stage (one, or `vpp`) on this rank's device, with initial weights.
 
     `vocab` is the padded vocabulary size. Chunks are in the order of the interleaved schedule.
+    Without `allocate` parameters are on the meta device, and `init_weight` gives their values.
     """
     transformer = transformer_config(config)
+    if not allocate:  # megatron-core then names no device, and the meta device applies
+        transformer.use_cpu_initialization = True
     tensor_parallel.model_parallel_cuda_manual_seed(
         config.run.seed, use_cudagraphable_rng=captures(config), force_reset_rng=True
     )
@@ -152,6 +179,7 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
             transformer,
             config,
             groups,
+            allocate=allocate,
             transformer_layer_spec=block_spec(config, first, layers),
             vocab_size=vocab,
             max_sequence_length=config.data.seq_len,
@@ -161,8 +189,9 @@ def build_model(config: Config, groups: Groups, vocab: int) -> list[Llama]:
             vp_stage=chunk if p.vpp > 1 else None,
             pg_collection=groups.collection,
         )
-        chunks.append(model.to(device()))
-    init_weights(chunks, config)
+        chunks.append(model.to(device()) if allocate else model)
+    if allocate:
+        init_weights(chunks, config)
     return chunks
 
 
@@ -221,32 +250,33 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 @torch.no_grad()
 def init_weights(chunks: Sequence[Llama], config: Config) -> None:
-    """Draw matrices from Normal(0, init_std), set the factors of norms to one and biases to zero.
-
-    Output projections are drawn from Normal(0, init_std / sqrt(2 * layers)). Each logical tensor is
-    drawn whole, in fp32, from a generator seeded by (seed, name), and this rank copies its shard:
-    the model is the same in every parallel layout.
-    """
-    std, norm = config.model.init_std, 0.0 if config.model.zero_centered_norm else 1.0
+    """Set the initial weights of `chunks`, which are allocated."""
     for chunk in chunks:
-        for _, item in sharded_tensors(chunk):
-            assert item.data is not None
-            if item.data.dim() == 1:
-                item.data.fill_(norm if "norm" in item.key else 0.0)
-                continue
-            output = item.key.endswith(("linear_proj.weight", "linear_fc2.weight"))
-            scale = std / math.sqrt(2 * config.model.layers) if output else std
-            item.data.copy_(_draw(item, config.run.seed, scale))
+        for param, region in regions_of(chunk):
+            weight = param.view(-1)[region.start : region.stop].view(region.shape)
+            init_weight(region, weight, config=config)
 
 
-def _draw(item: ShardedTensor, seed: int, std: float) -> Tensor:
-    assert item.data is not None
-    digest = hashlib.sha256(f"{seed}/{item.key}".encode()).digest()
-    generator = torch.Generator(device=item.data.device)
+@torch.no_grad()
+def init_weight(region: Region, weight: Tensor, *, config: Config) -> None:
+    """Set `weight`, of the shape of `region`, to the initial weights there.
+
+    Matrices are drawn from Normal(0, init_std), output projections from Normal(0, init_std /
+    sqrt(2 * layers)); factors of norms are one and biases zero. Each logical tensor is drawn whole,
+    in fp32, from a generator seeded by (seed, name), and the region is copied from it: the model is
+    the same in every parallel layout.
+    """
+    m = config.model
+    if weight.dim() == 1:
+        norm = 0.0 if m.zero_centered_norm else 1.0
+        weight.fill_(norm if "norm" in region.key else 0.0)
+        return
+    output = region.key.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    std = m.init_std / math.sqrt(2 * m.layers) if output else m.init_std
+    digest = hashlib.sha256(f"{config.run.seed}/{region.key}".encode()).digest()
+    generator = torch.Generator(device=weight.device)
     generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    shape = item.global_shape
-    whole = torch.empty(shape, dtype=torch.float32, device=item.data.device)
+    whole = torch.empty(region.global_shape, dtype=torch.float32, device=weight.device)
     whole.normal_(0.0, std, generator=generator)
-    return whole[
-        tuple(slice(o, o + n) for o, n in zip(item.global_offset, item.local_shape, strict=True))
-    ]
+    inside = zip(region.offset, region.shape, strict=True)
+    weight.copy_(whole[tuple(slice(start, start + size) for start, size in inside)])

@@ -1,7 +1,7 @@
 """Whether a run fits the memory of its device, from its configuration alone.
 
     needed = weights + FP8 weights + gradients + optimizer states       on the largest stage,
-             or all weights, as which the model is built, if that is more
+             or what building the model takes, if that is more
     refused  <=>  needed > memory   or   peak > 2 * memory
 
 `needed` is exact but for padding: every run allocates these tensors. The peak adds activations and

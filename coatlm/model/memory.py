@@ -3,7 +3,7 @@
     peak = weights + FP8 weights + gradients + states + activations + max(loss, backward) + buffers
            + graphs
 
-With zero=3 all weights of a rank, as which the model is built before it is sharded, may be more.
+Building the model may take more (construction_memory.py).
 
 Activations are what autograd saves of every layer and microbatch in flight (layer_memory.py). The
 peak is at the start of backward, in the loss or in the last layer, whichever adds more to the
@@ -30,6 +30,7 @@ from typing import Any
 
 from coatlm.config import Config, ConfigError
 from coatlm.model.accounting import layer_matrices, rank_parameters
+from coatlm.model.construction_memory import construction_bytes
 from coatlm.model.grad_memory import grad_buffer_bytes, returned_grad_bytes
 from coatlm.model.layer_memory import (
     STATISTIC,
@@ -66,7 +67,7 @@ class RankBytes:
     backward: int
     buffers: int
     graphs: int = 0
-    initial: int = 0  # the model as it is built, before anything else of the above exists
+    initial: int = 0  # while the model is built, before there are states and activations
 
     @property
     def total(self) -> int:
@@ -300,7 +301,7 @@ def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) ->
         backward=backward,
         buffers=buffer_bytes(config),
         graphs=graph_bytes(config, data_parallel, activations + max(loss, backward)),
-        initial=count * element_bytes(config),
+        initial=construction_bytes(config, count, vocab, stage=stage, data_parallel=data_parallel),
     )
 
 

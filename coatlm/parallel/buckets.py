@@ -28,7 +28,7 @@ buckets that are never needed at the same time overlap (`arena`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from coatlm.parallel.arena import Lifetime, place, with_reductions
 from coatlm.parallel.collectives import Pending
 from coatlm.parallel.wire import Reduction, Tensors
 
+Fill = Callable[[nn.Parameter, Tensor], None] | None  # of (parameter, its view in a bucket)
 SMALLEST, MOST = 40_000_000, 48  # defaults: elements per bucket, buckets per model
 
 
@@ -189,15 +190,18 @@ class BucketPlan(NamedTuple):
         return sum(self.sizes)
 
 
-def make_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[Bucket]:
-    """Plan the buckets, allocate them, and make the parameters views of them."""
+def make_buckets(params: Sequence[nn.Parameter], cut: Cut, fill: Fill = None) -> list[Bucket]:
+    """Plan the buckets, allocate them, and make the parameters views of them.
+
+    `fill` writes the weights, one bucket after the other; None: those of the parameters are copied.
+    """
     spans = plan_buckets(params, cut)
     if cut.reached is None:
-        return [_make_bucket(span, cut, None) for span in spans]
+        return [_make_bucket(span, cut, None, fill) for span in spans]
     starts, size = arena_layout(spans, cut)
     arena = torch.zeros(size, dtype=cut.grad_dtype, device=params[0].device)
     grads = [arena[at : at + span.numel] for at, span in zip(starts, spans, strict=True)]
-    return [_make_bucket(span, cut, part) for span, part in zip(spans, grads, strict=True)]
+    return [_make_bucket(span, cut, part, fill) for span, part in zip(spans, grads, strict=True)]
 
 
 def arena_layout(spans: Sequence[BucketPlan], cut: Cut) -> tuple[list[int], int]:
@@ -257,21 +261,18 @@ def _span(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> BucketPlan:
     return BucketPlan(ranges, _sizes(ranges, round_up(end, SCALE_BLOCK), cut), fp8)
 
 
-def _make_bucket(span: BucketPlan, cut: Cut, grads: Tensor | BlockFp8 | None) -> Bucket:
+def _make_bucket(span: BucketPlan, cut: Cut, grads: Tensor | BlockFp8 | None, fill: Fill) -> Bucket:
     """Allocate a bucket. `grads`: its part of an arena; None: gradients of its own."""
     (ranges, sizes, fp8), numel = span, span.numel
     params = list(ranges)
     first = params[0]
     assert all(p.dtype == first.dtype for p in params), "parameters of one dtype"
-    weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
     transient = cut.zero >= 2 and cut.ranks > 1 and grads is None
     if grads is None:
         grads = _zero_grads(numel, cut, first.device, one_byte=not transient)
-    for param, (start, end) in ranges.items():
-        view = weights[start:end].view(param.shape)
-        view.copy_(param.detach())
-        param.data = view
-        if isinstance(grads, Tensor):
+    weights = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    if isinstance(grads, Tensor):
+        for param, (start, end) in ranges.items():
             param.main_grad = grads[start:end].view(param.shape)  # type: ignore[attr-defined]
     begin = sum(sizes[: cut.rank])
     owned = (begin, begin + sizes[cut.rank]) if cut.zero else (0, numel)
@@ -294,6 +295,13 @@ def _make_bucket(span: BucketPlan, cut: Cut, grads: Tensor | BlockFp8 | None) ->
     if transient:
         bucket.reduced = _zero_grads(sizes[cut.rank], cut, first.device, one_byte=True)
         bucket.release()
+    for param, (start, end) in ranges.items():
+        view = weights[start:end].view(param.shape)
+        if fill is None:
+            view.copy_(param.detach())
+        else:
+            fill(param, view)
+        param.data = view
     if cut.zero == 3 and cut.ranks > 1:
         bucket.shard, bucket.weights_sharded = bucket.shard.clone(), True
         bucket.free_weights()

@@ -8,14 +8,15 @@ methods are those that megatron-core's schedules expect of a DistributedDataPara
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from coatlm.parallel.arena import Lifetime
 from coatlm.parallel.buckets import Bucket, Cut, make_buckets
@@ -27,6 +28,7 @@ from coatlm.parallel.layer_gather import LayerGather, Unit
 from coatlm.parallel.regions import Region, regions_of
 from coatlm.parallel.weight_gather import WeightGather
 from coatlm.parallel.wire import Wire
+from coatlm.platform import device
 
 Params = list[nn.Parameter]
 
@@ -53,8 +55,13 @@ class FlatModel(nn.Module):
         overlap_param_gather: bool,
         update_in_backward: bool = False,
         stream: torch.cuda.Stream | None = None,
+        initial: Callable[[Region, Tensor], None] | None = None,
     ) -> None:
-        """Move the parameters into buckets. `stream`: where backward runs; None: the current."""
+        """Move the parameters into buckets. `stream`: where backward runs; None: the current.
+
+        `initial(region, weight)` writes the weights of a region if the parameters of `module` are
+        on the meta device. So at ZeRO stage 3 no more than one bucket is whole at a time.
+        """
         super().__init__()
         self.module = module
         self.config: Any = self.module.config
@@ -62,6 +69,9 @@ class FlatModel(nn.Module):
         self.sharded = cut.zero > 0
         every_microbatch = cut.zero >= 2 and group.size() > 1 and not update_in_backward
         params = [p for p in module.parameters() if p.requires_grad]
+        regions = regions_of(module)
+        if initial is not None:
+            move_from_meta(params)
         comm_stream = None
         if params[0].is_cuda and group.size() > 1:
             comm_stream = torch.cuda.Stream(priority=-1)
@@ -69,8 +79,8 @@ class FlatModel(nn.Module):
             cut = replace(cut, unit=self._unit_numbers())
         if update_in_backward:
             cut = replace(cut, reached=self._reached())
-        regions = regions_of(module)
-        self.buckets = make_buckets(params, cut)
+        fill = None if initial is None else partial(_fill, regions, initial)
+        self.buckets = make_buckets(params, cut, fill)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.regions: dict[Bucket, list[Region]] = {bucket: [] for bucket in self.buckets}
         for param, region in regions:
@@ -190,6 +200,30 @@ class FlatModel(nn.Module):
 
     def _buckets_of(self, params: Sequence[nn.Parameter]) -> list[Bucket]:
         return list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
+
+
+def move_from_meta(params: Sequence[nn.Parameter]) -> None:
+    """Move parameters from the meta device to this rank's, with storages of 0 bytes.
+
+    They stay the same objects, with their attributes, and `data` is to be assigned.
+    """
+    for param in params:
+        empty = nn.Parameter(torch.empty_like(param, device=device()))
+        empty.untyped_storage().resize_(0)
+        empty.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, empty)
+
+
+def _fill(
+    regions: Sequence[tuple[nn.Parameter, Region]],
+    initial: Callable[[Region, Tensor], None],
+    param: nn.Parameter,
+    view: Tensor,
+) -> None:
+    """Write the initial weights of `param` to `view`, which has its shape."""
+    for owner, region in regions:
+        if owner is param:
+            initial(region, view.view(-1)[region.start : region.stop].view(region.shape))
 
 
 def tied_embedding(

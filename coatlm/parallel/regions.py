@@ -83,10 +83,7 @@ def rectangles(
 
 
 def regions_of(module: Any) -> list[tuple[nn.Parameter, Region]]:
-    """The parameters of a model chunk and their regions, whose `start` is inside the parameter.
-
-    The weights must be allocated.
-    """
+    """The parameters of a model chunk and their regions, whose `start` is inside the parameter."""
     named = dict(module.named_parameters())
     regions: list[tuple[nn.Parameter, Region]] = []
     seen: set[nn.Parameter] = set()
@@ -95,7 +92,8 @@ def regions_of(module: Any) -> list[tuple[nn.Parameter, Region]]:
         if param is None:  # the output layer's name for a tied embedding
             param = module.shared_embedding_or_output_weight()
         assert value.data is not None
-        inside = (value.data.data_ptr() - param.data_ptr()) // param.element_size()
+        inside = value.data.storage_offset() - param.storage_offset()
+        assert value.data.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
         assert value.data.is_contiguous() and 0 <= inside < param.numel()
         if param in seen and name not in named:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from coatlm.config.recipes import ROW
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
-from coatlm.model.builder import Llama
+from coatlm.model.builder import Llama, init_weight
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import DelayedScales
@@ -69,6 +70,7 @@ def make_chunks(
             overlap_param_gather=p.overlap_param_gather,
             update_in_backward=config.train.update == "backward",
             stream=torch.cuda.Stream() if cuda_graphs else None,
+            initial=None if module.allocated else partial(init_weight, config=config),
         )
         for module, noise in zip(modules, noises, strict=True)
     ]

@@ -71,7 +71,8 @@ class Trainer:
         # the last step's bytes over tp and cp: computed when they are logged, not in every step
         self.model_traffic: Callable[..., Traffic] = Traffic
         self.repeated_traffic: Callable[[], Traffic] = Traffic  # of passes that ran once more
-        modules = build_model(config, groups, vocab)
+        sharded = p.zero == 3 and groups.dp_cp.size() > 1  # `make_chunks` computes the weights
+        modules = build_model(config, groups, vocab, allocate=not sharded)
         self.sum_noise = sum_noise(config, len(modules), groups)
         self.chunks = make_chunks(
             config, modules, groups, self.traffic, self.sum_noise, cuda_graphs=cuda_graphs

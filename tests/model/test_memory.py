@@ -383,12 +383,6 @@ def test_stage_3_fits_larger_microbatches_and_models(
     assert found == [micro_batch, whole]
 
 
-def test_a_run_needs_the_whole_model_before_it_is_sharded() -> None:
-    c = config({**LARGE["30B"], "vocab": 32000}, parallel={"zero": 3})
-    rank = mem.rank_bytes(c, 32000, stage=0, data_parallel=64)
-    assert rank.total == rank.initial == 2 * parameters(c.model, 32000)
-
-
 @pytest.mark.parametrize("vpp", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8, 32])
 def test_chunks_in_flight_are_megatrons_warmup_and_one(vpp: int, microbatches: int) -> None:

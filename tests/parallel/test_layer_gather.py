@@ -1,20 +1,26 @@
 """ZeRO stage 3 computes what stages 1 and 2 compute, bit by bit, with the weights of two units.
 
+It begins with the same weights, of which construction holds one unit at a time.
+
 The stage that a case is compared with has the same buckets: which values a rank sends in FP8, and
 the order in which squares are added to a norm, depend on where buckets begin.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from coatlm.config import Config, make_config
+from coatlm.model.memory import replaced
 from tests.distributed import run_ranks
 
 STEPS, LAYERS = 2, 4
@@ -33,6 +39,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
 }
 FP8 = {"weight_gather": "fp8"}
+DEEP, VOCAB = 24, 512  # layers and vocabulary of the models whose construction is measured
+BUILT = ["bf16", "tied", "tp2", "pp2", "pp2 vpp2"]
+BESIDE = 100_000  # bytes
 Case = tuple[str, str, int, dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {  # layout, recipe, stage to compare with, parallel, other sections
     "one rank": ("single", "bf16", 1, {}, {}),
@@ -119,6 +128,7 @@ def train(name: str, stage: int, groups: Any) -> tuple[Any, dict[str, Any]]:
     config = config_of(name, stage)
     trainer = Trainer(config, groups, vocab=128)
     buckets = [bucket for chunk in trainer.chunks for bucket in chunk.buckets]
+    initial = [bucket.shard.tolist() for bucket in buckets]
     seen, curve, sent = watch(trainer), [], {}
     for step in range(STEPS):
         placed = trainer.place(batches(config, groups, step))
@@ -130,13 +140,62 @@ def train(name: str, stage: int, groups: Any) -> tuple[Any, dict[str, Any]]:
         chunk.finish_param_sync()
     shards = [bucket.shard.tolist() for bucket in buckets]
     gathers = [isinstance(chunk.weights, LayerGather) for chunk in trainer.chunks]
-    return (curve, shards), {
+    return (curve, shards, initial), {
         "gathers": all(gathers),
         "freed": not any(bucket.gathered for bucket in buckets),
         "clipped": all(norm > config.optim.clip_grad for _, norm, _ in curve),
         "most units": max(map(len, seen), default=0),
         "sent": {key: value for key, value in sent.items() if "weights" in key},
+        "drawn": any(any(shard) for shard in initial),
         "numels": [(b.fp8, b.weights.numel(), [p.dim() for p in b.params]) for b in buckets],
+    }
+
+
+def construct(name: str, groups: Any) -> dict[str, int]:
+    """Bytes on a rank while a deeper model is built, by the profiler, and what they consist of."""
+    from coatlm.model.memory import rank_bytes
+    from coatlm.train.chunks import make_chunks
+    from coatlm.train.step import Trainer
+
+    config = config_of(name, 3)
+    config = replaced(
+        config,
+        model={"layers": DEEP, "vocab": VOCAB},
+        parallel={"main_grads": "fp8"},
+    )
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    profiler = torch.profiler.profile(activities=cpu, profile_memory=True)
+    done: list[int] = []
+
+    def built(modules: Any, *rest: Any, **options: Any) -> Any:
+        done.append(sum(not p.is_meta for m in modules for p in m.parameters()))
+        return make_chunks(config, modules, *rest, **options)
+
+    def lap(part: str) -> None:
+        if part == "model":
+            profiler.__exit__(None, None, None)
+
+    with mock.patch("coatlm.train.step.make_chunks", lambda _, *a, **k: built(*a, **k)):
+        gc.collect()  # what is freed later would count as negative
+        profiler.__enter__()
+        trainer = Trainer(config, groups, vocab=VOCAB, lap=lap)
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    sizes = accumulate(event.nbytes() for event in sorted(changes, key=lambda e: e.start_ns()))
+    weights = [p for chunk in trainer.chunks for p in chunk.module.parameters()]
+    buckets = [bucket for chunk in trainer.chunks for bucket in chunk.buckets]
+    zero = trainer.zero_checkpoint
+    loaded = zero.tensors_to_load(weights_only=True)
+    zero.finish_load()
+    trainer.optimizer.optimizer.reload_from_weights()
+    stage, dp = groups.pp.rank(), groups.dp.size()
+    return {
+        "allocated": done[0],
+        "peak": max(sizes),
+        "weights": sum(p.nbytes for p in weights),
+        "loaded": sum(tensor.data.nbytes for tensor in loaded),
+        "whole": sum(bucket.gathered for bucket in buckets),
+        "planned": rank_bytes(config, VOCAB, stage=stage, data_parallel=dp).initial,
     }
 
 
@@ -158,6 +217,8 @@ def compare(rank: int, size: int, names: list[str]) -> dict[str, Any]:
             whole, _ = train(name, CASES[name][2], groups)
         curves = {"curve": sharded[0], "expected": whole[0]}
         found[name] = checked | curves | {"equal": sharded == whole}
+        if name in BUILT and not torch.cuda.is_available():
+            found[name]["built"] = construct(name, groups)
     return found
 
 
@@ -171,13 +232,30 @@ def found() -> dict[str, list[dict[str, Any]]]:
     return results
 
 
+@pytest.mark.parametrize("name", BUILT)
+def test_construction_holds_shards_and_one_unit_as_the_planner_says(found: Any, name: str) -> None:
+    """Beyond that there are tables of RoPE and the statistics of buckets."""
+    for rank in found[name]:
+        built = rank["built"]
+        assert built["allocated"] == 0
+        assert built["planned"] <= built["peak"] < built["planned"] + BESIDE
+        assert built["peak"] < built["weights"]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_checkpoint_is_loaded_into_shards_alone(found: Any, name: str) -> None:
+    built = [rank["built"] for rank in found[name]]
+    assert sum(b["loaded"] for b in built) == sum(b["weights"] for b in built) // 2
+    assert not any(b["whole"] for b in built)
+
+
 each = pytest.mark.parametrize("name", CASES)
 
 
 @each
 def test_stage_3_has_the_bits_of_stages_that_hold_whole_weights(found: Any, name: str) -> None:
     for rank in found[name]:
-        assert rank["clipped"] and rank["equal"], rank["curve"]
+        assert rank["clipped"] and rank["drawn"] and rank["equal"], rank["curve"]
 
 
 @each
