@@ -19,7 +19,6 @@ with (
     megatron_hook.without_messages(),
 ):
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.core import CheckpointingConfig
     from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
@@ -53,7 +52,6 @@ __all__ = [
     "ColumnParallelLinear",
     "GPTModel",
     "IdentityOp",
-    "IndexedDatasetBuilder",
     "LocalShardsContainer",
     "MLPSubmodules",
     "MegatronModule",
@@ -70,11 +68,22 @@ __all__ = [
     "apply_factories",
     "get_bias_dropout_add",
     "get_forward_backward_func",
+    "indexed_dataset",
     "is_main_replica",
     "parallel_state",
     "tensor_parallel",
     "transformer_engine",
 ]
+
+
+def indexed_dataset() -> ModuleType:
+    """megatron-core's format of token files, which only data preparation writes with it.
+
+    It imports boto3 where that is installed.
+    """
+    from megatron.core.datasets import indexed_dataset as module
+
+    return module
 
 
 def transformer_engine() -> ModuleType:

@@ -2,8 +2,8 @@
 
 megatron-core names CUDA in literals (`device="cuda"`, `torch.cuda.current_device()`, tensor-type
 strings) that no configuration reaches. Where no GPU is present, `install` adds an import hook that
-rewrites those literals in the source of `megatron.core` as it is imported. Nothing is written to
-disk, and on a machine with a GPU the hook does nothing. `without_trackers`,
+rewrites those literals in the source of `megatron.core` as it is imported. What is rewritten is not
+written to disk, and on a machine with a GPU the hook does nothing. `without_trackers`,
 `deferred_compilation` and `hide_transformer_engine` shorten the import, with and without a GPU.
 
 Every rule must match somewhere in the installed megatron-core: `unmatched_rules` lists those that
@@ -33,6 +33,7 @@ PACKAGE = "megatron.core"
 RANDOM = "megatron.core.tensor_parallel.random"
 TRACKERS = ("wandb", "torch.utils.tensorboard")  # imported by megatron-core if installed
 TRANSFORMER_ENGINE = "transformer_engine"  # imported by megatron-core if installed
+WORDS = ("cuda", "pin_memory", "torch.compile")  # every match of a rule in the source has one
 SKIPPED = ".fsdp"  # CUDA only, imported lazily by megatron and never used here
 
 
@@ -70,6 +71,8 @@ RULES = tuple(
 
 def rewrite(source: str) -> str:
     """`source` of a megatron module with its CUDA literals replaced, rules in order."""
+    if not any(word in source for word in WORDS):  # much faster than the patterns
+        return source
     for rule in RULES:
         source = rule.pattern.sub(rule.replacement, source)
     return source
@@ -183,9 +186,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the rewritten source; byte code is neither read nor written."""
+        """Compile the source if a rule changes it; else use Python's byte code as usual."""
         source = self.get_data(self.path).decode("utf-8")
-        return compile(rewrite(source), self.path, "exec", dont_inherit=True)
+        rewritten = rewrite(source)
+        if rewritten == source:
+            code = super().get_code(fullname)
+            assert code is not None  # a module of Python source has code
+            return code
+        return compile(rewritten, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

@@ -17,6 +17,33 @@ import torch
 
 from coatlm import megatron_hook
 
+# installed here, and needed neither by a start nor by a step of a usual run
+UNUSED = ["matplotlib", "transformers", "tokenizers", "sentencepiece", "tiktoken", "pyarrow"]
+UNUSED += ["huggingface_hub", "s3fs", "datasets", "lm_eval", "plotly", "scipy", "pandas"]
+
+# Prints the modules at the first step, and those during whose import garbage was collected.
+WATCHED = """
+import gc, logging, sys
+
+collected = []
+watched = ["torch", "coatlm.train.setup", "coatlm.train.start"]
+make = logging.getLogRecordFactory()
+
+def collect(phase, info):
+    found = [sys.modules[name] for name in watched if name in sys.modules]
+    collected.extend(module.__name__ for module in found if module.__spec__._initializing)
+
+def record(*args, **kwargs):
+    made = make(*args, **kwargs)
+    if made.getMessage().startswith("step 1/1"):
+        print("collected", *collected)
+        print("modules", *sys.modules)
+    return made
+
+gc.callbacks.append(collect)
+logging.setLogRecordFactory(record)
+"""
+
 
 def test_every_rule_still_matches_the_installed_megatron_core() -> None:
     assert megatron_hook.unmatched_rules() == []
@@ -37,6 +64,27 @@ def test_literals_are_rewritten_and_questions_are_not(source: str, rewritten: st
     assert megatron_hook.rewrite(source) == rewritten
 
 
+def test_the_words_that_are_looked_for_first_are_in_all_that_a_rule_matches() -> None:
+    for path in megatron_hook._package_directory().rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for rule in megatron_hook.RULES:
+            for found in rule.pattern.finditer(source):
+                assert any(word in found[0] for word in megatron_hook.WORDS), (path, found[0])
+
+
+@pytest.mark.parametrize(("device", "byte_code"), [("cpu", True), ("cuda", False)])
+def test_only_a_module_that_no_rule_changes_has_byte_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, byte_code: bool
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "module.py"
+    path.write_text(f"options = dict(device='{device}')\n")
+    namespace: dict[str, Any] = {}
+    exec(megatron_hook._Loader("module", str(path)).get_code("module"), namespace)
+    assert namespace["options"] == {"device": "cpu"}
+    assert (tmp_path / "__pycache__").exists() is byte_code
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hook stays away from GPUs")
 def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
     before = torch.cuda.current_device
@@ -47,7 +95,7 @@ def test_the_hook_is_installed_once_and_leaves_torch_alone() -> None:
 
 
 def test_a_run_imports_no_trackers_or_compilers_that_it_does_not_use_and_prints_nothing() -> None:
-    unused = ["wandb", "tensorboard", "transformers", "matplotlib"]
+    unused = ["wandb", "tensorboard", "boto3", "megatron.core.datasets.indexed_dataset", *UNUSED]
     if find_spec("transformer_engine") is None:  # which imports the compiler itself
         unused += ["torch._dynamo", "torch._inductor"]
     code = "import sys, coatlm.train.start; print(*sys.modules); import wandb; wandb.init"
@@ -117,3 +165,21 @@ def test_only_runs_with_its_layers_import_transformer_engine(tmp_path: Path) -> 
         )
         assert ("imported" in done.stdout) is imported, done.stderr
         assert (done.returncode == 0) is not imported  # this stand-in has no layers
+
+
+def test_a_step_has_imported_nothing_that_it_does_not_need_and_no_import_collected_garbage(
+    tmp_path: Path,
+) -> None:
+    train = "from coatlm.commands.train import main; sys.exit(main(sys.argv[1:]))"
+    options = ["quickstart", f"run.dir={tmp_path / 'run'}", "data.text=[configs/*.yaml]"]
+    options += [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=16", "train.steps=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED + train, *options, "train.eval_every=0"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = {words[0]: words[1:] for line in done.stdout.splitlines() if (words := line.split())}
+    assert not set(UNUSED) & set(said["modules"])
+    assert {"torch", "megatron.core"} <= set(said["modules"])
+    assert said["collected"] == []

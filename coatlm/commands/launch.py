@@ -18,15 +18,19 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
-
-import torch
+from pathlib import Path
 
 from coatlm.commands.entry import entry, torchrun
 from coatlm.config import ConfigError
 from coatlm.hf.run_config import load_run_config
 
+ROOT = Path("/")
+NODE = re.compile(r"nvidia\d+")  # in /dev, one per GPU; the driver may add them late
+NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor of a PCI device; first digits of the class of a GPU
+WSL = "dxg"  # in /dev, one for all GPUs of a virtual machine of Windows
 PRESET = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 PRESET.add_argument("--preset")
 
@@ -69,8 +73,40 @@ def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
     return gpus, []
 
 
+def count_gpus(root: Path = ROOT) -> int:
+    """The number of GPUs, or 1 where there is none that CUDA can use.
+
+    torch, whose import takes seconds, is only asked where several GPUs are possible: one process
+    is started for no GPU and for one. `root` is the directory that has dev/ and sys/.
+    """
+    nodes = [path.name for path in (root / "dev").glob("*")]
+    devices = list((root / "sys/bus/pci/devices").glob("*"))
+    seen = max(
+        sum(NODE.fullmatch(name) is not None for name in nodes),
+        sum(_line(path / "vendor") == NVIDIA and _is_gpu(path) for path in devices),
+    )
+    if seen < 2 and WSL not in nodes:
+        return 1
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _is_gpu(device: Path) -> bool:
+    """Whether a PCI device is a GPU, not its audio or USB part or a bridge."""
+    return _line(device / "class").startswith(DISPLAY)
+
+
+def _line(path: Path) -> str:
+    """The line of a file in /sys; empty if it cannot be read, as in some containers."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def main() -> None:
-    line = command(sys.argv[1:], torch.cuda.device_count())
+    line = command(sys.argv[1:], count_gpus())
     print("+", *line[1:], flush=True)
     os.execv(line[0], line)
 

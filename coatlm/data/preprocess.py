@@ -144,11 +144,11 @@ def _join(
     `masked` writes their masks to .mask and .mask.crc32. Returns the CRC-32 of .idx, of .crc32 and
     of .mask.crc32, which is 0 without a mask. Raises ValueError if a shard is damaged.
     """
-    from coatlm.megatron import IndexedDatasetBuilder  # imports torch, unneeded by workers
+    from coatlm.megatron import indexed_dataset  # imports torch, unneeded by workers
 
     binary, index, checksums = (suffixed(base, suffix) for suffix in (".bin", ".idx", ".crc32"))
     masks, mask_checksums = (suffixed(base, suffix) for suffix in MASK_SUFFIXES)
-    builder = IndexedDatasetBuilder(str(binary), dtype=dtype)
+    builder = indexed_dataset().IndexedDatasetBuilder(str(binary), dtype=dtype)
     sums, mask_sums = BlockSums(), BlockSums()
     for shard in shards:
         tokens, lengths, mask = shard.read(dtype, masked=masked)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from coatlm.commands import entry
-from coatlm.commands.launch import command, fit
+from coatlm.commands.launch import command, count_gpus, fit
 from coatlm.config import load_config
 from coatlm.config.shipped import shipped
 
@@ -98,3 +99,43 @@ def test_an_installed_package_starts_modules_that_ignore_the_working_directory(
     assert command([config], 1) == [python, *train, config]
     several = ["-P", "-m", "coatlm.commands.elastic", "--standalone", "--nproc-per-node=2"]
     assert command([config], 2) == [python, *several, "--no-python", python, "-u", *train, config]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "count"),
+    [
+        ([], [], 1),
+        (["nvidia0", "nvidia1.lock", "nvidiactl"], [], 1),  # a container without /sys
+        (["nvidia0", "nvidia10"], [], 5),
+        ([], ["0x10de 0x030200"], 1),
+        ([], ["0x10de 0x030200", "0x10de 0x030000"], 5),  # no driver was used since the start
+        ([], ["0x10de 0x030000", "0x10de 0x040300", "0x8086 0x030000"], 1),  # sound; another vendor
+        (["nvidia0", "dxg"], [], 5),
+    ],
+)
+def test_torch_counts_gpus_where_several_are_possible(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[str],
+    devices: list[str],
+    count: int,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    (tmp_path / "dev").mkdir()
+    for name in nodes:
+        (tmp_path / "dev" / name).touch()
+    for number, device in enumerate(devices):
+        place = tmp_path / f"sys/bus/pci/devices/0000:{number:02}:00.0"
+        place.mkdir(parents=True)
+        for name, value in zip(("vendor", "class"), device.split(), strict=True):
+            (place / name).write_text(f"{value}\n")
+    assert count_gpus(tmp_path) == count
+
+
+def test_without_several_gpus_the_launcher_does_not_import_torch(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from coatlm.commands.launch import command, count_gpus\n"
+    code += "command(['quickstart'], count_gpus(pathlib.Path(sys.argv[1]))); print(*sys.modules)"
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "coatlm.config" in done.stdout.split()
+    assert "torch" not in done.stdout.split()
