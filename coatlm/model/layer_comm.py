@@ -143,7 +143,7 @@ def _gather(
 ) -> Iterator[Collective]:
     """An all-gather under sequence parallelism, and before it the all-reduces of its amax.
 
-    In `pieces` it is one exchange per other rank; the latency of its codes and scales counts once.
+    In `pieces` there is one exchange per other rank, of codes and of scales.
     """
     p, shape = config.parallel, (microbatch_tokens(config), config.model.hidden)
     if not p.sequence_parallel:
@@ -154,7 +154,7 @@ def _gather(
         rows, columns = operand.scales.scale_shape(shape)
         total, calls = total + 4 * rows * columns, 2
     share = (p.tp - 1) / p.tp
-    steps, calls = (p.tp - 1, 1) if pieces else (1, calls)
+    steps = p.tp - 1 if pieces else 1
     yield Collective(share * total / steps, beside, times * steps, calls)
     if operand.amaxes:
         yield Collective(2 * share * 4, 0.0, times * operand.amaxes)

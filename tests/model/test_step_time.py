@@ -136,8 +136,8 @@ def test_tensor_parallel_collectives_are_exposed_but_for_the_gemms_beside_them()
         each = 2 * codes / chunks + late
         down = 2 * 16_384 * 4096 * 5504 / chunks / rate
         output = 2 * 16_384 * 4096 * 2048 / chunks / rate  # of the projection
-        # beside the rows of the first rank, in one call per operand
-        less = 2 * 0.65 * (both - late) + 2 * late + 0.65 * (gathered + projection / 2)
+        # beside the rows of the first rank
+        less = 2 * 0.65 * both + 0.65 * (gathered + projection / 2)
         less += 0.65 * (chunks - 1) * (min(each, down) + min(each, output))
         less -= 2 * (chunks - 1) * late
         split = times(f"parallel.tp_chunks={chunks}")
