@@ -41,7 +41,7 @@ def test_every_row_is_a_valid_run_that_fits(gpus: int) -> None:
         options = layouts.end_to_end_options(found, count, cluster(count))
         assert set(options) <= {*end_to_end.OPTIONS, *(key for key in options if "." in key)}
         config, vocab = layouts.similar_config(found, options)
-        if found.row == layout_rows.COAT:
+        if found.row in layout_rows.OURS:
             assert config.parallel.main_grads == "bf16" and config.precision.scaling == "delayed"
             assert config.optim.recipe == (
                 "coat-24" if "coat-24" in options.values() else "coat-lean"

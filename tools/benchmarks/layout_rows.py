@@ -1,9 +1,9 @@
 """The rows of `bench layouts`: whole steps of a model in a layout, the most important ones first.
 
 The order is that on two GPUs; on more of them, rows that need four or more come first. Rows of
-coatlm have its FP8 layers with delayed scales, `coat-lean` states and BF16 gradients. Their peers
-are megatron-core with TransformerEngine and FSDP2, which are data-parallel only, and for other
-layouts TransformerEngine's layers in coatlm's trainer, with fp32 states, gradients and sums.
+coatlm have the formats of the preset `fp8` and BF16 gradients, if they do not say others. Their
+peers are megatron-core with TransformerEngine and FSDP2, which are data-parallel only, and for
+other layouts TransformerEngine's layers in coatlm's trainer, with fp32 states, gradients and sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import NamedTuple
 LEAST, MOST = 2, 8  # GPUs of a row that does not say how many
 COAT, TE_LAYERS = "coatlm coat, optim coat-lean", "coatlm te-delayed"
 TE, FSDP = "megatron+te delayed", "fsdp2 torchao"
+COAT_LEAN = "coatlm coat-lean, optim coat-lean"
+OURS = COAT, COAT_LEAN
 FP8 = {"precision.scaling": "delayed", "parallel.main_grads": "bf16"}
+FP8 |= {"precision.output_layer": "fp8-gradients"}
 FP32_SUMS = {"parallel.grad_comm": "fp32"}
 LLAMA_3_8B = {"model": "8b", "vocab": "128256", "model.kv_heads": "8", "seq": "8192", "mbs": "1"}
 LLAMA_2_7B = {"model": "7b", "seq": "2048", "mbs": "4", "microbatches": "4"}
@@ -104,6 +107,10 @@ def _layouts() -> Iterator[LayoutRow]:
     for way, most in (("a2a", MOST), ("p2p", MOST), ("all_gather", 2)):
         options = LONG | TRACED | {"parallel.cp": "2", "parallel.cp_comm": way}
         yield LayoutRow(f"7B of 16384 tokens, CP2 by {way}, traced", COAT, options, most=most)
+    for kind in ("bf16", "fp8"):
+        name = f"7B of 16384 tokens, CP2 by a2a, coat-lean with {kind} keys, traced"
+        options = LONG | TRACED | {"parallel.cp": "2", "parallel.cp_comm_kv": kind}
+        yield LayoutRow(name, COAT_LEAN, options, most=2)
     name = "7B of 16384 tokens, CP2, te-delayed"
     yield LayoutRow(name, TE_LAYERS, LONG | {"parallel.cp": "2"})
     yield LayoutRow("7B of 16384 tokens, ZeRO-1", COAT, LONG)

@@ -35,12 +35,12 @@ from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster
 from tools.benchmarks import end_to_end
 from tools.benchmarks.layout_rows import (
-    COAT,
     FP8,
     FP32_SUMS,
     FSDP,
     LEAST,
     MOST,
+    OURS,
     TE,
     TE_LAYERS,
     LayoutRow,
@@ -136,7 +136,7 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str
     cluster = cluster_here(options, count)
     asked = end_to_end_options(run, count, cluster) | {"steps": steps_of(run, options)}
     found = {"gpus": count, **end_to_end.measure(run.row, asked)}
-    if run.row not in (COAT, TE_LAYERS):
+    if run.row not in (*OURS, TE_LAYERS):
         return found
     config, vocab = end_to_end.run_config(run.row, asked)
     found["layout"] = describe(config, count)
@@ -171,7 +171,7 @@ def end_to_end_options(run: LayoutRow, count: int, cluster: Cluster | None) -> d
     """The options of `end-to-end` for a row. Raises ValueError if a layout is to be planned and the
     planner has no rates of the GPU, or if no layout fits.
     """
-    formats = FP8 if run.row == COAT else FP32_SUMS if run.row == TE_LAYERS else {}
+    formats = FP8 if run.row in OURS else FP32_SUMS if run.row == TE_LAYERS else {}
     options = {**formats, **run.options, "gpus": str(count)}
     if not run.planned:
         return options
