@@ -74,7 +74,7 @@ def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
 
 
 def count_gpus(root: Path = ROOT) -> int:
-    """The number of GPUs, or 1 where there is none that CUDA can use.
+    """The number of GPUs that CUDA can use; 1 where fewer than two are seen without asking it.
 
     torch, whose import takes seconds, is only asked where several GPUs are possible: one process
     is started for no GPU and for one. `root` is the directory that has dev/ and sys/.

@@ -58,7 +58,7 @@ class Parallel(Section):
 
     cp_comm_kv: CpCommKv = "bf16"
     """The format in which context-parallel ranks exchange keys and values: bf16, or fp8, the E4M3
-    codes and scales that FP8 layers save of them for backward. With fp8 every rank attends to the
+    codes and scales in which FP8 layers save them for backward. With fp8 every rank attends to the
     decoded keys and values, its own included; their gradients travel in BF16. It is for recipes
     that save keys and values in FP8 (coat-lean); layers in BF16 exchange BF16 with either."""
 

@@ -12,7 +12,8 @@ PRESETS is the only list. What its values are based on is measured in docs/resul
 `fp8` and `fp8-lean`, and of the output layer's FP8 gradients, in convergence.md, of FP8 sums in
 reduction.md, speed and memory in layer.md, one-gpu.md, optimizer.md and reduction.md. Gradients are
 accumulated in fp32 (`parallel.main_grads`) in all of them: with BF16 sums of four microbatches the
-loss was 0.019 +- 0.008 % higher (convergence.md).
+loss was 0.019 +- 0.008 % higher (convergence.md). FP8 gradients of the output layer were compared
+under `coat` layers only.
 """
 
 from __future__ import annotations

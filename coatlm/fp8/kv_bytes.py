@@ -2,10 +2,10 @@
 
     x [..., D] -> uint8 [..., D + D / G]      E4M3 codes, then one E8M0 scale per G of them
 
-These are the codes and scales as which attention saves x for backward (attention.py): blocks of G
+These are the codes and scales in which attention saves x for backward (attention.py): blocks of G
 elements along head_dim. So a tensor can be split into tokens or heads before or after it is
-encoded. What a rank decodes is x rounded once: decoded values are encoded to bytes of the same
-values, because a power-of-two scale moves a code by whole binades and E4M3 has no fewer bits there.
+encoded. What a rank decodes is x rounded once: to encode decoded values again changes none, because
+the new scale is a power of two and not larger, so that E4M3 still represents every value.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def decode(bytes_X: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def decode_to_save(bytes_X: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """`decode`, for attention that saves its result, or the first rows of it, in FP8.
+    """`decode`, and note the codes for attention, which saves them instead of casting again.
 
-    What is saved are these codes and scales. The result is in memory until attention ends.
+    That holds for the result and its first rows. The result is in memory until attention ends.
     """
     made = _unpacked(bytes_X, width)
     return saved_as(dequantize_blocks(made, dtype), made)

@@ -1,12 +1,12 @@
 """Attention within documents and over windows on a CPU, as document_attention.py defines it.
 
-A document's queries attend to nothing outside of it, so each document is one call of torch's
-FlashAttention for CPUs. A call whose queries are all keys that it reads, with a window at least as
-long, is causal and has no mask. All others are for at most BLOCK queries, and read the keys from
-the first to the last that these attend to:
+A document's queries attend to nothing outside of it, so documents are separate calls of torch's
+FlashAttention for CPUs. Queries that begin where their document does, no more of them than the
+window has keys, are one causal call without a mask. Others are called by at most BLOCK, and read
+the keys from the first to the last that these attend to:
 
-    a window of w keys                   a mask of BLOCK x (BLOCK + w - 1)
-    queries behind a document's begin    a mask of BLOCK x T, where queries are the last S of T
+    queries beyond a window of w keys              a mask of BLOCK x (BLOCK + w - 1)
+    a document that began before the first query   a mask of BLOCK x T; queries are the last S of T
 
 So no tensor has S x T elements, in forward or backward. For backward q, k, v, the output and its
 log-sum-exp are saved; masks are computed again. Calls that share keys add up their gradients, in
@@ -38,14 +38,14 @@ class Rectangle(NamedTuple):
     samples: slice
     queries: slice
     keys: slice
-    before: int  # keys before the one at the position of the first query
+    before: int  # keys of this call before the position of its first query
     causal: bool  # each query attends to all keys up to its own position, and `before` is 0
 
 
 def rectangles(
     bounds_BE: Tensor | None, samples: int, queries: int, keys: int, window: int | None
 ) -> Iterator[Rectangle]:
-    """The calls whose queries are all queries, each of them once; `bounds_BE` in host memory."""
+    """Calls that together have each query exactly once; `bounds_BE` is in host memory."""
     offset = keys - queries
     rows = [(slice(samples), [0, keys])]
     if bounds_BE is not None:

@@ -247,8 +247,8 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "flex": _flex,
     "cpu": _cpu,
 }
-ON_GPU, WITH_SOFTCAP = "flash", "flex"  # what runs in 16 bits; fp32 takes the reference
-FOR_GPUS = ("flash", "flex")  # the backends of GPUs that materialize no mask
+ON_GPU, WITH_SOFTCAP = "flash", "flex"  # in 16 bits; fp32 on a GPU takes the reference
+FOR_GPUS = ("flash", "flex")  # backends of GPUs that materialize no mask
 
 
 def default_backend(x: Tensor, softcap: float | None) -> str:

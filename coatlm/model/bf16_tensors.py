@@ -61,10 +61,10 @@ def format_saved(recipe: FlowRecipe, tensor: str, bf16: Collection[str]) -> Oper
 def alone(config: Config, tensor: str) -> bool:
     """Whether the tensor can be in BF16 in a layer that computes in FP8.
 
-    A saved tensor can, except keys and values that are sent as they are saved: whether a layer
-    sends them in FP8 follows from the layer alone (traffic.py). Under tensor parallelism GEMM
-    operands are all-gathered as codes, and BF16 represents dequantized codes exactly only if their
-    scales are powers of two.
+    A saved tensor can, except keys and values with parallel.cp_comm_kv=fp8: ranks send them in the
+    format in which they are saved, which is chosen for a whole layer (traffic.py). Under tensor
+    parallelism GEMM operands are all-gathered as codes, and BF16 represents dequantized codes
+    exactly only if their scales are powers of two.
     """
     if tensor in ("k_saved", "v_saved") and config.parallel.cp_comm_kv == "fp8":
         return False

@@ -1,11 +1,12 @@
 """Peak device memory of a rank while its model is built, before there are optimizer states.
 
-Below stage 3 of ZeRO that is all weights of the rank. At stage 3 buckets are filled one after the
-other in the order of backward, output layer, layers, embedding, and only shards of them stay:
+Below stage 3 of ZeRO, and with one rank, only the weights of the rank are counted. At stage 3
+buckets are filled one after the other in the order of backward, output layer, layers, embedding,
+and only shards of them stay:
 
-    peak = shards of the buckets before + weights of a bucket + the largest of its gradients, which
-           are allocated and freed, of its shard, and of a tensor that is drawn whole, in fp32 and
-           for all tensor-parallel ranks
+    peak = shards of the buckets before + weights of a bucket
+           + max(its gradients, which are allocated and freed; its shard;
+                 its largest tensor as it is drawn: whole, in fp32, for all tensor-parallel ranks)
 
 Shards are of weights and of gradients. With train.update=backward all gradients are allocated first
 and stay.

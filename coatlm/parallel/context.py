@@ -20,8 +20,8 @@ values of all.
 
 Keys and values can be sent as FP8 codes with a scale per block of elements of a head
 (coatlm/fp8/kv_bytes.py). All ranks, the sender too, then attend to the decoded keys and values.
-Rounding counts as the identity in backward: gradients of decoded tensors, which are sent as they
-are, are those of the exact ones.
+Backward treats the rounding as the identity (the straight-through estimator): gradients of decoded
+tensors, which are sent as they are, are those of the exact ones.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Flight:
         self.work = None
 
     def send(self, x_RX: Tensor) -> Tensor:
-        """Start in forward. The result stands for what is received, until `receive`."""
+        """Start the exchange in forward. Returns a placeholder, the argument of `receive`."""
         return self.start(x_RX)
 
     def receive(self, received_RX: Tensor) -> Tensor:
