@@ -120,7 +120,7 @@ def without_messages() -> Iterator[None]:
     For example, torch built for CUDA logs on a machine without a GPU where it found a compiler.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

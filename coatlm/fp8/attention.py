@@ -202,7 +202,7 @@ class SavedInFp8(TorchFunctionMode):
     def _pack(self, x: Tensor) -> Tensor | _Holder:
         if x.dtype not in SAVED_DTYPES or x.dim() not in (3, 4) or x.stride(-1) != 1:
             return x
-        self.holders.append(_Holder(x))
+        self.holders.append(_Holder(x.detach()))  # an output would keep its own graph alive
         return self.holders[-1]
 
 

@@ -5,8 +5,9 @@ buckets are filled one after the other in the order of backward, output layer, l
 and only shards of them stay:
 
     peak = shards of the buckets before + weights of a bucket
-           + max(its gradients, which are allocated and freed; its shard;
-                 its largest tensor as it is drawn: whole, in fp32, for all tensor-parallel ranks)
+           + max(its gradients, which are allocated and freed; the shard of them, and beside it that
+                 of the weights or the largest tensor as it is drawn: whole, in fp32, for all
+                 tensor-parallel ranks)
 
 Shards are of weights and of gradients. With train.update=backward all gradients are allocated first
 and stay.
@@ -38,7 +39,8 @@ def construction_bytes(
     arena = arena_bytes(config, vocab, data_parallel) if backward else 0
 
     def peak(before: int, bucket: int, drawn: int) -> int:
-        more = max(moving * bucket, bucket / ranks * each, DRAWN * drawn)
+        shard = bucket / ranks * accumulated
+        more = max(moving * bucket, shard + max(bucket / ranks * size, DRAWN * drawn))
         return arena + math.ceil(before / ranks * each + bucket * size + more)
 
     first, last = stage == 0, stage == p.pp - 1

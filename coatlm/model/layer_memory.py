@@ -148,9 +148,10 @@ def gathered_keys(config: Config, e: AttentionBytes) -> float:
     each other keys and values, in backward once more. The all-gather writes the keys and values of
     all ranks to new tensors. The two prefixes that queries attend to, r + 1 and 2 cp - r of 2 cp
     chunks long on rank r, are views of these tensors in BF16, and of their codes if those were
-    gathered, but if FP8 is saved of gathered BF16, each prefix has its own codes. A rank's own keys
-    and values are freed, except where an FP8 flow applies RoPE in place, which it does if q, k and
-    v are saved in BF16: there they share memory with the queries.
+    gathered; but if FP8 is saved of gathered BF16, or of prefixes that are copied, as a GPU does
+    with documents in several samples, each prefix has its own codes. A rank's own keys and values
+    are freed, except where an FP8 flow applies RoPE in place, which it does if q, k and v are saved
+    in BF16: there they share memory with the queries.
     """
     m, cp = config.model, config.parallel.cp
     if cp == 1 or config.context_comm != "all_gather":
@@ -158,7 +159,8 @@ def gathered_keys(config: Config, e: AttentionBytes) -> float:
     width = element_bytes(config)
     in_place = config.precision.flow and m.heads == m.key_value_heads and not m.qk_norm
     in_place = in_place and e[:3] == (width, width, width)
-    own_codes = 0 if config.parallel.cp_comm_kv == "fp8" else 1 / 2
+    copied = config.data.reset_attention_mask and config.train.micro_batch != 1
+    own_codes = 0 if config.parallel.cp_comm_kv == "fp8" and not copied else 1 / 2
     return sum(
         key_size(m) * each * (cp - 1 + (in_place if each == width else own_codes))
         for each in (e.k, e.v)

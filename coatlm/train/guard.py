@@ -61,8 +61,8 @@ ACTIONS = {
     "warned": "it stays in FP8",
     "bf16": "the layer computes in BF16 from the next step on",
     "operand": "this tensor is in BF16 from the next step on, and the rest of the layer in FP8",
-    "layer": "the layer computes in BF16 from the next step on, because operands of its GEMMs "
-    "cannot be in BF16 alone in this run",
+    "layer": "the layer computes in BF16 from the next step on, because this tensor cannot be in "
+    "BF16 alone in this run",
     "no memory": "the layer stays in FP8, because in BF16 a step would not fit the device's memory",
 }
 
@@ -285,7 +285,7 @@ def restore_guard(
     guard: PrecisionGuard | None, saved: Mapping[str, Any] | None, config: Config
 ) -> None:
     """Restore the guard of a checkpoint. Warns of what is in FP8 again, or in BF16 as a whole."""
-    precision, saved = config.precision, saved or {}
+    precision, parallel, saved = config.precision, config.parallel, saved or {}
     head, tail = precision.bf16_layers
     ours = range(head + 1, config.model.layers - tail + 1) if precision.flow else ()
     layers = set(saved.get("in_bf16", ())).intersection(ours)
@@ -310,8 +310,10 @@ def restore_guard(
     if whole := {layer_of(key) for key in tensors}.intersection(now.layers):
         logger.warning(
             "layers of which single tensors had fallen back to BF16 compute in BF16 as a whole "
-            "with precision.guard=%s, precision.recipe=%s and parallel.tp=%d: %s",
-            *(precision.guard, precision.recipe, config.parallel.tp, number_list(whole)),
+            "with precision.guard=%s, precision.recipe=%s, parallel.tp=%d and "
+            "parallel.cp_comm_kv=%s: %s",
+            *(precision.guard, precision.recipe, parallel.tp, parallel.cp_comm_kv),
+            number_list(whole),
         )
 
 

@@ -1,5 +1,6 @@
 """Attention that saves FP8: exact forward, what is saved, gradients against exact tensors."""
 
+import gc
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from coatlm.fp8.attention import (
     Packed,
     SavedInFp8,
+    _Holder,
     attend_saving_fp8,
     dequantize_blocks,
     memory_order,
@@ -145,3 +147,12 @@ def test_what_is_not_a_tensor_of_attention_in_16_bits_is_saved_as_it_is(x: Tenso
         y = x * x
     assert not saved.packed
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], 2 * x)
+
+
+@pytest.mark.parametrize("names", ["q", "qkv", "qkvo"])
+def test_attention_without_a_backward_pass_frees_what_it_saved(names: str) -> None:
+    q, k, v, _ = tensors()
+    q.requires_grad_()
+    attend_saving_fp8(lambda: attend(q, k, v), 16, q, k, v, names=names)
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is _Holder]

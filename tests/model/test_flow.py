@@ -233,13 +233,10 @@ def test_a_column_with_small_gradients_has_a_scale_of_its_own_in_wgrad(megatron:
 def test_a_recipe_that_combines_what_is_there_is_one_row(
     megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in forward, blocks in backward, the attention output saved in FP8, of 32 elements."""
-    blocks = RECIPES["fp8-block"]
-    row = replace(
-        blocks,
-        forward=RECIPES["rowwise"].forward,
-        saved=replace(RECIPES["coat-lean"].saved, attention=Operand("e4m3", block(1, 32))),
-    )
+    """Rows in forward, blocks in backward, what attention saves in FP8 with 32 elements a scale."""
+    blocks, each = RECIPES["fp8-block"], Operand("e4m3", block(1, 32))
+    saved = replace(RECIPES["coat-lean"].saved, q=each, k=each, v=each, o=each)
+    row = replace(blocks, forward=RECIPES["rowwise"].forward, saved=saved)
     monkeypatch.setitem(RECIPES, "mine", row)
     c = run_config("fp8-block")
     c = replaced(c, precision={"recipe": "mine"})
