@@ -28,21 +28,24 @@ def test_below_stage_3_all_weights_are_built() -> None:
 
 
 def test_at_stage_3_shards_one_bucket_and_the_tensor_that_is_drawn() -> None:
-    """BF16 weights and gradients: 4 bytes per element of a shard, 2 of a bucket, 4 drawn."""
-    assert initial(3, 0, pp=2) == 4 * LAYERS_OF_STAGE // RANKS + (2 + 4) * TABLE
+    """BF16 weights and gradients: 4 bytes per element of a shard, 2 of a bucket and of the shard of
+    its gradients, 4 drawn.
+    """
+    table = (2 + 4) * TABLE + 2 * TABLE // RANKS
+    assert initial(3, 0, pp=2) == 4 * LAYERS_OF_STAGE // RANKS + table
     widest = 4 * 2 * 64 * 32  # gate and up of the MLP, in fp32
     last = 4 * (LAYERS_OF_STAGE + 32 + TABLE - LAYER) // RANKS + 2 * LAYER + widest
-    assert initial(3, 1, pp=2) == max(
-        last, 2 * (TABLE + 32) + 4 * TABLE
-    )  # the output layer is first
+    last += 2 * LAYER // RANKS
+    head = 2 * (TABLE + 32) + 4 * TABLE + 2 * (TABLE + 32) // RANKS  # is filled first
+    assert initial(3, 1, pp=2) == max(last, head)
     whole = LAYERS * (LAYER + NORMS) + 32 + TABLE  # with the output layer and the final norm
-    assert initial(3, 0) == 4 * whole // RANKS + (2 + 4) * TABLE
+    assert initial(3, 0) == 4 * whole // RANKS + table
 
 
 def test_tensor_parallel_ranks_draw_whole_tensors() -> None:
     norms = LAYERS // 2 * NORMS
     layers = (LAYERS_OF_STAGE - norms) // 2 + norms
-    assert initial(3, 0, pp=2, tp=2) == 4 * layers // RANKS + (1 + 4) * TABLE
+    assert initial(3, 0, pp=2, tp=2) == 4 * layers // RANKS + (1 + 4) * TABLE + TABLE // RANKS
 
 
 def test_with_update_in_backward_all_gradients_exist_from_the_beginning() -> None:

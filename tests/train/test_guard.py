@@ -257,6 +257,7 @@ def test_an_operand_that_would_not_fit_stays_and_others_do_not(alone: Any) -> No
 
 
 WHOLE = "as a whole with precision.guard="
+KEYS = " and parallel.cp_comm_kv=bf16"
 FELL = {
     "mode": "operand",
     "in_bf16": [1],
@@ -303,8 +304,8 @@ def test_the_joint_tensor_of_older_checkpoints_is_q_k_v_and_o() -> None:
     ("mode", "parallel", "expected"),
     [
         ("operand", {}, []),
-        ("operand", {"tp": 2}, [f"{WHOLE}operand, precision.recipe=coat and parallel.tp=2: 2"]),
-        ("fallback", {}, [f"{WHOLE}fallback, precision.recipe=coat and parallel.tp=1: 2, 3"]),
+        ("operand", {"tp": 2}, [f"{WHOLE}operand, precision.recipe=coat, parallel.tp=2{KEYS}: 2"]),
+        ("fallback", {}, [f"{WHOLE}fallback, precision.recipe=coat, parallel.tp=1{KEYS}: 2, 3"]),
         (
             "off",
             {},
