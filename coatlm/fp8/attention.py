@@ -8,7 +8,7 @@ Among the tensors that autograd saves, q, k, v and the output are recognized by 
 is that of an argument or of the result of one of the functions in WATCHED, or of all of attention.
 Masks and probabilities are saved unchanged, whatever their shape, and so are those of q, k, v and
 the output that are not asked for in FP8. A tensor that was decoded from FP8 is saved as the codes
-that it was decoded from (`saved_as`).
+that it was decoded from (`note_codes`).
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def quantize_blocks(x: Tensor, size: int) -> QTensor:
     return quantize(x, fmt=E4M3, granularity=block(1, size), scale_dtype=torch.float8_e8m0fnu)
 
 
-def saved_as(x: Tensor, codes: QTensor) -> Tensor:
+def note_codes(x: Tensor, codes: QTensor) -> Tensor:
     """Returns x, a contiguous tensor that `codes` decode to, of the same shape.
 
     Inside of `SavedInFp8`, x and the first rows of x are saved as these codes.
     """
     if has_torch_function((x,)):
-        noted: Tensor = handle_torch_function(saved_as, (x,), x, codes)
+        noted: Tensor = handle_torch_function(note_codes, (x,), x, codes)
         return noted
     return x
 
@@ -130,7 +130,7 @@ class SavedInFp8(TorchFunctionMode):
         self.know(*also)
         self.holders: list[_Holder] = []
         self.packed: dict[int, tuple[int, Packed]] = {}  # address -> number of elements, codes
-        self.given: dict[int, QTensor] = {}  # address -> what `saved_as` was told
+        self.given: dict[int, QTensor] = {}  # address -> what `note_codes` was told
         self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> SavedInFp8:
@@ -150,7 +150,7 @@ class SavedInFp8(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is saved_as:
+        if func is note_codes:
             x, codes = args
             self.known.append(x)
             self.given[x.data_ptr()] = codes

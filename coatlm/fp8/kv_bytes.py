@@ -13,16 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coatlm.fp8.attention import dequantize_blocks, saved_as
+from coatlm.fp8.attention import dequantize_blocks, note_codes, quantize_blocks
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
-from coatlm.fp8.quantize import quantize
 
 
 def encode(x: Tensor, size: int) -> Tensor:
     """The bytes of x in blocks of `size` elements, which have to divide the last dimension."""
-    scale_dtype = torch.float8_e8m0fnu
-    made = quantize(x, fmt=E4M3, granularity=block(1, size), scale_dtype=scale_dtype)
+    made = quantize_blocks(x, size)
     return torch.cat([made.codes.view(torch.uint8), made.scale.view(torch.uint8)], dim=-1)
 
 
@@ -37,7 +35,7 @@ def decode_to_save(bytes_X: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     That holds for the result and its first rows. The result is in memory until attention ends.
     """
     made = _unpacked(bytes_X, width)
-    return saved_as(dequantize_blocks(made, dtype), made)
+    return note_codes(dequantize_blocks(made, dtype), made)
 
 
 def _unpacked(bytes_X: Tensor, width: int) -> QTensor:

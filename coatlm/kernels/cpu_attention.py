@@ -142,10 +142,14 @@ def cpu_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attention [B, S, N, D] without a soft cap, contiguous, differentiable in q, k and v.
+    """Attention [B, S, N, D], contiguous, differentiable in q, k and v.
 
     Arguments as in `coatlm.kernels.document_attention.document_attention`; all are in host memory.
+    Raises ValueError for a soft cap.
     """
+    if softcap is not None:
+        raise ValueError(f"softcap={softcap}: backend cpu has no soft cap; it needs reference")
     q, k, v = (_with_unit_stride(x) for x in (q_BSND, k_BTGD, v_BTGD))
     return _CpuAttention.apply(q, k, v, bounds_BE, scale, window)

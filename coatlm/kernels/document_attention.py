@@ -226,26 +226,11 @@ def _flex(
     return attend(q_BNSD, k_BGTD, v_BGTD, first_BS, scale, softcap).transpose(1, 2)
 
 
-def _cpu(
-    q_BSND: Tensor,
-    k_BTGD: Tensor,
-    v_BTGD: Tensor,
-    bounds_BE: Tensor | None,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    if softcap is not None:
-        raise ValueError(f"softcap={softcap}: backend cpu has no soft cap; it needs reference")
-    return cpu_attention(q_BSND, k_BTGD, v_BTGD, bounds_BE, scale=scale, window=window)
-
-
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": document_attention_ref,
     "flash": _flash,
     "flex": _flex,
-    "cpu": _cpu,
+    "cpu": cpu_attention,
 }
 ON_GPU, WITH_SOFTCAP = "flash", "flex"  # in 16 bits; fp32 on a GPU takes the reference
 FOR_GPUS = ("flash", "flex")  # backends of GPUs that materialize no mask

@@ -253,8 +253,7 @@ def init_weights(chunks: Sequence[Llama], config: Config) -> None:
     """Set the initial weights of `chunks`, which are allocated."""
     for chunk in chunks:
         for param, region in regions_of(chunk):
-            weight = param.view(-1)[region.start : region.stop].view(region.shape)
-            init_weight(region, weight, config=config)
+            init_weight(region, region.of(param), config=config)
 
 
 @torch.no_grad()

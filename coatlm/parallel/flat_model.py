@@ -223,7 +223,7 @@ def _fill(
     """Write the initial weights of `param` to `view`, which has its shape."""
     for owner, region in regions:
         if owner is param:
-            initial(region, view.view(-1)[region.start : region.stop].view(region.shape))
+            initial(region, region.of(view))
 
 
 def tied_embedding(

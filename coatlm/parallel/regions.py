@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor, apply_factories, is_main_replica
@@ -55,6 +55,10 @@ class Region:
         for length in self.shape:
             size *= length
         return self.start + size
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of this region, of `regions_of`, in its parameter or a tensor of that shape."""
+        return parameter.view(-1)[self.start : self.stop].view(self.shape)
 
 
 def rectangles(

@@ -85,6 +85,9 @@ def make(name: str, comm: str) -> Any:
     return make_config({"model": sizes, "data": DATA, **sections, "parallel": parallel})
 
 
+REPEATS = 3  # a thread of gloo may free what it has sent only after the wait has returned
+
+
 def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, float]:
     """Bytes that autograd saves per token of this rank and layer, by "NAME/cp_comm"."""
     from coatlm.parallel.groups import release_groups
@@ -105,8 +108,11 @@ def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, flo
     for comm in COMMS:
         with pytest.MonkeyPatch.context() as patch:
             for name in GRADIENTS:
-                found[f"gradients, {name}/{comm}"] = peak_of_gradients(make(name, comm), patch)
-                release_groups()
+                peaks = []
+                for _ in range(REPEATS):
+                    peaks.append(peak_of_gradients(make(name, comm), patch))
+                    release_groups()
+                found[f"gradients, {name}/{comm}"] = min(peaks)
     return found
 
 
