@@ -9,10 +9,12 @@ and its logits are x = scale q k, or softcap tanh(x / softcap) (Gemma 2, arXiv 2
 the right with the sample's length. The backends, of which only the first materializes tensors of
 S x T elements:
 
-    reference   the definition, with a mask: for fp32 on a GPU, and for a soft cap on a CPU
+    reference   the definition, with a mask, which tests and benchmarks compare with
     flash       FlashAttention-2 with cumulative lengths (arXiv 2307.08691), on a GPU; no soft cap
     flex        FlexAttention: a Triton kernel that torch.compile generates (arXiv 2412.05496)
     cpu         FlashAttention of torch for CPUs, by document (cpu_attention.py); no soft cap
+    blocks      the definition by blocks of queries (block_attention.py): for fp32 on a GPU, and for
+                a soft cap on a CPU
 
 Shapes: S queries, T keys, B samples, N query heads, G key/value heads, D elements per head, E
 bounds per sample.
@@ -30,6 +32,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
+from coatlm.kernels.block_attention import block_attention
 from coatlm.kernels.cpu_attention import cpu_attention
 
 SHAPES = 64  # for which FlexAttention may be compiled
@@ -207,6 +210,15 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(_flex_attention, dynamic=False, fullgraph=True)
 
 
+def _first_keys_of(
+    q_BSND: Tensor, k_BTGD: Tensor, bounds_BE: Tensor | None, window: int | None
+) -> Tensor:
+    """`first_keys` of these queries, the last positions of the keys."""
+    queries, keys = q_BSND.shape[1], k_BTGD.shape[1]
+    positions_S = torch.arange(keys - queries, keys, dtype=torch.int32, device=q_BSND.device)
+    return first_keys(bounds_BE, positions_S, window)
+
+
 def _flex(
     q_BSND: Tensor,
     k_BTGD: Tensor,
@@ -218,12 +230,24 @@ def _flex(
     softcap: float | None,
 ) -> Tensor:
     """FlexAttention: inputs with any strides, and any mask and change of logits."""
-    batch, queries, keys = q_BSND.shape[0], q_BSND.shape[1], k_BTGD.shape[1]
-    positions_S = torch.arange(keys - queries, keys, dtype=torch.int32, device=q_BSND.device)
-    first_BS = first_keys(bounds_BE, positions_S, window).expand(batch, -1).contiguous()
+    first_BS = _first_keys_of(q_BSND, k_BTGD, bounds_BE, window)
+    first_BS = first_BS.expand(q_BSND.shape[0], -1).contiguous()
     q_BNSD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in (q_BSND, k_BTGD, v_BTGD))
     attend = _compiled_flex_attention()
     return attend(q_BNSD, k_BGTD, v_BGTD, first_BS, scale, softcap).transpose(1, 2)
+
+
+def _blocks(
+    q_BSND: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    bounds_BE: Tensor | None,
+    *,
+    window: int | None,
+    **options: float | None,
+) -> Tensor:
+    first_BS = _first_keys_of(q_BSND, k_BTGD, bounds_BE, window)
+    return block_attention(q_BSND, k_BTGD, v_BTGD, first_BS, window=window, **options)
 
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
@@ -231,16 +255,17 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "flash": _flash,
     "flex": _flex,
     "cpu": cpu_attention,
+    "blocks": _blocks,
 }
-ON_GPU, WITH_SOFTCAP = "flash", "flex"  # in 16 bits; fp32 on a GPU takes the reference
-FOR_GPUS = ("flash", "flex")  # backends of GPUs that materialize no mask
+ON_GPU, WITH_SOFTCAP = "flash", "flex"  # in 16 bits; fp32 on a GPU takes the blocks
+FOR_GPUS = ("flash", "flex")  # backends of GPUs for 16 bits
 
 
 def default_backend(x: Tensor, softcap: float | None) -> str:
     """The backend for queries, keys and values with the device and the dtype of x."""
     if x.is_cuda and x.dtype.itemsize == 2:
         return ON_GPU if softcap is None else WITH_SOFTCAP
-    return "cpu" if x.is_cpu and softcap is None else "reference"
+    return "cpu" if x.is_cpu and softcap is None else "blocks"
 
 
 def document_attention(

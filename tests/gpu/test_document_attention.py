@@ -89,7 +89,30 @@ def test_a_soft_cap_is_computed_by_the_default_backend(documents: bool, window: 
     assert_near(results(qkv, dout, **options), expected, dout)
 
 
-@fast
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("queries", [T, 300])
+def test_fp32_is_computed_without_a_mask(
+    queries: int, window: int | None, softcap: float | None
+) -> None:
+    """cuBLAS adds in fp32; logits of the definition with a soft cap are computed in fp32 as well."""
+    qkv, dout = drawn(queries, 2, 64, "bsnd")
+    qkv, dout = [x.detach().float().requires_grad_() for x in qkv], dout.float()
+    options: dict[str, Any] = {"bounds_BE": bounds_of(True), "window": window, "softcap": softcap}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = results(qkv, dout, **options)
+    peak = torch.cuda.max_memory_allocated() - before
+    expected = results(qkv, dout, **options, backend="reference")
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+    del found, expected
+    torch.cuda.reset_peak_memory_stats()
+    results(qkv, dout, **options | {"softcap": 2.0}, backend="reference")
+    assert peak < torch.cuda.max_memory_allocated() - before  # it has B x N x S x T elements
+
+
+@pytest.mark.parametrize("backend", [*FOR_GPUS, "blocks"])
 def test_documents_are_those_of_a_replayed_graph_s_inputs(backend: str) -> None:
     """The bounds are read on the GPU: other documents need no other graph."""
     qkv, _ = drawn(T, 2, 64, "bsnd")

@@ -166,10 +166,10 @@ def test_no_tensor_has_an_element_for_each_pair_of_positions(
     assert sizes.largest >= queries * T
 
 
-def test_a_soft_cap_takes_the_definition_and_is_refused_by_the_backend_of_a_cpu() -> None:
+def test_a_soft_cap_takes_blocks_and_is_refused_by_the_backend_of_a_cpu() -> None:
     (q, k, v), _ = drawn(T, T, G, torch.float32)
     capped = document_attention(q, k, v, LONG[0], softcap=0.5)
-    expected = document_attention(q, k, v, LONG[0], softcap=0.5, backend="reference")
+    expected = document_attention(q, k, v, LONG[0], softcap=0.5, backend="blocks")
     assert torch.equal(capped, expected)
     with pytest.raises(ValueError, match=r"softcap=0.5: backend cpu has no soft cap"):
         document_attention(q, k, v, LONG[0], softcap=0.5, backend="cpu")

@@ -1,0 +1,145 @@
+"""Attention as document_attention.py defines it, by blocks of queries, for any device and dtype.
+
+Only matrix products and functions of single elements are used. BLOCK queries at a time attend to
+the keys from the first to the last that one of them can see but for documents, so that no tensor
+has an element for each pair of positions. q, k, v, the output and the log-sum-exp of the logits are
+saved; backward computes probabilities again (FlashAttention's way, arXiv 2307.08691, section 3.1).
+Arithmetic is in fp32, or in fp64 for fp64, and each result is rounded once.
+
+What runs is known without the documents: nothing waits for a GPU, and CUDA graphs can hold it.
+
+Shapes: S queries, T keys, B samples, N query heads, G key/value heads, D elements per head; a block
+has R queries, C keys, and M = R N / G rows, the queries of all heads that share keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from coatlm.kernels.attention_merge import wide_dtype
+
+BLOCK = 128  # queries
+
+
+def spans(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, the last of which is at the last key, and the keys they can see."""
+    offset = keys - queries
+    for first in range(0, queries, BLOCK):
+        last = min(first + BLOCK, queries)
+        begin = 0 if window is None else max(0, first + offset - window + 1)
+        yield slice(first, last), slice(begin, last + offset)
+
+
+def _to_rows(x_BRND: Tensor, kv_heads: int) -> Tensor:
+    """[B, G, M, D], in the dtype of sums."""
+    wide_BRND = x_BRND.to(wide_dtype(x_BRND))
+    return wide_BRND.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _from_rows(x_BGMD: Tensor, queries: int) -> Tensor:
+    """[B, R, N, D]."""
+    return x_BGMD.unflatten(2, (queries, -1)).transpose(1, 2).flatten(2, 3)
+
+
+class _Block:
+    """The keys and values [B, G, C, D] of a block, and which of its logits count."""
+
+    def __init__(
+        self, span: tuple[slice, slice], k_BTGD: Tensor, v_BTGD: Tensor, first_BS: Tensor
+    ) -> None:
+        self.queries, self.keys = span
+        wide = wide_dtype(k_BTGD)
+        self.k, self.v = (x[:, self.keys].transpose(1, 2).to(wide) for x in (k_BTGD, v_BTGD))
+        self.kv_heads = k_BTGD.shape[2]
+        offset = k_BTGD.shape[1] - first_BS.shape[1]
+        device = first_BS.device
+        key_C = torch.arange(self.keys.start, self.keys.stop, device=device)
+        last_R = torch.arange(self.queries.start, self.queries.stop, device=device) + offset
+        first_BR = first_BS[:, self.queries]
+        self.hidden = ((key_C < first_BR[..., None]) | (key_C > last_R[:, None]))[:, None, :, None]
+
+    def rows(self, x_BSND: Tensor) -> Tensor:
+        return _to_rows(x_BSND[:, self.queries], self.kv_heads)
+
+    def logits(self, q_BGMD: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """Logits [B, G, M, C], -inf where a query does not attend, and their slope, d x / d q k."""
+        x_BGMC = q_BGMD @ self.k.mT * scale
+        slope = x_BGMC.new_tensor(scale)
+        if softcap is not None:
+            bent_BGMC = torch.tanh(x_BGMC / softcap)
+            x_BGMC, slope = softcap * bent_BGMC, scale * (1 - bent_BGMC.square())
+        x_BGRNC = x_BGMC.unflatten(2, (self.hidden.shape[2], -1))
+        return x_BGRNC.masked_fill(self.hidden, -math.inf).flatten(2, 3), slope
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSND: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        first_BS: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        o_BSND = torch.empty_like(q_BSND, memory_format=torch.contiguous_format)
+        lse_BSN1 = o_BSND.new_empty(*q_BSND.shape[:3], 1, dtype=wide_dtype(q_BSND))
+        for span in spans(q_BSND.shape[1], k_BTGD.shape[1], window):
+            block = _Block(span, k_BTGD, v_BTGD, first_BS)
+            x_BGMC, _ = block.logits(block.rows(q_BSND), scale, softcap)
+            lse_BGM1 = x_BGMC.logsumexp(-1, keepdim=True)
+            o_BGMD = (x_BGMC - lse_BGM1).exp_() @ block.v
+            for whole, part in ((o_BSND, o_BGMD), (lse_BSN1, lse_BGM1)):
+                whole[:, block.queries] = _from_rows(part, o_BSND[:, block.queries].shape[1])
+        ctx.save_for_backward(q_BSND, k_BTGD, v_BTGD, o_BSND, lse_BSN1, first_BS)
+        ctx.options = scale, window, softcap
+        return o_BSND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BSND: Tensor) -> tuple[Tensor | None, ...]:
+        q_BSND, k_BTGD, v_BTGD, o_BSND, lse_BSN1, first_BS = ctx.saved_tensors
+        scale, window, softcap = ctx.options
+        dq_BSND = torch.empty_like(o_BSND)
+        dk_BTGD, dv_BTGD = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (k_BTGD, v_BTGD))
+        for span in spans(q_BSND.shape[1], k_BTGD.shape[1], window):
+            block = _Block(span, k_BTGD, v_BTGD, first_BS)
+            q, do, o, lse = (block.rows(x) for x in (q_BSND, do_BSND, o_BSND, lse_BSN1))
+            x_BGMC, slope = block.logits(q, scale, softcap)
+            p_BGMC = (x_BGMC - lse).exp_()
+            dx_BGMC = do @ block.v.mT - (do * o).sum(-1, keepdim=True)
+            ds_BGMC = dx_BGMC.mul_(p_BGMC).mul_(slope)
+            dk_BTGD[:, block.keys] += (ds_BGMC.mT @ q).transpose(1, 2)
+            dv_BTGD[:, block.keys] += (p_BGMC.mT @ do).transpose(1, 2)
+            dq_BSND[:, block.queries] = _from_rows(ds_BGMC @ block.k, block.hidden.shape[2])
+        dk_BTGD, dv_BTGD = dk_BTGD.to(k_BTGD.dtype), dv_BTGD.to(v_BTGD.dtype)
+        return dq_BSND, dk_BTGD, dv_BTGD, None, None, None, None
+
+
+def block_attention(
+    q_BSND: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    first_BS: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention [B, S, N, D], contiguous, differentiable in q, k and v.
+
+    `first_BS`: the first position that each query attends to, int32 [B or 1, S], which knows of
+    documents and of the window; `window` spares keys that precede it. Other arguments as in
+    `coatlm.kernels.document_attention.document_attention`.
+    """
+    scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
+    out: Tensor = _BlockAttention.apply(q_BSND, k_BTGD, v_BTGD, first_BS, scale, window, softcap)
+    return out
