@@ -16,22 +16,25 @@ from typing import Any
 from coatlm.config import Config, ConfigError, RopeScaling, dotted
 from coatlm.data.identity import SourceIdentity, describe_identity
 from coatlm.train.checkpoint import CheckpointError
+from coatlm.train.find_checkpoint import split_names
 
 # keys whose change is not reported: names, paths, tasks, logging and checkpointing
 SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "eval.", "checkpoint.", "log.")
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
 # a change of these is refused, as of the data and the tokenizer
 FIXED = ("data.split", "data.packing", "run.seed", "optim.recipe")
+UNORDERED = ("precision.bf16_operands",)  # lists that are sets
 OldAndNew = tuple[Any, Any]
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, OldAndNew]:
     """Dotted key -> (old, new) where a checkpoint's configuration differs, except SILENT keys.
 
-    A key missing from a checkpoint of an older version counts as having its default.
+    A key missing from a checkpoint of an older version counts as having its default, and a value
+    under an older name as the present ones.
     """
     defaults = dict(dotted(Config().model_dump(mode="json")))
-    old = defaults | dict(dotted(_with_scaling(saved)))
+    old = defaults | dict(dotted(_with_names(_with_scaling(saved))))
     new = dict(dotted(config.model_dump(mode="json")))
     # keys of an optional section, such as model.window, that only the checkpoint has
     dropped = sorted(key for key in old.keys() - new.keys() if key.rpartition(".")[0] in new)
@@ -39,8 +42,22 @@ def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, OldAndNe
     return {
         key: (old.get(key), value)
         for key, value in new.items()
-        if not key.startswith(SILENT) and old.get(key) != value
+        if not key.startswith(SILENT) and not _same(key, old.get(key), value)
     }
+
+
+def _same(key: str, old: Any, new: Any) -> bool:
+    if key in UNORDERED and isinstance(old, list) and isinstance(new, list):
+        return sorted(map(str, old)) == sorted(map(str, new))
+    return bool(old == new)
+
+
+def _with_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace names of older versions in the section precision."""
+    precision = saved.get("precision")
+    if not isinstance(precision, Mapping):
+        return saved
+    return {**saved, "precision": split_names(precision)}
 
 
 def _with_scaling(saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
     if isinstance(parallel, dict):
         config = config | {"parallel": {k: v for k, v in parallel.items() if k not in REMOVED}}
     if isinstance(precision := config.get("precision"), dict):
-        config = config | {"precision": _split_names(precision)}
+        config = config | {"precision": split_names(precision)}
     try:
         return make_config(config)
     except ConfigError as error:
@@ -141,13 +141,13 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
         ) from None
 
 
-def _split_names(precision: dict[str, Any]) -> dict[str, Any]:
+def split_names(precision: Mapping[str, Any]) -> dict[str, Any]:
     """`precision` of a checkpoint, with q, k, v and o for saved.attention, once their one name."""
     names = precision.get("bf16_operands")
     if not isinstance(names, list) or "saved.attention" not in names:
-        return precision
+        return dict(precision)
     others = [name for name in names if name != "saved.attention"]
-    return precision | {"bf16_operands": [*others, *(f"saved.{name}" for name in ATTENTION)]}
+    return {**precision, "bf16_operands": [*others, *(f"saved.{name}" for name in ATTENTION)]}
 
 
 def _candidates(

@@ -158,3 +158,16 @@ def test_any_recipe_of_layers_with_bf16_weights_and_any_spec_fits() -> None:
         "model.spec: local -> te",
         "precision.recipe: bf16 -> te-delayed",
     ]
+
+
+def test_names_of_bf16_operands_in_older_checkpoints_and_their_order_are_no_change() -> None:
+    four = [f"saved.{name}" for name in "qkvo"]
+    now = config(precision={"recipe": "coat-lean", "bf16_operands": [*four, "dgrad.weight"]})
+    saved = state(now)
+    saved["config"]["precision"]["bf16_operands"] = ["saved.attention", "dgrad.weight"]
+    assert check(now, saved) == []
+    fewer = config(precision={"recipe": "coat-lean", "bf16_operands": [*four[1:], "dgrad.weight"]})
+    assert check(fewer, saved) == [
+        'precision.bf16_operands: ["dgrad.weight", "saved.q", "saved.k", "saved.v", "saved.o"] -> '
+        '["saved.k", "saved.v", "saved.o", "dgrad.weight"]'
+    ]
