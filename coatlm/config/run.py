@@ -321,3 +321,11 @@ class Checkpoint(Section):
     upload: UrlText | None = None
     """A URL to which each finished checkpoint is copied, in the background with async_save; null
     means none. Checkpoints there are never removed."""
+
+    @property
+    def imports_weights(self) -> bool:
+        """Whether a first start loads weights alone: weights_only, or resume=hf:DIR or hf:URL.
+
+        resume=hf://PLACE is the URL of a checkpoint, which a run resumes from as a whole.
+        """
+        return self.weights_only or (self.resume.startswith("hf:") and not is_url(self.resume))

@@ -102,12 +102,11 @@ def description(config: Config, vocab: int, dp: int, device: str | None) -> Iter
     """What is trained, in which formats, in which layout, and what that layout is for."""
     t, begin = config.train, config.checkpoint
     tokens = t.global_batch * config.data.seq_len
-    imported = begin.weights_only or begin.resume.startswith("hf:")
     scope = "their own document" if config.data.reset_attention_mask else "all earlier ones"
     restart = ", where positions begin at 0" if config.data.reset_position_ids else ""
     yield (
         f"{config.run.name} trains {short(parameters(config.model, vocab))} parameters"
-        + (f" from the weights of {begin.resume}" if imported else "")
+        + (f" from the weights of {begin.resume}" if begin.imports_weights else "")
         + f" for {t.steps:,} steps of {tokens:,} tokens, {short(t.steps * tokens)} in total. "
         + f"Tokens attend to {scope}{restart}."
     )

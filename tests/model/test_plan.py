@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coatlm.config import Config, ConfigError
@@ -90,9 +92,24 @@ def test_an_fp8_output_layer_is_named() -> None:
     assert "; the output layer has FP8 GEMMs in backward; weights" in sentences(c, 1)[1]
 
 
-def test_imported_weights_are_named() -> None:
-    begin = {"resume": "converted/model", "weights_only": True}
-    assert " from the weights of converted/model for " in sentences(config(checkpoint=begin), 1)[0]
+@pytest.mark.parametrize(
+    ("begin", "imports"),
+    [
+        ({"resume": "converted/model", "weights_only": True}, True),
+        ({"resume": "hf:/models/llama"}, True),
+        ({"resume": "hf:hf://owner/llama"}, True),
+        ({"resume": "hf://owner/run", "weights_only": True}, True),
+        ({"resume": "hf://owner/run"}, False),  # a checkpoint, with optimizer states and the step
+        ({"resume": "converted/model"}, False),
+        ({}, False),
+    ],
+)
+def test_the_source_of_weights_is_named_unless_a_whole_checkpoint_is_resumed(
+    begin: dict[str, Any], imports: bool
+) -> None:
+    said = sentences(config(checkpoint=begin), 1)[0]
+    assert (f" from the weights of {begin.get('resume')} for " in said) == imports
+    assert imports or " parameters for " in said
 
 
 def test_a_plan_says_what_the_layout_saves_and_what_the_device_has() -> None:
