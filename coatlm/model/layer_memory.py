@@ -225,22 +225,30 @@ def layer_input_bytes(config: Config) -> float:
 def layer_backward_bytes(config: Config) -> float:
     """Bytes per token that the backward pass of a layer holds on top of what was saved.
 
-    These are the gradient of the residual stream and the larger of two sums. The backward pass of
-    the MLP holds the gradients of the SwiGLU output and of gate and up, and with
-    parallel.tp_comm_reduce=fp8 the codes that are sent and received; the SwiGLU output itself has
-    been freed. The backward pass of attention holds `attention_gradients`; all that the MLP and the
-    norm before it saved has been freed.
+    These are the gradient of the residual stream and the largest of three sums:
+
+        SwiGLU      the gradients of its output and of gate and up; the output itself is freed
+        dgrad of    the gradients of gate and up; dx [T, H] before its sum over tensor-parallel
+        gate, up    ranks, which they do not divide, and under sequence parallelism the sum; with
+                    parallel.tp_comm_reduce=fp8 also the codes that are sent and received
+        attention   `attention_gradients`; all that the MLP and the norm before it saved is freed
+
+    What sequence parallelism all-gathers is counted among the buffers (memory.py).
     """
-    p, saved = config.parallel, saved_bytes(config)
-    mlp = (3 * config.model.ffn * element_bytes(config) - saved.swiglu) / p.tp
+    p, saved, width = config.parallel, saved_bytes(config), layer_input_bytes(config)
+    element, m = element_bytes(config), config.model
+    swiglu = (3 * m.ffn * element - saved.swiglu) / p.tp
     if config.precision.flow and not config.precision.flow_recipe().fused_gradients:
         # dequantized gate | up, and its gradient before quantization
-        mlp += 4 * config.model.ffn * element_bytes(config) / p.tp
+        swiglu += 4 * m.ffn * element / p.tp
+    dgrad = (2 * m.ffn * element - saved.swiglu) / p.tp + m.hidden * element
+    if p.sequence_parallel:
+        dgrad += width
     if p.tp_comm_reduce == "fp8":
-        mlp += 2 * (1 + STATISTIC / SCALE_BLOCK) * config.model.hidden
+        dgrad += 2 * (1 + STATISTIC / SCALE_BLOCK) * m.hidden
     freed = saved.mlp / p.tp + saved.stream / 2 / (p.tp if p.sequence_parallel else 1)
     inside = attention_gradients(config) / p.tp - freed
-    return layer_input_bytes(config) + max(mlp, inside)
+    return width + max(swiglu, dgrad, inside)
 
 
 def attention_gradients(config: Config) -> float:

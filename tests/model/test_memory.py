@@ -514,6 +514,26 @@ def test_backward_without_fused_kernels_holds_gate_and_up_and_their_gradient_in_
     assert more == mem.microbatch_tokens(c) * (8 * c.model.ffn - saved)
 
 
+def test_tensor_parallelism_does_not_divide_the_gradient_that_dgrad_of_gate_and_up_writes() -> None:
+    h, f = 8192, 28672  # of Llama 3.1 70B
+
+    def backward(**parallel: Any) -> float:
+        sizes = {"hidden": h, "ffn": f, "heads": 64, "kv_heads": 8, "head_dim": 128}
+        c = config(sizes, precision={"recipe": "coat"}, parallel=parallel)
+        return layer.layer_backward_bytes(c)
+
+    scattered = {"sequence_parallel": True}
+    # of the residual stream; of gate and up, in two layouts; dx; its sum
+    assert backward(tp=8, **scattered) == 2 * h / 8 + 4 * f / 8 + 2 * h + 2 * h / 8
+    assert backward(tp=8) == 2 * h + 4 * f / 8 + 2 * h  # summed in place
+    codes = 2 * (1 + 4 / 128) * h  # sent and received
+    summed = backward(tp=8, **scattered, tp_comm_reduce="fp8")
+    assert summed == backward(tp=8, **scattered) + codes
+    # with fewer ranks the gradient of the SwiGLU output is larger
+    assert backward(tp=2, **scattered) == 2 * h / 2 + 6 * f / 2
+    assert backward() == 2 * h + 6 * f
+
+
 # the peak of a rank
 
 
