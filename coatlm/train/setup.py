@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from coatlm.config import ConfigError
+from coatlm.config import Config, ConfigError
 from coatlm.process import within
 from coatlm.train.rendezvous import meet, open_store
 from coatlm.train.reports import Failure
@@ -198,6 +198,35 @@ def recorded_collectives() -> bytes:
     """The pickled flight record of NCCL with a GPU (torchfrtrace reads it), else of gloo."""
     c10d: Any = torch._C._distributed_c10d
     return c10d._dump_nccl_trace() if torch.cuda.is_available() else c10d._dump_fr_trace()
+
+
+def one_queue(config: Config, world_size: int, env: Mapping[str, str] = os.environ) -> str | None:
+    """A warning if CUDA_DEVICE_MAX_CONNECTIONS=1 serializes what `config` overlaps; None if not.
+
+    All streams of a GPU then share one hardware queue, in the order of launches. A kernel at its
+    head that waits for another stream also holds back the kernels behind it. Megatron-LM needs that
+    order on GPUs before Blackwell; here collectives have streams of a higher priority instead.
+    """
+    name, p = "CUDA_DEVICE_MAX_CONNECTIONS", config.parallel
+    several = world_size // (p.tp * p.pp) > 1
+    waiting = {
+        f"rows that parallel.tp_chunks={p.tp_chunks} passes between parallel.tp={p.tp} ranks": (
+            p.tp > 2 and p.sequence_parallel and p.tp_chunks > 1
+        ),
+        f"gradients that parallel.grad_comm={p.grad_comm} packs, sends and sums": (
+            several and p.overlap_grad_reduce and p.grad_comm.startswith("fp8")
+        ),
+        f"the all-gathers of weights that parallel.zero={p.zero} starts together": (
+            several and p.overlap_param_gather and p.zero in (1, 2)
+        ),
+    }
+    found = [what for what, overlaps in waiting.items() if overlaps]
+    if env.get(name) != "1" or not found:
+        return None
+    return (
+        f"{name}=1 lets kernels wait for communication that they could overlap with: "
+        f"{'; '.join(found)}. Unset it or set it to 8, CUDA's default, or more"
+    )
 
 
 def choose_gpu(launch: Launch) -> torch.device | None:

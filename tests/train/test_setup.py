@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from coatlm.config import ConfigError
-from coatlm.train.setup import Launch, choose_gpu, first_host, record_collectives
+from coatlm.config import ConfigError, make_config
+from coatlm.train.setup import Launch, choose_gpu, first_host, one_queue, record_collectives
 
 TORCHRUN = {
     "RANK": "5",
@@ -171,3 +171,49 @@ def test_more_processes_than_gpus_is_an_error_on_every_rank(monkeypatch: Any, ra
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="4 processes on this node but 2 GPUs"):
         choose_gpu(Launch(rank, 4, rank, 4))
+
+
+QUIET = {"zero": 0, "grad_comm": "bf16"}  # nothing that one queue of a GPU serializes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "named"),
+    [
+        (
+            QUIET | {"tp": 4, "sequence_parallel": True, "tp_chunks": 2},
+            4,
+            ["parallel.tp_chunks=2 passes between parallel.tp=4 ranks"],
+        ),
+        (QUIET | {"tp": 2, "sequence_parallel": True, "tp_chunks": 2}, 2, []),  # one step of rows
+        (QUIET | {"tp": 4, "tp_chunks": 2}, 4, []),  # all-reduces: no rows to pass
+        (QUIET | {"tp": 4, "sequence_parallel": True}, 4, []),
+        (QUIET | {"grad_comm": "fp8-a2a"}, 2, ["parallel.grad_comm=fp8-a2a packs"]),
+        (QUIET | {"grad_comm": "fp8-a2a", "cp": 2}, 2, ["parallel.grad_comm=fp8-a2a packs"]),
+        (QUIET | {"grad_comm": "fp8-a2a"}, 1, []),
+        (QUIET | {"grad_comm": "fp8-a2a", "pp": 2}, 2, []),
+        (QUIET | {"grad_comm": "fp8-a2a", "overlap_grad_reduce": False}, 2, []),
+        (QUIET | {"zero": 1}, 2, ["parallel.zero=1 starts together"]),
+        (QUIET | {"zero": 3}, 2, []),  # one layer at a time
+        (QUIET | {"zero": 1, "overlap_param_gather": False}, 2, []),
+        (
+            {"tp": 4, "sequence_parallel": True, "tp_chunks": 2},
+            8,
+            ["tp_chunks", "grad_comm", "zero"],
+        ),
+        (QUIET, 2, []),
+    ],
+)
+def test_one_queue_per_gpu_is_a_warning_where_kernels_would_overlap(
+    parallel: dict[str, Any], ranks: int, named: list[str]
+) -> None:
+    model = {"layers": 2, "hidden": 256, "heads": 8, "head_dim": 32, "ffn": 256}
+    config = make_config({"model": model, "precision": {"recipe": "coat"}, "parallel": parallel})
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    said = one_queue(config, ranks, {name: "1"})
+    assert (said is not None) == bool(named)
+    if said is not None:
+        assert said.startswith(f"{name}=1 lets ") and said.count(";") == len(named) - 1
+        assert all(what in said for what in named)
+        assert said.endswith(". Unset it or set it to 8, CUDA's default, or more")
+    for env in ({}, {name: "8"}, {name: "32"}):
+        assert one_queue(config, ranks, env) is None
