@@ -6,7 +6,8 @@
     coatlm plan llama3.1-405b --gpus 2048,16384 --tokens 15e12
 
 The number formats and the global batch are those of CONFIG; tp, cp, pp, vpp, zero, recompute and
-the microbatch are searched. --keep predicts CONFIG as it is. The times come from rates that were
+the microbatch are searched; options that need tp or cp above 1 are left out of layouts where it is
+1. --keep predicts CONFIG as it is. The times come from rates that were
 measured on a GPU or fitted to steps on one to four of a node (coatlm/rates/, whose files say which;
 coatlm/model/step_time.py); what more ranks and a network do to them is computed, not measured. With
 several numbers of GPUs there is a line for the fastest layout of each: the bytes that a GPU sends
@@ -36,12 +37,12 @@ from itertools import islice
 
 from coatlm.commands.arguments import add_config
 from coatlm.commands.estimate import sizes_of
-from coatlm.config import LAYOUT, MOST_RANKS, Config, ConfigError
+from coatlm.config import LAYOUT, MOST_RANKS, ONLY_ABOVE_1, Config, ConfigError
 from coatlm.console import Parser, duration, fail
 from coatlm.hf.run_config import load_run_config
 from coatlm.model.changes import costs, proposal, words
 from coatlm.model.failures import DAY, checkpoint_interval, lost_share, time_between
-from coatlm.model.layouts import TP_CHUNKS, Choice, describe, predicted, ranked
+from coatlm.model.layouts import TP_CHUNKS, Choice, describe, notes, predicted, ranked
 from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster, forecast
@@ -51,9 +52,11 @@ TOKENS = 15e12  # of a run
 SAVE = 60.0  # seconds by which a checkpoint delays training
 
 
-def lines_of(choices: Sequence[Choice], gpus: int, changes: Sequence[str] = ()) -> Iterator[str]:
-    """A table of layouts, and where the time of the first goes; `changes` are overrides that are
-    printed before those of the layout."""
+def lines_of(
+    config: Config, choices: Sequence[Choice], gpus: int, changes: Sequence[str] = ()
+) -> Iterator[str]:
+    """A table of layouts of `config`, and where the time of the first goes; `changes` are overrides
+    that are printed before those of the layout."""
     yield "| layout | step s | tokens/s/GPU | MFU | peak GiB | NVLink GB | network GB |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for choice in choices:
@@ -68,7 +71,8 @@ def lines_of(choices: Sequence[Choice], gpus: int, changes: Sequence[str] = ()) 
     shown = ", ".join(f"{name} {share:.1%}" for name, share in parts if share >= 0.0005)
     yield ""
     yield f"Time of the first: {shown}."
-    yield f"As overrides: {' '.join([*changes, *overrides(choices[0].config)])}"
+    yield from notes(config, (choice.config for choice in choices))
+    yield f"As overrides: {' '.join([*changes, *overrides(config, choices[0].config)])}"
 
 
 def lines_of_changes(config: Config, vocab: int, cluster: Cluster, top: int) -> Iterator[str]:
@@ -83,7 +87,7 @@ def lines_of_changes(config: Config, vocab: int, cluster: Cluster, top: int) -> 
     changes = words(found.changes)
     yield f"{none}; with {' '.join(changes)}:"
     yield ""
-    yield from lines_of(found.choices, cluster.gpus, changes)
+    yield from lines_of(config, found.choices, cluster.gpus, changes)
     yield ""
     yield from costs(config, vocab, cluster, found)
 
@@ -97,12 +101,14 @@ def scale_lines(
         "save every | lost |"
     )
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    fastest = []
     for cluster in clusters:
         gpus = cluster.gpus
         choice = next(ranked(config, vocab, cluster), None)
         if choice is None:
             yield f"| {gpus:,} | none fits |{' |' * 9}"
             continue
+        fastest.append(choice.config)
         found, between = choice.forecast, time_between(gpus)
         wider = replaced(choice.config, parallel={"grad_comm": "bf16", "weight_gather": "bf16"})
         sent = forecast(wider, vocab, cluster).sent
@@ -114,16 +120,16 @@ def scale_lines(
             f"{days * DAY / between:,.0f} | {duration(checkpoint_interval(save, between))} | "
             f"{lost_share(save, between):.1%} |"
         )
+    yield from notes(config, fastest)
 
 
-def overrides(config: Config) -> list[str]:
+def overrides(config: Config, layout: Config) -> list[str]:
     """The overrides that give CONFIG this layout."""
-    p, t = config.parallel, config.train
-    words = [
-        f"parallel.{key}={str(getattr(p, key)).lower()}"
-        for section, key in (*LAYOUT, TP_CHUNKS)
-        if section == "parallel"
-    ]
+    p, t = layout.parallel, layout.train
+    keys = [key for section, key in (*LAYOUT, TP_CHUNKS) if section == "parallel"]
+    options = [key for each in ONLY_ABOVE_1.values() for key in each if key not in keys]
+    keys += [key for key in options if getattr(p, key) != getattr(config.parallel, key)]
+    words = [f"parallel.{key}={str(getattr(p, key)).lower()}" for key in keys]
     return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]
 
 
@@ -183,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not choices:
         print("\n".join(lines_of_changes(config, vocab, cluster, options.top)))
         return 1
-    print("\n".join(lines_of(choices, cluster.gpus)))
+    print("\n".join(lines_of(config, choices, cluster.gpus)))
     return 0
 
 

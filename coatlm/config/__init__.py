@@ -23,7 +23,7 @@ from coatlm.config.load import dotted, load_config, make_config, override, read_
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision, PrecisionRecipe
 from coatlm.config.optim import FP32_RECIPES, Optim, OptimRecipe
-from coatlm.config.parallel import CpCommKv, GradComm, Parallel, TpCommReduce
+from coatlm.config.parallel import ONLY_ABOVE_1, CpCommKv, GradComm, Parallel, TpCommReduce
 from coatlm.config.presets import PRESETS
 from coatlm.config.rope import RopeScaling
 from coatlm.config.run import Checkpoint, Data, DataSource, Eval, Run, Train
@@ -34,6 +34,7 @@ __all__ = [
     "FP32_RECIPES",
     "LAYOUT",
     "MOST_RANKS",
+    "ONLY_ABOVE_1",
     "PRESETS",
     "Checkpoint",
     "Config",

@@ -10,7 +10,7 @@ from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
 from coatlm.config.obstacles import graph_obstacles, obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
-from coatlm.config.parallel import Parallel
+from coatlm.config.parallel import ONLY_ABOVE_1, Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
 from coatlm.config.run import Checkpoint, Data, Eval, Run, Train
 from coatlm.config.yaml_text import dump_yaml
@@ -66,8 +66,9 @@ class Config(Section):
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
-        for name, usual in (("tp_chunks", 1), ("tp_comm_reduce", "bf16")):
-            if (value := getattr(p, name)) != usual and not (p.tp > 1 and self.precision.flow):
+        split = p.tp > 1 or p.open("tp")
+        for name, usual in ONLY_ABOVE_1["tp"].items():
+            if (value := getattr(p, name)) != usual and not (split and self.precision.flow):
                 raise ValueError(
                     f"parallel.{name}={value} needs parallel.tp > 1 and FP8 layers: "
                     f"precision.recipe={' | '.join(RECIPES)}"

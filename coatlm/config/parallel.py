@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool, StrictInt, model_validator
 
@@ -11,6 +11,11 @@ from coatlm.config.fields import MOST_RANKS, Real, Section, number
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 TpCommReduce = Literal["bf16", "fp8"]
 CpCommKv = Literal["bf16", "fp8"]
+# size -> keys that only sizes above 1 have a use for, with the values that have no effect
+ONLY_ABOVE_1: dict[str, dict[str, Any]] = {
+    "tp": {"tp_chunks": 1, "tp_comm_reduce": "bf16"},
+    "cp": {"cp_comm": "auto", "cp_comm_kv": "bf16"},
+}
 
 
 class Parallel(Section):
@@ -20,8 +25,9 @@ class Parallel(Section):
     """How the layout is chosen: tp, sequence_parallel, cp, cp_comm, pp, vpp, zero and
     train.recompute. given: by these keys. auto: a run that starts on GPUs chooses the keys that are
     not set, so that the predicted step is the shortest that fits their memory. As an override auto
-    also replaces the keys that the file sets. On a CPU keys that are not set have their defaults. A
-    run that resumes has the same layout again if the number of GPUs allows it."""
+    also replaces the keys that the file sets. tp_chunks and tp_comm_reduce then hold if tp is above
+    1, cp_comm and cp_comm_kv if cp is. On a CPU keys that are not set have their defaults. A run
+    that resumes has the same layout again if the number of GPUs allows it."""
 
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""
@@ -114,15 +120,28 @@ class Parallel(Section):
     """Seconds to wait at the start for all ranks to connect; the run then ends and names the
     missing ranks."""
 
+    def open(self, key: str) -> bool:
+        """Whether layout=auto is to choose this key of the layout."""
+        return self.layout == "auto" and key not in self.model_fields_set
+
+    def left_out(self) -> dict[str, Any]:
+        """Keys that have no use because tp or cp is 1, with the values that have no effect."""
+        return {
+            key: usual
+            for size, keys in ONLY_ABOVE_1.items()
+            for key, usual in keys.items()
+            if getattr(self, size) == 1 and getattr(self, key) != usual
+        }
+
     @model_validator(mode="after")
     def _size(self) -> Parallel:
         if self.tp * self.pp * self.cp > MOST_RANKS:
             raise ValueError(f"tp*pp*cp={self.tp}*{self.pp}*{self.cp} is above {MOST_RANKS}")
-        if self.cp_comm != "auto" and self.cp == 1:
-            raise ValueError(f"cp_comm={self.cp_comm} needs cp > 1")
-        if self.cp_comm_kv != "bf16" and self.cp == 1:
-            raise ValueError(f"cp_comm_kv={self.cp_comm_kv} needs cp > 1")
-        if self.tp_comm_reduce != "bf16" and not self.sequence_parallel:
+        for name, usual in ONLY_ABOVE_1["cp"].items():
+            if (value := getattr(self, name)) != usual and self.cp == 1 and not self.open("cp"):
+                raise ValueError(f"{name}={value} needs cp > 1")
+        scattered = self.sequence_parallel or self.open("sequence_parallel")
+        if self.tp_comm_reduce != "bf16" and not scattered:
             raise ValueError(
                 f"tp_comm_reduce={self.tp_comm_reduce} needs sequence_parallel=true: without it "
                 "partial sums are all-reduced, which would round them twice"

@@ -15,7 +15,7 @@ from typing import Any
 
 from coatlm.config import LAYOUT, Config, ConfigError, make_config
 from coatlm.console import duration
-from coatlm.model.layouts import MICRO_BATCH, SPARE, Choice, describe, predicted, ranked
+from coatlm.model.layouts import MICRO_BATCH, SPARE, Choice, describe, notes, predicted, ranked
 from coatlm.model.memory import GIB, micro_batches, replaced
 from coatlm.model.rates import known, load_rates, rates_of
 from coatlm.model.step_time import Cluster
@@ -59,7 +59,8 @@ def decide(
         return config, ""
     if gpu is None:
         chosen = simplest(config, ranks, earlier)
-        return chosen, f"Chosen for {asked} on a CPU: {describe(chosen, ranks)}."
+        said = [f"Chosen for {asked} on a CPU: {describe(chosen, ranks)}."]
+        return chosen, " ".join(said + notes(config, [chosen], free_keys(config)))
     cluster = cluster_of(gpu, ranks, per_node)
     if cluster is None:
         names = ", ".join(load_rates(kind).gpu for kind in known())
@@ -71,15 +72,17 @@ def decide(
             choice = next(ranked(kept, vocab, cluster, free - fixed), None) if fixed else None
             if choice is not None:
                 what = describe(choice.config, ranks)
-                return choice.config, f"Chosen for {asked}: {what}, to continue as before."
+                said = [f"Chosen for {asked}: {what}, to continue as before."]
+                return choice.config, " ".join(said + notes(config, [choice.config], free))
     found = list(islice(ranked(config, vocab, cluster, free), 2))
     if not found:
         raise ConfigError(refusal(config, cluster, free))
     following = f"; the next is {described(found[1], ranks)}" if found[1:] else ""
-    return found[0].config, (
+    said = [
         f"Chosen for {asked} on {ranks} x {gpu.name}: {described(found[0], ranks)}, the fastest of "
         f"those that are estimated to leave {SPARE:.0%} of {gpu.memory / GIB:.1f} GiB{following}."
-    )
+    ]
+    return found[0].config, " ".join(said + notes(config, [found[0].config], free))
 
 
 def free_keys(config: Config) -> frozenset[tuple[str, str]]:
@@ -94,9 +97,9 @@ def free_keys(config: Config) -> frozenset[tuple[str, str]]:
 
 def simplest(config: Config, ranks: int, earlier: Saved | None) -> Config:
     """The layout of the keys as they are, with the earlier microbatch or the smallest valid one."""
-    given = replaced(config, parallel={"layout": "given"})
+    given = replaced(config, parallel={"layout": "given"} | config.parallel.left_out())
     if isinstance(config.train.micro_batch, int):
-        given.data_parallel_size(ranks)
+        make_config(given.model_dump(mode="json")).data_parallel_size(ranks)
         return given
     one = replaced(given, train={"micro_batch": 1, "update": "step"})  # any number of microbatches
     sizes = micro_batches(given, one.data_parallel_size(ranks))[::-1]

@@ -3,8 +3,9 @@
 A layout is tp (within a node, with sequence parallelism), cp, pp, vpp, zero, recompute and the
 microbatch, or some of these keys; the global batch and all number formats stay as they are. Each
 has the tp_chunks with which its layers are the fastest. Where context-parallel ranks can exchange
-heads, there is also a layout in which they all-gather keys and values. A layout is valid if
-`Config` accepts it, and fits if the estimated peak (memory.py) leaves SPARE of the memory. Logits
+heads, there is also a layout in which they all-gather keys and values. Where tp or cp is 1, options
+that only larger ones have a use for (ONLY_ABOVE_1) are left out. A layout is valid if `Config`
+accepts it, and fits if the estimated peak (memory.py) leaves SPARE of the memory. Logits
 are saved where a run with train.logits=auto would save them (fits.py).
 Candidates are ordered by their predicted time (step_time.py), equal ones by their position in
 `layouts`, which begins with the simplest, so the order is the same on all ranks.
@@ -12,14 +13,14 @@ Candidates are ordered by their predicted time (step_time.py), equal ones by the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
 from math import inf
 
-from coatlm.config import LAYOUT, Config, ConfigError, make_config
+from coatlm.config import LAYOUT, ONLY_ABOVE_1, Config, ConfigError, make_config
 from coatlm.model.fits import with_logits
 from coatlm.model.layer_comm import layer_seconds
 from coatlm.model.memory import GIB, micro_batches, rank_bytes, replaced
@@ -56,9 +57,29 @@ def describe(config: Config, ranks: int) -> str:
     sizes = [("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("dp", dp)]
     shown = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
     more = f", tp_chunks {p.tp_chunks}" if p.tp_chunks > 1 else ""
+    more += f", tp_comm_reduce {p.tp_comm_reduce}" if p.tp_comm_reduce != "bf16" else ""
     more += f", cp_comm {p.cp_comm}" if p.cp_comm != "auto" else ""
+    more += f", cp_comm_kv {p.cp_comm_kv}" if p.cp_comm_kv != "bf16" else ""
     more += f", vpp {p.vpp}" if p.vpp > 1 else ""
     return f"{shown}{more}, zero {p.zero}, recompute {t.recompute}, micro_batch {t.micro_batch}"
+
+
+def notes(
+    asked: Config, found: Iterable[Config], free: Collection[tuple[str, str]] = EVERY
+) -> list[str]:
+    """A sentence for each option of `asked` that layouts found were left without, as tp or cp is 1.
+
+    `free`: the keys that were chosen with the layout, which are not options.
+    """
+    lines = []
+    sizes = [layout.parallel for layout in found]
+    for size, keys in ONLY_ABOVE_1.items():
+        given = {key: getattr(asked.parallel, key) for key in keys if ("parallel", key) not in free}
+        words = [f"parallel.{key}={value}" for key, value in given.items() if value != keys[key]]
+        if words and any(getattr(parallel, size) == 1 for parallel in sizes):
+            verb = "holds" if len(words) == 1 else "hold"
+            lines.append(f"{' and '.join(words)} only {verb} in layouts with {size} above 1.")
+    return lines
 
 
 def ranked(
@@ -212,6 +233,7 @@ def _shapes(
     for key, simplest in (("zero", 1), ("tp_chunks", 1), ("cp_comm", "auto")):
         if ("parallel", key) in free:
             data["parallel"][key] = simplest
+    asked = data["parallel"]
 
     def sizes(key: str, choices: list[int]) -> list[int]:
         return choices if ("parallel", key) in free else [getattr(p, key)]
@@ -224,7 +246,9 @@ def _shapes(
                     continue
                 chunks = [n for n in _divisors(config.model.layers // pp) if n <= MOST_CHUNKS]
                 for vpp in sizes("vpp", chunks if pp > 1 else [1]):
-                    data["parallel"] |= {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
+                    data["parallel"] = asked | {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
+                    for size in (size for size, n in (("tp", tp), ("cp", cp)) if n == 1):
+                        data["parallel"] |= ONLY_ABOVE_1[size]
                     if ("parallel", "sequence_parallel") in free:
                         data["parallel"]["sequence_parallel"] = tp > 1
                     if ("train", "recompute") in free:

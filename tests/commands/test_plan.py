@@ -57,6 +57,24 @@ def test_the_overrides_that_are_printed_give_the_first_layout(
     assert capsys.readouterr().out.splitlines()[2] == first
 
 
+def test_layouts_without_context_parallelism_are_compared_when_an_option_needs_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["llama3-8b", "precision.recipe=coat-lean", "--gpus", "8"]
+    assert main([*command, "--top", "1"]) == 0
+    _, _, first, *_ = capsys.readouterr().out.splitlines()
+    assert "cp" not in first
+    command += ["parallel.cp=2", "parallel.cp_comm_kv=fp8"]
+    assert main([*command, "--top", "1"]) == 0
+    _, _, same, _, _, note, words = capsys.readouterr().out.splitlines()
+    assert same == first
+    assert note == "parallel.cp_comm_kv=fp8 only holds in layouts with cp above 1."
+    overrides = words.removeprefix("As overrides: ").split()
+    assert {"parallel.cp=1", "parallel.cp_comm_kv=bf16"} < {*overrides}
+    assert main([*command, *overrides, "--keep"]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == first
+
+
 def test_a_run_that_no_change_fits_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["llama3.1-405b", "--gpus", "1"]) == 1
     assert capsys.readouterr().out == (

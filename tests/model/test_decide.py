@@ -108,6 +108,40 @@ def test_on_a_cpu_ranks_are_data_parallel_with_the_smallest_microbatch() -> None
 
 
 @pytest.mark.parametrize("gpu", [H100, None])
+def test_an_option_of_larger_cp_or_tp_leaves_layouts_without_them_in_the_choice(
+    gpu: Gpu | None,
+) -> None:
+    words = [LAYOUT_AUTO, "precision.recipe=coat-lean"]
+    plain, _ = decided(load_config("llama3-8b", words), gpu=gpu)
+    assert plain.parallel.cp == plain.parallel.tp == 1
+    options = ["parallel.cp_comm_kv=fp8", "parallel.tp_chunks=2", "parallel.tp_comm_reduce=fp8"]
+    found, why = decided(load_config("llama3-8b", [*words, *options]), gpu=gpu)
+    assert found == plain
+    assert why.endswith(
+        " parallel.tp_chunks=2 and parallel.tp_comm_reduce=fp8 only hold in layouts with tp above "
+        "1. parallel.cp_comm_kv=fp8 only holds in layouts with cp above 1."
+    )
+    given = [*words, *options, "parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true"]
+    found, why = decided(load_config("llama3-8b", given), gpu=gpu)
+    p = found.parallel
+    assert (p.cp_comm_kv, p.tp_comm_reduce, p.tp_chunks) == ("fp8", "fp8", 2)
+    assert "tp_comm_reduce fp8" in why and "cp_comm_kv fp8" in why and "only hold" not in why
+
+
+def test_an_option_that_a_given_size_excludes_is_refused_beside_auto() -> None:
+    words = [LAYOUT_AUTO, "precision.recipe=coat-lean"]
+    for given, said in (
+        (["parallel.cp=1", "parallel.cp_comm_kv=fp8"], "cp_comm_kv=fp8 needs cp > 1"),
+        (["parallel.tp=1", "parallel.tp_chunks=2"], "tp_chunks=2 needs parallel.tp > 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config("llama3-8b", [*words, *given])
+    half = [*words, "parallel.tp=2", "parallel.tp_comm_reduce=fp8"]
+    with pytest.raises(ConfigError, match="fp8 needs sequence_parallel=true"):
+        decided(load_config("llama3-8b", half), gpu=None)
+
+
+@pytest.mark.parametrize("gpu", [H100, None])
 def test_updates_in_backward_get_one_microbatch_and_no_pipeline(gpu: Gpu | None) -> None:
     words = [LAYOUT_AUTO, SIZE_AUTO, "train.update=backward", "train.global_batch=8"]
     found, why = decided(load_config("llama3-8b", words), gpu=gpu)
