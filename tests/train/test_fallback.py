@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coatlm.config import Config, make_config
+from coatlm.config.recipes import ATTENTION
 from coatlm.train.guard import Finding
 from coatlm.train.state import read_run_state
 from tests.distributed import run_ranks
@@ -28,6 +29,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 gradients": {"parallel": {"main_grads": "bf16"}},
     "lean": {"precision": {"recipe": "coat-lean"}},
 }
+NAMED: dict[str, dict[str, Any]] = {  # runs with single saved tensors of attention in BF16
+    name: {"precision": {"recipe": recipe, "bf16_operands": [f"saved.{x}" for x in names]}}
+    for name, recipe, names in (
+        *((x, "coat-lean", x) for x in ATTENTION),
+        ("none", "coat-lean", ""),
+        ("all", "coat-lean", "qkvo"),
+        ("coat", "coat", ""),
+    )
+}
+NAMED |= {
+    f"{name}, recompute": NAMED[name] | {"train": {"recompute": "full"}} for name in ATTENTION
+}
 CASES: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
     1: {name: ({}, name) for name in VARIANTS},
     2: {
@@ -42,7 +55,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
 
 def case(parallel: dict[str, Any], variant: str, recipe: str | None) -> Config:
     """A run of two microbatches per step; `recipe=None`: that of the variant."""
-    extra = VARIANTS[variant]
+    extra = (VARIANTS | NAMED)[variant]
     precision = {"recipe": "coat"} | extra.get("precision", {})
     return make_config(
         {
@@ -58,16 +71,31 @@ def case(parallel: dict[str, Any], variant: str, recipe: str | None) -> Config:
     )
 
 
+def curve(config: Config, ways: Sequence[str], rate: float) -> list[tuple[float, float]]:
+    """Losses and gradient norms of steps whose layers compute in what `ways` says."""
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.step import Trainer
+
+    groups, found = make_groups(config.parallel), []
+    trainer = Trainer(config, groups, vocab=128)
+    for number, way in enumerate(ways):
+        trainer.change_layers(range(1, 5) if way == "bf16" else ())
+        placed = trainer.place(batches(config, groups, number))
+        loss, norm = trainer.train_step(placed, rate)
+        found.append((float(loss), float(norm)))
+    release_groups()
+    return found
+
+
 def steps(
     rank: int, size: int, cases: dict[str, tuple[dict[str, Any], str]]
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Losses and gradient norms of steps with BF16 layers, and with FP8 layers that fell back.
 
-    In `still` runs the learning rate is 0, so that steps do not depend on those before.
+    In `still` runs the learning rate is 0, so that steps do not depend on those before. Two ranks
+    also take two steps of each of NAMED, under tensor parallelism.
     """
-    from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
-    from coatlm.train.step import Trainer
 
     start_processes(Launch.from_environment())
     runs = {
@@ -78,17 +106,13 @@ def steps(
     }
     found: dict[str, Any] = {}
     for name, (parallel, variant) in cases.items():
-        found[name] = {run: [] for run in runs}
-        for run, (recipe, ways, rate) in runs.items():
-            config = case(parallel, variant, recipe)
-            groups = make_groups(config.parallel)
-            trainer = Trainer(config, groups, vocab=128)
-            for number, way in enumerate(ways):
-                trainer.change_layers(range(1, 5) if way == "bf16" else ())
-                placed = trainer.place(batches(config, groups, number))
-                loss, norm = trainer.train_step(placed, rate)
-                found[name][run].append((float(loss), float(norm)))
-            release_groups()
+        found[name] = {
+            run: curve(case(parallel, variant, recipe), ways, rate)
+            for run, (recipe, ways, rate) in runs.items()
+        }
+    if size == 2:
+        tp2 = {"tp": 2, "sequence_parallel": True}
+        found["named"] = {name: curve(case(tp2, name, None), ("fp8",) * 2, 1e-3) for name in NAMED}
     return found
 
 
@@ -114,6 +138,24 @@ def test_no_step_depends_on_what_the_layers_computed_in_before(
     """FP8 steps leave gradients behind that their own wgrad GEMMs would overwrite."""
     pairs = zip(stepped[name]["turns, still"], stepped[name]["bf16, still"], strict=True)
     assert [a == b for a, b in pairs] == [way == "bf16" for way in TURNS]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_under_tensor_parallelism_a_name_changes_gradients_alone_and_also_if_recomputed(
+    stepped: dict[str, Any], name: str
+) -> None:
+    found = stepped["named"]
+    (loss, norm), (before, norm_before) = found[name][0], found["none"][0]
+    assert loss == before and norm != norm_before
+    assert found[f"{name}, recompute"] == found[name]
+    others = [found[other][0][1] for other in ATTENTION if other != name]
+    assert norm not in others  # each is another tensor
+
+
+def test_under_tensor_parallelism_all_names_together_are_coat_bit_by_bit(
+    stepped: dict[str, Any],
+) -> None:
+    assert stepped["named"]["all"] == stepped["named"]["coat"] != stepped["named"]["none"]
 
 
 # checkpoints

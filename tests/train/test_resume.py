@@ -30,6 +30,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> processes, paralle
     "pp2 dp2": (4, {"pp": 2, "zero": 0}),
     "pp2 dp2 zero3": (4, {"pp": 2, "zero": 3}),
 }
+KEYS = "cp2, fp8 keys"  # of FP8 layers, which cp4 continues in the ways of PEERS
+FP8_KEYS: dict[str, Any] = {
+    "model": {"layers": 2},
+    "precision": {"recipe": "coat-lean"},
+    "train": {"eval_every": STEPS},
+}
+PEERS = ("all_gather", "p2p")
+KEYS_RELATIVE = {"loss": 5e-4, "grad_norm": 1e-2}  # as of FP8 layers in other layouts: test_parity
 EXACT = (
     "single",
     "dp2",
@@ -117,11 +125,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if layout != "single":
                 resume = {"resume": step_five(root / "single")}
                 jobs.append(run_config(root / f"single to {layout}", layout, checkpoint=resume))
-        start_jobs(size, jobs)
+        start_jobs(size, jobs + jobs_with_fp8_keys(root, size))
     return root
 
 
-@pytest.mark.parametrize("layout", EXACT)
+def jobs_with_fp8_keys(root: Path, size: int) -> list[Config]:
+    """Ten steps on two ranks, which two and four continue after five."""
+    resume = {"resume": step_five(root / KEYS)}
+    if size == 2:
+        options = FP8_KEYS | {"parallel": {"cp": 2, "cp_comm_kv": "fp8"}}
+        again = run_config(root / f"{KEYS} resumed", "single", **options, checkpoint=resume)
+        return [run_config(root / KEYS, "single", **options), again]
+    if size == 4:
+        return [
+            run_config(
+                root / f"{KEYS} to {comm}",
+                "single",
+                **FP8_KEYS,
+                parallel={"cp": 4, "cp_comm": comm, "cp_comm_kv": "fp8"},
+                checkpoint=resume,
+            )
+            for comm in PEERS
+        ]
+    return []
+
+
+@pytest.mark.parametrize("layout", [*EXACT, KEYS])
 def test_five_steps_and_five_more_equal_ten_bit_by_bit(runs: Path, layout: str) -> None:
     from coatlm.train.checkpoint import tensor_checksums
 
@@ -140,6 +169,17 @@ def test_another_layout_continues_within_rounding(runs: Path, layout: str) -> No
     for line in actual:  # fp32 sums in another order
         for key in ("loss", "grad_norm"):
             assert line[key] == pytest.approx(expected[line["step"]][key], rel=1e-5)
+
+
+@pytest.mark.parametrize("comm", PEERS)
+def test_four_ranks_continue_what_two_began_with_keys_in_fp8(runs: Path, comm: str) -> None:
+    """Ranks attend to the same decoded keys, whichever rank holds them."""
+    expected = [line for line in metrics_of(runs / KEYS) if "loss" in line and line["step"] > 5]
+    actual = [line for line in metrics_of(runs / f"{KEYS} to {comm}") if "loss" in line]
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for line, wanted in zip(actual, expected, strict=True):
+        for key, relative in KEYS_RELATIVE.items():
+            assert line[key] == pytest.approx(wanted[key], rel=relative)
 
 
 def test_the_loss_falls(runs: Path) -> None:
