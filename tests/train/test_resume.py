@@ -37,7 +37,9 @@ FP8_KEYS: dict[str, Any] = {
     "train": {"eval_every": STEPS},
 }
 PEERS = ("all_gather", "p2p")
-KEYS_RELATIVE = {"loss": 5e-4, "grad_norm": 1e-2}  # as of FP8 layers in other layouts: test_parity
+# BF16 rounds what attention in other pieces and its gradients are: measured are 3.0e-5 and 2.7e-4;
+# with the gradients of two chunks of keys exchanged, the norm differs by 3e-3
+KEYS_RELATIVE = {"loss": 2e-4, "grad_norm": 1e-3}
 EXACT = (
     "single",
     "dp2",
