@@ -95,7 +95,7 @@ def test_a_soft_cap_is_computed_by_the_default_backend(documents: bool, window: 
 def test_fp32_is_computed_without_a_mask(
     queries: int, window: int | None, softcap: float | None
 ) -> None:
-    """cuBLAS adds in fp32; logits of the definition with a soft cap are computed in fp32 as well."""
+    """In cuBLAS sums are in fp32, and with a soft cap the definition has fp32 logits as well."""
     qkv, dout = drawn(queries, 2, 64, "bsnd")
     qkv, dout = [x.detach().float().requires_grad_() for x in qkv], dout.float()
     options: dict[str, Any] = {"bounds_BE": bounds_of(True), "window": window, "softcap": softcap}
