@@ -2,6 +2,7 @@
 
     python tools/study_outliers.py runs/mine --factors 1 16 128 1024 8192 --out study
     python tools/study_outliers.py runs/mine --recipes coat te-delayed --stresses swiglu --out study
+    python tools/study_outliers.py runs/mine --stresses swiglu aligned --smooth --out study
 
 CHECKPOINT is a checkpoint, or the directory of a run, whose newest one is read. Its weights are
 rescaled in four ways (--stresses; tools/studies/outliers.py has the formulas), by the powers of two
@@ -23,6 +24,9 @@ a GPU if there is one, with each of --recipes and, on the same weights (BF16 val
 Each is a mean over the microbatches, followed by its standard error. te-delayed first runs on
 another microbatch until its delayed scales have settled. By default all recipes that run here are
 compared: te-* need TransformerEngine and a GPU, fp8-block a model whose sizes are multiples of 128.
+
+--smooth adds, for each of coatlm's FP8 recipes, a row "RECIPE + smoothing": the same with a factor
+per channel between SwiGLU and the down projection (Smooth-SwiGLU; tools/studies/smoothing.py).
 
 Prints tables in Markdown; writes outliers.json and outliers.png to --out. Exit code: 0; 2 for
 invalid input, 4 for a damaged checkpoint, each with one line that explains it.
@@ -65,6 +69,7 @@ from coatlm.train.state import read_run_state
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
 
 from tools.studies.outlier_report import (  # noqa: E402
+    SMOOTHED,
     OutlierStudy,
     Point,
     RecipeErrors,
@@ -97,18 +102,29 @@ def study(
     configs: Mapping[str, Config],
     stresses: Sequence[str],
     factors: Sequence[int],
+    smooth: bool,
 ) -> OutlierStudy:
-    """Compare `configs`, by recipe, with fp32. Raises ValueError if the checkpoint does not fit."""
+    """Compare `configs`, by recipe, with fp32. Raises ValueError if the checkpoint does not fit.
+
+    `smooth`: the FP8 recipes with smoothed down projections as well.
+    """
     result = OutlierStudy([], [])
     weights = read_weights(checkpoint, device())
     vocab = len(weights["embedding.word_embeddings.weight"])
-    total = len(stresses) * len(factors) * (len(configs) + 1)
+    rows = [(name, config, False) for name, config in configs.items()]
+    if smooth:
+        fp8 = {name: config for name, config in configs.items() if config.precision.flow}
+        rows += [(f"{name}{SMOOTHED}", config, True) for name, config in fp8.items()]
+    total = len(stresses) * len(factors) * (len(rows) + 1)
     with one_process() as groups, progress("stressing", total, unit="models") as advance:
         reference = RecipeModel(config_of(saved, REFERENCE), groups, vocab)
         reference.load(rounded(weights))
         trained = statistics.fmean(float(reference.run(b).losses.mean()) for b in batches)
         seen = reference.activations(calibration)
-        models = {name: RecipeModel(config, groups, vocab) for name, config in configs.items()}
+        models = {
+            name: RecipeModel(config, groups, vocab, smooth=smoothed)
+            for name, config, smoothed in rows
+        }
         for stress in (STRESSES[name](weights, seen) for name in stresses):
             for factor in factors:
                 wanted = measure(reference, stress, factor, batches)
@@ -258,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--stresses", nargs="+", choices=tuple(STRESSES), default=list(STRESSES), metavar="STRESS"
     )
     parser.add_argument("--factors", type=int, nargs="+", default=list(FACTORS), metavar="F")
+    parser.add_argument("--smooth", action="store_true", help="also with Smooth-SwiGLU")
     parser.add_argument("--batches", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument(
         "--out", type=output_path, default=Path("study"), help="(default: %(default)s)"
@@ -295,6 +312,7 @@ def _study(options: Any) -> tuple[OutlierStudy, dict[str, Any]]:
         configs=configs,
         stresses=list(dict.fromkeys(options.stresses)),
         factors=sorted(set(options.factors)),
+        smooth=options.smooth,
     )
     about = {
         "checkpoint": str(path),

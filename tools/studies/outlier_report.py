@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+SMOOTHED = " + smoothing"  # the end of the name of a recipe with smoothed down projections
 SAME = 1e-3  # relative difference of losses in fp32 that counts as the same function
 
 
@@ -31,7 +32,7 @@ class RecipeErrors:
 
     stress: str
     factor: int
-    recipe: str
+    recipe: str  # with SMOOTHED at its end or without
     loss: float
     loss_error: float
     loss_error_se: float
@@ -78,13 +79,19 @@ def _percent(mean: float, error: float) -> str:
 
 
 def draw(result: OutlierStudy, path: Path) -> None:
-    """Plot both errors over the factor, a column of panels per stress and a line per recipe."""
+    """Plot both errors over the factor, a column of panels per stress and a line per recipe.
+
+    A recipe with smoothing has the color of the recipe and is dotted.
+    """
     stresses = list(dict.fromkeys(p.stress for p in result.points))
     figure = Figure(figsize=(1 + 4 * len(stresses), 7), layout="constrained")
     axes = figure.subplots(2, len(stresses), squeeze=False, sharex=True, sharey="row")
     recipes = list(dict.fromkeys(f.recipe for f in result.found))
+    numbers = {name: i for i, name in enumerate(r for r in recipes if not r.endswith(SMOOTHED))}
     for column, stress in zip(axes.T, stresses, strict=True):
-        for number, recipe in enumerate(recipes):
+        for recipe in recipes:
+            number = numbers[recipe.removesuffix(SMOOTHED)]
+            line = "-" if number < 10 else "--"
             rows = [f for f in result.found if (f.stress, f.recipe) == (stress, recipe)]
             for ax, name in zip(column, ("loss_error", "gradient_error"), strict=True):
                 ax.errorbar(
@@ -92,7 +99,7 @@ def draw(result: OutlierStudy, path: Path) -> None:
                     [100 * getattr(f, name) for f in rows],
                     yerr=[100 * getattr(f, f"{name}_se") for f in rows],
                     color=f"C{number % 10}",
-                    linestyle="-" if number < 10 else "--",
+                    linestyle=":" if recipe.endswith(SMOOTHED) else line,
                     marker="o",
                     markersize=3,
                     linewidth=1.0,

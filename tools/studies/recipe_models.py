@@ -28,6 +28,7 @@ from coatlm.parallel.wire import Plain
 from coatlm.train.setup import Launch, start_processes
 from coatlm.train.shards import StoredTensors
 from tools.studies.outliers import EMBEDDING, FINAL, OUTPUT, Activations, Weights
+from tools.studies.smoothing import smooth_layers
 
 SETTLED = 1e-3  # relative change of a gradient between equal microbatches
 
@@ -43,8 +44,11 @@ class Result:
 class RecipeModel:
     """A model whose layers follow one `precision.recipe`, with fp32 main gradients."""
 
-    def __init__(self, config: Config, groups: Groups, vocab: int) -> None:
+    def __init__(self, config: Config, groups: Groups, vocab: int, *, smooth: bool = False) -> None:
+        """`smooth`: the FP8 layers smooth their down projections (smoothing.py)."""
         (self.module,) = build_model(config, groups, vocab)
+        if smooth:
+            smooth_layers(self.module)
         cut = Cut(
             rank=0,
             ranks=1,
