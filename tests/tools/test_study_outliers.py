@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 from tests.tools.stressed import BATCH, SEQ, make_checkpoint
 from tools import study_outliers
-from tools.studies.outlier_report import OutlierStudy, Point, RecipeErrors, as_json
+from tools.studies.outlier_report import OutlierStudy, Point, RecipeErrors, as_json, draw
 from tools.studies.recipe_models import Result
 from tools.study_outliers import judge, main, mean_and_error
 
@@ -49,9 +50,14 @@ def test_errors_of_fp8_grow_with_the_factor_and_those_of_bf16_stay(
     recipes = ["bf16", "coat", "coat-paper"]
     options = ["--recipes", *recipes, "--stresses", "swiglu", "--factors", "1", str(FAR)]
     out = root / "out"
-    assert main([str(root / "coatlm"), *options, "--batches", "2", "--out", str(out)]) == 0
+    options += ["--smooth", "--batches", "2", "--out", str(out)]
+    assert main([str(root / "coatlm"), *options]) == 0
     rows = rows_of(out)
-    assert len(rows) == 6
+    smooth = ["coat + smoothing", "coat-paper + smoothing"]  # BF16 has nothing to smooth
+    assert {recipe for _, recipe, _ in rows} == {*recipes, *smooth}
+    assert len(rows) == 10
+    near, far = (rows["swiglu", "coat + smoothing", f]["loss_error"] for f in (1, FAR))
+    assert far == pytest.approx(near, rel=1e-3)  # factors and outliers cancel in forward
     for error in ("loss_error", "gradient_error"):
         near, far = ({r: rows["swiglu", r, f][error] for r in recipes} for f in (1, FAR))
         assert 0 < near["bf16"] < near["coat"] / 3 < 0.2  # 8 bits of mantissa against 4
@@ -65,6 +71,24 @@ def test_errors_of_fp8_grow_with_the_factor_and_those_of_bf16_stay(
     table = capsys.readouterr().out
     assert table.startswith("swiglu: loss error, gradient error in %")
     assert f"| factor | 1 | {FAR} |" in table and "| coat-paper | " in table
+    assert "| coat + smoothing | " in table
+
+
+def test_a_smoothed_recipe_is_drawn_dotted_in_the_color_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: dict[str, tuple[str, str]] = {}
+
+    def drawn(_: Axes, *args: Any, label: str, color: str, linestyle: str, **others: Any) -> None:
+        lines[label] = (color, linestyle)
+
+    monkeypatch.setattr(Axes, "errorbar", drawn)
+    monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
+    names = ("bf16", "coat", "coat + smoothing")
+    found = [RecipeErrors("swiglu", 1, name, 2.0, 0.1, 0.1, 0.1, 0.1, "w") for name in names]
+    draw(OutlierStudy([Point("swiglu", 1, 2.0, 0.0, 3.0)], found), tmp_path / "plot.png")
+    wanted = {"bf16": ("C0", "-"), "coat": ("C1", "-"), "coat + smoothing": ("C1", ":")}
+    assert lines == wanted
 
 
 @pytest.mark.usefixtures("short")
