@@ -47,6 +47,11 @@ def channel_factors(a: Tensor) -> Tensor:
     return power_of_two_ref(a.float().abs().amax(0), E4M3)
 
 
+def divided(x: Tensor, factors: Tensor) -> Tensor:
+    """x [M, F] / factors [F], powers of two, in the dtype of x. Exact except for subnormals."""
+    return (x.float() / factors).to(x.dtype)
+
+
 class SmoothFlow(Flow):
     """The flow of a layer whose down projection is smoothed."""
 
@@ -67,25 +72,25 @@ class SmoothFlow(Flow):
         """As `Flow.project`; the codes x and w of the down projection are not used."""
         if linear != "fc2":
             return super().project(linear, x, w, weight, values, **options)
-        a, forward = values().float(), self.recipe.forward
+        a, forward = values(), self.recipe.forward
         factors = channel_factors(a)
-        activation = producers.as_operand(a / factors, forward.activation)
-        smooth = producers.as_operand(weight.detach().float() * factors, forward.weight)
+        activation = producers.as_operand(divided(a, factors), forward.activation)
+        smooth = producers.as_operand(divided(weight.detach(), 1 / factors), forward.weight)
         self.down, self.smoothed = weight, Smoothed(factors, activation, smooth)
         return self._multiply("forward", activation, smooth, **options)
 
     def input_gradient(
         self, linear: LinearName, dy: GemmInput, weight: Tensor, scale: Tensor | None
     ) -> Tensor:
-        """As `Flow.input_gradient`. The division by s is exact in BF16."""
+        """As `Flow.input_gradient`."""
         if linear != "fc2":
             return super().input_gradient(linear, dy, weight, scale)
         factors, _, smooth = self._of_forward()
-        recipe, values = self.recipe, weight.detach().float() * factors
+        recipe, values = self.recipe, divided(weight.detach(), 1 / factors)
         w = producers.weight_transposed(
             values, recipe.forward, recipe.dgrad, self.weight_scale(smooth)
         )
-        return (self._multiply("dgrad", dy, w).float() / factors).bfloat16()
+        return divided(self._multiply("dgrad", dy, w), factors)
 
     def input_transposed(self, linear: LinearName, codes: QTensor, values: Values) -> GemmInput:
         """As `Flow.input_transposed`, of a / s."""
@@ -97,7 +102,7 @@ class SmoothFlow(Flow):
             return producers.codes_transposed(activation, self.recipe.forward.activation, wanted)
         scale = self.input_scale(activation)
         return emit_transposed(
-            values().float() / factors, wanted, scale=None if scale is None else scale.amax()
+            divided(values(), factors), wanted, scale=None if scale is None else scale.amax()
         )
 
     def weight_gradient(self, weight: Tensor, dy_t: GemmInput, x_t: GemmInput) -> Tensor | None:
