@@ -16,10 +16,10 @@ from coatlm.platform import device
 from tests.distributed import gloo_threads, release, run_ranks
 from tests.parallel.fp8_cases import FLOW_LAYOUTS, FLOW_VARIANTS, FOUR_SAMPLES
 
-# Steps and learning rate. The second step shows weights after an update, and the evaluation after it
-# an update that read the moments of the one before. Plain layouts reuse their buckets in a third
-# step, and delayed scaling, which the first step calibrates, replaces its scales after the second.
-# Other variants in fp32 learn ten times as fast, so that two steps show a wrong update as clearly.
+# Steps and learning rates. The second step shows weights after an update, and the loss of the
+# evaluation after it an update that read the moments of the one before. Plain layouts reuse their
+# buckets in a third step, and delayed scaling, which the first step calibrates, replaces its scales
+# after the second. Other variants in fp32 learn ten times as fast: two steps show a wrong update.
 SCHEDULE, OF_VARIANTS = (3, 1e-3), (2, 1e-2)
 RELATIVE = 1e-5  # fp32 sums in another order: some ulp (6e-8), amplified by Adam's steps
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "tie_embeddings": False}
