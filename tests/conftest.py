@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -68,6 +69,12 @@ def pytest_xdist_auto_num_workers() -> int:
     Most tests would use the first GPU.
     """
     return 0 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that exists by now, which stays, from collections of garbage during tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,7 +37,7 @@ if torch.cuda.is_available():
     processes = multiprocessing.get_context("spawn")
 else:
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["coatlm.train.start"])
+    processes.set_forkserver_preload(["coatlm.train.start", "tests.distributed", "tests.warm"])
 
 
 def run_ranks(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from coatlm.model.decide import Gpu
@@ -15,8 +17,11 @@ H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 GPUS = {"h100": H100, "a100": A100, "cpu": None}  # run -> GPU, as a CPU can pretend it
 
 
-def start_and_resume(rank: int, size: int, root: str) -> dict[str, list[str]]:
-    """For each of GPUS what a start of 5 steps, its continuation to 8, and one more start log."""
+def start_and_resume(rank: int, size: int, root: str) -> dict[str, Any]:
+    """For each of GPUS what a start of 5 steps, its continuation to 8, and one more start log.
+
+    And the number of threads after each of them, under "threads".
+    """
     import functools
     from contextlib import ExitStack
 
@@ -27,6 +32,7 @@ def start_and_resume(rank: int, size: int, root: str) -> dict[str, list[str]]:
     phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
     start.one_queue = lambda config, ranks: f"one queue for {ranks} ranks of {config.run.name}"
     said: dict[str, list[str]] = {}
+    threads: list[int] = []
     for name, gpu in GPUS.items():
         found = None if gpu is None else Gpu(gpu, 80 * GIB)
         start.gpu_of_all = lambda *_, found=found: (found, 80 * GIB)
@@ -42,17 +48,28 @@ def start_and_resume(rank: int, size: int, root: str) -> dict[str, list[str]]:
                 if session is not None:
                     assert session.run_steps() == 0
             release_groups()
+            threads.append(psutil.Process().num_threads())
             said[name].append(log.read_text()[seen:])
-    return said
+    return {"said": said, "threads": threads}
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("starts")
     text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(2000))
     (root / "text.txt").write_text(text)
     (found,) = run_ranks(1, f"{__name__}:start_and_resume", str(root))
-    return {name: [" ".join(log.split()) for log in logs] for name, logs in found.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(found: dict[str, Any]) -> dict[str, list[str]]:
+    return {name: [" ".join(log.split()) for log in logs] for name, logs in found["said"].items()}
+
+
+def test_threads_of_released_groups_end(found: dict[str, Any]) -> None:
+    """A model that is not needed any more must not hold on to its groups, of three threads each."""
+    assert max(found["threads"]) < 1.5 * found["threads"][0], found["threads"]
 
 
 def in_order(text: str, *parts: str) -> bool:
