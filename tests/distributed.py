@@ -120,15 +120,13 @@ def call(function: str, arguments: str, result: Path) -> None:
 def release() -> None:
     """Release the groups of a case that has returned, and end their threads. A collective call.
 
-    Cycles of references between the parts of a trainer hold its groups, each of which has three
-    threads that gloo wakes a hundred times per second. With those of a hundred cases, the threads
-    would take most of the time.
+    Each group has three threads, which gloo wakes a hundred times per second. With those of a
+    hundred cases, the threads would take most of the time.
     """
     from coatlm.parallel.groups import release_groups
 
     torch.distributed.barrier()  # nobody waits any more for a rank that now closes its connections
     release_groups()
-    gc.collect()
 
 
 def gloo_threads() -> int:

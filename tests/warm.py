@@ -1,7 +1,7 @@
 """Imported last by the server of tests/distributed.py, of which ranks are forks.
 
-What the server holds stays. Without it, a collection of garbage in a rank takes a tenth of the
-time, and writes to none of the pages that the rank shares with the server.
+What the server holds stays. A collection of garbage that skips it takes a tenth of the time in a
+rank, and writes to none of the pages that the rank shares with the server.
 """
 
 import gc
