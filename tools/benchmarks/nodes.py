@@ -10,8 +10,8 @@ own (`two_nodes`). Rows, each with times of several ways that take turns:
 `codes` sends what `fp8-a2a` sends, without packing, unpacking or adding anything: the part of an
 exchange that the link alone decides. `bf16` is gloo's own sum, which has one level. `link_mb` are
 the bytes that a node sends over the link for one repetition, counted by the kernel, and `least_ms`
-what these bytes need: link_mb / rate + latency. `times` is the ratio to the way before it, if that
-is the same in one level. All are medians, of the slowest rank each time.
+what these bytes need: link_mb / rate + latency. `times` is the ratio of two levels to one. All are
+medians, of the slowest rank each time.
 
 The link shares the CPU cores with the ranks, so rates above some hundred Mbit/s are only reached on
 a machine with a core to spare: compare the row `link` with the rate. Needs root.

@@ -3,8 +3,9 @@
 A node has a host name, a loopback interface and the interface LINK of its own. Its name is its
 address, so that no name server is asked. Processes of the two nodes reach each other over the link
 alone, whose bytes the kernel counts. The link loses no packet but may be late when the machine is
-busy, so TCP waits RESEND before it sends anything again: the count has every byte once. The
-namespaces end with the processes in them.
+busy, so TCP waits RESEND before it sends anything again: the count has every byte once. For the
+same reason TCP's congestion control has nothing to do; it is Reno on every machine, without a slow
+start after a pause. The namespaces end with the processes in them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ RESEND = "5s"
 QUEUE = 10_000  # packets that wait for the link in the kernel: 90 MB, more than TCP's buffers
 TOOLS = ("unshare", "nsenter", "ip")
 NEEDS = f"root, network namespaces, /dev/net/tun, and {', '.join(TOOLS)}"
-BEGIN = (  # of a node; TCP sends no packet again to find out whether the last ones were lost
-    "hostname {address} && ip link set lo up && "
-    "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans && echo up && exec cat"
-)
+BEGIN = """
+hostname {address} && ip link set lo up && cd /proc/sys/net/ipv4 &&
+echo 0 > tcp_early_retrans && echo 0 > tcp_slow_start_after_idle &&
+echo reno > tcp_congestion_control && echo up && exec cat
+"""
 PORT = 29500  # of rank 0; in namespaces of their own all ports are free
 
 
