@@ -60,6 +60,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "layer-kernels": "tools.benchmarks.layer_kernels",
     "layouts": "tools.benchmarks.layouts",
     "memory": "tools.benchmarks.memory",
+    "nodes": "tools.benchmarks.nodes",
     "optimizer": "tools.benchmarks.optimizer",
     "output-layer": "tools.benchmarks.output_layer",
     "quantize": "tools.benchmarks.quantize",
@@ -69,8 +70,9 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
 }
 RowRecord = dict[str, Any]
 COUNTS = (  # integer options of any benchmark
-    *("batch", "document", "every", "ffn", "gpus", "hidden", "layers", "mb", "mbs", "microbatches"),
-    *("ranks", "reps", "seq", "steps", "tokens", "values", "vocab", "warmup"),
+    *("batch", "document", "every", "ffn", "gpus", "hidden", "latency_us", "layers", "mb", "mbit"),
+    *("mbs", "microbatches", "ranks", "reps", "seq", "steps", "tokens", "values", "vocab"),
+    *("warmup",),
 )
 LARGEST = 1 << 34
 FLAGS = ("first", "graph", "profile", "smoke")  # --profile is the option profile=1

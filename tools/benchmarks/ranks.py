@@ -24,13 +24,21 @@ def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith(RESULT):
-            return dict(json.loads(line.removeprefix(RESULT)))
+    record = received_record(done.stdout)
+    if record is not None:
+        return record
     errors = [line for line in done.stderr.splitlines() if "Error: " in line]
     raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no output"])[0])
 
 
+def received_record(output: str) -> dict[str, Any] | None:
+    """The record in the output of the processes; None if there is none."""
+    for line in output.splitlines():
+        if line.startswith(RESULT):
+            return dict(json.loads(line.removeprefix(RESULT)))
+    return None
+
+
 def send_record(record: dict[str, Any]) -> None:
-    """Send `record` to the caller of `run_ranks`, from one rank."""
+    """Send `record` to the process that started the ranks, from one of them."""
     print(RESULT + json.dumps(record), flush=True)
