@@ -132,8 +132,9 @@ def in_turn(ways: Ways, reps: int) -> dict[str, tuple[float, float]]:
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(reps + WARMUP):
         for way, call in ways.items():
+            before = sent()  # before the barrier, which the other rank of the node may leave first
             dist.barrier()
-            before, begin = sent(), time.perf_counter()
+            begin = time.perf_counter()
             call()
             slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
             dist.barrier()
