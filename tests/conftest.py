@@ -72,7 +72,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all that exists by now, which stays, from collections of garbage during tests."""
+    """Exempt what exists after collection, and lives to the end, from garbage collections later."""
     gc.collect()
     gc.freeze()
 

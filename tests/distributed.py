@@ -120,8 +120,8 @@ def call(function: str, arguments: str, result: Path) -> None:
 def release() -> None:
     """Release the groups of a case that has returned, and end their threads. A collective call.
 
-    Each group has three threads, which gloo wakes a hundred times per second. With those of a
-    hundred cases, the threads would take most of the time.
+    Each gloo group of several ranks has three threads, one of which polls a hundred times per
+    second. Those of a hundred cases would take CPU time from the case that runs.
     """
     from coatlm.parallel.groups import release_groups
 

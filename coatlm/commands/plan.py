@@ -6,8 +6,8 @@
     coatlm plan llama3.1-405b --gpus 2048,16384 --tokens 15e12
 
 The number formats and the global batch are those of CONFIG; tp, cp, pp, vpp, zero, recompute and
-the microbatch are searched; options that need tp or cp above 1 are left out of layouts where it is
-1. --keep predicts CONFIG as it is. The times come from rates that were
+the microbatch are searched. An option that needs tp > 1 or cp > 1 is left out of a layout with tp=1
+or cp=1. --keep predicts CONFIG as it is. The times come from rates that were
 measured on a GPU or fitted to steps on one to four of a node (coatlm/rates/, whose files say which;
 coatlm/model/step_time.py); what more ranks and a network do to them is computed, not measured. With
 several numbers of GPUs there is a line for the fastest layout of each: the bytes that a GPU sends
@@ -120,11 +120,12 @@ def scale_lines(
             f"{days * DAY / between:,.0f} | {duration(checkpoint_interval(save, between))} | "
             f"{lost_share(save, between):.1%} |"
         )
-    yield from notes(config, fastest)
+    if lines := notes(config, fastest):
+        yield from ("", *lines)
 
 
 def overrides(config: Config, layout: Config) -> list[str]:
-    """The overrides that give CONFIG this layout."""
+    """The overrides that turn `config` into `layout`."""
     p, t = layout.parallel, layout.train
     keys = [key for section, key in (*LAYOUT, TP_CHUNKS) if section == "parallel"]
     options = [key for each in ONLY_ABOVE_1.values() for key in each if key not in keys]

@@ -11,7 +11,7 @@ from coatlm.config.fields import MOST_RANKS, Real, Section, number
 GradComm = Literal["fp32", "bf16", "fp8-nccl", "fp8-a2a"]
 TpCommReduce = Literal["bf16", "fp8"]
 CpCommKv = Literal["bf16", "fp8"]
-# size -> keys that only sizes above 1 have a use for, with the values that have no effect
+# tp or cp -> the keys that need it above 1, each with its neutral value
 ONLY_ABOVE_1: dict[str, dict[str, Any]] = {
     "tp": {"tp_chunks": 1, "tp_comm_reduce": "bf16"},
     "cp": {"cp_comm": "auto", "cp_comm_kv": "bf16"},
@@ -25,9 +25,10 @@ class Parallel(Section):
     """How the layout is chosen: tp, sequence_parallel, cp, cp_comm, pp, vpp, zero and
     train.recompute. given: by these keys. auto: a run that starts on GPUs chooses the keys that are
     not set, so that the predicted step is the shortest that fits their memory. As an override auto
-    also replaces the keys that the file sets. tp_chunks and tp_comm_reduce then hold if tp is above
-    1, cp_comm and cp_comm_kv if cp is. On a CPU keys that are not set have their defaults. A run
-    that resumes has the same layout again if the number of GPUs allows it."""
+    also replaces the keys that the file sets. Under auto, tp_chunks and tp_comm_reduce are ignored
+    where the chosen tp is 1, and cp_comm and cp_comm_kv where the chosen cp is 1. On a CPU keys
+    that are not set have their defaults. A run that resumes has the same layout again if the number
+    of GPUs allows it."""
 
     tp: StrictInt = number(1, "ranks", ge=1, le=2**16)
     """Tensor-parallel size; the ranks of a tensor-parallel group should share a node."""
@@ -125,7 +126,7 @@ class Parallel(Section):
         return self.layout == "auto" and key not in self.model_fields_set
 
     def left_out(self) -> dict[str, Any]:
-        """Keys that have no use because tp or cp is 1, with the values that have no effect."""
+        """The keys that are set although tp or cp is 1, each with its neutral value."""
         return {
             key: usual
             for size, keys in ONLY_ABOVE_1.items()

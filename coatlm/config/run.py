@@ -324,8 +324,10 @@ class Checkpoint(Section):
 
     @property
     def imports_weights(self) -> bool:
-        """Whether a first start loads weights alone: weights_only, or resume=hf:DIR or hf:URL.
+        """Whether a run that has no checkpoint of its own loads only weights.
 
-        resume=hf://PLACE is the URL of a checkpoint, which a run resumes from as a whole.
+        It does with weights_only, and with resume=hf:DIR or hf:URL, such as hf:hf://OWNER/MODEL.
+        resume=hf://PLACE, without the prefix hf:, is the URL of a checkpoint, whose whole state is
+        loaded.
         """
         return self.weights_only or (self.resume.startswith("hf:") and not is_url(self.resume))

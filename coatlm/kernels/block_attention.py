@@ -1,12 +1,14 @@
 """Attention as document_attention.py defines it, by blocks of queries, for any device and dtype.
 
-Only matrix products and functions of single elements are used. BLOCK queries at a time attend to
-the keys from the first to the last that one of them can see but for documents, so that no tensor
-has an element for each pair of positions. q, k, v, the output and the log-sum-exp of the logits are
-saved; backward computes probabilities again (FlashAttention's way, arXiv 2307.08691, section 3.1).
-Arithmetic is in fp32, or in fp64 for fp64, and each result is rounded once.
+Only GEMMs, elementwise functions and reductions of rows are used. BLOCK queries at a time attend to
+the keys from the first to the last that one of them could attend to if a sample were one document,
+so that no tensor has an element for each pair of positions. q, k, v, the output and the log-sum-exp
+of the logits are saved; backward computes the probabilities again, as FlashAttention does (arXiv
+2307.08691, section 3.1). Arithmetic is in fp32, or in fp64 for fp64, and each result is rounded
+once.
 
-What runs is known without the documents: nothing waits for a GPU, and CUDA graphs can hold it.
+The kernels and their shapes do not depend on the documents, so the host does not wait for the GPU,
+and CUDA graphs can capture them.
 
 Shapes: S queries, T keys, B samples, N query heads, G key/value heads, D elements per head; a block
 has R queries, C keys, and M = R N / G rows, the queries of all heads that share keys.
@@ -28,7 +30,10 @@ BLOCK = 128  # queries
 
 
 def spans(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, the last of which is at the last key, and the keys they can see."""
+    """Yield slices: at most BLOCK queries, and the keys that causality and the window allow them.
+
+    The queries are the last positions of the keys.
+    """
     offset = keys - queries
     for first in range(0, queries, BLOCK):
         last = min(first + BLOCK, queries)
@@ -68,7 +73,7 @@ class _Block:
         return _to_rows(x_BSND[:, self.queries], self.kv_heads)
 
     def logits(self, q_BGMD: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        """Logits [B, G, M, C], -inf where a query does not attend, and their slope, d x / d q k."""
+        """Logits [B, G, M, C], -inf where a query does not attend, and d logits / d (q k)."""
         x_BGMC = q_BGMD @ self.k.mT * scale
         slope = x_BGMC.new_tensor(scale)
         if softcap is not None:
@@ -136,8 +141,9 @@ def block_attention(
 ) -> Tensor:
     """Attention [B, S, N, D], contiguous, differentiable in q, k and v.
 
-    `first_BS`: the first position that each query attends to, int32 [B or 1, S], which knows of
-    documents and of the window; `window` spares keys that precede it. Other arguments as in
+    `first_BS`: the first position that each query attends to, int32 [B or 1, S], with documents and
+    the window taken into account. `window` only lets a block skip the keys before it. Other
+    arguments as in
     `coatlm.kernels.document_attention.document_attention`.
     """
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale

@@ -150,6 +150,6 @@ def cpu_attention(
     Raises ValueError for a soft cap.
     """
     if softcap is not None:
-        raise ValueError(f"softcap={softcap}: backend cpu has no soft cap; it needs blocks")
+        raise ValueError(f"softcap={softcap}: backend=cpu has no soft cap; use backend=blocks")
     q, k, v = (_with_unit_stride(x) for x in (q_BSND, k_BTGD, v_BTGD))
     return _CpuAttention.apply(q, k, v, bounds_BE, scale, window)

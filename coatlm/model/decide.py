@@ -96,7 +96,10 @@ def free_keys(config: Config) -> frozenset[tuple[str, str]]:
 
 
 def simplest(config: Config, ranks: int, earlier: Saved | None) -> Config:
-    """The layout of the keys as they are, with the earlier microbatch or the smallest valid one."""
+    """The layout of the keys as they are, with the earlier microbatch or the smallest valid one.
+
+    Options that need tp or cp above 1 are left out where it is 1.
+    """
     given = replaced(config, parallel={"layout": "given"} | config.parallel.left_out())
     if isinstance(config.train.micro_batch, int):
         make_config(given.model_dump(mode="json")).data_parallel_size(ranks)

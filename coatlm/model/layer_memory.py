@@ -227,10 +227,11 @@ def layer_backward_bytes(config: Config) -> float:
 
     These are the gradient of the residual stream and the largest of three sums:
 
-        SwiGLU      the gradients of its output and of gate and up; the output itself is freed
-        dgrad of    the gradients of gate and up; dx [T, H] before its sum over tensor-parallel
-        gate, up    ranks, which they do not divide, and under sequence parallelism the sum; with
-                    parallel.tp_comm_reduce=fp8 also the codes that are sent and received
+        SwiGLU      the gradients of its output and of gate and up; the output itself is freed;
+                    without fused kernels also gate | up dequantized and its gradient in 16 bits
+        dgrad of    the gradients of gate and up; the unsummed dx, which has the full hidden size on
+        gate, up    every tensor-parallel rank; under sequence parallelism the rank's tokens of its
+                    sum; with parallel.tp_comm_reduce=fp8 also the codes sent and received
         attention   `attention_gradients`; all that the MLP and the norm before it saved is freed
 
     What sequence parallelism all-gathers is counted among the buffers (memory.py).

@@ -67,9 +67,10 @@ def describe(config: Config, ranks: int) -> str:
 def notes(
     asked: Config, found: Iterable[Config], free: Collection[tuple[str, str]] = EVERY
 ) -> list[str]:
-    """A sentence for each option of `asked` that layouts found were left without, as tp or cp is 1.
+    """A sentence for tp and one for cp, if `asked` sets options that need it above 1, and it is 1.
 
-    `free`: the keys that were chosen with the layout, which are not options.
+    `found` are the layouts that were chosen for `asked`, one of which has the size 1. `free`: the
+    keys that were chosen with the layout, which are not options.
     """
     lines = []
     sizes = [layout.parallel for layout in found]
@@ -77,8 +78,8 @@ def notes(
         given = {key: getattr(asked.parallel, key) for key in keys if ("parallel", key) not in free}
         words = [f"parallel.{key}={value}" for key, value in given.items() if value != keys[key]]
         if words and any(getattr(parallel, size) == 1 for parallel in sizes):
-            verb = "holds" if len(words) == 1 else "hold"
-            lines.append(f"{' and '.join(words)} only {verb} in layouts with {size} above 1.")
+            verb = "applies" if len(words) == 1 else "apply"
+            lines.append(f"{' and '.join(words)} {verb} only to layouts with {size} above 1.")
     return lines
 
 

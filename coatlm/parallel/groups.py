@@ -156,9 +156,9 @@ def release_groups() -> None:
     """Release the groups; another `make_groups` may follow in the same world.
 
     Gloo groups are destroyed. Their threads, one of which polls a hundred times per second, end
-    with the last reference to a group, and models refer to groups in cycles: so garbage is
-    collected, that of models that were dropped before this call. NCCL groups are not destroyed:
-    CUDA graphs may have captured their communicators.
+    when nothing refers to the group any more. Models refer to groups through reference cycles, so
+    the garbage collector runs here; models must be dropped before the call. NCCL groups are not
+    destroyed: CUDA graphs may have captured their communicators.
     """
     parallel_state.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):

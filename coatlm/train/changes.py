@@ -30,8 +30,8 @@ OldAndNew = tuple[Any, Any]
 def changed_keys(saved: Mapping[str, Any], config: Config) -> dict[str, OldAndNew]:
     """Dotted key -> (old, new) where a checkpoint's configuration differs, except SILENT keys.
 
-    A key missing from a checkpoint of an older version counts as having its default, and a value
-    under an older name as the present ones.
+    A key missing from a checkpoint of an older version counts as having its default, and
+    saved.attention, a name of older versions, as the four names that replaced it.
     """
     defaults = dict(dotted(Config().model_dump(mode="json")))
     old = defaults | dict(dotted(_with_names(_with_scaling(saved))))

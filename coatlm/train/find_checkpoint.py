@@ -142,7 +142,8 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
 
 
 def split_names(precision: Mapping[str, Any]) -> dict[str, Any]:
-    """`precision` of a checkpoint, with q, k, v and o for saved.attention, once their one name."""
+    """`precision` of a checkpoint, with saved.q, saved.k, saved.v and saved.o in place of
+    saved.attention, the one name that older versions had for all four."""
     names = precision.get("bf16_operands")
     if not isinstance(names, list) or "saved.attention" not in names:
         return dict(precision)

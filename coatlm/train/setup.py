@@ -206,17 +206,18 @@ def one_queue(config: Config, world_size: int, env: Mapping[str, str] = os.envir
     All streams of a GPU then share one hardware queue, in the order of launches. A kernel at its
     head that waits for another stream also holds back the kernels behind it. Megatron-LM needs that
     order on GPUs before Blackwell; here collectives have streams of a higher priority instead.
+    `world_size`: the ranks of the run.
     """
     name, p = "CUDA_DEVICE_MAX_CONNECTIONS", config.parallel
     several = world_size // (p.tp * p.pp) > 1
     waiting = {
-        f"rows that parallel.tp_chunks={p.tp_chunks} passes between parallel.tp={p.tp} ranks": (
+        f"the exchange of rows with parallel.tp={p.tp} and parallel.tp_chunks={p.tp_chunks}": (
             p.tp > 2 and p.sequence_parallel and p.tp_chunks > 1
         ),
-        f"gradients that parallel.grad_comm={p.grad_comm} packs, sends and sums": (
+        f"the reduction of gradients with parallel.grad_comm={p.grad_comm}": (
             several and p.overlap_grad_reduce and p.grad_comm.startswith("fp8")
         ),
-        f"the all-gathers of weights that parallel.zero={p.zero} starts together": (
+        f"the all-gathers of weights with parallel.zero={p.zero}": (
             several and p.overlap_param_gather and p.zero in (1, 2)
         ),
     }
@@ -224,7 +225,7 @@ def one_queue(config: Config, world_size: int, env: Mapping[str, str] = os.envir
     if env.get(name) != "1" or not found:
         return None
     return (
-        f"{name}=1 lets kernels wait for communication that they could overlap with: "
+        f"{name}=1 makes kernels wait for communication that they could overlap with: "
         f"{'; '.join(found)}. Unset it or set it to 8, CUDA's default, or more"
     )
 

@@ -68,7 +68,7 @@ def test_layouts_without_context_parallelism_are_compared_when_an_option_needs_i
     assert main([*command, "--top", "1"]) == 0
     _, _, same, _, _, note, words = capsys.readouterr().out.splitlines()
     assert same == first
-    assert note == "parallel.cp_comm_kv=fp8 only holds in layouts with cp above 1."
+    assert note == "parallel.cp_comm_kv=fp8 applies only to layouts with cp above 1."
     overrides = words.removeprefix("As overrides: ").split()
     assert {"parallel.cp=1", "parallel.cp_comm_kv=bf16"} < {*overrides}
     assert main([*command, *overrides, "--keep"]) == 0

@@ -92,10 +92,10 @@ def test_a_soft_cap_is_computed_by_the_default_backend(documents: bool, window: 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("queries", [T, 300])
-def test_fp32_is_computed_without_a_mask(
+def test_fp32_needs_less_memory_than_the_definition_with_its_mask(
     queries: int, window: int | None, softcap: float | None
 ) -> None:
-    """In cuBLAS sums are in fp32, and with a soft cap the definition has fp32 logits as well."""
+    """cuBLAS adds in fp32, and a soft cap's definition has fp32 logits: sums differ in order."""
     qkv, dout = drawn(queries, 2, 64, "bsnd")
     qkv, dout = [x.detach().float().requires_grad_() for x in qkv], dout.float()
     options: dict[str, Any] = {"bounds_BE": bounds_of(True), "window": window, "softcap": softcap}

@@ -171,5 +171,5 @@ def test_a_soft_cap_takes_blocks_and_is_refused_by_the_backend_of_a_cpu() -> Non
     capped = document_attention(q, k, v, LONG[0], softcap=0.5)
     expected = document_attention(q, k, v, LONG[0], softcap=0.5, backend="blocks")
     assert torch.equal(capped, expected)
-    with pytest.raises(ValueError, match=r"softcap=0.5: backend cpu has no soft cap"):
+    with pytest.raises(ValueError, match=r"softcap=0.5: backend=cpu has no soft cap"):
         document_attention(q, k, v, LONG[0], softcap=0.5, backend="cpu")

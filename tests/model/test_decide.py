@@ -118,14 +118,14 @@ def test_an_option_of_larger_cp_or_tp_leaves_layouts_without_them_in_the_choice(
     found, why = decided(load_config("llama3-8b", [*words, *options]), gpu=gpu)
     assert found == plain
     assert why.endswith(
-        " parallel.tp_chunks=2 and parallel.tp_comm_reduce=fp8 only hold in layouts with tp above "
-        "1. parallel.cp_comm_kv=fp8 only holds in layouts with cp above 1."
+        " parallel.tp_chunks=2 and parallel.tp_comm_reduce=fp8 apply only to layouts with tp above "
+        "1. parallel.cp_comm_kv=fp8 applies only to layouts with cp above 1."
     )
     given = [*words, *options, "parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true"]
     found, why = decided(load_config("llama3-8b", given), gpu=gpu)
     p = found.parallel
     assert (p.cp_comm_kv, p.tp_comm_reduce, p.tp_chunks) == ("fp8", "fp8", 2)
-    assert "tp_comm_reduce fp8" in why and "cp_comm_kv fp8" in why and "only hold" not in why
+    assert "tp_comm_reduce fp8" in why and "cp_comm_kv fp8" in why and "apply only" not in why
 
 
 def test_an_option_that_a_given_size_excludes_is_refused_beside_auto() -> None:

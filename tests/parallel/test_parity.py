@@ -16,10 +16,11 @@ from coatlm.platform import device
 from tests.distributed import gloo_threads, release, run_ranks
 from tests.parallel.fp8_cases import FLOW_LAYOUTS, FLOW_VARIANTS, FOUR_SAMPLES
 
-# Steps and learning rates. The second step shows weights after an update, and the loss of the
-# evaluation after it an update that read the moments of the one before. Plain layouts reuse their
-# buckets in a third step, and delayed scaling, which the first step calibrates, replaces its scales
-# after the second. Other variants in fp32 learn ten times as fast: two steps show a wrong update.
+# Steps and learning rates. The loss of the second step depends on the first update, and that of the
+# evaluation on the second, which reads the moments of the first. Plain layouts reuse their buckets
+# in a third step, and delayed scaling, which the first step calibrates, replaces its scales after
+# the second. Other variants in fp32 have ten times the learning rate, so that two steps show a
+# wrong update.
 SCHEDULE, OF_VARIANTS = (3, 1e-3), (2, 1e-2)
 RELATIVE = 1e-5  # fp32 sums in another order: some ulp (6e-8), amplified by Adam's steps
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "tie_embeddings": False}
@@ -74,10 +75,12 @@ IN_BF16 = {2: [("cp2 by peers", "plain", "bf16")], 4: [("pp2 vpp2 dp2 zero1", "p
 
 
 def samples_of(size: int, layout: str) -> int:
-    """Samples of a microbatch, 4 or 8: a rank has two microbatches, in a pipeline alone four.
+    """Samples of a microbatch, 4 or 8: a rank has two microbatches, in a pipeline without
+    data parallelism four.
 
-    The time of a case is that of its operators, which are small. Two microbatches are enough to add
-    gradients and to reduce them with the last one; a pipeline of two stages alternates with four.
+    The time of a case is mostly that of launching small operators, so larger microbatches are
+    faster. Two are enough to add gradients and to reduce them with the last one; a pipeline of two
+    stages alternates with four.
     """
     if layout == FOUR_SAMPLES:
         return 4
@@ -159,7 +162,7 @@ def train_cases(rank: int, size: int, cases: list[tuple[Any, ...]]) -> dict[str,
         curve = curve_of(config, *schedule_of(variant, precision))
         results[f"{layout}/{variant}/{precision}"] = curve
         release()
-    assert gloo_threads() < 20  # a case has about fifty, which its end must end
+    assert gloo_threads() < 20  # a case starts about fifty, which `release` ends
     return results
 
 

@@ -106,7 +106,7 @@ def test_the_least_time_is_that_of_the_bytes_and_one_latency() -> None:
 
 
 @pytest.mark.parametrize("sizes", ["", "0", "1,x", "1,2000", "9" * 50])
-def test_sizes_that_are_none_are_refused(sizes: str) -> None:
+def test_invalid_sizes_are_refused(sizes: str) -> None:
     assert nodes.rows({"mib": "4"}) == ["link", "exchange 4 MiB", "step"]
     with pytest.raises(ValueError, match=r"mib=.*: whole numbers of MiB from 1 to 1024"):
         nodes.rows({"mib": sizes})

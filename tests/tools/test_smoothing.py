@@ -1,6 +1,6 @@
 """Smooth-SwiGLU in the FP8 flow: the same GEMMs in exact arithmetic, and what an outlier costs.
 
-Rounding to E4M3 moves a normal number by U4 of it in the root mean square, to E5M2 by U5
+Rounding to E4M3 moves a normal number by at most U4 of it in the root mean square, to E5M2 by U5
 (tests/model/test_flow.py). The GEMMs of forward have two E4M3 operands, those of backward E5M2
 gradients at worst.
 """
@@ -95,7 +95,7 @@ def test_smoothing_changes_no_bit_of_what_fp8_represents(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_outlier_channel_costs_a_smoothed_gemm_nothing(recipe: str) -> None:
+def test_an_outlier_channel_leaves_a_smoothed_gemm_within_rounding(recipe: str) -> None:
     generator = torch.Generator().manual_seed(0)
     a, w, dy = (
         torch.randn(shape, generator=generator)
@@ -112,7 +112,7 @@ def test_an_outlier_channel_costs_a_smoothed_gemm_nothing(recipe: str) -> None:
     outlier = (slice(None), OUTLIER)
     assert relative(smooth.da[outlier], wanted.da[outlier]) < 1.1 * math.hypot(U4, U5)
     assert relative(smooth.dw / growth, wanted.dw / growth) < 1.1 * math.hypot(U4, U5)
-    # a scale loses all channels that it covers but one: half of them if it covers 1 x 128
+    # a scale loses all channels that it covers but one: with 1 x 128 that is half of the 256
     assert relative(plain.y, wanted.y) > (0.6 if recipe == "fp8-block" else 0.9)
     lost = relative(plain.dw / growth, wanted.dw / growth)
     if RECIPES[recipe].wgrad.activation.granularity.rows == 1:  # a scale covers one channel

@@ -141,7 +141,7 @@ def test_no_step_depends_on_what_the_layers_computed_in_before(
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_under_tensor_parallelism_a_name_changes_gradients_alone_and_also_if_recomputed(
+def test_one_saved_tensor_in_bf16_changes_only_gradients_with_and_without_recomputation(
     stepped: dict[str, Any], name: str
 ) -> None:
     found = stepped["named"]

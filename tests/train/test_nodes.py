@@ -99,7 +99,7 @@ def rank_on(pid: int, delay: float, *arguments: str) -> None:
 def ranks_on(
     nodes: list[Node], log: Path, function: Callable[..., None], *words: str, slow: float = 0.0
 ) -> None:
-    """Call `function(pid, delay, *words)` in LOCAL ranks on each node; they succeed.
+    """Call `function(pid, delay, *words)` in LOCAL ranks on each node; all have to exit with 0.
 
     `delay` is 0 on the first node and `slow` on the second. Outputs go to files beside `log`.
     """
@@ -228,7 +228,7 @@ def test_the_link_is_not_faster_than_its_rate_and_latency(nodes: list[Node]) -> 
 
 
 def benchmark_ways(pid: int, _: float, result: str) -> None:
-    """Both rows of the benchmark with ranks, for one repetition."""
+    """The rows `exchange` and `step` of the benchmark, for one repetition."""
     settle(pid)
     launch = benchmark.Launch.from_environment()
     benchmark.start_processes(launch)
@@ -242,7 +242,7 @@ def benchmark_ways(pid: int, _: float, result: str) -> None:
     os._exit(0)
 
 
-def test_the_benchmark_counts_half_of_the_bytes_in_two_levels_and_no_time_below_the_links(
+def test_the_benchmark_counts_half_of_the_bytes_in_two_levels_and_no_time_shorter_than_the_links(
     nodes: list[Node], tmp_path: Path
 ) -> None:
     ranks_on(nodes, tmp_path / "log", benchmark_ways, str(tmp_path / "found"))

@@ -30,15 +30,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> processes, paralle
     "pp2 dp2": (4, {"pp": 2, "zero": 0}),
     "pp2 dp2 zero3": (4, {"pp": 2, "zero": 3}),
 }
-KEYS = "cp2, fp8 keys"  # of FP8 layers, which cp4 continues in the ways of PEERS
+KEYS = "cp2, fp8 keys"  # with FP8 layers; four ranks continue it with each of COMMS
 FP8_KEYS: dict[str, Any] = {
     "model": {"layers": 2},
     "precision": {"recipe": "coat-lean"},
     "train": {"eval_every": STEPS},
 }
-PEERS = ("all_gather", "p2p")
-# BF16 rounds what attention in other pieces and its gradients are: measured are 3.0e-5 and 2.7e-4;
-# with the gradients of two chunks of keys exchanged, the norm differs by 3e-3
+COMMS = ("all_gather", "p2p")
+# Attention over other chunks is rounded to BF16 at other places: measured are 3.0e-5 and 2.7e-4.
+# If the gradients of two chunks of keys were swapped, the norm would differ by 3e-3.
 KEYS_RELATIVE = {"loss": 2e-4, "grad_norm": 1e-3}
 EXACT = (
     "single",
@@ -147,7 +147,7 @@ def jobs_with_fp8_keys(root: Path, size: int) -> list[Config]:
                 parallel={"cp": 4, "cp_comm": comm, "cp_comm_kv": "fp8"},
                 checkpoint=resume,
             )
-            for comm in PEERS
+            for comm in COMMS
         ]
     return []
 
@@ -173,7 +173,7 @@ def test_another_layout_continues_within_rounding(runs: Path, layout: str) -> No
             assert line[key] == pytest.approx(expected[line["step"]][key], rel=1e-5)
 
 
-@pytest.mark.parametrize("comm", PEERS)
+@pytest.mark.parametrize("comm", COMMS)
 def test_four_ranks_continue_what_two_began_with_keys_in_fp8(runs: Path, comm: str) -> None:
     """Ranks attend to the same decoded keys, whichever rank holds them."""
     expected = [line for line in metrics_of(runs / KEYS) if "loss" in line and line["step"] > 5]

@@ -174,6 +174,7 @@ def test_more_processes_than_gpus_is_an_error_on_every_rank(monkeypatch: Any, ra
 
 
 QUIET = {"zero": 0, "grad_comm": "bf16"}  # nothing that one queue of a GPU serializes
+FP8_SUM = "gradients with parallel.grad_comm=fp8-a2a"
 
 
 @pytest.mark.parametrize(
@@ -182,17 +183,17 @@ QUIET = {"zero": 0, "grad_comm": "bf16"}  # nothing that one queue of a GPU seri
         (
             QUIET | {"tp": 4, "sequence_parallel": True, "tp_chunks": 2},
             4,
-            ["parallel.tp_chunks=2 passes between parallel.tp=4 ranks"],
+            ["rows with parallel.tp=4 and parallel.tp_chunks=2"],
         ),
         (QUIET | {"tp": 2, "sequence_parallel": True, "tp_chunks": 2}, 2, []),  # one step of rows
         (QUIET | {"tp": 4, "tp_chunks": 2}, 4, []),  # all-reduces: no rows to pass
         (QUIET | {"tp": 4, "sequence_parallel": True}, 4, []),
-        (QUIET | {"grad_comm": "fp8-a2a"}, 2, ["parallel.grad_comm=fp8-a2a packs"]),
-        (QUIET | {"grad_comm": "fp8-a2a", "cp": 2}, 2, ["parallel.grad_comm=fp8-a2a packs"]),
+        (QUIET | {"grad_comm": "fp8-a2a"}, 2, [FP8_SUM]),
+        (QUIET | {"grad_comm": "fp8-a2a", "cp": 2}, 2, [FP8_SUM]),
         (QUIET | {"grad_comm": "fp8-a2a"}, 1, []),
         (QUIET | {"grad_comm": "fp8-a2a", "pp": 2}, 2, []),
         (QUIET | {"grad_comm": "fp8-a2a", "overlap_grad_reduce": False}, 2, []),
-        (QUIET | {"zero": 1}, 2, ["parallel.zero=1 starts together"]),
+        (QUIET | {"zero": 1}, 2, ["weights with parallel.zero=1"]),
         (QUIET | {"zero": 3}, 2, []),  # one layer at a time
         (QUIET | {"zero": 1, "overlap_param_gather": False}, 2, []),
         (
@@ -212,7 +213,7 @@ def test_one_queue_per_gpu_is_a_warning_where_kernels_would_overlap(
     said = one_queue(config, ranks, {name: "1"})
     assert (said is not None) == bool(named)
     if said is not None:
-        assert said.startswith(f"{name}=1 lets ") and said.count(";") == len(named) - 1
+        assert said.startswith(f"{name}=1 makes ") and said.count(";") == len(named) - 1
         assert all(what in said for what in named)
         assert said.endswith(". Unset it or set it to 8, CUDA's default, or more")
     for env in ({}, {name: "8"}, {name: "32"}):

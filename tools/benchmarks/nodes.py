@@ -1,17 +1,17 @@
 """Two nodes with a slow link between them: the exchange of gradients in one level and in two.
 
 Two nodes of two ranks each (gloo, CPU) are network namespaces of this machine with a link of their
-own (`two_nodes`). Rows, each with times of several ways that take turns:
+own (`two_nodes`). Rows:
 
-    link             milliseconds of one byte there and back, and the rate of a TCP stream
-    exchange N MiB   the sum of N MiB of fp32 gradients, each rank's shard on that rank
+    link             the round trip of one byte, a median, and the rate of one TCP stream
+    exchange N MiB   a reduce-scatter of N MiB of fp32 gradients per rank
     step             the step of a small model, until all weights have been all-gathered
 
-`codes` sends what `fp8-a2a` sends, without packing, unpacking or adding anything: the part of an
-exchange that the link alone decides. `bf16` is gloo's own sum, which has one level. `link_mb` are
-the bytes that a node sends over the link for one repetition, counted by the kernel, and `least_ms`
-what these bytes need: link_mb / rate + latency. `times` is the ratio of two levels to one. All are
-medians, of the slowest rank each time.
+The last two have one record per way, and the ways take turns. `codes` only sends what `fp8-a2a`
+sends, without packing, unpacking or adding. `bf16` is gloo's own sum, which has one level. `ms` is
+the median over repetitions of the time of the slowest rank, `link_mb` the median of the bytes that
+the node of rank 0 sends over the link, counted by the kernel, and `least_ms` what these bytes need:
+link_mb / rate + latency. `times` is `ms` of two levels over that of one.
 
 The link shares the CPU cores with the ranks, so rates above some hundred Mbit/s are only reached on
 a machine with a core to spare: compare the row `link` with the rate. Needs root.
@@ -50,9 +50,9 @@ from tools.benchmarks.two_nodes import NEEDS, measure_link, run_on_nodes, sent, 
 
 OPTIONS = ("mbit", "latency_us", "mib", "reps", "steps")
 SIZES = "1,16,64"
-LOCAL, NODES = 2, 2  # ranks per node
+LOCAL, NODES = 2, 2  # ranks per node, nodes
 WARMUP = 2
-PINGS, STREAM = 50, 64 << 20  # bytes
+PINGS, STREAM = 50, 64 << 20  # round trips, bytes
 VOCAB = 257
 SECTIONS: dict[str, Any] = {  # of the row `step`: 5.5M parameters
     "model": {"layers": 2, "hidden": 512, "heads": 8, "ffn": 1024},
@@ -64,7 +64,7 @@ Ways = Mapping[str, Callable[[], object]]
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """The link, the sizes, and a training step. Raises ValueError for sizes that are none."""
+    """The link, the sizes, and a training step. Raises ValueError for invalid sizes."""
     sizes = options.get("mib", SIZES).split(",")
     for size in sizes:
         if not (size.isdecimal() and 1 <= int(size[:6]) <= 1024):

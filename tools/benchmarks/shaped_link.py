@@ -10,9 +10,9 @@ them until its standard input ends. Any kernel with namespaces and /dev/net/tun 
     end     = begin + 8 bytes / rate
     arrival = end + latency
 
-No packet is read while the wire is busy for QUEUE_S: the others wait in the queue of the interface,
-and none is lost. The link is never faster than its rate and latency say. It is slower while this
-process waits for a CPU.
+No packet is read while those already read occupy the wire for QUEUE_S or longer: the others wait in
+the queue of the interface. None is lost unless that queue overflows or the receiver is down. The
+link is never faster than its rate and latency say. It is slower while this process waits for a CPU.
 """
 
 from __future__ import annotations

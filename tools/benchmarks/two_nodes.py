@@ -3,9 +3,10 @@
 A node has a host name, a loopback interface and the interface LINK of its own. Its name is its
 address, so that no name server is asked. Processes of the two nodes reach each other over the link
 alone, whose bytes the kernel counts. The link loses no packet but may be late when the machine is
-busy, so TCP waits RESEND before it sends anything again: the count has every byte once. For the
-same reason TCP's congestion control has nothing to do; it is Reno on every machine, without a slow
-start after a pause. The namespaces end with the processes in them.
+busy, so TCP waits RESEND before it sends anything again: the count has every byte once. As no
+packet is lost, TCP's congestion control acts only through the slow start of a new connection. It is
+Reno on every machine, and a pause does not begin another slow start. The namespaces end with the
+processes in them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ def sent(pid: int | str = "self") -> int:
 
 @contextmanager
 def two_nodes(rate: float = RATE, latency: float = LATENCY) -> Iterator[list[Node] | None]:
-    """The two nodes; None where this process may not create them, or lacks what they need."""
+    """The two nodes; None where this process may not create them, or lacks what they need.
+
+    The link has `rate` bits per second and `latency` seconds, each way.
+    """
     if os.geteuid() or not all(map(shutil.which, TOOLS)) or not os.path.exists("/dev/net/tun"):
         yield None
         return
@@ -135,7 +139,8 @@ def rank_environment(node: Node, rank: int, ranks: int, local: int) -> dict[str,
 
 
 def measure_link(nodes: Sequence[Node], *, pings: int, size: int) -> tuple[float, float]:
-    """Seconds of one byte there and back, the median of `pings`; seconds of a stream of `size`.
+    """Seconds of one byte there and back, the median of `pings`; seconds of a stream of `size`
+    bytes.
 
     The stream's time begins before its first byte is sent and ends when the last one has arrived.
     """

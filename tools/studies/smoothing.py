@@ -9,12 +9,13 @@ quantized, and column i of W is multiplied by s_i before that is. In exact arith
 
 s_i is the power of two at or above amax_i / 448, with amax_i the largest magnitude of channel i
 over the tokens of the microbatch: the scale that the channel would have if it had one of its own.
-So a division by s_i changes no bit of a mantissa, and every channel of a / s has an amax between
-224 and 448. What the recipe does with a and W, it does with a / s and W s; nothing else changes. In
-particular gate | up is saved for backward as the recipe says.
+So a division by s_i changes no bit of a mantissa, and every channel of a / s that is not zero has
+an amax between 224 and 448. What the recipe does with a and W, it does with a / s and W s. Two
+things differ: a is rounded to BF16 first, which the fused kernels do not do, and da and dW are
+scaled after their GEMMs. gate | up is saved for backward as the recipe says.
 
-T tokens, H hidden, F ffn. a is rounded to BF16 before it is quantized, which the fused kernels do
-not do. One process and one microbatch at a time.
+T tokens, H hidden, F ffn. It needs one process, and the backward pass of a microbatch has to follow
+its forward pass before the next one begins.
 """
 
 from __future__ import annotations
