@@ -66,7 +66,7 @@ class Config(Section):
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1")
         if p.sequence_parallel:
             divides("data.seq_len", d.seq_len, "parallel.tp*cp", p.tp * p.cp)
-        split = p.tp > 1 or p.open("tp")
+        split = p.tp > 1 or p.is_open("tp")
         for name, usual in ONLY_ABOVE_1["tp"].items():
             if (value := getattr(p, name)) != usual and not (split and self.precision.flow):
                 raise ValueError(
@@ -276,9 +276,11 @@ class Config(Section):
 
     def captures_steps(self, world_size: int) -> bool:
         """Whether a CUDA graph holds a whole step rather than a microbatch: in one process, with
-        states on the GPU and at most MICROBATCHES_PER_GRAPH microbatches per step.
+        states on the GPU and at most MICROBATCHES_PER_GRAPH microbatches per step. In fp32,
+        attention by blocks of queries (kernels/block_attention.py) has too many kernels for it.
         """
         few = self.train.global_batch <= MICROBATCHES_PER_GRAPH * self.train.micro_batch
+        few = few and self.precision.recipe != "fp32"
         return self.cuda_graphs and world_size == 1 and self.optim.offload == "none" and few
 
     @property

@@ -121,7 +121,7 @@ class Parallel(Section):
     """Seconds to wait at the start for all ranks to connect; the run then ends and names the
     missing ranks."""
 
-    def open(self, key: str) -> bool:
+    def is_open(self, key: str) -> bool:
         """Whether layout=auto is to choose this key of the layout."""
         return self.layout == "auto" and key not in self.model_fields_set
 
@@ -139,9 +139,9 @@ class Parallel(Section):
         if self.tp * self.pp * self.cp > MOST_RANKS:
             raise ValueError(f"tp*pp*cp={self.tp}*{self.pp}*{self.cp} is above {MOST_RANKS}")
         for name, usual in ONLY_ABOVE_1["cp"].items():
-            if (value := getattr(self, name)) != usual and self.cp == 1 and not self.open("cp"):
+            if (value := getattr(self, name)) != usual and self.cp == 1 and not self.is_open("cp"):
                 raise ValueError(f"{name}={value} needs cp > 1")
-        scattered = self.sequence_parallel or self.open("sequence_parallel")
+        scattered = self.sequence_parallel or self.is_open("sequence_parallel")
         if self.tp_comm_reduce != "bf16" and not scattered:
             raise ValueError(
                 f"tp_comm_reduce={self.tp_comm_reduce} needs sequence_parallel=true: without it "

@@ -67,20 +67,22 @@ class _Block:
         key_C = torch.arange(self.keys.start, self.keys.stop, device=device)
         last_R = torch.arange(self.queries.start, self.queries.stop, device=device) + offset
         first_BR = first_BS[:, self.queries]
-        self.hidden = ((key_C < first_BR[..., None]) | (key_C > last_R[:, None]))[:, None, :, None]
+        self.masked = ((key_C < first_BR[..., None]) | (key_C > last_R[:, None]))[:, None, :, None]
 
     def rows(self, x_BSND: Tensor) -> Tensor:
         return _to_rows(x_BSND[:, self.queries], self.kv_heads)
 
-    def logits(self, q_BGMD: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def logits(
+        self, q_BGMD: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor | float]:
         """Logits [B, G, M, C], -inf where a query does not attend, and d logits / d (q k)."""
         x_BGMC = q_BGMD @ self.k.mT * scale
-        slope = x_BGMC.new_tensor(scale)
+        slope: Tensor | float = scale
         if softcap is not None:
             bent_BGMC = torch.tanh(x_BGMC / softcap)
             x_BGMC, slope = softcap * bent_BGMC, scale * (1 - bent_BGMC.square())
-        x_BGRNC = x_BGMC.unflatten(2, (self.hidden.shape[2], -1))
-        return x_BGRNC.masked_fill(self.hidden, -math.inf).flatten(2, 3), slope
+        x_BGRNC = x_BGMC.unflatten(2, (self.masked.shape[2], -1))
+        return x_BGRNC.masked_fill(self.masked, -math.inf).flatten(2, 3), slope
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -124,7 +126,7 @@ class _BlockAttention(torch.autograd.Function):
             ds_BGMC = dx_BGMC.mul_(p_BGMC).mul_(slope)
             dk_BTGD[:, block.keys] += (ds_BGMC.mT @ q).transpose(1, 2)
             dv_BTGD[:, block.keys] += (p_BGMC.mT @ do).transpose(1, 2)
-            dq_BSND[:, block.queries] = _from_rows(ds_BGMC @ block.k, block.hidden.shape[2])
+            dq_BSND[:, block.queries] = _from_rows(ds_BGMC @ block.k, block.masked.shape[2])
         dk_BTGD, dv_BTGD = dk_BTGD.to(k_BTGD.dtype), dv_BTGD.to(v_BTGD.dtype)
         return dq_BSND, dk_BTGD, dv_BTGD, None, None, None, None
 

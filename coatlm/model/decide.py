@@ -105,6 +105,7 @@ def simplest(config: Config, ranks: int, earlier: Saved | None) -> Config:
         make_config(given.model_dump(mode="json")).data_parallel_size(ranks)
         return given
     one = replaced(given, train={"micro_batch": 1, "update": "step"})  # any number of microbatches
+    make_config(one.model_dump(mode="json"))  # raises what no microbatch can mend
     sizes = micro_batches(given, one.data_parallel_size(ranks))[::-1]
     if earlier is not None and (size := earlier["train"].get("micro_batch")) in sizes:
         sizes.insert(0, size)

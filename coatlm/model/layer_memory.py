@@ -126,8 +126,8 @@ def attention(config: Config, e: AttentionBytes, x: float) -> float:
     context parallelism by a2a and all_gather, where the output is copied into one tensor. The norms
     of queries and keys save their inputs. With recompute=selective attention saves the output of
     qkv alone, and in an FP8 flow also the inputs of the norms of queries and keys. Not counted are
-    document bounds, and the masks that attention with documents, windows or soft caps materializes
-    in fp32 on a GPU, and with soft caps on a CPU.
+    document bounds, and the logits of a block of queries where attention runs by blocks
+    (kernels/block_attention.py).
     """
     m, width = config.model, element_bytes(config)
     q, k = query_size(m), key_size(m)

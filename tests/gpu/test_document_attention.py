@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coatlm.config import make_config
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8
-from coatlm.kernels.document_attention import FOR_GPUS, document_attention
+from coatlm.kernels.document_attention import FOR_GPUS, default_backend, document_attention
 from coatlm.model.rotary import RotaryTables, rotary_tables
 from tests.model.test_memory import tensors_in
 
@@ -99,6 +99,7 @@ def test_fp32_needs_less_memory_than_the_definition_with_its_mask(
     qkv, dout = drawn(queries, 2, 64, "bsnd")
     qkv, dout = [x.detach().float().requires_grad_() for x in qkv], dout.float()
     options: dict[str, Any] = {"bounds_BE": bounds_of(True), "window": window, "softcap": softcap}
+    assert default_backend(qkv[0], softcap) == "blocks"
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     found = results(qkv, dout, **options)

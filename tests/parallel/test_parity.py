@@ -162,7 +162,7 @@ def train_cases(rank: int, size: int, cases: list[tuple[Any, ...]]) -> dict[str,
         curve = curve_of(config, *schedule_of(variant, precision))
         results[f"{layout}/{variant}/{precision}"] = curve
         release()
-    assert gloo_threads() < 20  # a case starts about fifty, which `release` ends
+        assert gloo_threads() < 20  # a case starts about fifty, which `release` ends
     return results
 
 

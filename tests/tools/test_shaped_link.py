@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -65,6 +66,7 @@ def test_packets_beyond_the_queue_wait_at_their_sender_and_none_is_lost(ends: En
     wire.take(0.0)
     assert len(wire.flying) == 3  # the third begins after 8 ms, the fourth would after 12
     assert not wire.accepts(0.0) and not wire.accepts(0.0019) and wire.accepts(0.0021)
+    assert wire.wait(0.0) == pytest.approx(0.002)  # until there is room, long before one arrives
     wire.take(0.0021)
     assert len(wire.flying) == 4
     wire.take(1.0)
@@ -72,13 +74,25 @@ def test_packets_beyond_the_queue_wait_at_their_sender_and_none_is_lost(ends: En
     assert arrived(far) == sent
 
 
-def test_a_node_that_is_down_loses_its_packets_and_no_others(ends: Ends) -> None:
+def test_a_node_that_is_down_loses_its_packets_and_no_others(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(code: int) -> Callable[[int, bytes], int]:
+        def write(_: int, __: bytes) -> int:
+            raise OSError(code, "")
+
+        return write
+
     near, far, wire = ends
-    near.send(b"lost")
+    for packet in (b"lost", b"not lost in silence"):
+        near.send(packet)
     wire.take(0.0)
-    sink, wire.sink = wire.sink, 1 << 20  # no open file
-    wire.deliver(1.0)
-    wire.sink = sink
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", refused(errno.EIO))
+        wire.deliver(LATENCY + 4e-6)
+        patch.setattr("os.write", refused(errno.ENOBUFS))
+        with pytest.raises(OSError, match=str(errno.ENOBUFS)):
+            wire.deliver(1.0)
     near.send(b"next")
     wire.take(1.0)
     wire.deliver(2.0)
@@ -91,7 +105,7 @@ def test_the_least_time_is_that_of_the_bytes_and_one_latency() -> None:
         "codes, two levels": (0.3, 12_500_000.0),
         "bf16, one level": (0.5, 50_000_000.0),
     }
-    rate, latency = nodes.shape({"mbit": "500", "latency_us": "3000"})
+    rate, latency = nodes.rate_and_latency({"mbit": "500", "latency_us": "3000"})
     assert nodes.table(found, rate, latency) == [
         {"way": "codes, one level", "link_mb": 25.0, "least_ms": 403.0, "ms": 400.0},
         {
@@ -105,7 +119,7 @@ def test_the_least_time_is_that_of_the_bytes_and_one_latency() -> None:
     ]
 
 
-@pytest.mark.parametrize("sizes", ["", "0", "1,x", "1,2000", "9" * 50])
+@pytest.mark.parametrize("sizes", ["", "0", "1,x", "1,2000", "0001024999", "9" * 50])
 def test_invalid_sizes_are_refused(sizes: str) -> None:
     assert nodes.rows({"mib": "4"}) == ["link", "exchange 4 MiB", "step"]
     with pytest.raises(ValueError, match=r"mib=.*: whole numbers of MiB from 1 to 1024"):

@@ -17,7 +17,7 @@ from tests.parallel.test_parity import batches
 from tests.train.test_numerics_log import by_tensor, numerics_config
 from tests.train.test_resume import LAYOUTS, metrics_of, train_all
 
-RELATIVE = 5e-4  # of losses on two layouts: sums of BF16 in another order, as in test_parity
+RELATIVE = 5e-4  # of losses on two layouts: sums of BF16 in another order, as in test_fp8_parity
 TURNS = ("fp8", "bf16", "bf16", "fp8", "bf16")  # what all layers compute in, step by step
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -83,6 +83,7 @@ def curve(config: Config, ways: Sequence[str], rate: float) -> list[tuple[float,
         placed = trainer.place(batches(config, groups, number))
         loss, norm = trainer.train_step(placed, rate)
         found.append((float(loss), float(norm)))
+    del trainer, groups  # they hold the groups' threads
     release_groups()
     return found
 

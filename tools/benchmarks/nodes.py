@@ -67,7 +67,7 @@ def rows(options: dict[str, str]) -> list[str]:
     """The link, the sizes, and a training step. Raises ValueError for invalid sizes."""
     sizes = options.get("mib", SIZES).split(",")
     for size in sizes:
-        if not (size.isdecimal() and 1 <= int(size[:6]) <= 1024):
+        if not (size.isdecimal() and len(size) <= 4 and 1 <= int(size) <= 1024):
             raise ValueError(f"mib={size}: whole numbers of MiB from 1 to 1024")
     return ["link", *(f"exchange {size} MiB" for size in sizes), "step"]
 
@@ -79,7 +79,7 @@ def gpus(options: dict[str, str]) -> int:
 
 def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """Measure a row on two nodes of their own. Raises RuntimeError if there can be none."""
-    rate, latency = shape(options)
+    rate, latency = rate_and_latency(options)
     with two_nodes(rate, latency) as nodes:
         if nodes is None:
             raise RuntimeError(f"nodes: needs {NEEDS}")
@@ -92,7 +92,7 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     return table(found, rate, latency)
 
 
-def shape(options: Mapping[str, str]) -> tuple[float, float]:
+def rate_and_latency(options: Mapping[str, str]) -> tuple[float, float]:
     """The rate of the link in bits per second, and its latency in seconds."""
     return 1e6 * int(options.get("mbit", 1000)), 1e-6 * int(options.get("latency_us", 1000))
 

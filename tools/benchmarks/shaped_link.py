@@ -18,6 +18,7 @@ link is never faster than its rate and latency say. It is slower while this proc
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -26,7 +27,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 LINK = "link0"  # the interface to the other node
 MTU = 9000  # bytes of a packet with its headers
@@ -61,12 +62,18 @@ class Direction:
     def deliver(self, now: float) -> None:
         """Write the packets that have arrived. A node that is down loses them."""
         while self.flying and self.flying[0][0] <= now:
-            with suppress(OSError):
+            try:
                 os.write(self.sink, self.flying.popleft()[1])
+            except OSError as error:
+                if error.errno != errno.EIO:  # what a TUN interface that is down answers
+                    raise
 
     def wait(self, now: float) -> float | None:
-        """Seconds until the next packet arrives; None: none is on its way."""
-        return max(self.flying[0][0] - now, 0.0) if self.flying else None
+        """Seconds until a packet arrives or another one is accepted; None: none is on its way."""
+        if not self.flying:
+            return None
+        arrives = self.flying[0][0]
+        return max((arrives if self.accepts(now) else min(arrives, self.free - QUEUE_S)) - now, 0.0)
 
 
 def forward(directions: list[Direction], until: int) -> None:

@@ -129,12 +129,12 @@ def _connect(node: Node) -> bool:
 
 
 def rank_environment(node: Node, rank: int, ranks: int, local: int) -> dict[str, str]:
-    """What torchrun would set for one of `ranks` ranks, of which `local` are on each node."""
+    """What torchrun would set for one of `ranks` CPU ranks, `local` of which are on each node."""
     return {
         **{"RANK": str(rank), "WORLD_SIZE": str(ranks)},
         **{"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)},
         **{"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)},
-        **{"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"},
+        **{"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     }
 
 
@@ -207,7 +207,7 @@ def run_on_nodes(
                 process.wait()
         texts = [log.read_text() for log in logs]
     failed = [text for text, code in zip(texts, codes, strict=True) if code]
-    record = received_record("".join(texts))
+    record = next(filter(None, map(received_record, texts)), None)
     if failed or record is None:
         raise RuntimeError(last_error(failed[0] if failed else texts[0]))
     return record
