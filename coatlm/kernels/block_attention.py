@@ -41,17 +41,6 @@ def spans(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, 
         yield slice(first, last), slice(begin, last + offset)
 
 
-def _to_rows(x_BRND: Tensor, kv_heads: int) -> Tensor:
-    """[B, G, M, D], in the dtype of sums."""
-    wide_BRND = x_BRND.to(wide_dtype(x_BRND))
-    return wide_BRND.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def _from_rows(x_BGMD: Tensor, queries: int) -> Tensor:
-    """[B, R, N, D]."""
-    return x_BGMD.unflatten(2, (queries, -1)).transpose(1, 2).flatten(2, 3)
-
-
 class _Block:
     """The keys and values [B, G, C, D] of a block, and which of its logits count."""
 
@@ -70,19 +59,26 @@ class _Block:
         self.masked = ((key_C < first_BR[..., None]) | (key_C > last_R[:, None]))[:, None, :, None]
 
     def rows(self, x_BSND: Tensor) -> Tensor:
-        return _to_rows(x_BSND[:, self.queries], self.kv_heads)
+        """The rows [B, G, M, D] of this block, in the dtype of sums."""
+        x_BRND = x_BSND[:, self.queries].to(wide_dtype(x_BSND))
+        return x_BRND.unflatten(2, (self.kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+    def write_(self, x_BSND: Tensor, rows_BGMD: Tensor) -> None:
+        """Write the rows of this block, rounded to the dtype of x."""
+        x_BRND = x_BSND[:, self.queries]
+        rows_BGRND = rows_BGMD.unflatten(2, (x_BRND.shape[1], -1))
+        x_BRND.copy_(rows_BGRND.transpose(1, 2).flatten(2, 3))
 
     def logits(
         self, q_BGMD: Tensor, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor | float]:
-        """Logits [B, G, M, C], -inf where a query does not attend, and d logits / d (q k)."""
-        x_BGMC = q_BGMD @ self.k.mT * scale
-        slope: Tensor | float = scale
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, G, M, C], -inf where a query does not attend, and the tanh of a soft cap."""
+        x_BGMC, tanh_BGMC = q_BGMD @ self.k.mT * scale, None
         if softcap is not None:
-            bent_BGMC = torch.tanh(x_BGMC / softcap)
-            x_BGMC, slope = softcap * bent_BGMC, scale * (1 - bent_BGMC.square())
+            tanh_BGMC = torch.tanh(x_BGMC / softcap)
+            x_BGMC = softcap * tanh_BGMC
         x_BGRNC = x_BGMC.unflatten(2, (self.masked.shape[2], -1))
-        return x_BGRNC.masked_fill(self.masked, -math.inf).flatten(2, 3), slope
+        return x_BGRNC.masked_fill(self.masked, -math.inf).flatten(2, 3), tanh_BGMC
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -103,9 +99,8 @@ class _BlockAttention(torch.autograd.Function):
             block = _Block(span, k_BTGD, v_BTGD, first_BS)
             x_BGMC, _ = block.logits(block.rows(q_BSND), scale, softcap)
             lse_BGM1 = x_BGMC.logsumexp(-1, keepdim=True)
-            o_BGMD = (x_BGMC - lse_BGM1).exp_() @ block.v
-            for whole, part in ((o_BSND, o_BGMD), (lse_BSN1, lse_BGM1)):
-                whole[:, block.queries] = _from_rows(part, o_BSND[:, block.queries].shape[1])
+            block.write_(o_BSND, (x_BGMC - lse_BGM1).exp_() @ block.v)
+            block.write_(lse_BSN1, lse_BGM1)
         ctx.save_for_backward(q_BSND, k_BTGD, v_BTGD, o_BSND, lse_BSN1, first_BS)
         ctx.options = scale, window, softcap
         return o_BSND
@@ -120,13 +115,14 @@ class _BlockAttention(torch.autograd.Function):
         for span in spans(q_BSND.shape[1], k_BTGD.shape[1], window):
             block = _Block(span, k_BTGD, v_BTGD, first_BS)
             q, do, o, lse = (block.rows(x) for x in (q_BSND, do_BSND, o_BSND, lse_BSN1))
-            x_BGMC, slope = block.logits(q, scale, softcap)
+            x_BGMC, tanh_BGMC = block.logits(q, scale, softcap)
+            slope = scale if tanh_BGMC is None else scale * (1 - tanh_BGMC.square())
             p_BGMC = (x_BGMC - lse).exp_()
             dx_BGMC = do @ block.v.mT - (do * o).sum(-1, keepdim=True)
             ds_BGMC = dx_BGMC.mul_(p_BGMC).mul_(slope)
             dk_BTGD[:, block.keys] += (ds_BGMC.mT @ q).transpose(1, 2)
             dv_BTGD[:, block.keys] += (p_BGMC.mT @ do).transpose(1, 2)
-            dq_BSND[:, block.queries] = _from_rows(ds_BGMC @ block.k, block.masked.shape[2])
+            block.write_(dq_BSND, ds_BGMC @ block.k)
         dk_BTGD, dv_BTGD = dk_BTGD.to(k_BTGD.dtype), dv_BTGD.to(v_BTGD.dtype)
         return dq_BSND, dk_BTGD, dv_BTGD, None, None, None, None
 
@@ -145,8 +141,7 @@ def block_attention(
 
     `first_BS`: the first position that each query attends to, int32 [B or 1, S], with documents and
     the window taken into account. `window` only lets a block skip the keys before it. Other
-    arguments as in
-    `coatlm.kernels.document_attention.document_attention`.
+    arguments as in `coatlm.kernels.document_attention.document_attention`.
     """
     scale = 1 / math.sqrt(q_BSND.shape[-1]) if scale is None else scale
     out: Tensor = _BlockAttention.apply(q_BSND, k_BTGD, v_BTGD, first_BS, scale, window, softcap)
