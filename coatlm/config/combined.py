@@ -22,7 +22,9 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
     *("attention_softcap",),
 )
 # Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md); at 4096 it
-# was not, and the graphs' memory pool may exist beside the memory of an eager microbatch.
+# was not, and the graphs' memory pool may exist beside the memory of an eager microbatch. Of a
+# tensor-parallel layer it is the size per rank: two ranks of 4096 took 0.77 of the time
+# (docs/results/scale.md).
 GRAPHS_UP_TO = 2048
 MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides
@@ -271,7 +273,8 @@ class Config(Section):
     def cuda_graphs(self) -> bool:
         """Whether a GPU trains with CUDA graphs: train.cuda_graphs with `auto` decided."""
         if self.train.cuda_graphs == "auto":
-            return self.model.hidden <= GRAPHS_UP_TO and not any(graph_obstacles(self))
+            width = self.model.hidden // self.parallel.tp
+            return width <= GRAPHS_UP_TO and not any(graph_obstacles(self))
         return self.train.cuda_graphs
 
     def captures_steps(self, world_size: int) -> bool:

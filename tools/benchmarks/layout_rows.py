@@ -48,6 +48,7 @@ ONE_GPU = {  # name -> options; steps take up to 14 s
 }
 TRACED = {"trace": "1"}
 TP2 = {"parallel.tp": "2", "parallel.sequence_parallel": "true"}
+GRAPHS = {"train.cuda_graphs": "true"}  # without them the host limits TP2 of FP8 layers
 PP2 = {"parallel.pp": "2", "mbs": "2", "microbatches": "8"}
 LONG = LLAMA_2_7B | {"seq": "16384", "mbs": "1", "microbatches": "2"}
 LONGEST = {"seq": "131072", "mbs": "1", "microbatches": "1", "train.recompute": "full"}
@@ -98,10 +99,10 @@ def runs() -> Iterator[LayoutRow]:
 def _layouts() -> Iterator[LayoutRow]:
     """Layouts of a 7B model with their exposed communication, and the peers of each."""
     for chunks in ("1", "2", "4"):
-        options = LLAMA_2_7B | TP2 | TRACED | {"parallel.tp_chunks": chunks}
+        options = LLAMA_2_7B | TP2 | GRAPHS | TRACED | {"parallel.tp_chunks": chunks}
         most = MOST if chunks == "1" else 2
         yield LayoutRow(f"7B, TP2, tp_chunks {chunks}, traced", COAT, options, most=most)
-    options = LLAMA_2_7B | TP2 | TRACED | {"parallel.tp_comm_reduce": "fp8"}
+    options = LLAMA_2_7B | TP2 | GRAPHS | TRACED | {"parallel.tp_comm_reduce": "fp8"}
     yield LayoutRow("7B, TP2, FP8 sums, traced", COAT, options)
     yield LayoutRow("7B, TP2, te-delayed", TE_LAYERS, LLAMA_2_7B | TP2)
     for way, most in (("a2a", MOST), ("p2p", MOST), ("all_gather", 2)):
@@ -148,7 +149,7 @@ def _on_four_or_more() -> Iterator[LayoutRow]:
     for mbs in ("4", "2"):
         options = LLAMA_2_7B | {"mbs": mbs, "microbatches": "1"} | TRACED
         yield LayoutRow(f"7B, microbatch {mbs}, megatron+te delayed", TE, options, least=4)
-        options |= {"train.cuda_graphs": "true"}
+        options |= GRAPHS
         yield LayoutRow(f"7B, microbatch {mbs}, CUDA graphs, traced", COAT, options, least=4)
         options |= {"parallel.weight_gather": "fp8"}
         name = f"7B, microbatch {mbs}, CUDA graphs, fp8 weights, traced"
@@ -161,7 +162,7 @@ def _on_four_or_more() -> Iterator[LayoutRow]:
 
 def _large() -> Iterator[LayoutRow]:
     yield LayoutRow("13B, ZeRO-3", COAT, LLAMA_2_13B | ZERO_3)
-    yield LayoutRow("13B, TP2", COAT, LLAMA_2_13B | TP2)
+    yield LayoutRow("13B, TP2", COAT, LLAMA_2_13B | TP2 | GRAPHS)
     yield LayoutRow("13B, planned", COAT, LLAMA_2_13B, planned=True)
 
 

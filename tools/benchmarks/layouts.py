@@ -52,7 +52,8 @@ OPTIONS = ("gpus", "steps", "gpu")
 STEPS, GPU = "5", "h200"  # defaults of steps= and gpu=
 PARTS = ("output_layer", "gemms", "attention", "elementwise", "update")  # of StepTime
 START_S = {False: 30.0, True: 50.0}  # until the first step, on one GPU and on several
-COMPILE_S, TRACE_S = 60.0, 15.0  # FSDP2's layers; the evaluation of a trace
+COMPILE_S = 60.0  # FSDP2's layers
+TRACE_S = {False: 60.0, True: 15.0}  # the evaluation of a trace, without and with CUDA graphs
 # peers as rows of coatlm whose memory and time theirs resemble
 SIMILAR = {TE: (TE_LAYERS, {}), FSDP: ("coatlm local bf16", {"parallel.zero": "3"})}
 
@@ -112,7 +113,7 @@ def seconds(row: str, options: dict[str, str]) -> float:
     steps = end_to_end.warmup(asked) + int(asked["steps"])
     if "trace" in asked:
         steps += end_to_end.TRACED
-        found += TRACE_S
+        found += TRACE_S[end_to_end.captures(run.row, asked)]
     return found + steps * time_of_step
 
 
