@@ -172,7 +172,8 @@ def _unpack_kernel(
     at = g[:, None] * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)[None, :]
     mask = g[:, None] < blocks
     code_ptr += payload * bytes_each
-    total = tl.full([ROWS, BLOCK_ELEMENTS], -0.0, tl.float32)  # -0 + -0 is -0
+    # -0, as -0 + -0 is -0; by its bits, because tl.full(..., -0.0) fills with +0
+    total = tl.full([ROWS, BLOCK_ELEMENTS], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
     for source in tl.range(0, SOURCES, loop_unroll_factor=4):
         begin = source * source_bytes.to(tl.int64)
         some = (g < blocks) & (source != skip)

@@ -111,6 +111,25 @@ def test_sums_are_those_of_the_reference(
     )
 
 
+@pytest.mark.parametrize(("fmt", "how"), SCALED + SHARED[::2])
+@dtypes
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_sum_of_negative_zeros_is_negative(
+    fmt: Coding, how: str, dtype: torch.dtype, sources: int
+) -> None:
+    layout = Layout(SCALE_BLOCK, fmt, scaled=how == "own")
+    x = torch.full((1, 1, SCALE_BLOCK), -0.0, device="cuda")
+    x[..., 0] = 1.0
+    payloads = layout.empty(sources, 1, 1, device=x.device)
+    owner = torch.zeros(1, 1, 1, dtype=torch.int32, device=x.device)
+    shared = None if layout.scaled else Shared(torch.ones(1, device=x.device), owner)
+    for source in payloads:
+        pack(x, source, layout=layout, shared=shared)
+    y = torch.empty(1, 1, SCALE_BLOCK, dtype=dtype, device=x.device)
+    unpack(payloads, y, layout=layout, shared=shared)
+    assert y[..., 1:].signbit().all() and not y[..., 0].signbit().any()
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @dtypes
 @pytest.mark.parametrize("skip", [-1, 1])
