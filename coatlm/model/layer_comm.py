@@ -18,7 +18,7 @@ With chunks, codes arrive from one rank after the other, each beside the GEMM of
 That is the order of an FP8 layer (flow_gemms.py). Layers of megatron-core and TransformerEngine
 have that of the column without chunks. Casts of weights, which also run beside some of these, are
 short and not counted, and neither are those of keys and values with parallel.cp_comm_kv=fp8. WAYS
-has the collectives of context parallelism; all of p2p are exposed, however many are of forward.
+has the collectives of context parallelism.
 """
 
 from __future__ import annotations
@@ -176,25 +176,29 @@ def _sum(config: Config, beside: float, times: int = 1, chunks: int = 1) -> Coll
 class ContextWay(NamedTuple):
     """How context-parallel ranks compute attention."""
 
-    collectives: Callable[[Config, float, float, float], Iterator[Collective]]
+    collectives: Callable[[Config, float, float, float, bool], Iterator[Collective]]
     """Those of forward or of backward of a layer, from the bytes that a rank sends in it, the
-    seconds of attention, and the bytes of an element of keys relative to one of queries."""
+    seconds of attention, the bytes of an element of keys relative to one of queries, and whether it
+    is backward."""
 
-    whole_samples: bool
-    """Attention runs the causal kernels of whole samples; else `Rates.context_parallel` applies."""
+    attention: float | None
+    """The time of attention relative to causal kernels of whole samples with the same FLOPs; None:
+    `Rates.context_parallel`."""
 
     copies: int
     """How often queries, keys, values and outputs are copied in forward, beyond the kernels from
     which `Rates.context_parallel` was fitted; as often their gradients in backward."""
 
 
-def _by_heads(config: Config, sent: float, attention: float, keys: float) -> Iterator[Collective]:
+def _by_heads(
+    config: Config, sent: float, attention: float, keys: float, backward: bool
+) -> Iterator[Collective]:
     """All-to-alls of q, k, v and of the output (parallel/context.py), each in parts of the heads.
 
     The first part to arrive and the last to be sent back are exposed; others overlap with attention
     of one part. In backward it is the same with the gradients, in reverse order.
     """
-    m, p = config.model, config.parallel
+    m, p, keys = config.model, config.parallel, 1.0 if backward else keys
     parts = head_parts(m.key_value_heads // (p.tp * p.cp))
     outputs = query_size(m) / (2 * query_size(m) + 2 * keys * key_size(m))
     for share, calls in ((1 - outputs, 3), (outputs, 1)):
@@ -202,22 +206,41 @@ def _by_heads(config: Config, sent: float, attention: float, keys: float) -> Ite
         yield Collective(share * sent / parts, attention / parts, parts - 1, calls)
 
 
-def _gathered(config: Config, sent: float, attention: float, keys: float) -> Iterator[Collective]:
+def _by_peers(
+    config: Config, sent: float, attention: float, keys: float, backward: bool
+) -> Iterator[Collective]:
+    """Keys and values from one rank after the other (parallel/ring_attention.py).
+
+    Each exchange overlaps with the attention to the keys before, and that of the gradients of keys
+    and values with the piece after; those of the last piece are exposed.
+    """
+    ranks, gradients = config.parallel.cp, 0.0
+    if backward:
+        gradients = sent / (1 + keys) / (ranks - 1)
+    yield Collective(sent / (ranks - 1) - gradients, attention / ranks, ranks - 1)
+    if backward:
+        yield Collective(gradients, attention / ranks, ranks - 2)
+        yield Collective(gradients)
+
+
+def _gathered(
+    config: Config, sent: float, attention: float, keys: float, backward: bool
+) -> Iterator[Collective]:
     """All-gathers of keys and values, or reduce-scatters of their gradients."""
     yield Collective(sent / 2, times=2)
 
 
+PIECES = 1.25  # measured: 1.19 to 1.37 on two to eight ranks (docs/results/scale.md)
 WAYS = {  # parallel.cp_comm
-    "a2a": ContextWay(_by_heads, whole_samples=True, copies=1),
-    "all_gather": ContextWay(_gathered, whole_samples=False, copies=0),
+    "a2a": ContextWay(_by_heads, attention=1.0, copies=1),
+    "p2p": ContextWay(_by_peers, attention=PIECES, copies=1),
+    "all_gather": ContextWay(_gathered, attention=None, copies=0),
 }
-CONSERVATIVE = "all_gather"  # for values without a row
 
 
 def context_way(config: Config) -> ContextWay:
     """The row of WAYS for a configuration, with `auto` decided."""
-    name = config.context_comm
-    return WAYS.get(name, WAYS[CONSERVATIVE])
+    return WAYS[config.context_comm]
 
 
 def attention_passes(config: Config) -> tuple[int, int]:
@@ -239,13 +262,15 @@ def context_parallel(
     if config.context_comm == "a2a":
         queries = query_size(config.model)
     # forward sends what is proportional to the first of these, backward to the second
-    weights = [queries + key_size(config.model) * ratio for ratio in (keys, 1.0)]
+    again = keys if config.context_comm == "p2p" else 0.0  # keys and values beside their gradients
+    weights = [queries + key_size(config.model) * ratio for ratio in (keys, 1.0 + again)]
     unit = sent / layers / (forward * weights[0] + backward * weights[1])
-    for times, share, weight, ratio in (
-        (forward, FORWARD, weights[0], keys),
-        (backward, 1 - FORWARD, weights[1], 1.0),
+    for times, share, weight, backwards in (
+        (forward, FORWARD, weights[0], False),
+        (backward, 1 - FORWARD, weights[1], True),
     ):
-        for one in way.collectives(config, unit * weight, share * attention / layers, ratio):
+        beside = share * attention / layers
+        for one in way.collectives(config, unit * weight, beside, keys, backwards):
             found.append(one._replace(times=times * one.times))
     return exposed(found, wire, layers)
 

@@ -270,8 +270,10 @@ def _attention(config: Config, rates: Rates, stage: int) -> float:
     flops = 6 * spans * query_size(m) / p.tp * microbatch_tokens(config)
     sizes = rates.attention[min(rates.attention, key=lambda d: abs(d - m.size_per_head))]
     seconds = flops / (TERA * interpolated(sizes, seq))
-    slower = p.cp > 1 and not context_way(config).whole_samples
-    return seconds * (rates.context_parallel if slower else 1)
+    if p.cp == 1:
+        return seconds
+    slower = context_way(config).attention
+    return seconds * (rates.context_parallel if slower is None else slower)
 
 
 # --- once per step -------------------------------------------------------------------------------

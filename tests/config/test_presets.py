@@ -105,7 +105,10 @@ def test_the_table_of_keys_shows_what_a_preset_stands_for() -> None:
         ({}, True),
         ({"model": {"hidden": 2048, "heads": 16}}, True),
         ({"model": {"hidden": 4096, "heads": 32}}, False),  # a graph made no layer faster there
-        ({"model": {"hidden": 4096, "heads": 32}, "parallel": {"tp": 2}}, True),  # twice as many launches
+        (
+            {"model": {"hidden": 4096, "heads": 32}, "parallel": {"tp": 2}},
+            True,
+        ),  # twice as many launches
         ({"model": {"hidden": 8192, "heads": 64}, "parallel": {"tp": 2}}, False),
         ({"parallel": {"pp": 2}}, False),
         ({"parallel": {"zero": 2}}, False),

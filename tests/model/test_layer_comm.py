@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coatlm.config import Config, load_config
-from coatlm.model.layer_comm import GroupLink, context_way, exposed, tensor_collectives
+from coatlm.model.layer_comm import GroupLink, exposed, tensor_collectives
 from coatlm.model.layer_time import linear_gemms
 from coatlm.model.memory import replaced
 from coatlm.model.rates import Link, load_rates
@@ -148,9 +148,26 @@ def test_exchanges_over_the_network_do_not_delay_attention() -> None:
     assert across.context_parallel == pytest.approx(32 * 2 * exchange / 2, rel=1e-9)
 
 
-def test_a_way_without_a_row_is_predicted_as_the_slowest() -> None:
-    few = long("model.kv_heads=1")
-    assert few.context_comm == "all_gather"
-    other = replaced(few, parallel={"cp_comm": "unknown"})
-    assert context_way(other) == context_way(replaced(few, parallel={"cp_comm": "all_gather"}))
-    assert times(other) == times(few)
+PEERS = ("parallel.cp_comm=p2p", "data.reset_attention_mask=false")
+
+
+def test_keys_of_peers_arrive_beside_attention_and_the_last_gradients_return_alone() -> None:
+    sent = long(*PEERS)
+    plain, found = times(long()), times(sent)
+    assert found.attention == pytest.approx(1.25 * plain.attention, rel=1e-9)
+    assert found.elementwise == plain.elementwise
+    late = 25e-6
+    total = step_traffic(sent, stage=0, microbatches=1, once=NO_SUMS).summary()["comm_bytes_cp"]
+    piece = total / 32 / 3 / 165e9  # forward's keys, backward's keys and their gradients
+    assert piece < found.attention / 32 / 3 / 2
+    context = 32 * (2 * 0.35 * (piece + late) + (piece + late))
+    assert found.context_parallel == pytest.approx(context, rel=1e-9)
+
+
+def test_of_four_peers_only_the_last_gradients_are_exposed() -> None:
+    config = long(*PEERS, "parallel.cp=4")
+    found = times(config, Cluster(H200, 4))
+    total = step_traffic(config, stage=0, microbatches=1, once=NO_SUMS).summary()["comm_bytes_cp"]
+    link = Cluster(H200, 4).wire(1, 4).link
+    one = link.seconds(total / 32 / 3 / 3)
+    assert found.context_parallel == pytest.approx(32 * (0.35 * 8 + 1) * one, rel=1e-9)
