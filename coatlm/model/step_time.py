@@ -14,7 +14,8 @@ Exposed: of what layers exchange over tensor- and context-parallel ranks what ex
 the attention beside it (layer_comm.py), and all that the embedding and the output layer exchange;
 of the reduction of gradients what exceeds the backward passes beside which it runs, and its last
 bucket; of the all-gather of weights what exceeds a forward pass, and its first bucket. Overlapped
-communication delays computation by `Rates.contention` of its time. Ranks are numbered tp, cp, dp,
+communication delays computation by `Rates.contention` of its time, and the casts of weights that
+are all-gathered in FP8 by all of theirs. Ranks are numbered tp, cp, dp,
 pp, so that a process group spans nodes as soon as its members do; a reduction over several nodes
 sums inside each node first, and then each rank sends its shard of the sums over the network.
 Documents in a sample count as one.
@@ -67,6 +68,7 @@ from coatlm.parallel.finalize_grads import TensorParallelSums
 # bytes on the wire per element of a gradient
 GRADIENTS = {"fp32": 4.0, "bf16": 2.0, "fp8-nccl": 1.0, "fp8-a2a": 1 + 4 / SCALE_BLOCK}
 WEIGHTS = {"bf16": 2.0, "fp8": 1.0}  # bytes per element of a layer's matrices in an all-gather
+CAST_BYTES = 3  # read and written per element that is cast to FP8 before, or decoded after it
 MEASURED_GRADS = 2  # bytes of a gradient with which Rates.optimizer is measured
 NO_SUMS = TensorParallelSums(gradients=0, mus=0)  # of replicated weights: a few megabytes
 
@@ -319,6 +321,8 @@ def _move(
         exposed.append(seconds - covered + delay)
         sent = Sent(sent.nvlink + times * one.nvlink, sent.network + times * one.network)
     gradients, gathered = exposed
+    if p.weight_gather == "fp8":
+        gathered += gathers * CAST_BYTES * matrices / (TERA * rates.tb_per_s)
     return _Move(gradients, gathered, sent)
 
 

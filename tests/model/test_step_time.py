@@ -172,6 +172,21 @@ def test_layouts_are_valid_fit_and_are_in_the_order_of_their_speed() -> None:
         assert choice.peak == peak_bytes(decided, 128256, dp) <= 0.92 * 139.8 * GIB
 
 
+@pytest.mark.parametrize(("zero", "gathers"), [(1, 1), (3, 16)])
+def test_weights_that_travel_in_fp8_are_cast_and_decoded_in_every_all_gather(
+    zero: int, gathers: int
+) -> None:
+    words = ["train.micro_batch=1", "train.global_batch=16", f"parallel.zero={zero}"]
+    config = load_config("llama2-7b", [*words, "parallel.weight_gather=fp8"])
+    rates = load_rates("h200")
+    twice = rates.model_copy(update={"tb_per_s": 2 * rates.tb_per_s})
+    slow, fast = (forecast(config, 32000, Cluster(one, 2)).time.weights for one in (rates, twice))
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    # a rank reads and writes 2 + 1 bytes: of its half before the all-gather, of the other after it
+    casts = gathers * 3 * matrices / (1e12 * rates.tb_per_s)
+    assert slow - fast == pytest.approx(casts / 2, rel=1e-6)
+
+
 def test_a_group_of_two_nodes_sends_its_shard_of_sums_over_the_network() -> None:
     cluster = Cluster(load_rates("h200"), 16)
     config = load_config("llama2-7b", ["train.micro_batch=1", "train.global_batch=16"])

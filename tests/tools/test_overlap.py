@@ -49,7 +49,8 @@ def test_kernels_belong_to_the_part_whose_operator_launched_them() -> None:
 
     loss = launched("_LinearCrossEntropy", None, _row_stats_kernel=1000)
     grad = launched("_LinearCrossEntropyBackward", launched("evaluate_function", None))
-    update = launched(UPDATE, None)
+    # on the GPU the range itself, which may begin before its kernels and last longer, is listed too
+    update = launched(UPDATE, None, **{UPDATE: 6000, "norm_kernel": 50})
     on_device = SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA)
     events = [
         loss,
@@ -66,5 +67,5 @@ def test_kernels_belong_to_the_part_whose_operator_launched_them() -> None:
         "gemm": 8.0,
         "attention": 3.0,
         "elementwise": 0.7,
-        "update": 0.25,
+        "update": 0.3,
     }

@@ -76,6 +76,8 @@ def parts(events: Iterable[Any]) -> dict[str, float]:
                 owner = "output_layer"
             around = around.cpu_parent
         for kernel in event.kernels:
+            if kernel.name == event.name:
+                continue  # a range of the profiler on the GPU, which is no kernel
             if not any(name in kernel.name.lower() for name in COMMUNICATION):
                 found[owner or kind(kernel.name, {})] += kernel.duration / 1000
     return dict(found)
