@@ -58,7 +58,8 @@ def test_an_unknown_key_is_named_with_a_similar_one_of_its_section(
     ("model", "parallel", "documents", "found"),
     [
         ({"kv_heads": 2}, {"cp": 2}, True, "a2a"),
-        ({"kv_heads": 2}, {"cp": 2, "tp": 2}, False, "all_gather"),
+        ({"kv_heads": 2}, {"cp": 2, "tp": 2}, False, "p2p"),
+        ({"kv_heads": 2}, {"cp": 2, "tp": 2}, True, "all_gather"),
         ({"kv_heads": 1}, {"cp": 2}, True, "all_gather"),
         ({"kv_heads": 1, "window": {"size": 8}}, {"cp": 2}, False, "all_gather"),
         ({"kv_heads": 2}, PEERS, False, "p2p"),

@@ -8,7 +8,7 @@ from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
-from coatlm.config.obstacles import graph_obstacles, obstacles
+from coatlm.config.obstacles import graph_obstacles, obstacles, p2p_obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import ONLY_ABOVE_1, Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
@@ -266,8 +266,11 @@ class Config(Section):
     def context_comm(self) -> str:
         """a2a, p2p or all_gather: parallel.cp_comm with `auto` decided."""
         m, p = self.model, self.parallel
-        divided = not (m.heads % (p.tp * p.cp) or m.key_value_heads % (p.tp * p.cp))
-        return ("a2a" if divided else "all_gather") if p.cp_comm == "auto" else p.cp_comm
+        if p.cp_comm != "auto":
+            return p.cp_comm
+        if not (m.heads % (p.tp * p.cp) or m.key_value_heads % (p.tp * p.cp)):
+            return "a2a"
+        return "all_gather" if any(p2p_obstacles(self)) else "p2p"
 
     @property
     def cuda_graphs(self) -> bool:
