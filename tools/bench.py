@@ -25,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +275,12 @@ def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
     end_with_parent()
     if hasattr(benchmark, "prepare"):
         benchmark.prepare(row)
+    measure = partial(benchmark.measure, row, options)
+    if hasattr(benchmark, "ready"):
+        measure = benchmark.ready(row, options)
     if not sys.stdin.readline():
         return  # the parent has exited
-    measured = benchmark.measure(row, options)
+    measured = measure()
     named = {} if hasattr(benchmark, "TOGETHER") else {"row": row}
     for record in [measured] if isinstance(measured, dict) else measured:
         print(RESULT + json.dumps({**named, **record}), flush=True)

@@ -19,6 +19,7 @@ from tests.tools.test_command_lines import run
 from tools import bench
 from tools.benchmarks import layouts, row_process
 from tools.benchmarks.layout_rows import LayoutRow
+from tools.benchmarks.ranks import StartedRanks
 from tools.benchmarks.row_process import RowProcess
 
 FIRST = ["megatron+te bf16", "coatlm te bf16"]  # of `end-to-end`
@@ -199,6 +200,19 @@ def test_a_row_ends_with_the_call_that_started_it() -> None:
     call.stdout.close()  # the row has the other end too
     call.wait()
     assert ended(row)
+
+
+def test_ranks_of_a_row_are_started_ahead_and_wait_until_they_may_measure() -> None:
+    words = ["a row", "steps=1"]
+    first = StartedRanks("tests.tools.waiting_ranks", words, 2)
+    left_out = StartedRanks("tests.tools.waiting_ranks", words, 2)
+    assert left_out.process.stdin is not None
+    left_out.process.stdin.close()  # as when the process of the row ends
+    assert left_out.process.wait(60) == 0 and left_out.process.stdout is not None
+    assert "RANKS" not in left_out.process.stdout.read()
+    begin = time.time()
+    found = first()
+    assert begin < found["measured"] and found["words"] == words
 
 
 def test_a_command_among_the_rows_reports_its_seconds_and_what_it_said() -> None:

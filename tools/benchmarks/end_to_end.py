@@ -35,6 +35,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import LayerShape
 from tools.benchmarks.overlap import exposed, idle, length, trace
-from tools.benchmarks.ranks import run_ranks, send_record
+from tools.benchmarks.ranks import StartedRanks, send_record, wait_to_measure
 from tools.benchmarks.updates import record_updates, update_ms
 
 SHAPES = {  # hidden, layers, heads, ffn
@@ -85,7 +86,7 @@ OPTIONS = (
 )
 VOCAB = 32000
 WARMUP = 3  # steps, the default of warmup=
-TRACED = 3  # steps
+TRACED, LONG = 3, 0.5  # steps that are traced, of long steps one; seconds of a long step
 COATLM = {  # row -> model.spec, precision.recipe
     "coatlm local bf16": ("local", "bf16"),
     "coatlm te bf16": ("te", "bf16"),
@@ -119,12 +120,17 @@ def gpus(options: dict[str, str]) -> int:
     return int(options.get("gpus", 1))
 
 
+def ready(row: str, options: dict[str, str]) -> Callable[[], dict[str, Any]]:
+    """What measures the row: on several GPUs processes, which are started here and only import."""
+    if gpus(options) == 1:
+        return partial(measure_here, row, options)
+    words = [row, *(f"{name}={value}" for name, value in options.items())]
+    return StartedRanks(__name__, words, gpus(options))
+
+
 def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
     """Median step time, tokens per second and peak memory of one row on `gpus` processes."""
-    if int(options.get("gpus", 1)) == 1:
-        return measure_here(row, options)
-    words = [row, *(f"{name}={value}" for name, value in options.items())]
-    return run_ranks(__name__, words, int(options["gpus"]))
+    return ready(row, options)()
 
 
 def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
@@ -165,13 +171,14 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     if "trace" in options:
         file = Path(options["trace"]) / f"rank{dist.get_rank()}.json.gz"
         keep = None if options["trace"] == "1" else file
-        found = trace(step, TRACED, keep)
+        count = traced_steps(seconds)
+        found = trace(step, count, keep)
         both = found.communication, found.compute
-        parts["comm_ms"] = round(length(found.communication) / TRACED, 1)
-        parts["exposed_ms"] = round(exposed(*both) / TRACED, 1)
-        parts["idle_ms"] = round(idle(*both) / TRACED, 1)
+        parts["comm_ms"] = round(length(found.communication) / count, 1)
+        parts["exposed_ms"] = round(exposed(*both) / count, 1)
+        parts["idle_ms"] = round(idle(*both) / count, 1)
         if not captures(row, options):
-            parts |= {f"{part}_ms": round(ms / TRACED, 1) for part, ms in found.parts.items()}
+            parts |= {f"{part}_ms": round(ms / count, 1) for part, ms in found.parts.items()}
     return {
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[warm:]), 1),
@@ -190,6 +197,11 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
 def warmup(options: dict[str, str]) -> int:
     """The number of steps before those that are measured."""
     return int(options.get("warmup", WARMUP))
+
+
+def traced_steps(seconds: float) -> int:
+    """How many steps of `seconds` are traced: a trace is evaluated kernel by kernel."""
+    return 1 if seconds > LONG else TRACED
 
 
 def sizes_of(options: dict[str, str]) -> tuple[int, int, int]:
@@ -332,6 +344,9 @@ def peer_step(row: str, options: dict[str, str]) -> tuple[Callable[[], Any], Any
 def main() -> None:
     """Run one process of a row with several GPUs, under torchrun."""
     row, *words = sys.argv[1:]
+    if row.startswith("coatlm"):
+        import coatlm.train.step  # noqa: F401
+    wait_to_measure()
     found = measure_here(row, dict(word.split("=", 1) for word in words))
     if dist.get_rank() == 0:
         send_record(found)

@@ -21,7 +21,8 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ STEPS, GPU = "5", "h200"  # defaults of steps= and gpu=
 PARTS = ("output_layer", "gemms", "attention", "elementwise", "update")  # of StepTime
 START_S = {False: 30.0, True: 50.0}  # until the first step, on one GPU and on several
 COMPILE_S = 60.0  # FSDP2's layers
-TRACE_S = {False: 60.0, True: 15.0}  # the evaluation of a trace, without and with CUDA graphs
+TRACE_S = {False: 25.0, True: 10.0}  # the evaluation of a trace, without and with CUDA graphs
 # peers as rows of coatlm whose memory and time theirs resemble
 SIMILAR = {TE: (TE_LAYERS, {}), FSDP: ("coatlm local bf16", {"parallel.zero": "3"})}
 
@@ -112,7 +113,7 @@ def seconds(row: str, options: dict[str, str]) -> float:
         return found
     steps = end_to_end.warmup(asked) + int(asked["steps"])
     if "trace" in asked:
-        steps += end_to_end.TRACED
+        steps += end_to_end.traced_steps(time_of_step)
         found += TRACE_S[end_to_end.captures(run.row, asked)]
     return found + steps * time_of_step
 
@@ -128,15 +129,31 @@ def steps_of(run: LayoutRow, options: Mapping[str, str]) -> str:
     return run.options.get("steps", options.get("steps", STEPS))
 
 
-def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str, Any]]:
-    """The record of `end-to-end`, with the layout and its prediction in rows of coatlm."""
+def ready(row: str, options: dict[str, str]) -> Callable[[], Any]:
+    """What measures the row: its processes, if it has several and its layout is given already."""
+    run = run_of(row)
+    if run.command or run.planned:
+        return partial(measure, row, options)
+    count = run.gpus or gpus(options)
+    asked = end_to_end_options(run, count, None) | {"steps": steps_of(run, options)}
+    return partial(measure, row, options, end_to_end.ready(run.row, asked))
+
+
+def measure(
+    row: str, options: dict[str, str], started: Callable[[], dict[str, Any]] | None = None
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """The record of `end-to-end`, with the layout and its prediction in rows of coatlm.
+
+    `started`: what `ready` has started.
+    """
     run = run_of(row)
     if run.command:
         return done(run)
     count = run.gpus or gpus(options)
     cluster = cluster_here(options, count)
     asked = end_to_end_options(run, count, cluster) | {"steps": steps_of(run, options)}
-    found = {"gpus": count, **end_to_end.measure(run.row, asked)}
+    started = started or end_to_end.ready(run.row, asked)
+    found = {"gpus": count, **started()}
     if run.row not in (*OURS, TE_LAYERS):
         return found
     config, vocab = end_to_end.run_config(run.row, asked)

@@ -6,12 +6,61 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = "RANKS "  # prefix of the record that rank 0 prints
+GO = "BENCH_GO"  # the environment variable with the file that exists once ranks may measure
+
+
+class StartedRanks:
+    """Processes of `python -m MODULE WORDS`, which import what they need and wait to be called.
+
+    A module that waits calls `wait_to_measure` after its imports; others begin at once.
+    """
+
+    def __init__(self, module: str, words: Sequence[str], ranks: int) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.go = Path(self.directory.name) / "go"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, *torchrun, "-m", module, *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", GO: str(self.go)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self) -> dict[str, Any]:
+        """Let them measure; returns the record that one of them sent.
+
+        Raises RuntimeError with the first error if no rank sent one.
+        """
+        self.go.touch()
+        output, errors = self.process.communicate("")
+        self.directory.cleanup()
+        record = received_record(output)
+        if record is not None:
+            return record
+        named = [line for line in errors.splitlines() if "Error: " in line]
+        raise RuntimeError((named or errors.strip().splitlines() or ["no output"])[0])
+
+
+def wait_to_measure() -> None:
+    """Wait until the process that started this rank calls `StartedRanks`, or exit if it ended.
+
+    All ranks read the same pipe, so they wait for its end rather than for a line.
+    """
+    if GO in os.environ:
+        sys.stdin.read()
+        if not Path(os.environ[GO]).exists():
+            sys.exit()
 
 
 def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
@@ -19,16 +68,7 @@ def run_ranks(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
 
     Raises RuntimeError with the first error if no rank sent one.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *torchrun, "-m", module, *words]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    record = received_record(done.stdout)
-    if record is not None:
-        return record
-    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-    raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no output"])[0])
+    return StartedRanks(module, words, ranks)()
 
 
 def received_record(output: str) -> dict[str, Any] | None:
