@@ -21,10 +21,8 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
     *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
     *("attention_softcap",),
 )
-# Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md); at 4096 it
-# was not, and the graphs' memory pool may exist beside the memory of an eager microbatch. Of a
-# tensor-parallel layer it is the size per rank: two ranks of 4096 took 0.77 of the time
-# (docs/results/scale.md).
+# Up to this hidden / tp a layer was faster from a CUDA graph (docs/results/layer.md, scale.md); at
+# 4096 / 1 it was not, and the graphs' memory pool may exist beside that of an eager microbatch.
 GRAPHS_UP_TO = 2048
 MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides

@@ -61,8 +61,8 @@ class Parallel(Section):
     all-to-all, so that each rank attends with some heads of all tokens; p2p sends keys and values
     from rank to rank while ranks attend to those of others; all_gather all-gathers keys and values
     first. p2p does not go with data.reset_attention_mask, model.window or
-    model.attention_softcap. auto is the fastest that is possible: a2a where tp * cp divides
-    model.heads and model.kv_heads, else p2p, and with those keys all_gather."""
+    model.attention_softcap. auto is a2a where tp * cp divides model.heads and
+    model.kv_heads, else p2p, and with those keys all_gather: the order of speed on two H100."""
 
     cp_comm_kv: CpCommKv = "bf16"
     """The format in which context-parallel ranks exchange keys and values: bf16, or fp8, the E4M3

@@ -211,8 +211,8 @@ def _by_peers(
 ) -> Iterator[Collective]:
     """Keys and values from one rank after the other (parallel/ring_attention.py).
 
-    Each exchange overlaps with the attention to the keys before, and that of the gradients of keys
-    and values with the piece after; those of the last piece are exposed.
+    Those of the next rank arrive during attention to those of the one before. Their gradients
+    return during the piece after theirs; the last ones are exposed.
     """
     ranks, gradients = config.parallel.cp, 0.0
     if backward:

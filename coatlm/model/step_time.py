@@ -14,11 +14,10 @@ Exposed: of what layers exchange over tensor- and context-parallel ranks what ex
 the attention beside it (layer_comm.py), and all that the embedding and the output layer exchange;
 of the reduction of gradients what exceeds the backward passes beside which it runs, and its last
 bucket; of the all-gather of weights what exceeds a forward pass, and its first bucket. Overlapped
-communication delays computation by `Rates.contention` of its time, and the casts of weights that
-are all-gathered in FP8 by all of theirs. Ranks are numbered tp, cp, dp,
-pp, so that a process group spans nodes as soon as its members do; a reduction over several nodes
-sums inside each node first, and then each rank sends its shard of the sums over the network.
-Documents in a sample count as one.
+communication delays computation by `Rates.contention` of its time, and the casts before and after
+an all-gather of weights in FP8 by all of theirs. Ranks are numbered tp, cp, dp, pp: a process group
+spans nodes as soon as its members do; a reduction over several nodes sums inside each node first,
+and each rank then sends its shard of sums over the network. Documents in a sample count as one.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from coatlm.model.fits import with_logits
 from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import LayerShape
-from tools.benchmarks.overlap import exposed, idle, length, trace
+from tools.benchmarks.overlap import trace_values
 from tools.benchmarks.ranks import StartedRanks, send_record, wait_to_measure
 from tools.benchmarks.updates import record_updates, update_ms
 
@@ -86,7 +86,6 @@ OPTIONS = (
 )
 VOCAB = 32000
 WARMUP = 3  # steps, the default of warmup=
-TRACED, LONG = 3, 0.5  # steps that are traced, of long steps one; seconds of a long step
 COATLM = {  # row -> model.spec, precision.recipe
     "coatlm local bf16": ("local", "bf16"),
     "coatlm te bf16": ("te", "bf16"),
@@ -121,7 +120,7 @@ def gpus(options: dict[str, str]) -> int:
 
 
 def ready(row: str, options: dict[str, str]) -> Callable[[], dict[str, Any]]:
-    """What measures the row: on several GPUs processes, which are started here and only import."""
+    """What measures the row; with several GPUs processes that start here, import and wait."""
     if gpus(options) == 1:
         return partial(measure_here, row, options)
     words = [row, *(f"{name}={value}" for name, value in options.items())]
@@ -171,25 +170,18 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     if "trace" in options:
         file = Path(options["trace"]) / f"rank{dist.get_rank()}.json.gz"
         keep = None if options["trace"] == "1" else file
-        count = traced_steps(seconds)
-        found = trace(step, count, keep)
-        both = found.communication, found.compute
-        parts["comm_ms"] = round(length(found.communication) / count, 1)
-        parts["exposed_ms"] = round(exposed(*both) / count, 1)
-        parts["idle_ms"] = round(idle(*both) / count, 1)
-        if not captures(row, options):
-            parts |= {f"{part}_ms": round(ms / count, 1) for part, ms in found.parts.items()}
+        parts = trace_values(step, seconds, keep, by_part=not captures(row, options))
     return {
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[warm:]), 1),
         "tokens_per_s": round(size[0] * size[1] * microbatches / seconds),
-        **update_ms(updates[warm:]),
         "peak_gib": round(float(peak[0]), 1),
         "reserved_gib": round(float(peak[1]), 1),
         "device_gib": round(float(peak[2]), 1),
         "spread": round((max(times) - min(times)) / seconds, 3),
         "loss": round(float(loss), 4),
         **parts,
+        **update_ms(updates[warm:]),  # without tracing
         **sent(),
     }
 
@@ -197,11 +189,6 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
 def warmup(options: dict[str, str]) -> int:
     """The number of steps before those that are measured."""
     return int(options.get("warmup", WARMUP))
-
-
-def traced_steps(seconds: float) -> int:
-    """How many steps of `seconds` are traced: a trace is evaluated kernel by kernel."""
-    return 1 if seconds > LONG else TRACED
 
 
 def sizes_of(options: dict[str, str]) -> tuple[int, int, int]:

@@ -47,6 +47,7 @@ from tools.benchmarks.layout_rows import (
     LayoutRow,
     runs,
 )
+from tools.benchmarks.overlap import traced_steps
 from tools.benchmarks.ranks import ROOT
 
 OPTIONS = ("gpus", "steps", "gpu")
@@ -113,7 +114,7 @@ def seconds(row: str, options: dict[str, str]) -> float:
         return found
     steps = end_to_end.warmup(asked) + int(asked["steps"])
     if "trace" in asked:
-        steps += end_to_end.traced_steps(time_of_step)
+        steps += traced_steps(time_of_step)
         found += TRACE_S[end_to_end.captures(run.row, asked)]
     return found + steps * time_of_step
 
@@ -130,7 +131,9 @@ def steps_of(run: LayoutRow, options: Mapping[str, str]) -> str:
 
 
 def ready(row: str, options: dict[str, str]) -> Callable[[], Any]:
-    """What measures the row: its processes, if it has several and its layout is given already."""
+    """What measures the row; with several GPUs processes that start here, unless the planner has to
+    look at the GPUs first.
+    """
     run = run_of(row)
     if run.command or run.planned:
         return partial(measure, row, options)

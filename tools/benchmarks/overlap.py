@@ -18,6 +18,8 @@ from tools.benchmarks.layer_profile import kind
 Interval = tuple[float, float]
 UPDATE = "update of the parameters"  # a range of the profiler
 OUTPUT_LAYER = "_LinearCrossEntropy"  # an autograd function; its backward's name begins with it
+TRACED = 3  # steps; of long ones 1
+LONG = 0.5  # seconds of a long step
 # NCCL's kernels, and those that pack and unpack FP8 payloads and find their shared scales
 COMMUNICATION = (
     "nccl",
@@ -39,6 +41,25 @@ class Trace(NamedTuple):
     communication: list[Interval]
     compute: list[Interval]
     parts: dict[str, float]
+
+
+def traced_steps(seconds: float) -> int:
+    """How many steps of `seconds` are traced: a trace is evaluated kernel by kernel."""
+    return 1 if seconds > LONG else TRACED
+
+
+def trace_values(
+    step: Callable[[], object], seconds: float, keep: Path | None, *, by_part: bool
+) -> dict[str, float]:
+    """Milliseconds per step of `seconds` from a trace: of communication, exposed and idle ones, and
+    with `by_part` the kernels' time by part of the step. `keep` as in `trace`.
+    """
+    count = traced_steps(seconds)
+    found = trace(step, count, keep)
+    both = found.communication, found.compute
+    sums = {"comm": length(found.communication), "exposed": exposed(*both), "idle": idle(*both)}
+    sums |= found.parts if by_part else {}
+    return {f"{name}_ms": round(ms / count, 1) for name, ms in sums.items()}
 
 
 def trace(step: Callable[[], object], steps: int, keep: Path | None = None) -> Trace:
