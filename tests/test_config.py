@@ -62,6 +62,8 @@ def test_an_unknown_key_is_named_with_a_similar_one_of_its_section(
         ({"kv_heads": 2}, {"cp": 2, "tp": 2}, True, "all_gather"),
         ({"kv_heads": 1}, {"cp": 2}, True, "all_gather"),
         ({"kv_heads": 1, "window": {"size": 8}}, {"cp": 2}, False, "all_gather"),
+        ({"kv_heads": 2, "head_dim": 20}, {"cp": 2, "tp": 2}, False, "all_gather"),
+        ({"kv_heads": 2, "head_dim": 264}, {"cp": 2, "tp": 2}, False, "all_gather"),
         ({"kv_heads": 2}, PEERS, False, "p2p"),
         ({"kv_heads": 2}, {"cp": 2, "cp_comm": "all_gather"}, False, "all_gather"),
     ],

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -38,6 +39,7 @@ from coatlm.files import check_output, whole_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from tools.benchmarks.ranks import end_tree  # noqa: E402
 from tools.benchmarks.row_process import (  # noqa: E402
     NO_TIME,
     RESULT,
@@ -47,10 +49,11 @@ from tools.benchmarks.row_process import (  # noqa: E402
 
 BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(options)` (names of
     # its rows), `gpus(options)` (GPUs that it needs) and `measure(row, options)`, which returns one
-    # record or several. Optional: `prepare(row)` imports what a row needs, `summary(records)`
-    # adds a table, `seconds(row, options)` predicts what a row takes, TOGETHER joins the names of
-    # all rows, which one process then measures, and `text(records, options)` is what --out writes
-    # in place of JSON, if it is the only benchmark
+    # record or several. Optional: `prepare(row)` imports what a row needs, `ready(row, options)`
+    # starts its processes as well and returns what measures, `summary(records)` adds a table,
+    # `seconds(row, options)` predicts what a row takes, TOGETHER joins the names of all rows, which
+    # one process then measures, and `text(records, options)` is what --out writes in place of
+    # JSON, if it is the only benchmark
     "attention": "tools.benchmarks.attention",
     "context": "tools.benchmarks.context",
     "data": "tools.benchmarks.data",
@@ -278,8 +281,8 @@ def run_in_this_process(name: str, row: str, options: dict[str, str]) -> None:
     measure = partial(benchmark.measure, row, options)
     if hasattr(benchmark, "ready"):
         measure = benchmark.ready(row, options)
-    if not sys.stdin.readline():
-        return  # the parent has exited
+    if not sys.stdin.readline():  # the parent has exited, or leaves the row out
+        end_tree(os.getpid())
     measured = measure()
     named = {} if hasattr(benchmark, "TOGETHER") else {"row": row}
     for record in [measured] if isinstance(measured, dict) else measured:

@@ -109,7 +109,7 @@ def dry_run(config: Config, ranks: int | None, kind: str | None) -> int:
     from coatlm.data.tokenizer import make_tokenizer
     from coatlm.model.accounting import model_vocab
     from coatlm.model.decide import Gpu, decide, expectation
-    from coatlm.model.fits import with_logits
+    from coatlm.model.fits import with_fitting
     from coatlm.model.memory import GIB
     from coatlm.model.plan import plan
     from coatlm.model.rates import load_rates
@@ -125,7 +125,7 @@ def dry_run(config: Config, ranks: int | None, kind: str | None) -> int:
         config, chosen = decide(config, vocab, ranks=ranks, per_node=per_node, gpu=gpu)
         dp, planned = config.data_parallel_size(ranks), config
         if gpu is not None:
-            planned = with_logits(config, vocab, dp, gpu.memory)
+            planned = with_fitting(config, vocab, dp, gpu.memory)
         expected = expectation(planned, vocab, ranks=ranks, per_node=per_node, gpu=gpu)
         text = plan(planned, ranks, tokenizer_vocab=tokens, chosen=chosen, expected=expected)
     except ValueError as error:

@@ -8,7 +8,7 @@ from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
-from coatlm.config.obstacles import graph_obstacles, obstacles, p2p_obstacles
+from coatlm.config.obstacles import auto_p2p_obstacles, graph_obstacles, obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import ONLY_ABOVE_1, Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
@@ -21,8 +21,8 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
     *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
     *("attention_softcap",),
 )
-# Up to this hidden / tp a layer was faster from a CUDA graph (docs/results/layer.md, scale.md); at
-# 4096 / 1 it was not, and the graphs' memory pool may exist beside that of an eager microbatch.
+# Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md), at 4096 not;
+# but two tensor-parallel ranks of 4096, which launch collectives too, took 0.77 of the time.
 GRAPHS_UP_TO = 2048
 MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides
@@ -268,14 +268,15 @@ class Config(Section):
             return p.cp_comm
         if not (m.heads % (p.tp * p.cp) or m.key_value_heads % (p.tp * p.cp)):
             return "a2a"
-        return "all_gather" if any(p2p_obstacles(self)) else "p2p"
+        return "all_gather" if any(auto_p2p_obstacles(self)) else "p2p"
 
     @property
     def cuda_graphs(self) -> bool:
         """Whether a GPU trains with CUDA graphs: train.cuda_graphs with `auto` decided."""
         if self.train.cuda_graphs == "auto":
-            width = self.model.hidden // self.parallel.tp
-            return width <= GRAPHS_UP_TO and not any(graph_obstacles(self))
+            tp, most = self.parallel.tp, GRAPHS_UP_TO**2
+            small = self.model.hidden**2 <= (most if tp == 1 else 2 * most * tp)
+            return small and not any(graph_obstacles(self))
         return self.train.cuda_graphs
 
     def captures_steps(self, world_size: int) -> bool:

@@ -50,6 +50,18 @@ def p2p_obstacles(config: Config) -> Iterator[str]:
         yield f"model.attention_softcap={m.attention_softcap}: must be null"
 
 
+def auto_p2p_obstacles(config: Config) -> Iterator[str]:
+    """Why parallel.cp_comm=auto is not p2p: beside what p2p excludes, what its pieces of attention
+    have no fused kernels for, so that they would hold a matrix of logits.
+    """
+    yield from p2p_obstacles(config)
+    size, recipe = config.model.size_per_head, config.precision.recipe
+    if size % 8 or size > 256:
+        yield f"model.head_dim={size}: must be a multiple of 8, at most 256"
+    if recipe == "fp32":
+        yield f"precision.recipe={recipe}: must not be fp32"
+
+
 def kv_obstacles(config: Config) -> Iterator[str]:
     """What leaves no layer that saves keys and values in FP8."""
     recipe, names = config.precision.recipe, config.precision.bf16_operands

@@ -62,7 +62,8 @@ class Parallel(Section):
     from rank to rank while ranks attend to those of others; all_gather all-gathers keys and values
     first. p2p does not go with data.reset_attention_mask, model.window or
     model.attention_softcap. auto is a2a where tp * cp divides model.heads and
-    model.kv_heads, else p2p, and with those keys all_gather: the order of speed on two H100."""
+    model.kv_heads, else p2p, the order of speed on two H100; and all_gather where p2p is excluded
+    or has no fused kernel: fp32, and heads of more than 256 or no multiple of 8 elements."""
 
     cp_comm_kv: CpCommKv = "bf16"
     """The format in which context-parallel ranks exchange keys and values: bf16, or fp8, the E4M3

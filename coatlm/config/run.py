@@ -219,8 +219,9 @@ class Train(Section):
     cuda_graphs: Literal[True, False, "auto"] = False
     """Capture each microbatch as a CUDA graph and replay it, which helps small models that are
     bound by kernel launches. On one GPU a step of up to 32 microbatches and its update are one
-    graph. auto: true on a GPU if model.hidden / parallel.tp is at most 2048 and no other key
-    excludes graphs."""
+    graph. auto: true on a GPU if model.hidden is at most 2048, or with tensor parallelism
+    model.hidden^2 / parallel.tp at most 2 * 2048^2 and the graphs fit, and no other key excludes
+    graphs."""
 
     max_skipped: StrictInt = number(10, "steps", ge=1, le=FOREVER)
     """Consecutive skipped steps (NaN, Inf or a spike) at which the run ends with exit code 3."""

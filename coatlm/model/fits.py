@@ -1,4 +1,4 @@
-"""What fits the memory of a device, by the estimate of memory.py: what falls back, and logits."""
+"""What fits a device, by the estimate of memory.py: what falls back, logits, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coatlm.model.memory import (
     stage_bytes,
 )
 
-SPARE = 0.15  # of a GPU: what train.logits=auto leaves for what the estimate does not count
+SPARE = 0.15  # of a GPU: what `auto` leaves for what the estimate does not count
 
 
 def peak_with(
@@ -78,16 +78,23 @@ def _in_bf16(config: Config, *names: str) -> Config:
     return replaced(config, precision={"bf16_operands": both})
 
 
-def with_logits(config: Config, vocab: int, data_parallel: int, memory: float) -> Config:
-    """`config` with `train.logits` decided: auto becomes save if that leaves SPARE of `memory`.
+def with_fitting(config: Config, vocab: int, data_parallel: int, memory: float) -> Config:
+    """`config` with what `auto` decides by memory: choices are made if they leave SPARE of it.
 
-    With precision.guard=fallback or operand that has to hold for all layers in BF16, so that saved
-    logits do not decide what the guard may do.
+    CUDA graphs of tensor-parallel layers come first, whose pool may exist beside an eager
+    microbatch; smaller models have them in any case. Then train.logits becomes save or recompute.
+    With precision.guard=fallback or operand all of this has to hold for all layers in BF16, so that
+    the choices do not decide what the guard may do.
     """
+    fallen = range(1, config.model.layers + 1) if config.precision.falls_back else ()
+
+    def fits(chosen: Config) -> bool:
+        return peak_with(chosen, vocab, data_parallel, fallen) <= memory * (1 - SPARE)
+
+    graphs = config.train.cuda_graphs == "auto" and config.cuda_graphs
+    if graphs and config.parallel.tp > 1 and not fits(config):  # auto logits count as recomputed
+        config = replaced(config, train={"cuda_graphs": False})
     if config.train.logits != "auto":
         return config
     saving = replaced(config, train={"logits": "save"})
-    fallen = range(1, config.model.layers + 1) if config.precision.falls_back else ()
-    if peak_with(saving, vocab, data_parallel, fallen) <= memory * (1 - SPARE):
-        return saving
-    return replaced(config, train={"logits": "recompute"})
+    return saving if fits(saving) else replaced(config, train={"logits": "recompute"})

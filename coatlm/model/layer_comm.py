@@ -212,15 +212,20 @@ def _by_peers(
     """Keys and values from one rank after the other (parallel/ring_attention.py).
 
     Those of the next rank arrive during attention to those of the one before. Their gradients
-    return during the piece after theirs; the last ones are exposed.
+    return during the piece after theirs, beside the keys of a later piece; the last ones are
+    exposed. `sent` is that of the last rank, which returns gradients of half of the keys in every
+    step; in each, other ranks return those of all.
     """
-    ranks, gradients = config.parallel.cp, 0.0
-    if backward:
-        gradients = sent / (1 + keys) / (ranks - 1)
-    yield Collective(sent / (ranks - 1) - gradients, attention / ranks, ranks - 1)
-    if backward:
-        yield Collective(gradients, attention / ranks, ranks - 2)
-        yield Collective(gradients)
+    ranks = config.parallel.cp
+    piece, each = attention / ranks, sent / (ranks - 1)
+    if not backward:
+        yield Collective(each, piece, ranks - 1)
+        return
+    arriving, returning = each * keys / (keys + 0.5), each / (keys + 0.5)
+    yield Collective(arriving, piece, min(ranks - 1, 2))
+    yield Collective(arriving + returning, piece, max(ranks - 3, 0), 2)
+    yield Collective(returning, piece, min(ranks - 2, 1))
+    yield Collective(returning)
 
 
 def _gathered(
@@ -262,8 +267,8 @@ def context_parallel(
     if config.context_comm == "a2a":
         queries = query_size(config.model)
     # forward sends what is proportional to the first of these, backward to the second
-    again = keys if config.context_comm == "p2p" else 0.0  # keys and values beside their gradients
-    weights = [queries + key_size(config.model) * ratio for ratio in (keys, 1.0 + again)]
+    again = keys + 0.5 if config.context_comm == "p2p" else 1.0  # see _by_peers
+    weights = [queries + key_size(config.model) * ratio for ratio in (keys, again)]
     unit = sent / layers / (forward * weights[0] + backward * weights[1])
     for times, share, weight, backwards in (
         (forward, FORWARD, weights[0], False),

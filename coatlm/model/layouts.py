@@ -21,7 +21,8 @@ from itertools import product
 from math import inf
 
 from coatlm.config import LAYOUT, ONLY_ABOVE_1, Config, ConfigError, make_config
-from coatlm.model.fits import with_logits
+from coatlm.config.obstacles import auto_p2p_obstacles
+from coatlm.model.fits import with_fitting
 from coatlm.model.layer_comm import layer_seconds
 from coatlm.model.memory import GIB, micro_batches, rank_bytes, replaced
 from coatlm.model.step_time import Cluster, Forecast, Stages, forecast, stage_times
@@ -127,7 +128,7 @@ def usable(cluster: Cluster) -> float:
 def predicted(config: Config, vocab: int, cluster: Cluster) -> Choice:
     """The forecast and the peak of a layout, with `train.logits` decided."""
     dp = config.data_parallel_size(cluster.gpus)
-    decided = with_logits(config, vocab, dp, cluster.rates.memory_gib * GIB)
+    decided = with_fitting(config, vocab, dp, cluster.rates.memory_gib * GIB)
     return Choice(config, forecast(decided, vocab, cluster), highest_peak(decided, vocab, dp))
 
 
@@ -165,7 +166,7 @@ def lowest_peak(config: Config, vocab: int, cluster: Cluster) -> float:
         for size, zero, mode in product(sizes, ZERO, RECOMPUTE):
             train = {"micro_batch": size, "recompute": mode}
             layout = replaced(base, parallel={"zero": zero}, train=train)
-            decided = with_logits(layout, vocab, dp, memory=0)
+            decided = with_fitting(layout, vocab, dp, memory=0)
             peaks.append((highest_peak(decided, vocab, dp), len(peaks), layout))
     for peak, _, layout in sorted(peaks, key=lambda row: row[:2]):
         if _valid(layout):
@@ -262,6 +263,8 @@ def _shapes(
                         exchanges = cp > 1 and valid.context_comm == "a2a"
                         if ("parallel", "cp_comm") in free and exchanges:
                             yield replaced(valid, parallel={"cp_comm": "all_gather"})
+                            if not any(auto_p2p_obstacles(valid)):
+                                yield replaced(valid, parallel={"cp_comm": "p2p"})
 
 
 def _divisors(n: int) -> list[int]:

@@ -149,7 +149,7 @@ def forecast(
 ) -> Forecast:
     """Predict a step on `cluster`, whose number of GPUs the configuration has to fit.
 
-    train.logits=auto counts as recompute: call `fits.with_logits` first, which decides it.
+    train.logits=auto counts as recompute: call `fits.with_fitting` first, which decides it.
     `stages` are those of `stage_times`, if they are known.
     """
     p = config.parallel

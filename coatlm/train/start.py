@@ -13,7 +13,7 @@ from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.model.accounting import flops_per_token, model_vocab
 from coatlm.model.decide import expectation
-from coatlm.model.fits import with_logits
+from coatlm.model.fits import with_fitting
 from coatlm.model.plan import plan, wrapped
 from coatlm.platform import has_foreign_apex
 from coatlm.train.agreement import together
@@ -104,9 +104,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     )
     peers.agree(lambda: check_splits(config, data))
     startup.lap("data")
-    # the model's configuration; that of the run, which is saved, leaves train.logits open
+    # the model's configuration; that of the run, which is saved, leaves open what depends on memory
     dp = config.data_parallel_size(launch.world_size)
-    decided = peers.agree(lambda: with_logits(config, vocab, dp, memory))
+    decided = peers.agree(lambda: with_fitting(config, vocab, dp, memory))
     ranks, per_node = launch.world_size, launch.local_size
     expect = partial(expectation, decided, vocab, ranks=ranks, per_node=per_node, gpu=gpu)
     expected = peers.agree(expect)

@@ -110,6 +110,9 @@ def test_the_table_of_keys_shows_what_a_preset_stands_for() -> None:
             True,
         ),  # twice as many launches
         ({"model": {"hidden": 8192, "heads": 64}, "parallel": {"tp": 2}}, False),
+        ({"model": {"hidden": 8192, "heads": 64, "ffn": 2048}, "parallel": {"tp": 4}}, False),
+        ({"model": {"hidden": 8192, "heads": 64, "ffn": 2048}, "parallel": {"tp": 8}}, True),
+        ({"model": {"hidden": 16384, "heads": 128, "ffn": 2048}, "parallel": {"tp": 8}}, False),
         ({"parallel": {"pp": 2}}, False),
         ({"parallel": {"zero": 2}}, False),
         ({"train": {"recompute": "full"}}, False),

@@ -145,6 +145,15 @@ def test_keys_are_all_gathered_in_some_layouts_where_ranks_can_exchange_heads() 
     assert {c.parallel.cp_comm for c in found} == {"auto"}
 
 
+def test_keys_travel_by_p2p_in_some_layouts_where_nothing_masks_them() -> None:
+    config = searched("llama3-8b", "data.reset_attention_mask=false")
+    found = list(layouts(config, 128256, Cluster(load_rates("h200"), 8)))
+    ways = {(c.parallel.cp > 1, c.parallel.cp_comm) for c in found}
+    assert ways == {(False, "auto"), *((True, way) for way in ("auto", "p2p", "all_gather"))}
+    assert all(c.context_comm == "a2a" for c in found if c.parallel.cp_comm == "auto")
+    assert {c.parallel.cp_comm for c in choices()} == {"auto", "all_gather"}  # documents
+
+
 def test_what_a_rank_holds_is_less_than_its_peak_and_layouts_beyond_it_are_skipped() -> None:
     config = searched("llama3-8b")
     some = choices()[::60]

@@ -18,7 +18,7 @@ from coatlm.fp8.attention import SavedInFp8
 from coatlm.model import layer_memory as layer
 from coatlm.model import memory as mem
 from coatlm.model.accounting import parameters
-from coatlm.model.fits import with_logits
+from coatlm.model.fits import with_fitting
 from coatlm.model.grad_memory import main_grad_bytes
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
@@ -443,9 +443,27 @@ def test_logits_are_saved_where_15_percent_of_the_memory_stays_free() -> None:
     saving = mem.replaced(c, train={"logits": "save"})
     peak = mem.peak_bytes(saving, vocab, 1)
     assert peak > mem.peak_bytes(c, vocab, 1)
-    assert with_logits(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
-    assert with_logits(c, vocab, 1, peak / 0.85 - 1e6).train.logits == "recompute"
-    assert with_logits(saving, vocab, 1, 0).train.logits == "save"
+    assert with_fitting(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
+    assert with_fitting(c, vocab, 1, peak / 0.85 - 1e6).train.logits == "recompute"
+    assert with_fitting(saving, vocab, 1, 0).train.logits == "save"
+
+
+def test_auto_graphs_of_tensor_parallel_layers_are_captured_where_they_leave_15_percent_free() -> (
+    None
+):
+    vocab, sizes = 32000, {**LLAMA2_7B, "vocab": 32000}
+    parallel = {"tp": 2, "sequence_parallel": True}
+    auto = {"cuda_graphs": "auto", "logits": "auto", "micro_batch": 4, "global_batch": 64}
+    c = config(sizes, seq_len=4096, train=auto, parallel=parallel, precision={"recipe": "coat"})
+    eager = mem.replaced(c, train={"cuda_graphs": False})
+    peak, without = (mem.peak_bytes(one, vocab, 4) for one in (c, eager))
+    assert c.cuda_graphs and peak > 1.2 * without  # an eager microbatch beside the graphs' pool
+    assert with_fitting(c, vocab, 4, peak / 0.85 + 1).cuda_graphs
+    assert not with_fitting(c, vocab, 4, peak / 0.85 - 1e6).cuda_graphs
+    asked = mem.replaced(c, train={"cuda_graphs": True})
+    assert with_fitting(asked, vocab, 4, 0).cuda_graphs  # not `auto`
+    small = config({}, seq_len=4096, train=auto, precision={"recipe": "coat"})
+    assert with_fitting(small, 128, 1, 0).cuda_graphs  # tp 1
 
 
 def test_saved_logits_leave_room_for_layers_that_fall_back_twice_beside_cuda_graphs() -> None:
@@ -460,8 +478,8 @@ def test_saved_logits_leave_room_for_layers_that_fall_back_twice_beside_cuda_gra
         more = mem.fallback_bytes(saving, every, stage=0, data_parallel=1)
         peak = mem.peak_bytes(saving, vocab, 1) + more * (2 if graphs else 1)
         assert more > 0
-        assert with_logits(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
-        assert with_logits(c, vocab, 1, peak / 0.85 - 1e4).train.logits == "recompute"
+        assert with_fitting(c, vocab, 1, peak / 0.85 + 1).train.logits == "save"
+        assert with_fitting(c, vocab, 1, peak / 0.85 - 1e4).train.logits == "recompute"
 
 
 def with_recipe(recipe: str, **sections: Any) -> Config:

@@ -20,7 +20,7 @@ from coatlm.config import (
     override,
     read_mapping,
 )
-from coatlm.model.fits import with_logits
+from coatlm.model.fits import with_fitting
 from coatlm.model.layouts import ranked
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.model.rates import interpolated, known, load_rates
@@ -168,7 +168,7 @@ def test_layouts_are_valid_fit_and_are_in_the_order_of_their_speed() -> None:
     for choice in choices:
         valid = make_config(choice.config.model_dump(mode="json"))
         dp = valid.data_parallel_size(64)
-        decided = with_logits(valid, 128256, dp, 139.8 * GIB)
+        decided = with_fitting(valid, 128256, dp, 139.8 * GIB)
         assert choice.peak == peak_bytes(decided, 128256, dp) <= 0.92 * 139.8 * GIB
 
 

@@ -206,10 +206,9 @@ def test_ranks_of_a_row_are_started_ahead_and_wait_until_they_may_measure() -> N
     words = ["a row", "steps=1"]
     first = StartedRanks("tests.tools.waiting_ranks", words, 2)
     left_out = StartedRanks("tests.tools.waiting_ranks", words, 2)
-    assert left_out.process.stdin is not None
-    left_out.process.stdin.close()  # as when the process of the row ends
-    assert left_out.process.wait(60) == 0 and left_out.process.stdout is not None
-    assert "RANKS" not in left_out.process.stdout.read()
+    left_out.process.communicate("", timeout=300)  # as when the process of the row ends
+    assert left_out.process.returncode == 0 and not left_out.output.read_text()
+    left_out.directory.cleanup()
     begin = time.time()
     found = first()
     assert begin < found["measured"] and found["words"] == words

@@ -38,9 +38,9 @@ def decide_together(rank: int, size: int, root: str) -> dict[str, Any]:
     memories = iter([[64 * GIB, 48 * GIB][rank]] * 9)
     phases.device_memory = lambda *_: (next(memories), "GPU 0")
     phases.device_name = lambda: ["A", "B"][rank]
-    chosen, built = start.with_logits, Trainer.__init__
+    chosen, built = start.with_fitting, Trainer.__init__
 
-    def with_logits(*arguments: Any) -> Any:
+    def with_fitting(*arguments: Any) -> Any:
         found["decided with"].append(arguments[-1])
         return chosen(*arguments)
 
@@ -48,7 +48,7 @@ def decide_together(rank: int, size: int, root: str) -> dict[str, Any]:
         found["built with"] = config.train.logits
         built(self, config, *arguments, **options)
 
-    start.with_logits, Trainer.__init__ = with_logits, build  # type: ignore[method-assign]
+    start.with_fitting, Trainer.__init__ = with_fitting, build  # type: ignore[method-assign]
     with ExitStack() as stack:
         loop = start.set_up(config, launch, stack)
         assert loop is not None

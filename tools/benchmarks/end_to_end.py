@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
-from coatlm.model.fits import with_logits
+from coatlm.model.fits import with_fitting
 from coatlm.platform import gpu_memory
 from tools.benchmarks import fsdp_peer, megatron_peer
 from tools.benchmarks.layer_stacks import LayerShape
@@ -164,13 +164,13 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
     seconds = statistics.median(times)
     free, total = torch.cuda.mem_get_info()
     memory = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(), total - free
-    peak = torch.tensor(memory, device="cuda") / 2**30
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    peak = torch.tensor([*(bytes_ / 2**30 for bytes_ in memory), seconds], device="cuda")
+    dist.all_reduce(peak, dist.ReduceOp.MAX)  # all ranks trace the same number of steps
     parts = {}
     if "trace" in options:
         file = Path(options["trace"]) / f"rank{dist.get_rank()}.json.gz"
         keep = None if options["trace"] == "1" else file
-        parts = trace_values(step, seconds, keep, by_part=not captures(row, options))
+        parts = trace_values(step, float(peak[3]), keep, by_part=not captures(row, options))
     return {
         "step_ms": round(1000 * seconds, 1),
         "host_ms": round(1000 * min(host[warm:]), 1),
@@ -284,7 +284,7 @@ def coatlm_step(
     quiet_megatron()
     start_processes(Launch.from_environment())
     groups = make_groups(config.parallel)
-    decided = with_logits(config, vocab, groups.dp.size(), gpu_memory())
+    decided = with_fitting(config, vocab, groups.dp.size(), gpu_memory())
     trainer = Trainer(decided, groups, vocab, whole_steps=whole_steps)
     draw = random_tokens(mbs, seq, trainer.groups.dp.rank(), vocab)
     count = microbatches * dist.get_world_size() // trainer.groups.dp.size()

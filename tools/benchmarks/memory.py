@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from coatlm.config import Config, make_config
 from coatlm.config.recipes import RECIPES as FLOW_RECIPES
-from coatlm.model.fits import with_logits
+from coatlm.model.fits import with_fitting
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.platform import device, gpu_memory
 from tools.benchmarks.ranks import run_ranks, send_record
@@ -117,7 +117,7 @@ def train(config: Config) -> int:
     start_processes(Launch.from_environment())
     groups = make_groups(config.parallel)
     assert config.model.vocab is not None
-    config = with_logits(config, config.model.vocab, groups.dp.size(), gpu_memory())
+    config = with_fitting(config, config.model.vocab, groups.dp.size(), gpu_memory())
     trainer = Trainer(config, groups, config.model.vocab)
     t = config.train
     shape = (t.micro_batch, config.data.seq_len)

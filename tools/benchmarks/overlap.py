@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from tools.benchmarks.clock import synchronize
 from tools.benchmarks.layer_profile import kind
@@ -65,6 +66,10 @@ def trace_values(
 def trace(step: Callable[[], object], steps: int, keep: Path | None = None) -> Trace:
     """Trace `steps` steps. `keep`: a file for the trace, as chrome://tracing reads it."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds):
+        pass  # which loads its library
+    if dist.is_initialized():
+        dist.barrier()
     with torch.profiler.profile(activities=kinds) as profiler:
         for _ in range(steps):
             step()
@@ -97,7 +102,7 @@ def parts(events: Iterable[Any]) -> dict[str, float]:
                 owner = "output_layer"
             around = around.cpu_parent
         for kernel in event.kernels:
-            if kernel.name == event.name:
+            if event.is_user_annotation and kernel.name == event.name:
                 continue  # a range of the profiler on the GPU, which is no kernel
             if not any(name in kernel.name.lower() for name in COMMUNICATION):
                 found[owner or kind(kernel.name, {})] += kernel.duration / 1000

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = "RANKS "  # prefix of the record that rank 0 prints
@@ -24,18 +27,20 @@ class StartedRanks:
 
     def __init__(self, module: str, words: Sequence[str], ranks: int) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self.go = Path(self.directory.name) / "go"
+        here = Path(self.directory.name)
+        self.go, self.output, self.errors = here / "go", here / "output", here / "errors"
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, *torchrun, "-m", module, *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", GO: str(self.go)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with self.output.open("w") as output, self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, *torchrun, "-m", module, *words],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", GO: str(self.go)},
+                stdin=subprocess.PIPE,
+                stdout=output,  # files, because nobody would empty pipes while they wait
+                stderr=errors,
+                text=True,
+            )
 
     def __call__(self) -> dict[str, Any]:
         """Let them measure; returns the record that one of them sent.
@@ -43,9 +48,14 @@ class StartedRanks:
         Raises RuntimeError with the first error if no rank sent one.
         """
         self.go.touch()
-        output, errors = self.process.communicate("")
+        try:
+            self.process.communicate("")
+        except BaseException:
+            end_tree(self.process.pid)
+            raise
+        record = received_record(self.output.read_text(errors="replace"))
+        errors = self.errors.read_text(errors="replace")
         self.directory.cleanup()
-        record = received_record(output)
         if record is not None:
             return record
         named = [line for line in errors.splitlines() if "Error: " in line]
@@ -82,3 +92,12 @@ def received_record(output: str) -> dict[str, Any] | None:
 def send_record(record: dict[str, Any]) -> None:
     """Send `record` to the process that started the ranks, from one of them."""
     print(RESULT + json.dumps(record), flush=True)
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process and its descendants, which torchrun puts into sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in (*reversed(top.children(recursive=True)), top):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

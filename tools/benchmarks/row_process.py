@@ -9,12 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
-import psutil
-
-from tools.benchmarks.ranks import ROOT
+from tools.benchmarks.ranks import ROOT, end_tree
 
 RESULT = "RESULT "  # prefix of a record in the output of a row's process
 EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Exit|Interrupt)\b")
@@ -70,15 +67,6 @@ def last_error(errors: str) -> str:
     """
     lines = errors.strip().splitlines() or ["no output"]
     return next((line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1])
-
-
-def end_tree(pid: int) -> None:
-    """Kill a process and its descendants, which torchrun puts into sessions of their own."""
-    with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in (*reversed(top.children(recursive=True)), top):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def end_with_parent() -> None:
