@@ -44,7 +44,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 dp2 zero1": {"tp": 2},
         "tp2 cp2": {"tp": 2, "cp": 2, "sequence_parallel": True},
         "cp4": {"cp": 4},
-        "cp4 gathered": {"cp": 4, "cp_comm": "all_gather"},
         "pp2 dp2": {"pp": 2, "zero": 0},
         "pp2 vpp2 dp2 zero1": {"pp": 2, "vpp": 2},
         "tp2 cp2 zero3": {"tp": 2, "cp": 2, "zero": 3},
