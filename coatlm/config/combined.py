@@ -123,7 +123,7 @@ class Config(Section):
             ("data.reset_attention_mask=true", d.reset_attention_mask),
             ("model.window", m.window is not None),
         ):
-            if given and (m.size_per_head % 8 or m.size_per_head > 256):
+            if given and not m.fused_heads:
                 unset = "reset_attention_mask" not in d.model_fields_set and d.reset_attention_mask
                 raise ValueError(
                     f"{what} with model.head_dim={m.size_per_head}: must be a multiple of 8, at "

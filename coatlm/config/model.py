@@ -205,6 +205,11 @@ class Model(Section):
         assert self.head_dim is not None  # filled in by _derive
         return self.head_dim
 
+    @property
+    def fused_heads(self) -> bool:
+        """Whether fused kernels of attention take heads of this size: multiples of 8, to 256."""
+        return self.size_per_head % 8 == 0 and self.size_per_head <= 256
+
 
 class Precision(Section):
     """The number formats of GEMMs and of tensors saved for backward.

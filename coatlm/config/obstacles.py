@@ -55,9 +55,9 @@ def auto_p2p_obstacles(config: Config) -> Iterator[str]:
     have no fused kernels for, so that they would hold a matrix of logits.
     """
     yield from p2p_obstacles(config)
-    size, recipe = config.model.size_per_head, config.precision.recipe
-    if size % 8 or size > 256:
-        yield f"model.head_dim={size}: must be a multiple of 8, at most 256"
+    m, recipe = config.model, config.precision.recipe
+    if not m.fused_heads:
+        yield f"model.head_dim={m.size_per_head}: must be a multiple of 8, at most 256"
     if recipe == "fp32":
         yield f"precision.recipe={recipe}: must not be fp32"
 

@@ -48,10 +48,10 @@ from coatlm.train.tuning import tune_attention, tune_gemms, tunes_attention
 class Trainer:
     """All state that a training step changes. `vocab` is the padded vocabulary size.
 
-    `config` is the same on all ranks, with train.logits decided (`model.fits.with_fitting`); auto
-    recomputes them, as on a CPU. `memory` is the smallest of the ranks' GPUs in bytes, 0 on CPUs;
-    None: that of this rank's. `lap` is called with the name of each part of the set-up when it is
-    done. Without `whole_steps` CUDA graphs, if any, are those of microbatches.
+    `config` is the same on all ranks, with what `model.fits.with_fitting` decides; logits that are
+    still auto are recomputed, as on a CPU. `memory` is the smallest of the ranks' GPUs in bytes, 0
+    on CPUs; None: that of this rank's. `lap` is called with the name of each part of the set-up
+    when it is done. Without `whole_steps` CUDA graphs, if any, are those of microbatches.
     """
 
     def __init__(

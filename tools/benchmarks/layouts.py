@@ -135,33 +135,38 @@ def ready(row: str, options: dict[str, str]) -> Callable[[], Any]:
     look at the GPUs first.
     """
     run = run_of(row)
-    if run.command or run.planned:
-        return partial(measure, row, options)
-    count = run.gpus or gpus(options)
-    asked = end_to_end_options(run, count, None) | {"steps": steps_of(run, options)}
-    return partial(measure, row, options, end_to_end.ready(run.row, asked))
+    if run.command:
+        return partial(done, run)
+    return partial(measure, row, options) if run.planned else _started(run, options, None)
 
 
-def measure(
-    row: str, options: dict[str, str], started: Callable[[], dict[str, Any]] | None = None
-) -> dict[str, Any] | list[dict[str, Any]]:
-    """The record of `end-to-end`, with the layout and its prediction in rows of coatlm.
-
-    `started`: what `ready` has started.
-    """
+def measure(row: str, options: dict[str, str]) -> dict[str, Any] | list[dict[str, Any]]:
+    """The record of `end-to-end`, with the layout and its prediction in rows of coatlm."""
     run = run_of(row)
     if run.command:
         return done(run)
+    cluster = cluster_here(options, run.gpus or gpus(options))
+    return _started(run, options, cluster)()
+
+
+def _started(
+    run: LayoutRow, options: dict[str, str], cluster: Cluster | None
+) -> Callable[[], dict[str, Any]]:
+    """Start the processes of a row; the result measures. `cluster`: for rows that are planned."""
     count = run.gpus or gpus(options)
-    cluster = cluster_here(options, count)
     asked = end_to_end_options(run, count, cluster) | {"steps": steps_of(run, options)}
-    started = started or end_to_end.ready(run.row, asked)
-    found = {"gpus": count, **started()}
-    if run.row not in (*OURS, TE_LAYERS):
-        return found
-    config, vocab = end_to_end.run_config(run.row, asked)
-    found["layout"] = describe(config, count)
-    return found if cluster is None else found | compared(found, config, vocab, cluster)
+    started = end_to_end.ready(run.row, asked)
+
+    def record() -> dict[str, Any]:
+        found = {"gpus": count, **started()}
+        if run.row not in (*OURS, TE_LAYERS):
+            return found
+        here = cluster_here(options, count)
+        config, vocab = end_to_end.run_config(run.row, asked)
+        found["layout"] = describe(config, count)
+        return found if here is None else found | compared(found, config, vocab, here)
+
+    return record
 
 
 def done(run: LayoutRow) -> list[dict[str, Any]]:
