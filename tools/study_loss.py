@@ -10,8 +10,8 @@ the others', so that pairs are complete early. --per-gpu runs share a GPU, or th
 GPU. --recipes and --seeds choose some of the runs; those of the reference always belong to them.
 
 If the study has a trunk, the trunk's run is trained first, and all others continue from its last
-checkpoint. Each --runs directory has a trunk of its own, also on another machine, and only runs
-from the same trunk are paired.
+checkpoint; --trunk-ranks trains it on several GPUs. Each --runs directory has a trunk of its own,
+also on another machine, and only runs from the same trunk are paired.
 
 A run is a directory in --runs, with its log in jobs/. When it ends, one line about it is appended
 to --out, and it is not repeated, unless it failed and --retry is given. After --minutes, or at a
@@ -72,7 +72,7 @@ from tools.studies.loss_lines import (  # noqa: E402
     result,
 )
 from tools.studies.loss_runs import CPU, Ended, Places, StudyJob, gpus, run_jobs  # noqa: E402
-from tools.studies.loss_study import TRUNK, LossStudy, read_study  # noqa: E402
+from tools.studies.loss_study import MOST_RANKS, TRUNK, LossStudy, read_study  # noqa: E402
 from tools.studies.loss_table import as_json, draw, markdown, tabulate  # noqa: E402
 
 UNFINISHED = int(ExitCode.REQUEUE)
@@ -96,9 +96,8 @@ class Session:
         self.trunk: StudyJob | None = None
         if study.trunk is not None:
             trunk = study.trunk_config(options.runs)
-            self.trunk = StudyJob(
-                TRUNK, trunk.run.seed, trunk, study.recipes[study.reference].ranks
-            )
+            ranks = options.trunk_ranks or study.recipes[study.reference].ranks
+            self.trunk = StudyJob(TRUNK, trunk.run.seed, trunk, ranks)
         for job in (*self.jobs, *filter(None, [self.trunk])):
             self.places.check(job)
             _check_directory(job.config)
@@ -247,9 +246,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the process with exit code 2."""
     parser = Parser(__doc__)
     add_options(parser)
+    parser.add_argument("--trunk-ranks", type=int, metavar="N", help="default: the reference's")
     parser.add_argument("--pool", type=local_path, nargs="+", default=[], metavar="FILE.jsonl")
     options = parser.parse_intermixed_args(arguments)
     check_options(parser, options, needed=("runs",))
+    if options.trunk_ranks is not None and not 1 <= options.trunk_ranks <= MOST_RANKS:
+        parser.error(f"--trunk-ranks {options.trunk_ranks}: 1 to {MOST_RANKS}")
     return options
 
 

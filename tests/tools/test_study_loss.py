@@ -395,7 +395,7 @@ def test_a_study_is_cut_continued_and_reported(
 
 BRANCHES = (
     TINY.replace("precision: {{recipe: fp32}}", "precision: {{recipe: bf16}}")
-    .replace("steps: 6", "steps: 200")
+    .replace("steps: 6, micro_batch: 4", "steps: 200, micro_batch: 2")
     .replace("warmup_steps: 2", "warmup_steps: 2, schedule: wsd, decay_steps: 40")
     .split("reference")[0]
     + """
@@ -414,6 +414,7 @@ def test_a_trunk_is_trained_once_and_all_runs_continue_it(
 ) -> None:
     study, out, runs = written(tmp_path, BRANCHES), tmp_path / "tiny.jsonl", tmp_path / "runs"
     call = [str(study), "--runs", str(runs), "--out", str(out), "--per-gpu", "2"]
+    call += ["--trunk-ranks", "2"]
     cutter = threading.Thread(target=cut_when, args=(runs / "trunk/metrics.jsonl",))
     cutter.start()
     assert study_loss.main(call) == 85  # in the trunk
@@ -425,6 +426,8 @@ def test_a_trunk_is_trained_once_and_all_runs_continue_it(
     recipes = ("bf16", "states", "layers")
     assert lines.keys() == {("trunk", 1234), *((r, s) for r in recipes for s in (3, 5))}
     assert len({x["trunk"] for x in lines.values()}) == 1
+    assert {x["ranks"] for x in lines.values() if x["recipe"] != "trunk"} == {1}
+    assert lines["trunk", 1234]["ranks"] == 2
     assert lines["trunk", 1234]["steps"] == 160 and lines["trunk", 1234]["tokens"] == 160 * 128
     first: dict[tuple[str, int], float] = {}
     for (recipe, seed), x in lines.items():
@@ -454,3 +457,13 @@ def test_a_trunk_as_long_as_its_branches_is_refused(tmp_path: Path) -> None:
     study = read_study(written(tmp_path, BRANCHES), ["train.steps=160"])
     with pytest.raises(ValueError, match=r"trunk: train.steps=160: must be below the 160"):
         study.trunk_config(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", ["0", "9"])
+def test_a_trunk_on_more_ranks_than_a_machine_has_is_refused(
+    tmp_path: Path, ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = [str(written(tmp_path, BRANCHES)), "--runs", "r", "--out", "o.jsonl"]
+    with pytest.raises(SystemExit) as ended:
+        study_loss.main([*call, "--trunk-ranks", ranks])
+    assert ended.value.code == 2 and f"--trunk-ranks {ranks}: 1 to 8" in capsys.readouterr().err
