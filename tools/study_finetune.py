@@ -155,6 +155,7 @@ def report(reference: str, out: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parse(arguments)
+    end = study_loss.deadline(options.minutes)
     # megatron-core warns on import of optional packages
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     try:
@@ -167,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prefix, test = prepare_tasks(options.runs, options.train, options.test)
             study = fine_tuning(study, checkpoint, prefix)
             session = FinetuneSession(study, options, test, study_loss.fingerprint(checkpoint))
-            code = session.run(options.minutes, retry=options.retry)
+            code = session.run(end, retry=options.retry)
         report(study.reference, options.out)
     except (ValueError, OSError) as error:
         return fail(error)

@@ -14,10 +14,10 @@ checkpoint; --trunk-ranks trains it on several GPUs. Each --runs directory has a
 also on another machine, and only runs from the same trunk are paired.
 
 A run is a directory in --runs, with its log in jobs/. When it ends, one line about it is appended
-to --out, and it is not repeated, unless it failed and --retry is given. After --minutes, or at a
-signal, the runs save checkpoints; the same command continues them. A line contains the protocol and
-a hash of the data; lines in which these differ cannot be compared, so --out of another study is
-refused.
+to --out, and it is not repeated, unless it failed and --retry is given. --minutes after the start
+of the tool, or at a signal, the runs save checkpoints; the same command continues them. A line
+contains the protocol and a hash of the data; lines in which these differ cannot be compared, so
+--out of another study is refused.
 
 Prints a table in Markdown with the differences to the reference in % of its loss, paired by seed,
 as mean +- standard error, and writes it as JSON and as a plot beside --out (*.json, *.png). If the
@@ -109,9 +109,8 @@ class Session:
             "data": self.prepared.fingerprint,
         }
 
-    def run(self, minutes: float | None, *, retry: bool) -> int:
-        """Train what has no line yet; returns the exit code."""
-        end = None if minutes is None else time.monotonic() + 60 * minutes
+    def run(self, end: float | None, *, retry: bool) -> int:
+        """Train what has no line yet until `end`, see `deadline`; returns the exit code."""
         lines = read_lines(self.out)
         for line in lines:
             job = next((job for job in self.jobs if job.recipe == line["recipe"]), self.jobs[0])
@@ -224,6 +223,7 @@ def report(study: LossStudy, out: Path, pool: Iterable[Path]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parse(arguments)
+    end = deadline(options.minutes)  # before the text is tokenized, which may take minutes
     # megatron-core warns on import of optional packages
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     try:
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_output(options.out)
         code = 0
         if not options.report:
-            code = Session(study, options).run(options.minutes, retry=options.retry)
+            code = Session(study, options).run(end, retry=options.retry)
         report(study, options.out, options.pool)
     except (ValueError, OSError) as error:
         return fail(error)
@@ -255,6 +255,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def deadline(minutes: float | None) -> float | None:
+    """The time of time.monotonic() at which the runs stop if `minutes` begin now; None: never."""
+    return None if minutes is None else time.monotonic() + 60 * minutes
+
+
 def add_options(parser: Parser) -> None:
     """Add the options of every tool that runs a study."""
     parser.add_argument("study", type=local_path, metavar="STUDY.yaml")
@@ -264,7 +269,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--recipes", nargs="+", metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N")
     parser.add_argument("--per-gpu", type=int, default=1, help="runs at once (default: 1)")
-    parser.add_argument("--minutes", type=float, help="then stop and save (default: never)")
+    parser.add_argument("--minutes", type=float, help="after which runs stop (default: never)")
     parser.add_argument("--retry", action="store_true", help="repeat runs that failed")
     parser.add_argument("--report", action="store_true", help="only print the table")
 

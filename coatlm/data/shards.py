@@ -11,6 +11,7 @@ depend on: files with size and mtime, tokenizer, options.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +115,12 @@ def _run_workers(
     context = multiprocessing.get_context("spawn")  # fork would copy CUDA contexts and threads
     counters: Any = context.Array("q", 3)  # next shard, documents, bytes
     complaints = context.SimpleQueue()
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
         context.Process(
-            target=_work, args=(shards, options, limits, counters, complaints), daemon=True
+            target=_work, args=(reader, options, limits, counters, complaints), daemon=True
         )
-        for _ in range(workers)
+        for reader, _ in pipes
     ]
     seen = [0, 0]
     try:
@@ -130,6 +133,13 @@ def _run_workers(
                     process.start()
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        # Not as arguments of the process: if a worker died before it has read those, `start` would
+        # wait for it forever. Without a reader here, writing to a dead worker fails.
+        for reader, _ in pipes:
+            reader.close()
+        for _, writer in pipes:
+            with writer, contextlib.suppress(BrokenPipeError):  # the exit code is reported below
+                writer.send(shards)
         while True:
             alive = any(process.is_alive() for process in processes)  # before the counters are read
             _, *now = counters.get_obj()  # without the lock, which a killed process may hold
@@ -153,10 +163,14 @@ def _run_workers(
 
 
 def _work(
-    shards: Sequence[TokenShard], options: Options, limits: Limits, counters: Any, complaints: Any
+    work: Connection, options: Options, limits: Limits, counters: Any, complaints: Any
 ) -> None:
-    """Tokenize the next shard until there is none. Runs in a worker process."""
+    """Receive the shards, and tokenize the next one until there is none. Runs in a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        shards: Sequence[TokenShard] = work.recv()
+    except EOFError:  # the parent has ended
+        return
 
     def report(documents: int, nbytes: int) -> None:
         with counters.get_lock():

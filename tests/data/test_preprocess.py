@@ -323,6 +323,21 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert not (tmp_path / "out.shards").exists()
 
 
+def test_workers_that_die_before_they_receive_their_shards_are_reported(tmp_path: Path) -> None:
+    """The program comes from stdin, so workers cannot import it; a pipe holds 64 KiB of shards."""
+    for number in range(1000):
+        (tmp_path / f"{number:03}-{'x' * 100}.txt").write_text("some text")
+    found = subprocess.run(
+        [sys.executable, "-", f"{tmp_path}/*.txt", str(tmp_path / "out"), "2"],
+        input=SCRIPT,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
+    assert "LostWorkerError: a tokenizing process ended with exit code 1" in found.stderr
+
+
 def test_a_killed_run_goes_on_with_other_workers_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

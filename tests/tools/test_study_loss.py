@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coatlm.config import load
+from coatlm.config import Config, load
 from coatlm.optim.schedule import learning_rate
 from tests.forks import Forked
 from tools import study_loss
 from tools.studies import loss_runs
-from tools.studies.loss_lines import Line, check_comparable, newest
+from tools.studies.loss_lines import Line, Prepared, check_comparable, newest, prepare
 from tools.studies.loss_runs import CPU, Ended, Places, StudyJob, run_jobs
 from tools.studies.loss_study import LossStudy, StudyRecipe, read_study
 from tools.studies.loss_table import difference, markdown, tabulate
@@ -391,6 +391,20 @@ def test_a_study_is_cut_continued_and_reported(
     other = [*call[:2], str(tmp_path / "other"), *call[3:], "--recipes", "eps"]
     assert study_loss.main(other) == 2
     assert "protocol train.steps: 6 and 400" in capsys.readouterr().err
+
+
+def test_the_minutes_of_a_study_begin_before_its_text_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(config: Config) -> Prepared:
+        time.sleep(0.5)
+        return prepare(config)
+
+    monkeypatch.setattr(study_loss, "prepare", slowly)
+    runs = tmp_path / "runs"
+    call = [str(written(tmp_path)), "--runs", str(runs), "--out", str(tmp_path / "tiny.jsonl")]
+    assert study_loss.main([*call, "--minutes", "0.005"]) == 85
+    assert not (runs / "jobs").exists()
 
 
 BRANCHES = (
