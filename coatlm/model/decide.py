@@ -15,7 +15,7 @@ from typing import Any
 
 from coatlm.config import LAYOUT, Config, ConfigError, make_config
 from coatlm.console import duration
-from coatlm.model.layouts import MICRO_BATCH, SPARE, Choice, describe, notes, predicted, ranked
+from coatlm.model.layouts import MICRO_BATCH, Choice, describe, notes, predicted, ranked, spare
 from coatlm.model.memory import GIB, micro_batches, replaced
 from coatlm.model.rates import known, load_rates, rates_of
 from coatlm.model.step_time import Cluster
@@ -78,9 +78,10 @@ def decide(
     if not found:
         raise ConfigError(refusal(config, cluster, free))
     following = f"; the next is {described(found[1], ranks)}" if found[1:] else ""
+    left = f"{spare(ranks):.0%} of {gpu.memory / GIB:.1f} GiB"
     said = [
         f"Chosen for {asked} on {ranks} x {gpu.name}: {described(found[0], ranks)}, the fastest of "
-        f"those that are estimated to leave {SPARE:.0%} of {gpu.memory / GIB:.1f} GiB{following}."
+        f"those that are estimated to leave {left}{following}."
     ]
     return found[0].config, " ".join(said + notes(config, [found[0].config], free))
 

@@ -21,7 +21,7 @@ from coatlm.config import (
     read_mapping,
 )
 from coatlm.model.fits import with_fitting
-from coatlm.model.layouts import ranked
+from coatlm.model.layouts import ranked, usable
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.model.rates import interpolated, known, load_rates
 from coatlm.model.step_time import Cluster, Forecast, StepTime, forecast
@@ -64,6 +64,16 @@ def test_a_measured_step_is_predicted_within_10_percent_and_its_memory_within_5(
     assert measured_speed(found, row) == pytest.approx(row["tokens_per_s"], rel=0.10)
     peak = peak_bytes(config, config.model.vocab, config.data_parallel_size(ranks)) / GIB
     assert peak == pytest.approx(row["gib"], rel=0.05)
+    assert row["gib"] * GIB <= usable(Cluster(load_rates(row["gpu"]), ranks))  # for it has run
+
+
+def test_samples_of_16384_tokens_on_two_gpus_of_80_gb_do_not_fit_as_they_did_not() -> None:
+    (row,) = (row for row in ROWS if row["name"] == "7B DP2 16k")
+    saved = [{"precision.output_layer": "fp8-gradients", "train.logits": "save"}]
+    config = configured(row | {"keys": row["keys"] + saved})
+    peak = peak_bytes(config, 32000, 2)
+    assert peak / GIB == pytest.approx(71.9, abs=0.1)
+    assert usable(Cluster(load_rates("h100"), 2)) < peak < usable(Cluster(load_rates("h100"), 1))
 
 
 @pytest.mark.parametrize("kind", known())
