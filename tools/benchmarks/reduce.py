@@ -1,10 +1,12 @@
 """Reduce-scatter of gradients over all local GPUs: milliseconds, relative error, bytes per element.
 
 Rows: an all-to-all of one byte per element alone, NCCL's sums in fp32 and BF16, FP8-LM's sum, and
-coatlm's FP8 exchange from BF16 and from fp32 gradients, with all kernels. `ms` is the device time;
-the device is busy with other work first, as in backward, so that the host has issued everything
-before it starts. `host_ms` is the time that the host takes to issue it. All rows share the
-processes, one per GPU.
+coatlm's FP8 exchange from BF16 and from fp32 gradients, with all kernels. Rows with `delayed` know
+the scales, as with parallel.grad_comm_scaling=delayed, and only collect the next amaxes; the others
+with scales that ranks share read the gradients for them first. `ms` is the device time; the device
+is busy with other work first, as in backward, so that the host has issued everything before it
+starts. `host_ms` is the time that the host takes to issue it. All rows share the processes, one per
+GPU.
 
 Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
 piece sizes, whole=1 for all-reduces.
@@ -24,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coatlm.fp8.formats import E3M4
+from coatlm.fp8.formats import E3M4, E4M3
+from coatlm.fp8.scaling import scale_ref
+from coatlm.fp8.segments import largest_magnitudes
 from coatlm.parallel.collectives import Comm, Traffic
 from coatlm.parallel.exchange import Fp8Exchange
 from coatlm.parallel.groups import high_priority
@@ -46,7 +50,10 @@ WIRES: dict[str, tuple[Wire, torch.dtype]] = {  # row -> format, dtype of the gr
     "fp8-a2a e3m4 from fp32": (Fp8Exchange(E3M4), FP32),
     "fp8-a2a tensor from bf16": (Fp8Exchange(scaling="tensor"), BF16),
     "fp8-a2a bucket from bf16": (Fp8Exchange(scaling="bucket"), BF16),
+    "fp8-nccl delayed from bf16": (Fp8Sum(), BF16),
+    "fp8-a2a tensor delayed from bf16": (Fp8Exchange(scaling="tensor"), BF16),
 }
+DELAYED = {name for name in WIRES if " delayed " in name}  # their scales are given, not measured
 TOGETHER = "; "  # between the names of rows, which are measured in the same processes
 WARMUP = 5
 AHEAD = 8_000_000  # device cycles by which the host is ahead: some milliseconds
@@ -136,6 +143,11 @@ def sums(
     own = slice(comm.rank * part, (comm.rank + 1) * part)
     out = grads if whole else grads[own]  # in place, as in training
     job = Sum(grads, out, (part,) * comm.size, tensors, whole=whole)
+    if kind in DELAYED:
+        amax = largest_magnitudes(grads, tensors.owner, len(tensors.mu))
+        comm.all_reduce(amax, dist.ReduceOp.MAX).wait()
+        tensors.scale = scale_ref(2 * amax.view(torch.float32), E4M3)
+        tensors.amax = torch.zeros_like(amax)
 
     def reduce() -> None:
         Reduction(wire.steps(job, comm), stream).wait()
