@@ -7,7 +7,7 @@ A study trains each of its recipes with each of its seeds; tools/studies/loss_st
 file. Runs with the same seed have the same initial weights and data. Overrides key=value apply to
 all runs, for example data.text. The runs of the first seed start first, and the reference's before
 the others', so that pairs are complete early. --per-gpu runs share a GPU, or the CPU if there is no
-GPU. --recipes and --seeds choose some of the runs; those of the reference always belong to them.
+GPU. --recipes and --seeds choose some of the runs; the reference's runs are always included.
 
 If the study has a trunk, the trunk's run is trained first, and all others continue from its last
 checkpoint; --trunk-ranks trains it on several GPUs. Each --runs directory has a trunk of its own,

@@ -11,7 +11,7 @@ the peak with every optimizer recipe and gradient dtype, and with every precisio
 recompute mode, all else as configured. With --memory-gib it names the largest
 train.micro_batch that fits, a divisor of the global batch, so that the run stays the same.
 --reserve-gib is left free for what is not in the estimate: the CUDA context, NCCL's buffers and
-fragmentation.
+fragmentation. The default is 2, and with --fits the share that `coatlm plan` leaves.
 
 --table7 takes the models, GPUs and batches of COAT's Table 7 (arXiv 2410.19313) and tries layouts
 from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown. --fits shows
@@ -51,6 +51,7 @@ from coatlm.optim.recipes import RECIPES
 
 RECOMPUTE = ("none", "selective", "full")
 MAIN_GRADS = ("fp32", "bf16", "fp8")
+RESERVE_GIB = 2.0  # the default of --reserve-gib, but with --fits
 LARGEST_BATCH = 64  # samples per replica that --table7 tries
 
 
@@ -242,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_config(parser, required=False)
     parser.add_argument("--ranks", type=int, help="processes (default: the fewest that hold it)")
     parser.add_argument("--memory-gib", type=float, help="memory of a GPU in GiB (--table7: 80)")
-    parser.add_argument("--reserve-gib", type=float, default=2.0, help="GiB left free (default: 2)")
+    parser.add_argument("--reserve-gib", type=float, help="GiB left free (default: 2)")
     parser.add_argument("--table7", action="store_true", help="COAT's Table 7, without CONFIG")
     parser.add_argument("--fits", action="store_true", help="what fits 80 and 141 GB; no CONFIG")
     options = parser.parse(arguments)
@@ -253,14 +254,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--ranks {options.ranks}: at least 1, with CONFIG")
         if options.fits and options.memory_gib is not None:
             raise ConfigError(f"--memory-gib {options.memory_gib}: --fits has GPUs of its own")
-        if not 0 <= options.reserve_gib < math.inf:
-            raise ConfigError(f"--reserve-gib {options.reserve_gib}: at least 0")
+        reserve = RESERVE_GIB if options.reserve_gib is None else options.reserve_gib
+        if not 0 <= reserve < math.inf:
+            raise ConfigError(f"--reserve-gib {reserve}: at least 0")
         given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib
-        memory = None if given is None else (given - options.reserve_gib) * GIB
+        memory = None if given is None else (given - reserve) * GIB
         if memory is not None and not 0 < memory < math.inf:
-            raise ConfigError(
-                f"--memory-gib {given} must be above --reserve-gib {options.reserve_gib}"
-            )
+            raise ConfigError(f"--memory-gib {given} must be above --reserve-gib {reserve}")
         if options.fits:
             print("\n".join(fitting.table(options.reserve_gib)))
             return 0

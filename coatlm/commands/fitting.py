@@ -11,8 +11,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from coatlm.hf.run_config import load_run_config
+from coatlm.model.layouts import usable
 from coatlm.model.memory import GIB, peak_bytes
 from coatlm.model.rates import load_rates
+from coatlm.model.step_time import Cluster
 
 GPUS = {"80": "h100", "141": "h200"}  # GB in the name of a GPU -> its rates
 SEQ_LEN = 4096
@@ -46,20 +48,28 @@ ROWS = (
 )
 
 
-def table(reserve_gib: float) -> Iterator[str]:
-    """The table in Markdown; `reserve_gib` of each GPU is left free."""
+def table(reserve_gib: float | None) -> Iterator[str]:
+    """The table in Markdown. `reserve_gib` of each GPU stays free; None: as for the planner."""
     heads = (f"{case.name}, {case.gpus} GPU{'s' * (case.gpus > 1)}" for case in CASES)
     yield "| " + " | ".join(("and in addition", *heads)) + " |"
     yield "|---|" + "---:|" * len(CASES)
     for row, changes in zip(ROWS, accumulate(ROWS), strict=True):
-        cells = (cell(peak(case, changes) / GIB, reserve_gib) for case in CASES)
+        cells = (cell(peak(case, changes) / GIB, case.gpus, reserve_gib) for case in CASES)
         yield f"| {' '.join(f'`{change}`' for change in row)} | " + " | ".join(cells) + " |"
 
 
-def cell(gib: float, reserve_gib: float) -> str:
+def cell(gib: float, gpus: int, reserve_gib: float | None) -> str:
     """A peak, and the smallest GPU that it fits."""
-    fits = (name for name, kind in GPUS.items() if gib <= load_rates(kind).memory_gib - reserve_gib)
+    fits = (name for name, kind in GPUS.items() if gib <= _room(kind, gpus, reserve_gib))
     return f"{gib:.1f} ({next(fits, 'no')})"
+
+
+def _room(kind: str, gpus: int, reserve_gib: float | None) -> float:
+    """The GiB that a peak may have on each of `gpus` GPUs."""
+    rates = load_rates(kind)
+    if reserve_gib is None:
+        return usable(Cluster(rates, gpus)) / GIB
+    return rates.memory_gib - reserve_gib
 
 
 def peak(case: FitColumn, changes: tuple[str, ...]) -> int:

@@ -3,7 +3,7 @@
 A layout is tp (within a node, with sequence parallelism), cp, pp, vpp, zero, recompute and the
 microbatch, or some of these keys; the global batch and all number formats stay as they are. Each
 has the tp_chunks with which its layers are the fastest. Where context-parallel ranks can exchange
-heads, there is also a layout in which they all-gather keys and values. Where tp or cp is 1, options
+heads, cp_comm all_gather is tried too, and p2p where it is possible. Where tp or cp is 1, options
 that only larger ones have a use for (ONLY_ABOVE_1) are left out. A layout is valid if `Config`
 accepts it, and fits if the estimated peak (memory.py) is at most what is `usable`. Logits are saved
 where a run with train.logits=auto would save them (fits.py).
@@ -29,7 +29,8 @@ from coatlm.model.step_time import Cluster, Forecast, Stages, forecast, stage_ti
 
 # Shares of the memory that a peak leaves: for the CUDA context and fragments, and, where there are
 # several ranks, for NCCL's buffers. On 80 GB a single rank has run with a peak of 94 % (8B, samples
-# of 8192 tokens), and two ranks with 91 % have run out of memory (7B, 16,384 tokens).
+# of 8192 tokens, states of `coat-lean`: tests/model/measured_steps.yaml), and two ranks with 91 %
+# have run out of memory (7B, 16,384 tokens).
 SPARE_ALONE, SPARE = 0.06, 0.1
 LARGEST_MICRO_BATCH = 64
 MOST_CHUNKS = 8  # per pipeline stage

@@ -127,5 +127,7 @@ def test_the_page_about_memory_has_the_table_of_what_fits(
 
 
 def test_a_peak_is_named_with_the_smallest_gpu_that_leaves_the_reserve() -> None:
-    cells = [fitting.cell(gib, 2.0) for gib in (77.1, 77.3, 137.8, 137.9)]
+    cells = [fitting.cell(gib, 1, 2.0) for gib in (77.1, 77.3, 137.8, 137.9)]
     assert cells == ["77.1 (80)", "77.3 (141)", "137.8 (141)", "137.9 (no)"]
+    cells = [fitting.cell(gib, gpus, None) for gib, gpus in ((74.4, 1), (74.5, 1), (71.3, 8))]
+    assert cells == ["74.4 (80)", "74.5 (141)", "71.3 (141)"]  # 6 % and 10 % of 79.2 GiB

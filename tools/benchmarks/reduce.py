@@ -2,11 +2,11 @@
 
 Rows: an all-to-all of one byte per element alone, NCCL's sums in fp32 and BF16, FP8-LM's sum, and
 coatlm's FP8 exchange from BF16 and from fp32 gradients, with all kernels. Rows with `delayed` know
-the scales, as with parallel.grad_comm_scaling=delayed, and only collect the next amaxes; the others
-with scales that ranks share read the gradients for them first. `ms` is the device time; the device
-is busy with other work first, as in backward, so that the host has issued everything before it
-starts. `host_ms` is the time that the host takes to issue it. All rows share the processes, one per
-GPU.
+the scales, as with parallel.grad_comm_scaling=delayed, and only collect the next amaxes; other rows
+of FP8-LM's sum and those with `tensor` and `bucket` first read the gradients for them. `ms` is the
+device time; the device is busy with other work first, as in backward, so that the host has issued
+everything before it starts. `host_ms` is the time that the host takes to issue it. All rows share
+the processes, one per GPU.
 
 Options: values=268435456 ranks=N reps=20, pieces=2^24,2^25,... for rows of FP8 exchange at other
 piece sizes, whole=1 for all-reduces.
