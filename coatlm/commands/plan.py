@@ -32,7 +32,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 
 from coatlm.commands.arguments import add_config
@@ -42,7 +42,15 @@ from coatlm.console import Parser, duration, fail
 from coatlm.hf.run_config import load_run_config
 from coatlm.model.changes import costs, proposal, words
 from coatlm.model.failures import DAY, checkpoint_interval, lost_share, time_between
-from coatlm.model.layouts import TP_CHUNKS, Choice, describe, notes, predicted, ranked
+from coatlm.model.layouts import (
+    TP_CHUNKS,
+    Choice,
+    any_valid,
+    describe,
+    notes,
+    predicted,
+    ranked,
+)
 from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster, forecast
@@ -106,7 +114,8 @@ def scale_lines(
         gpus = cluster.gpus
         choice = next(ranked(config, vocab, cluster), None)
         if choice is None:
-            yield f"| {gpus:,} | none fits |{' |' * 9}"
+            none = "none fits" if any_valid(config, cluster) else "none divides model and batch"
+            yield f"| {gpus:,} | {none} |{' |' * 9}"
             continue
         fastest.append(choice.config)
         found, between = choice.forecast, time_between(gpus)
@@ -132,6 +141,18 @@ def overrides(config: Config, layout: Config) -> list[str]:
     keys += [key for key in options if getattr(p, key) != getattr(config.parallel, key)]
     words = [f"parallel.{key}={str(getattr(p, key)).lower()}" for key in keys]
     return [*words, f"train.recompute={t.recompute}", f"train.micro_batch={t.micro_batch}"]
+
+
+def undivided(config: Config, cluster: Cluster) -> str:
+    """That no layout of so many GPUs is valid, and the next smaller number that has one."""
+    m, gpus = config.model, cluster.gpus
+    fewer = (replace(cluster, gpus=n, per_node=min(n, 8)) for n in range(gpus - 1, 0, -1))
+    found = next((each.gpus for each in fewer if any_valid(config, each)), None)
+    return (
+        f"--gpus {gpus}: no layout is valid: tp x cp x pp x dp must be {gpus}, where dp divides "
+        f"train.global_batch={config.train.global_batch}, pp model.layers={m.layers} and tp "
+        f"model.heads={m.heads}" + (f"; {found} GPUs have one" if found else "")
+    )
 
 
 def any_graphs(config: Config) -> bool | str:
@@ -185,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print("\n".join(lines))
                 return 0
             choices = list(islice(ranked(config, vocab, cluster), options.top))
+            if not choices and not any_valid(config, cluster):
+                raise ConfigError(undivided(config, cluster))
     except (ValueError, OSError) as error:
         return fail(error)
     if not choices:

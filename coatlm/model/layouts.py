@@ -129,6 +129,11 @@ def spare(ranks: int) -> float:
     return SPARE if ranks > 1 else SPARE_ALONE
 
 
+def any_valid(config: Config, cluster: Cluster) -> bool:
+    """Whether any layout of these GPUs divides the model and the batch, and is valid."""
+    return next(_shapes(config, cluster, EVERY), None) is not None
+
+
 def usable(cluster: Cluster) -> float:
     """The bytes of a GPU that a peak may have."""
     return cluster.rates.memory_gib * GIB * (1 - spare(cluster.gpus))

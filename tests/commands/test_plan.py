@@ -90,6 +90,18 @@ def test_a_number_of_gpus_that_nothing_fits_has_a_line(capsys: pytest.CaptureFix
     assert one.count("|") == head.count("|")
 
 
+def test_a_number_of_gpus_that_divides_nothing_is_told_from_one_that_is_too_small(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["llama2-7b", "--gpus", "3"]) == 2
+    assert "--gpus 3: no layout is valid: tp x cp x pp x dp must be 3, " in (
+        told := capsys.readouterr().err
+    )
+    assert told.rstrip().endswith("; 2 GPUs have one")
+    assert main(["llama2-7b", "--gpus", "3,8"]) == 0
+    assert "| 3 | none divides model and batch | " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
