@@ -116,6 +116,15 @@ def test_the_profiler_leaves_a_trace(forks: Forks, config: str, tmp_path: Path) 
     assert any("scaled_dot_product" in name for name in names)
 
 
+def test_a_run_that_resumes_after_the_profiled_steps_leaves_no_trace(
+    forks: Forks, config: str, tmp_path: Path
+) -> None:
+    assert forks.run(config, "checkpoint.every=2", "train.steps=2")[0] == 0
+    code, output = forks.run(config, "checkpoint.every=2", "log.profile=[1,2]")
+    assert code == 0, output
+    assert "resumed" in output and not (tmp_path / "run/traces").exists()
+
+
 def test_dry_run_prints_config_and_plan_and_writes_nothing(
     forks: Forks, config: str, tmp_path: Path
 ) -> None:

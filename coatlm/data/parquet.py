@@ -78,6 +78,8 @@ def _string_type(path: str, file: Any, column: str) -> Any:
     names = file.schema_arrow.names
     if column not in names:
         raise ValueError(f"{path}: no column {column!r}; there are {some(names)}")
+    if names.count(column) > 1:
+        raise ValueError(f"{path}: {names.count(column)} columns have the name {column!r}")
     kind = file.schema_arrow.field(column).type
     if pyarrow.types.is_dictionary(kind):
         kind = kind.value_type

@@ -43,6 +43,7 @@ from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.files import open_locked
 
 COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
+PUBLISHING = "publishing"  # in PREFIX.shards, from before the first rename: the key of the inputs
 
 
 def preprocess(
@@ -70,7 +71,7 @@ def preprocess(
     done = _existing(prefix, key, segments, overwrite, masked=options.chat is not None)
     directory = suffixed(prefix, ".shards")
     if done is not None:
-        shutil.rmtree(directory, ignore_errors=True)  # left by a call that ended before removing it
+        _remove_left(directory)
         return done
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
@@ -80,6 +81,7 @@ def preprocess(
         crc32 = _join(shards, _joined(prefix), dtype, masked=masked)
         manifest = _describe(shards, options, tokenizer, key, crc32)
         if manifest.documents:
+            (directory / PUBLISHING).write_text(key)
             _publish(prefix, manifest)
         shutil.rmtree(directory)
     if not manifest.documents:
@@ -110,8 +112,8 @@ def _existing(
             overwrite and manifest.version == 1
         ):
             return manifest
-    joined = _joined(prefix)
-    publishing = suffixed(joined, ".idx").exists() and not suffixed(joined, ".bin").exists()
+    marker = suffixed(prefix, ".shards") / PUBLISHING
+    publishing = marker.exists() and marker.read_text() == key
     for target in (suffixed(prefix, suffix) for suffix in (".bin", ".idx", MASK)[: 2 + masked]):
         if target.exists() and not overwrite and not publishing:
             raise ValueError(
@@ -123,6 +125,13 @@ def _existing(
 def _joined(prefix: Path) -> Path:
     """The prefix of the joined files until they are renamed, .bin first and .idx last."""
     return suffixed(prefix, ".shards") / "joined"
+
+
+def _remove_left(directory: Path) -> None:
+    """Remove what a call that ended after `_publish` has left; a call that runs keeps its files."""
+    if directory.exists():
+        with contextlib.suppress(ValueError), _locked(directory):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -89,9 +89,12 @@ class TextStream:
         end = start + reach
         while self._inside and self.offset < end:
             if not self._take(self._file.readline(min(BLOCK_BYTES, end - self.offset))):
-                return
-        if self._inside:
-            self._rest_of_character(3)
+                break
+        else:
+            if self._inside:
+                self._rest_of_character(3)
+        if start:
+            self._at_disk = self._raw.tell()  # the segment before counts what is left out here
 
     def read_piece(self, stop: int, reach: int) -> bytes:
         """Read about a block of bytes before `stop`, and the rest of the line in which they end.

@@ -7,7 +7,8 @@
          | tiktoken:FILE.tiktoken?pattern=REGEX
 
 Special tokens in text have no effect: a document that contains `<|endoftext|>` gets the ids of
-those characters, not the end-of-document id. Nothing is added, truncated or padded. `TOKEN` is
+those characters, not the end-of-document id, also where a vocabulary has that token as an ordinary
+piece. Nothing is added, truncated or padded. `TOKEN` is
 needed if a vocabulary has none of `EOD_NAMES`. A .tiktoken rank file does not define how text is
 split into words; `pattern` (the rest of the spec, taken literally) does. Text that the pattern does
 not match is lost, and the end-of-document id follows the last rank.
@@ -92,12 +93,13 @@ class HuggingFaceTokenizer:
         self.spec = spec
         self.vocab_size = max(vocab.values(), default=-1) + 1  # some ids may be unused
         self.eod = _find_eod(spec, vocab, eod)
+        self._spelled = _spelled(self.eod, vocab)
         self.fingerprint = _fingerprint("hf", content, self.eod)
 
     def encode(self, text: str) -> list[int]:
         with library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
             ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
-        return ids
+        return _without_eod(self, ids, self._spelled)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode(list(ids), skip_special_tokens=False)
@@ -116,16 +118,17 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(content)
         self.spec = spec
         self.vocab_size = int(self._model.vocab_size())
+        pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
         if eod is None and self._model.eos_id() >= 0:
             self.eod = int(self._model.eos_id())
         else:
-            pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
             self.eod = _find_eod(spec, pieces, eod)
+        self._spelled = _spelled(self.eod, pieces)
         self.fingerprint = _fingerprint("sentencepiece", content, self.eod)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
-        return ids
+        return _without_eod(self, ids, self._spelled)
 
     def decode(self, ids: Sequence[int]) -> str:
         content: bytes = self._model.decode(list(ids), return_type=bytes)
@@ -235,6 +238,30 @@ def _find_eod(spec: str, vocab: dict[str, int], name: str | None) -> int:
         f"data.tokenizer={spec!r}: the vocabulary has none of {', '.join(EOD_NAMES)}; "
         "name its end-of-document token with ?eod=TOKEN"
     )
+
+
+def _spelled(token: int, vocab: dict[str, int]) -> list[int] | None:
+    """The ids of the characters of a token's name; None if one of them is no token."""
+    name = next(name for name, number in vocab.items() if number == token)
+    ids = [vocab.get(character) for character in name]
+    return None if None in ids else [number for number in ids if number is not None]
+
+
+def _without_eod(tokenizer: Tokenizer, ids: list[int], spelled: list[int] | None) -> list[int]:
+    """The ids of a text with `spelled` in place of the end-of-document id, if that is among them.
+
+    It is where end-of-document is an ordinary piece of the vocabulary and the text has its name.
+    Raises ValueError if the vocabulary cannot spell that name, which `spelled` of None means.
+    """
+    if tokenizer.eod not in ids:
+        return ids
+    if spelled is None or tokenizer.eod in spelled:
+        raise ValueError(
+            f"data.tokenizer={tokenizer.spec}: a document has the name of the end-of-document "
+            f"token, {tokenizer.decode([tokenizer.eod])!r}, which this vocabulary cannot spell by "
+            "single characters; remove it from the text, or name another token with ?eod=TOKEN"
+        )
+    return [i for one in ids for i in (spelled if one == tokenizer.eod else [one])]
 
 
 def _named_encoding(spec: str, name: str) -> tiktoken.Encoding:

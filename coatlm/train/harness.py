@@ -230,6 +230,10 @@ def _prepare(name: str, task: Any, options: Eval) -> None:
     generation = task.get_config("generation_kwargs") or {}
     if task.OUTPUT_TYPE == "generate_until" and generation.get("do_sample"):
         raise ValueError(f"{where} has do_sample: true; only greedy decoding is supported")
+    if task.OUTPUT_TYPE == "generate_until":
+        limit = normalize_gen_kwargs(dict(generation), 1)["max_gen_toks"]
+        if limit < 1:
+            raise ValueError(f"{where} has max_gen_toks: {limit}: must be at least 1")
     shots = task.get_config("num_fewshot")
     if shots is None or (options.tasks_shots is not None and shots != 0):
         task.set_config(key="num_fewshot", value=options.tasks_shots or 0)

@@ -318,7 +318,7 @@ class Loop:
     def _profiler(self) -> Any:
         """torch's profiler for the steps of log.profile on rank 0, which writes to traces/."""
         window = self.config.log.profile
-        if window is None or self.groups.world.rank() != 0:
+        if window is None or window[1] <= self.run.step or self.groups.world.rank() != 0:
             return nullcontext()
         first, last = (max(0, step - 1 - self.run.step) for step in window)
         directory = self.config.run.dir / "traces"

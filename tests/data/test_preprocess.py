@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +38,7 @@ from coatlm.data.documents import (
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.manifest import SUFFIXES, token_dtype
 from coatlm.data.preprocess import preprocess
-from coatlm.data.token_shard import Options
+from coatlm.data.token_shard import Options, TokenShard
 from coatlm.data.tokenizer import make_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -413,6 +414,31 @@ def test_a_run_ended_while_naming_its_files_is_completed(
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
+def test_a_run_ended_twice_while_naming_its_files_is_completed(
+    tmp_path: Path, mixture: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocess(mixture, tmp_path / "straight", Options())
+    replace = os.replace
+
+    def ended(source: Path, target: Path) -> None:
+        if str(target).endswith("out.idx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    def ended_again(*_: object, **__: object) -> NoReturn:  # while the shards are joined again
+        raise KeyboardInterrupt
+
+    for owner, name, replacement in ((os, "replace", ended), (TokenShard, "read", ended_again)):
+        monkeypatch.setattr(owner, name, replacement)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(mixture, tmp_path / "out", Options())
+        monkeypatch.undo()
+    with pytest.raises(ValueError, match="--overwrite"):
+        preprocess(mixture, tmp_path / "out", Options(append_eod=False))  # other content
+    preprocess(mixture, tmp_path / "out", Options())
+    assert documents(tmp_path / "out") == documents(tmp_path / "straight")
+
+
 def test_a_file_that_changed_is_tokenised_again(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", ["before"])
     preprocess([str(path)], tmp_path / "out", Options())
@@ -465,6 +491,21 @@ def test_two_runs_do_not_write_one_prefix(tmp_path: Path, mixture: list[str]) ->
         preprocess(mixture, tmp_path / "out", Options())
 
 
+def test_a_finished_run_leaves_the_files_of_a_run_that_goes_on(
+    tmp_path: Path, mixture: list[str]
+) -> None:
+    from coatlm.data.preprocess import _locked
+
+    first = preprocess(mixture, tmp_path / "out", Options())
+    (tmp_path / "out.shards").mkdir()
+    (tmp_path / "out.shards/shard").write_text("of preprocess(..., overwrite=True)")
+    with _locked(tmp_path / "out.shards"):
+        assert preprocess(mixture, tmp_path / "out", Options()) == first
+        assert (tmp_path / "out.shards/shard").exists()
+    assert preprocess(mixture, tmp_path / "out", Options()) == first
+    assert not (tmp_path / "out.shards").exists()  # of a run that ended before it removed them
+
+
 # ---- what users get wrong
 
 
@@ -493,6 +534,8 @@ def _bad_input(name: str, directory: Path) -> Path:
         path.write_bytes(content[name])
     elif name == "column.parquet":
         pq.write_table(pa.table({"body": ["a"], "id": [1]}), path)
+    elif name == "twice.parquet":
+        pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
     elif name == "type.parquet":
         pq.write_table(pa.table({"text": [1]}), path)
     elif name == "broken.parquet":
@@ -527,6 +570,7 @@ def _bad_input(name: str, directory: Path) -> Path:
         ("empty.parquet", "not a parquet file"),
         ("packed.parquet.gz", "parquet is compressed internally"),
         ("column.parquet", "no column 'text'; there are body, id"),
+        ("twice.parquet", "2 columns have the name 'text'"),
         ("type.parquet", "column 'text' is int64, not string"),
         ("broken.parquet", "broken.parquet: "),
     ],

@@ -50,6 +50,20 @@ def documents(path: Path, document_bytes: int, limits: Limits | None = None) -> 
 # ---- plain text in pieces
 
 
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_the_bytes_read_from_a_plain_file_add_up_to_its_size(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"".join(b'{"text": "%s"}\n' % (b"a" * n) for n in range(60)))
+    segments = plan_segments([path], 200)
+    assert len(segments) > 5
+    blocks = [
+        block
+        for segment in segments
+        for block in read_segment(segment, "text", "text", limits=Limits(), document_bytes=200)
+    ]
+    assert sum(block.nbytes for block in blocks) == path.stat().st_size
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     LINES, st.integers(1, 60), st.sampled_from([4, 16, 1 << 20]), st.sampled_from([".gz", ".zst"])

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +52,30 @@ def test_text_that_spells_eod_does_not_encode_to_it(spec: str, name: str) -> Non
     ids = tokenizer.encode(f"before{name}after")
     assert tokenizer.eod not in ids
     assert tokenizer.decode(ids) == f"before{name}after"
+
+
+@pytest.mark.parametrize("text", ["before</s>after", "</s>", "</s></s> </s>"])
+def test_eod_that_is_an_ordinary_piece_is_spelled_in_text(text: str, tmp_path: Path) -> None:
+    pieces = [(c, -9.0) for c in "</s>beforat "] + [("</s>", -1.0)]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), *pieces], unk_id=0))
+    model.decoder = tokenizers.decoders.Fuse()
+    assert model.encode(text).ids.count(len(pieces)) == text.count("</s>")
+    model.save(str(tmp_path / "unigram.json"))
+    tokenizer = make_tokenizer(f"hf:{tmp_path}/unigram.json")
+    assert tokenizer.eod == len(pieces)
+    ids = tokenizer.encode(text)
+    assert tokenizer.eod not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_eod_that_text_cannot_spell_is_an_error(tmp_path: Path) -> None:
+    pieces = [(c, -9.0) for c in "<s>a"] + [("</s>", -1.0)]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), *pieces], unk_id=0))
+    model.save(str(tmp_path / "unigram.json"))
+    tokenizer = make_tokenizer(f"hf:{tmp_path}/unigram.json")
+    with pytest.raises(ValueError, match=r"unigram\.json: a document has .*'</s>'.*\?eod=TOKEN"):
+        tokenizer.encode("a</s>a")
+    assert tokenizer.decode(tokenizer.encode("a")) == "a"
 
 
 def test_merges_are_applied(hf_file: Path, tiktoken_file: Path) -> None:

@@ -163,6 +163,11 @@ def test_solved_examples_stand_before_each_prompt_the_same_ones_every_time(tmp_p
     ("options", "complaint"),
     [
         ({"generation_kwargs": {"until": ["."], "do_sample": True}}, "do_sample: true"),
+        ({"generation_kwargs": {"until": ["."], "max_gen_toks": 0}}, "max_gen_toks: 0: must be"),
+        (
+            {"generation_kwargs": {"until": ["."], "max_new_tokens": -1}},
+            "max_gen_toks: -1: must be",
+        ),
         ({"unsafe_code": True}, "runs code"),
         ({"doc_to_text": "{{start"}, "TemplateSyntaxError"),
         ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "nowhere.jsonl"),
