@@ -109,8 +109,9 @@ class Data(Section):
     has the value of its own checkpoint again unless one is given."""
 
     eod_mask_loss: StrictBool = False
-    """Exclude from the loss the first token of each document, which is predicted from the
-    end-of-document token before it."""
+    """Exclude from the loss the first token of each document, which is predicted from the end of
+    another. The documents are those of reset_attention_mask: the index divides them, and so does an
+    end-of-document token, except in conversations and packed samples."""
 
     loss_mask: Literal["all", "completion"] = "all"
     """The tokens that count in the loss: all, or with completion those that are marked in the loss

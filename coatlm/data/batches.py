@@ -57,20 +57,29 @@ def _read_batch(dataset: Dataset, samples: Sequence[int]) -> Microbatch:
     """Read these samples into a microbatch in host memory."""
     ids = torch.from_numpy(np.stack([dataset[i] for i in samples]))
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    ends = tokens == dataset.eod
-    mask = (~ends).float() if dataset.eod_mask_loss else torch.ones(tokens.shape)
+    mask = torch.ones(tokens.shape)
     for row, sample in enumerate(samples):
         counted = dataset.counted(sample)
         if counted is not None:
             mask[row] *= torch.from_numpy(counted[1:])
     bounds = None
-    if dataset.reset_attention_mask:
-        documents = ends.cumsum(1) - ends.long()
-        for row, sample in enumerate(samples):
-            indexed = torch.from_numpy(dataset.documents(sample)[:-1])
-            documents[row] = indexed if dataset.eod_inside(sample) else documents[row] + indexed
-        bounds = document_bounds(documents)
+    if dataset.reset_attention_mask or dataset.eod_mask_loss:
+        documents = _documents(dataset, samples, ids)
+        if dataset.reset_attention_mask:
+            bounds = document_bounds(documents[:, :-1])
+        if dataset.eod_mask_loss:
+            mask *= documents[:, 1:] == documents[:, :-1]
     return Microbatch(tokens=tokens, labels=labels, loss_mask=mask, document_bounds=bounds)
+
+
+def _documents(dataset: Dataset, samples: Sequence[int], ids: Tensor) -> Tensor:
+    """A number for each token of these samples [b, s + 1] that changes where a document begins."""
+    ends = ids == dataset.eod
+    documents = ends.cumsum(1) - ends.long()
+    for row, sample in enumerate(samples):
+        indexed = torch.from_numpy(dataset.documents(sample))
+        documents[row] = indexed if dataset.eod_inside(sample) else documents[row] + indexed
+    return documents
 
 
 def document_bounds(documents: Tensor) -> Tensor:

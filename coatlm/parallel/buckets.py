@@ -120,6 +120,7 @@ class Bucket:
 
     def accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add a gradient that autograd has returned, or overwrite a stale one."""
+        assert self.allocated, "backward has reached a bucket without memory for gradients"
         if isinstance(self.grads, Tensor):
             param.main_grad.add_(grad)  # type: ignore[attr-defined]
         elif param in self.stale:

@@ -1,7 +1,8 @@
 """FP8-LM's automatic scaling of FP8 gradient sums (arXiv 2310.18313, section 3.1).
 
 NCCL's sum in FP8 saturates where the sum of the ranks' codes exceeds +-MAX. Codes are therefore
-cast(mu s g), with a factor mu <= 1 per tensor. mu starts at 1 / ranks, with which no sum saturates.
+cast(mu s g), with a factor mu <= 1 per tensor. mu starts at 1 / ranks, with which no sum saturates,
+and is multiplied by old ranks / new ranks when a run resumes on another number of them.
 After each step,
 
     mu <- mu / 2          if more than 1e-5 of the tensor's sums are +-MAX (`SATURATED`)

@@ -175,7 +175,11 @@ class GradReduction:
         self.accumulation_nodes[param] = node
 
     def allocate_before_backward(self, units: Mapping[nn.Module, Sequence[Bucket]]) -> None:
-        """Allocate the buckets of a module when backward reaches it: its output has a gradient."""
+        """Allocate the buckets of a module when backward reaches it: its output has a gradient.
+
+        A forward pass without gradients, which recomputation repeats with them, gets no hooks: they
+        would stay with its output, and the output of the repeated pass would have none.
+        """
         for unit, used in units.items():
 
             def allocate(_: Tensor, buckets: Sequence[Bucket] = used) -> None:
@@ -183,6 +187,8 @@ class GradReduction:
                     self._allocate(bucket)
 
             def watch(_: Any, __: Any, output: Any, allocate: Any = allocate) -> None:
+                if not torch.is_grad_enabled():
+                    return
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, Tensor) and leaf.requires_grad:
                         leaf.register_hook(allocate)

@@ -93,7 +93,7 @@ class LayerGather:
             self._acquire(index, -1)
 
         def leave(_: Any, __: Any, output: Any) -> None:
-            if unit.backward:
+            if unit.backward and torch.is_grad_enabled():  # as in GradReduction
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, Tensor) and leaf.requires_grad:
                         leaf.register_hook(enter_backward)

@@ -22,6 +22,7 @@ from coatlm.files import STATE_PREFIX
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.megatron import ShardedTensor
 from coatlm.parallel.buckets import Bucket
+from coatlm.parallel.fp8lm_scaling import SMALLEST_MU
 from coatlm.parallel.reblock import Extents, FlatBlocks, Reblock, extents_of, whole_extents
 from coatlm.parallel.regions import Region, block_regions_of, rectangles
 from coatlm.parallel.zero import ZeroOptimizer
@@ -107,11 +108,23 @@ class ZeroCheckpoint:
             mine |= dict(zip(self.keys(bucket), bucket.tensors.mu.tolist(), strict=True))
         return {key: mu for report in self._from_all_ranks(mine) for key, mu in report.items()}
 
-    def set_automatic_scales(self, saved: Mapping[str, float]) -> None:
-        """Set mu of every tensor that has one in a checkpoint."""
+    def summed_ranks(self) -> int:
+        """The number of ranks whose gradients are summed."""
+        return self.zero.chunks[0].group.size()
+
+    def set_automatic_scales(self, saved: Mapping[str, float], ranks: int | None = None) -> None:
+        """Set mu of every tensor that has one in a checkpoint.
+
+        `ranks`: `summed_ranks` of the run that saved it; None: as many as here. Sums of more ranks
+        are larger, so mu is saved * ranks / `summed_ranks` here, at most 1.
+        """
+        factor = 1.0 if ranks is None else ranks / self.summed_ranks()
         for bucket in self._automatic():
             now = bucket.tensors.mu.tolist()
-            mu = [saved.get(key, old) for key, old in zip(self.keys(bucket), now, strict=True)]
+            mu = [
+                min(max(saved[key] * factor, SMALLEST_MU), 1.0) if key in saved else old
+                for key, old in zip(self.keys(bucket), now, strict=True)
+            ]
             bucket.tensors.mu.copy_(torch.tensor(mu))
 
     def _automatic(self) -> list[Bucket]:

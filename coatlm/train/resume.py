@@ -111,6 +111,7 @@ def state_to_save(
         "data": data,
         "flat_groups": trainer.zero_checkpoint.flat_blocks(),
         "automatic_scales": trainer.zero_checkpoint.automatic_scales(),
+        "summed_ranks": trainer.zero_checkpoint.summed_ranks(),
         "gradient_amaxes": trainer.gradient_amaxes(),
         "reduction_amaxes": {} if shared is None else shared.state(),
         "config": config.model_dump(mode="json"),
@@ -246,7 +247,7 @@ def restore(
         optimizer.reload_from_weights()
         logger.info("weights of %s (step %d)", path, state["step"])
         return
-    zero.set_automatic_scales(state.get("automatic_scales", {}))
+    zero.set_automatic_scales(state.get("automatic_scales", {}), state.get("summed_ranks"))
     restore_guard(trainer.guard, state.get("guard"), trainer.config)
     if trainer.scales is not None:
         trainer.scales.restore(state.get("gradient_amaxes", {}), idle=trainer.fallen)

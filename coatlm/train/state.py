@@ -114,6 +114,7 @@ class RunState(BaseModel):
     left_out: list[Annotated[list[NonNegativeInt], Len(2, 2)]] = []
     flat_groups: dict[str, list[list[dict[str, Any]]]] | None = None
     automatic_scales: dict[str, float] = {}
+    summed_ranks: PositiveInt | None = None
     gradient_amaxes: dict[str, dict[str, list[float]]] = {}
     reduction_amaxes: dict[str, list[float]] = {}
     clip_norm: NonNegativeFloat | None = None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from coatlm.data.batches import BatchIterator, Microbatch, document_bounds, microbatches
 from coatlm.data.dataset import Dataset, open_datasets
 from coatlm.data.order import Blend
+from coatlm.data.packing import PackedStream
 from tests.data.test_dataset import BYTE, SEQ_LEN, options, write_foreign
 
 
@@ -116,6 +117,21 @@ def test_labels_are_the_tokens_one_position_later() -> None:
 def test_eod_mask_loss_leaves_out_what_follows_an_eod() -> None:
     batch = batch_of([[5, 0, 0, 7, 8], [0, 1, 2, 3, 0]], eod_mask_loss=True)
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 1], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("eod", [0, 99])
+def test_eod_mask_loss_follows_the_documents_of_packed_samples(eod: int) -> None:
+    """Token 0 is the end of a turn, or an ordinary token of documents prepared without eod."""
+    flat, bounds = np.array([5, 6, 0, 7, 8, 9, 1]), np.array([0, 5, 7])
+    stream = PackedStream(lambda a, b: flat[a:b], bounds, seq_len=6, key=(0,), padding=eod)
+    flags = {"eod_mask_loss": True, "reset_attention_mask": True}
+    dataset = Dataset([stream], Blend([1.0]), 6, eod, **flags)
+    (batch,) = microbatches(dataset, 0, global_batch=1, micro_batch=1, dp_rank=0, dp_size=1)
+    documents = batch["document_bounds"]
+    assert documents is not None
+    assert batch["tokens"].tolist() == [[9, 1, 5, 6, 0, 7]]
+    assert documents.tolist() == [[0, 2, 6]]
+    assert batch["loss_mask"].tolist() == [[1, 0, 1, 1, 1, 1]]
 
 
 def test_a_document_begins_behind_an_eod() -> None:

@@ -49,6 +49,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 cp2 zero3": {"tp": 2, "cp": 2, "zero": 3},
     },
 }
+STAGED: dict[str, dict[str, Any]] = {  # of variants in OTHERS only
+    "pp2 dp2 zero2": {"pp": 2, "zero": 2},
+    "pp2 dp2 zero3": {"pp": 2, "zero": 3},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"model": {"tie_embeddings": True}},
@@ -56,19 +60,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "documents": {"data": {"reset_attention_mask": True}},
     "positions": {"data": {"reset_attention_mask": True, "reset_position_ids": True}},
     "recompute": {"train": {"recompute": "full"}},
+    "tied, recompute": {"model": {"tie_embeddings": True}, "train": {"recompute": "full"}},
     "window": {"model": {"window": {"size": 9, "period": 2}, "attention_softcap": 2.0}},
     "mha": {"model": {"kv_heads": 4}, "train": {"recompute": "selective"}},
 }
 MATRIX = ("plain", "tied", "qwen", "documents", "recompute")  # variants of every layout
 OTHERS: dict[int, dict[str, list[str]]] = {  # and layouts of the other variants
-    1: {variant: ["single"] for variant in ("positions", "window", "mha")},
+    1: {variant: ["single"] for variant in ("positions", "window", "mha", "tied, recompute")},
     2: {
         # with "cp2 gathered" ranks hold other tokens than with "cp2"
         "positions": ["tp2 sp", "pp2", "cp2", "cp2 gathered"],
         "window": ["cp2", "cp2 gathered"],
         "mha": ["cp2", "cp2 gathered", "cp2 by peers"],  # heads are exchanged in two parts
     },
-    4: {"positions": ["tp2 pp2"], "window": ["cp4"], "mha": ["cp4"]},
+    4: {
+        "positions": ["tp2 pp2"],
+        "window": ["cp4"],
+        "mha": ["cp4"],
+        "tied, recompute": [*STAGED],  # the first stage's module has no output of its own
+    },
 }
 REFUSED = {("cp2 by peers", "documents")}  # coatlm/config/obstacles.py
 IN_BF16 = {2: [("cp2 by peers", "plain", "bf16")], 4: [("pp2 vpp2 dp2 zero1", "plain", "bf16")]}
@@ -84,13 +94,13 @@ def samples_of(size: int, layout: str) -> int:
     """
     if layout == FOUR_SAMPLES:
         return 4
-    parallel = (LAYOUTS[size] | FLOW_LAYOUTS)[layout]
+    parallel = (LAYOUTS[size] | STAGED | FLOW_LAYOUTS)[layout]
     return 8 if size == parallel.get("tp", 1) * parallel.get("cp", 1) else 4
 
 
 def case(size: int, layout: str, variant: str, precision: str, samples: int = 4) -> Config:
     """A small run; buckets so small that there are several."""
-    parallel = (LAYOUTS[size] | FLOW_LAYOUTS)[layout]
+    parallel = (LAYOUTS[size] | STAGED | FLOW_LAYOUTS)[layout]
     extra: dict[str, Any] = (VARIANTS | FLOW_VARIANTS)[variant]
     layers = {"layers": 2} if precision in RECIPES else {}
     return make_config(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from coatlm.config import Config, make_config
+from coatlm.parallel.fp8lm_scaling import GROWTH
+from coatlm.train.find_checkpoint import read_state
 from tests.distributed import run_ranks
 
 STEPS = 10
@@ -37,6 +39,7 @@ FP8_KEYS: dict[str, Any] = {
     "train": {"eval_every": STEPS},
 }
 COMMS = ("all_gather", "p2p")
+AUTOMATIC: dict[str, Any] = {"model": {"layers": 2}, "parallel": {"grad_comm": "fp8-nccl"}}
 # Attention over other chunks is rounded to BF16 at other places: measured are 3.0e-5 and 2.7e-4.
 # If the gradients of two chunks of keys were swapped, the norm would differ by 3e-3.
 KEYS_RELATIVE = {"loss": 2e-4, "grad_norm": 1e-3}
@@ -127,7 +130,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if layout != "single":
                 resume = {"resume": step_five(root / "single")}
                 jobs.append(run_config(root / f"single to {layout}", layout, checkpoint=resume))
-        start_jobs(size, jobs + jobs_with_fp8_keys(root, size))
+        start_jobs(size, jobs + jobs_with_fp8_keys(root, size) + jobs_with_fp8_sums(root, size))
     return root
 
 
@@ -149,6 +152,16 @@ def jobs_with_fp8_keys(root: Path, size: int) -> list[Config]:
             )
             for comm in COMMS
         ]
+    return []
+
+
+def jobs_with_fp8_sums(root: Path, size: int) -> list[Config]:
+    """Ten steps on two ranks, which four continue after five."""
+    if size == 2:
+        return [run_config(root / "sums", "single", **AUTOMATIC)]
+    if size == 4:
+        resume = {"resume": step_five(root / "sums")}
+        return [run_config(root / "sums to four", "single", **AUTOMATIC, checkpoint=resume)]
     return []
 
 
@@ -182,6 +195,16 @@ def test_four_ranks_continue_what_two_began_with_keys_in_fp8(runs: Path, comm: s
     for line, wanted in zip(actual, expected, strict=True):
         for key, relative in KEYS_RELATIVE.items():
             assert line[key] == pytest.approx(wanted[key], rel=relative)
+
+
+def test_sums_of_more_ranks_begin_with_a_smaller_factor(runs: Path) -> None:
+    """Each step mu grows by `GROWTH`, or is halved."""
+    before = read_state(Path(step_five(runs / "sums")))
+    after = read_state(runs / "sums to four/checkpoints/step_00000010")
+    assert (before["summed_ranks"], after["summed_ranks"]) == (2, 4)
+    factors = {k: mu / before["automatic_scales"][k] for k, mu in after["automatic_scales"].items()}
+    assert len(factors) == 2 * 6 + 3
+    assert max(factors.values()) == pytest.approx(0.5 * GROWTH**5, rel=1e-5)
 
 
 def test_the_loss_falls(runs: Path) -> None:
