@@ -118,7 +118,10 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(content)
         self.spec = spec
         self.vocab_size = int(self._model.vocab_size())
-        pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+        pieces: dict[str, int] = {}
+        for number in range(self.vocab_size):
+            with contextlib.suppress(UnicodeDecodeError):  # a piece that is not UTF-8
+                pieces[self._model.id_to_piece(number)] = number
         if eod is None and self._model.eos_id() >= 0:
             self.eod = int(self._model.eos_id())
         else:
@@ -241,10 +244,10 @@ def _find_eod(spec: str, vocab: dict[str, int], name: str | None) -> int:
 
 
 def _spelled(token: int, vocab: dict[str, int]) -> list[int] | None:
-    """The ids of the characters of a token's name; None if one of them is no token."""
-    name = next(name for name, number in vocab.items() if number == token)
-    ids = [vocab.get(character) for character in name]
-    return None if None in ids else [number for number in ids if number is not None]
+    """The ids of the characters of a token's name; None if it or one of them is not in `vocab`."""
+    name = next((name for name, number in vocab.items() if number == token), "")
+    found = [vocab[character] for character in name if character in vocab]
+    return found if name and len(found) == len(name) else None
 
 
 def _without_eod(tokenizer: Tokenizer, ids: list[int], spelled: list[int] | None) -> list[int]:

@@ -120,7 +120,7 @@ class Bucket:
 
     def accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add a gradient that autograd has returned, or overwrite a stale one."""
-        assert self.allocated, "backward has reached a bucket without memory for gradients"
+        assert self.allocated, "a bucket without memory for gradients"
         if isinstance(self.grads, Tensor):
             param.main_grad.add_(grad)  # type: ignore[attr-defined]
         elif param in self.stale:
@@ -251,9 +251,7 @@ def plan_buckets(params: Sequence[nn.Parameter], cut: Cut) -> list[BucketPlan]:
 
 
 def _span(params: Sequence[nn.Parameter], fp8: bool, cut: Cut) -> BucketPlan:
-    params = list(params)
-    if cut.owner is not None:
-        params.sort(key=cut.owner.__getitem__)
+    params = list(params) if cut.owner is None else sorted(params, key=cut.owner.__getitem__)
     ranges, end = {}, 0
     for param in params:
         start = round_up(end, SCALE_BLOCK)
