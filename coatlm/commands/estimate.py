@@ -257,6 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reserve = RESERVE_GIB if options.reserve_gib is None else options.reserve_gib
         if not 0 <= reserve < math.inf:
             raise ConfigError(f"--reserve-gib {reserve}: at least 0")
+        if options.reserve_gib is not None and options.config and options.memory_gib is None:
+            raise ConfigError(f"--reserve-gib {reserve}: needs --memory-gib with CONFIG")
         given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib
         memory = None if given is None else (given - reserve) * GIB
         if memory is not None and not 0 < memory < math.inf:

@@ -7,7 +7,8 @@
 
 The number formats and the global batch are those of CONFIG; tp, cp, pp, vpp, zero, recompute and
 the microbatch are searched. An option that needs tp > 1 or cp > 1 is left out of a layout with tp=1
-or cp=1. --keep predicts CONFIG as it is. The times come from rates that were
+or cp=1. train.cuda_graphs=true admits only layouts whose microbatches a CUDA graph can capture: pp
+1, zero 0 or 1, recompute none. --keep predicts CONFIG as it is. The times come from rates that were
 measured on a GPU or fitted to steps on one to four of a node (coatlm/rates/, whose files say which;
 coatlm/model/step_time.py); what more ranks and a network do to them is computed, not measured. With
 several numbers of GPUs there is a line for the fastest layout of each: the bytes that a GPU sends
@@ -56,6 +57,7 @@ from coatlm.model.rates import known, load_rates
 from coatlm.model.step_time import Cluster, forecast
 
 PEAK_BF16 = 989e12  # FLOP/s of H100 and H200
+TOP = 5  # layouts to show
 TOKENS = 15e12  # of a run
 SAVE = 60.0  # seconds by which a checkpoint delays training
 
@@ -85,9 +87,9 @@ def lines_of(
 
 def lines_of_changes(config: Config, vocab: int, cluster: Cluster, top: int) -> Iterator[str]:
     """That no layout of `config` fits, and layouts of the cheapest changes with which one does."""
-    none = (
-        f"no layout of {cluster.gpus} x {cluster.rates.gpu} fits {cluster.rates.memory_gib:g} GiB"
-    )
+    graphs = " with train.cuda_graphs=true" if config.train.cuda_graphs is True else ""
+    gpus, memory = f"{cluster.gpus} x {cluster.rates.gpu}", f"{cluster.rates.memory_gib:g} GiB"
+    none = f"no layout of {gpus}{graphs} fits {memory}"
     found = proposal(config, vocab, cluster, top)
     if found is None:
         yield f"{none}, nor does one with other formats, offloaded states or updates in backward"
@@ -148,16 +150,12 @@ def undivided(config: Config, cluster: Cluster) -> str:
     m, gpus = config.model, cluster.gpus
     fewer = (replace(cluster, gpus=n, per_node=min(n, 8)) for n in range(gpus - 1, 0, -1))
     found = next((each.gpus for each in fewer if any_valid(config, each)), None)
+    graphs = " and is 1 for train.cuda_graphs=true" if config.train.cuda_graphs is True else ""
     return (
         f"--gpus {gpus}: no layout is valid: tp x cp x pp x dp must be {gpus}, where dp divides "
-        f"train.global_batch={config.train.global_batch}, pp model.layers={m.layers} and tp "
-        f"model.heads={m.heads}" + (f"; {found} GPUs have one" if found else "")
+        f"train.global_batch={config.train.global_batch}, pp model.layers={m.layers}{graphs} "
+        f"and tp model.heads={m.heads}" + (f"; {found} GPUs have one" if found else "")
     )
-
-
-def any_graphs(config: Config) -> bool | str:
-    """train.cuda_graphs with `auto` for `true`, which would refuse layouts that exclude graphs."""
-    return "auto" if config.train.cuda_graphs is True else config.train.cuda_graphs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h100", help=f"{' | '.join(known())} (default: h100)")
     parser.add_argument("--nodes", type=int, help="number of nodes (default: 8 GPUs each)")
     parser.add_argument("--network", type=float, help="GB/s per GPU (default: the rates')")
-    parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
+    parser.add_argument("--top", type=int, help=f"layouts to show (default: {TOP})")
     parser.add_argument("--tokens", type=float, help=f"tokens of a run (default: {TOKENS:g})")
     saving = f"seconds by which a checkpoint delays training (default: {SAVE:g})"
     parser.add_argument("--save", type=float, help=saving)
@@ -186,6 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--{name} {value}: at least {least}")
             if value is not None and name != "top" and len(clusters) == 1:
                 raise ConfigError(f"--{name} {value}: needs several numbers of --gpus")
+        if options.top is not None and (options.keep or len(clusters) > 1):
+            raise ConfigError(f"--top {options.top}: needs one number of --gpus, without --keep")
+        top = options.top or TOP
         if options.keep and len(clusters) > 1:
             raise ConfigError(f"--gpus {options.gpus}: one number with --keep")
         config = load_run_config(options.config, options.overrides)
@@ -193,11 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             vocab, _ = sizes_of(config, cluster.gpus)
             choices = [predicted(config, vocab, cluster)]
         else:
-            config = replaced(
-                config,
-                parallel={"layout": "given"},
-                train={"micro_batch": 1, "cuda_graphs": any_graphs(config)},
-            )
+            config = replaced(config, parallel={"layout": "given"}, train={"micro_batch": 1})
             vocab, _ = sizes_of(replaced(config, train={"update": "step"}), None)
             if len(clusters) > 1:
                 lines = scale_lines(
@@ -205,13 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 print("\n".join(lines))
                 return 0
-            choices = list(islice(ranked(config, vocab, cluster), options.top))
+            choices = list(islice(ranked(config, vocab, cluster), top))
             if not choices and not any_valid(config, cluster):
                 raise ConfigError(undivided(config, cluster))
     except (ValueError, OSError) as error:
         return fail(error)
     if not choices:
-        print("\n".join(lines_of_changes(config, vocab, cluster, options.top)))
+        print("\n".join(lines_of_changes(config, vocab, cluster, top)))
         return 1
     print("\n".join(lines_of(config, choices, cluster.gpus)))
     return 0

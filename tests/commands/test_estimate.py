@@ -89,6 +89,7 @@ def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
         (["--table7", "--ranks", "8"], "--ranks 8: at least 1, with CONFIG"),
         (["--fits", "--memory-gib", "80"], "--memory-gib 80.0: --fits has GPUs of its own"),
         (["--fits", "--reserve-gib", "-50"], "--reserve-gib -50.0: at least 0"),
+        ([LLAMA, "--reserve-gib", "5"], "--reserve-gib 5.0: needs --memory-gib with CONFIG"),
         ([LLAMA, "optim.recipe=sgd"], "optim.recipe='sgd'"),
     ],
 )

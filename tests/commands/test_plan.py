@@ -57,6 +57,22 @@ def test_the_overrides_that_are_printed_give_the_first_layout(
     assert capsys.readouterr().out.splitlines()[2] == first
 
 
+def test_cuda_graphs_that_are_given_exclude_layouts_that_cannot_be_captured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["llama3.2-1b", "train.cuda_graphs=true", "--gpus", "8"]
+    assert main([*command, "--top", "3"]) == 0
+    _, _, *layouts, _, _, words = capsys.readouterr().out.splitlines()
+    assert len(layouts) == 3  # with train.cuda_graphs=auto, the first has zero 2
+    assert all("zero 1, recompute none" in row and "pp" not in row for row in layouts)
+    overrides = words.removeprefix("As overrides: ").split()
+    assert main([*command, *overrides, "--keep"]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == layouts[0]
+    assert main(["qwen3-14b", "train.cuda_graphs=true", "--gpus", "1"]) == 1
+    none = "no layout of 1 x NVIDIA H100 80GB HBM3 with train.cuda_graphs=true fits 79.2 GiB"
+    assert capsys.readouterr().out.startswith(none)
+
+
 def test_layouts_without_context_parallelism_are_compared_when_an_option_needs_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -111,6 +127,9 @@ def test_a_number_of_gpus_that_divides_nothing_is_told_from_one_that_is_too_smal
         (["--gpus", "8,16", "--tokens", "0"], "--tokens 0.0: at least 1"),
         (["--gpus", "8,16", "--save", "inf"], "--save inf: at least 0.001"),
         (["--gpus", "8", "--save", "9"], "--save 9.0: needs several numbers of --gpus"),
+        (["--gpus", "8,16", "--top", "3"], "--top 3: needs one number of --gpus, without --keep"),
+        (["--gpus", "8", "--keep", "--top", "3"], "--top 3: needs one number of --gpus, without"),
+        (["--gpus", "8", "--top", "0"], "--top 0: at least 1"),
     ],
 )
 def test_wrong_numbers_are_one_line(
