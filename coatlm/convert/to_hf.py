@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.console import progress
+from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import STATE_PREFIX, read_json, whole_directory
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.hf.config import check_token_ids, make_hf_config, output_bias
@@ -35,6 +37,8 @@ from coatlm.hf.tokenizer import (
     check_files,
     copy_files,
     export_tokenizer,
+    first_eos,
+    spec_in,
 )
 from coatlm.optim.recipes import MASTER, find_recipe
 from coatlm.train.checkpoint import named_checkpoint, saved_config
@@ -64,9 +68,9 @@ def to_huggingface(
     `dtype` is bf16, fp32, fp16, or None for the model's. `like` is a Hugging Face directory or a
     converted checkpoint that gives the family, the tokenizer and fields without effect on the
     logits; the default is `source` itself if it was converted. `vocab_size` is the number of
-    embedding rows to write; None means that of `like`, else all. `shard_bytes` is the largest file
-    size. Raises ValueError with the field that does not fit before anything is written, and
-    CheckpointError for a damaged checkpoint.
+    embedding rows to write, at least one for every id of the tokenizer; None means that of `like`,
+    else all. `shard_bytes` is the largest file size. Raises ValueError with the field that does not
+    fit before anything is written, and CheckpointError for a damaged checkpoint.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -78,7 +82,10 @@ def to_huggingface(
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}
     weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)
-    rows = _rows(raw.get("vocab_size") if vocab_size is None else vocab_size, weights.rows)
+    least = 1
+    if vocab_size is not None:
+        least = _rows_in_use(relative, raw, config if fingerprint else None, weights.rows)
+    rows = _rows(raw.get("vocab_size") if vocab_size is None else vocab_size, least, weights.rows)
     if relative is not None:
         check_token_ids(str(relative / "config.json"), raw, weights.rows)
         check_files(relative, (GENERATION, *TOKENIZER_FILES), weights.rows)
@@ -179,10 +186,34 @@ def _padded(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK))
 
 
-def _rows(wanted: int | None, stored: int) -> int:
-    if wanted is not None and not 1 <= wanted <= stored:
-        raise ValueError(f"vocab_size={wanted}: the checkpoint's embedding has {stored} rows")
+def _rows(wanted: int | None, least: int, stored: int) -> int:
+    if wanted is not None and not least <= wanted <= stored:
+        raise ValueError(
+            f"vocab_size={wanted}: must be in {least}..{stored}: every id of the tokenizer and of "
+            f"special tokens needs a row, and the checkpoint's embedding has {stored} rows"
+        )
     return stored if wanted is None else wanted
+
+
+def _rows_in_use(
+    relative: Path | None, raw: Mapping[str, Any], config: Config | None, stored: int
+) -> int:
+    """The fewest rows that hold every id of the exported tokenizer, of the run's, and of special
+    tokens. `config` is the run's if it has a tokenizer.
+
+    Tokenizers that cannot be read do not count, nor do ids beyond the `stored` rows, which early
+    models have for a missing padding token.
+    """
+    generation = relative / GENERATION if relative is not None else None
+    described = [raw, read_json(generation) if generation and generation.is_file() else {}]
+    found = [each.get(f"{name}_token_id") for each in described for name in ("bos", "eos", "pad")]
+    ids = [each for value in found for each in (value if isinstance(value, list) else [value])]
+    rows = [token + 1 for token in ids if type(token) is int and token < stored]
+    specs = [spec_in(relative, first_eos(raw))] if relative is not None else []
+    for spec in (*specs, config and config.data.tokenizer):
+        with suppress(ValueError):
+            rows += [make_tokenizer(spec).vocab_size] if spec else []
+    return max(rows, default=1)
 
 
 def _describe(

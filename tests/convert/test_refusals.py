@@ -292,6 +292,7 @@ def test_bad_targets_and_options_end_with_exit_code_2(
         ),
         (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "999"], "vocab_size=999"),
         (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "0"], "vocab_size=0"),
+        (checkpoint, tmp_path / "new", "hf", ["--vocab-size", "256"], "must be in 257..263"),
         (checkpoint, tmp_path / "new", "hf", ["--seq-len", "9"], "--seq-len does not apply"),
         (checkpoint, tmp_path / "new", "hf", ["--fp8-scales", "tensor"], "need --format fp8"),
         (checkpoint, tmp_path / "new", "hf", ["--max-shard-size", "2TB"], "2TB"),
@@ -318,6 +319,16 @@ def test_embedding_too_small_for_the_tokenizer_is_refused(original: Path, tmp_pa
     source = edited(original, tmp_path / "hf", shrink)
     with pytest.raises(ValueError, match="ids up to 256, the embedding 200 rows"):
         from_huggingface(source, tmp_path / "coatlm", tokenizer="byte")
+
+
+def test_rows_of_special_tokens_cannot_be_left_out(original: Path, tmp_path: Path) -> None:
+    source = edited(original, tmp_path / "hf", lambda c, t: c.update({"pad_token_id": 260}))
+    from_huggingface(source, tmp_path / "coatlm", tokenizer="byte")
+    with pytest.raises(ValueError, match=r"vocab_size=260: must be in 261\.\.263"):
+        to_huggingface(tmp_path / "coatlm", tmp_path / "back", vocab_size=260)
+    to_huggingface(tmp_path / "coatlm", tmp_path / "back", vocab_size=261)
+    described = WeightFiles.open(tmp_path / "back").describe()
+    assert described["model.embed_tokens.weight"].shape[0] == 261
 
 
 def test_checkpoint_that_moved_still_exports(original: Path, tmp_path: Path) -> None:
