@@ -22,6 +22,43 @@ from coatlm.commands.entry import IS_CHECKOUT, ROOT, entry, torchrun
 from coatlm.config import Config
 
 SBATCH_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # words that need no quotes for sbatch
+OWNED = {  # options of sbatch on which the script relies -> what to give instead
+    "account": "give --account",
+    "array": "give --restarts",
+    "chdir": "run coatlm submit in that directory",
+    "cpus-per-task": "give --cpus-per-rank",
+    "export": "give --env",
+    "export-file": "give --env",
+    "gpus": "give --nodes and --gpus-per-node",
+    "gpus-per-node": "give --gpus-per-node",
+    "job-name": "give --job-name",
+    "no-requeue": "give --restarts",
+    "nodes": "give --nodes",
+    "ntasks": "give --nodes and --gpus-per-node",
+    "ntasks-per-gpu": "give --gpus-per-node",
+    "ntasks-per-node": "give --gpus-per-node",
+    "open-mode": "restarts append to one log",
+    "output": "the log is in slurm/ of run.dir",
+    "partition": "give --partition",
+    "requeue": "jobs requeue themselves without --restarts",
+    "signal": "give --save-before",
+    "test-only": "give --dry-run",
+    "time": "give --time",
+    "wrap": "coatlm submit writes the script of the job",
+}
+# Variables that the ranks or the script take from SLURM or torchrun (coatlm.train.setup), or with
+# which srun would start another number of ranks.
+LAUNCHED = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
+        *("SLURM_NTASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
+        *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
+        "TORCHELASTIC_USE_AGENT_STORE",
+    )
+)
 STRAGGLERS_S = 120  # seconds for the other ranks to exit after the first one has
 # exit codes (coatlm.train.faults.ExitCode) after which another attempt would end the same way
 FINAL = "0 | 2 | 3 | 4 | 85 | 129 | 130 | 138 | 143"
@@ -153,7 +190,7 @@ def launcher(args: argparse.Namespace) -> list[str]:
     if cpus(args):
         words.append(f"--cpus-per-task={cpus(args)}")
     mounts = [*(path for _, path in mounted()), *args.mount]
-    if args.container and args.container_runtime == "pyxis":
+    if args.container and args.container_runtime != "apptainer":
         words += [
             f"--container-image={args.container}",
             f"--container-mounts={','.join(m if ':' in m else f'{m}:{m}' for m in mounts)}",

@@ -35,14 +35,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from coatlm.commands.arguments import add_config
-from coatlm.commands.slurm_script import log_name, mounted, script, slurm_directory
+from coatlm.commands.slurm_script import (
+    LAUNCHED,
+    OWNED,
+    log_name,
+    mounted,
+    script,
+    slurm_directory,
+)
 from coatlm.config import Config, ConfigError
 from coatlm.console import Parser, local_text
 from coatlm.hf.run_config import load_run_config
 
 TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)  # sbatch's
 ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=.*", re.ASCII)
-SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+SBATCH_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.*))?")
 # Characters that a mounted path cannot have. pyxis separates mounts by commas and writes each to a
 # line of fstab, where blanks separate, backslashes escape, and variables are replaced. apptainer
 # separates at commas and carets, treats backslashes as escapes, and parses the value as CSV.
@@ -136,7 +143,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--save-before", type=positive, default=300, help="seconds before the time limit (300)")
     add(
         "--python",
-        type=local_text,
+        type=expanded,
         default=sys.executable,
         help="interpreter on the nodes or in the container",
     )
@@ -144,12 +151,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--setup", action="append", default=[], metavar="LINE", help=setup)
     variable = "an exported variable, repeatable; the value is not expanded"
     add("--env", action="append", default=[], metavar="NAME=VALUE", help=variable)
-    add("--container", metavar="IMAGE")
-    add("--container-runtime", choices=("pyxis", "apptainer"), default="pyxis")
+    add("--container", type=at_home, metavar="IMAGE")
+    runtime = "of --container (default: pyxis)"
+    add("--container-runtime", choices=("pyxis", "apptainer"), help=runtime)
     mount = "a mount in the container, repeatable"
     add(
         "--mount",
-        type=local_text,
+        type=expanded,
         action="append",
         default=[],
         metavar="PATH[:PATH[:FLAGS]]",
@@ -173,6 +181,20 @@ def natural(text: str) -> int:
     return number
 
 
+def at_home(text: str) -> str:
+    """`text` with a leading ~ or ~NAME expanded, which would be literal in the quotes of the script
+    and behind the `=` of an option."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: ~ is no home directory; write ./~ for ~")
+    return path
+
+
+def expanded(text: str) -> str:
+    """The `type` of an option that names a path of the nodes, not a URL."""
+    return at_home(local_text(text))
+
+
 def check(args: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError for errors that would otherwise appear only when the job runs."""
     if not config.undecided:
@@ -187,9 +209,9 @@ def check(args: argparse.Namespace, config: Config) -> None:
     for item in args.env:
         if not ENVIRONMENT.fullmatch(item):
             raise ConfigError(f"--env={shown(item)}: give NAME=VALUE")
+        check_variable(item, args.launcher)
     for item in args.sbatch:
-        if not SBATCH_OPTION.fullmatch(item):
-            raise ConfigError(f"--sbatch={shown(item)}: give one option, --NAME or --NAME=VALUE")
+        check_sbatch(item, args.gpus_per_node)
     for name, value in (("python", args.python), ("container", args.container)):
         if value is not None and value.startswith("-"):
             raise ConfigError(f"--{name}={shown(value)}: would be read as an option")
@@ -200,11 +222,42 @@ def check(args: argparse.Namespace, config: Config) -> None:
         )
     if args.mount and not args.container:
         raise ConfigError(f"--mount={shown(args.mount[0])} needs --container")
+    if args.container_runtime and not args.container:
+        raise ConfigError(f"--container-runtime={args.container_runtime} needs --container")
     if args.container:
+        runtime = args.container_runtime or "pyxis"
         for name, path in mounted():
-            check_mount(name, path, args.container_runtime, parts=1)
+            check_mount(name, path, runtime, parts=1)
         for item in args.mount:
-            check_mount("--mount", item, args.container_runtime, parts=3)
+            check_mount("--mount", item, runtime, parts=3)
+
+
+def check_variable(item: str, launcher: str) -> None:
+    """Raise ConfigError for a variable that SLURM or torchrun sets. With srun, MASTER_ADDR and
+    MASTER_PORT move the rendezvous."""
+    name = item.partition("=")[0]
+    if name in LAUNCHED:
+        raise ConfigError(
+            f"--env={shown(item)}: SLURM or torchrun sets {name}; give --nodes, --gpus-per-node "
+            "and --launcher"
+        )
+    if launcher == "torchrun" and name in ("MASTER_ADDR", "MASTER_PORT"):
+        raise ConfigError(f"--env={shown(item)}: torchrun sets {name}; only srun leaves it")
+
+
+def check_sbatch(item: str, gpus_per_node: int) -> None:
+    """Raise ConfigError for what is no long option of sbatch, and for one that the script sets,
+    which sbatch also takes abbreviated. --gpus-per-node may add the type of the GPUs."""
+    match = SBATCH_OPTION.fullmatch(item)
+    if not match:
+        raise ConfigError(f"--sbatch={shown(item)}: give one option, --NAME or --NAME=VALUE")
+    name, value = match.groups(default="")
+    if name == "gpus-per-node" and value.endswith(f":{gpus_per_node}"):
+        return
+    if owned := [option for option in OWNED if option.startswith(name)]:
+        raise ConfigError(
+            f"--sbatch={shown(item)}: the script sets --{owned[0]} itself; {OWNED[owned[0]]}"
+        )
 
 
 def texts(args: argparse.Namespace, config: Config) -> Iterator[tuple[str, str]]:
@@ -256,7 +309,7 @@ def shown(value: object, *, limit: int = 120) -> str:
 def seconds(limit: str) -> float:
     """Parse sbatch's --time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED, into seconds.
 
-    Raises ConfigError.
+    To SLURM a limit of 0 means UNLIMITED. Raises ConfigError.
     """
     if limit == "UNLIMITED":
         return math.inf
@@ -269,7 +322,7 @@ def seconds(limit: str) -> float:
     numbers = [int(part) for part in rest if part is not None]
     units = [3600, 60, 1] if days is not None or len(numbers) == 3 else [60, 1]
     parts = zip(numbers, units, strict=False)  # missing parts are 0
-    return 86400 * int(days or 0) + sum(number * unit for number, unit in parts)
+    return 86400 * int(days or 0) + sum(number * unit for number, unit in parts) or math.inf
 
 
 if __name__ == "__main__":

@@ -177,9 +177,9 @@ def test_text_is_passed_on_literally_and_never_run(
     elif field == "--env":
         assert (commands / "words.value").read_text() == payload
     elif field == "--python":
-        assert ranks[-3] == payload
+        assert ranks[-3] == os.path.expanduser(payload)
     elif field == "--container":
-        assert f"--container-image={payload}" in ranks
+        assert f"--container-image={os.path.expanduser(payload)}" in ranks
     elif field == "--mount":
         assert f"--bind={cwd},{ROOT},{tmp_path}/{payload}" in ranks
     elif field == "cwd" and arguments:

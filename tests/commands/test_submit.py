@@ -148,6 +148,13 @@ def test_only_a_fresh_start_is_told_what_to_resume_from(
         (["--time=5"], "--time=5 is less than twice --save-before=300"),
         (["--env=1=2"], "--env=1=2"),
         (["--mount=/data"], "--mount=/data needs --container"),
+        (["--container-runtime=apptainer"], "--container-runtime=apptainer needs --container"),
+        (["--env=RANK=3"], "--env=RANK=3: SLURM or torchrun sets RANK; give --nodes"),
+        (["--env=SLURM_NTASKS=1"], "--env=SLURM_NTASKS=1: SLURM or torchrun sets SLURM_NTASKS"),
+        (
+            ["--launcher=torchrun", "--env=MASTER_PORT=1"],
+            "--env=MASTER_PORT=1: torchrun sets MASTER_PORT; only srun leaves it",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(
@@ -163,6 +170,71 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--time=5", "--time itself; give --time"),
+        ("--nodes=9", "--nodes itself; give --nodes"),
+        ("--array=0-3", "--array itself; give --restarts"),
+        ("--signal=USR2@9", "--signal itself; give --save-before"),
+        ("--no-requeue", "--no-requeue itself; give --restarts"),
+        ("--ntasks-per-node=1", "--ntasks-per-node itself; give --gpus-per-node"),
+        ("--gpus-per-node=h100:3", "--gpus-per-node itself; give --gpus-per-node"),
+        ("--output=x", "--output itself; the log is in slurm/ of run.dir"),
+        ("--chdir=/", "--chdir itself; run coatlm submit in that directory"),
+        ("--export=NONE", "--export itself; give --env"),
+        ("--wrap=true", "--wrap itself; coatlm submit writes the script of the job"),
+        ("--test-only", "--test-only itself; give --dry-run"),
+        ("--sig=USR2", "--signal itself; give --save-before"),
+    ],
+)
+def test_options_that_the_script_sets_are_refused_to_sbatch(
+    config: str, capsys: pytest.CaptureFixture[str], option: str, instead: str
+) -> None:
+    assert submit_slurm.main([config, *NODE, f"--sbatch={option}"]) == 2
+    assert capsys.readouterr().err == f"error: --sbatch={option}: the script sets {instead}\n"
+
+
+@pytest.mark.parametrize("option", ["-t5", "-N2", "-a0-3", "-ox", "-D/"])
+def test_short_options_of_sbatch_are_refused(
+    config: str, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert submit_slurm.main([config, *NODE, f"--sbatch={option}"]) == 2
+    assert "give one option, --NAME or --NAME=VALUE" in capsys.readouterr().err
+
+
+def test_every_option_that_the_script_sets_is_owned(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--time=60", "--partition=a", "--account=b", "--cpus-per-rank=2", "--restarts=1")
+    for arguments in ((), more):
+        text = script(capsys, config, "--nodes=1", "--gpus-per-node=2", *arguments)
+        names = {option.removeprefix("--").partition("=")[0] for option in options(text)}
+        assert names <= slurm_script.OWNED.keys()
+
+
+def test_sbatch_may_name_the_type_of_the_gpus(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = "--gpus-per-node=h100:2"
+    text = script(capsys, config, "--nodes=1", "--gpus-per-node=2", f"--sbatch={typed}")
+    assert options(text)[-1] == typed
+
+
+def test_home_directories_are_expanded_before_the_script_quotes_them(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    home = ("--python=~/bin/python", "--container=~/i.sqsh", "--mount=~/data:/data")
+    text = script(capsys, config, *NODE, *home)
+    for word in ("/home/me/bin/python", "/home/me/i.sqsh", "/home/me/data:/data"):
+        assert word in text
+    assert "~" not in text
+    with pytest.raises(SystemExit):
+        submit_slurm.main([config, *NODE, "--python=~nobody-here/x"])
+    assert "--python: ~nobody-here/x: ~ is no home directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("limit", "value"),
     [
         ("90", 5400),
@@ -172,6 +244,8 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
         ("1-12:30", 131400),
         ("2-00:00:01", 172801),
         ("UNLIMITED", float("inf")),
+        ("0", float("inf")),
+        ("0:00:00", float("inf")),
     ],
 )
 def test_time_limits_are_read_as_sbatch_does(limit: str, value: float) -> None:
