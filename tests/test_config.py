@@ -655,6 +655,12 @@ def test_to_yaml_loads_as_the_same_config(
     assert load_config(path) == config
 
 
+def test_steps_that_the_run_does_not_reach_cannot_be_profiled() -> None:
+    told = message({"log": {"profile": [5, 9]}, "train": {"steps": 8}})
+    assert told == "log.profile=[5, 9] with train.steps=8: must be at least 9"
+    assert make_config({"log": {"profile": [5, 9]}, "train": {"steps": 9}}).log.profile == (5, 9)
+
+
 UNSUITED = [
     ({"norm_after": True}, {}, {}, "precision.recipe=coat with model.norm_after=True"),
     ({"residual_multiplier": 0.5}, {}, {}, "precision.recipe=coat with model.residual_multiplier"),

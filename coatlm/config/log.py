@@ -33,7 +33,8 @@ class Log(Section):
     """The project in Weights & Biases to log to; null means none."""
 
     profile: tuple[StepNumber, StepNumber] | None = None
-    """The steps that torch's profiler traces on rank 0, as [first, last]; null means none."""
+    """The steps that torch's profiler traces on rank 0, as [first, last] with last at most
+    train.steps; null means none."""
 
     hang_timeout: Real = number(0.0, "seconds", ge=0.0, le=YEAR)
     """Seconds without a finished step or evaluation batch after which the run writes the stacks of

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 def obstacles(config: Config) -> Iterator[str]:
     """What given options exclude, as `section.key=value with section.key=value: must be ...`."""
-    p, t = config.parallel, config.train
+    p, t, window = config.parallel, config.train, config.log.profile
     for given, what, found in (
         (p.cp_comm == "p2p", "parallel.cp_comm=p2p", p2p_obstacles),
         (p.cp_comm_kv == "fp8", "parallel.cp_comm_kv=fp8", kv_obstacles),
         (t.cuda_graphs is True, "train.cuda_graphs=true", graph_obstacles),
         (t.update == "backward", "train.update=backward", update_obstacles),
+        (window is not None, f"log.profile={list(window or ())}", profile_obstacles),
     ):
         for obstacle in found(config) if given else ():
             yield f"{what} with {obstacle}"
@@ -89,3 +90,10 @@ def update_obstacles(config: Config) -> Iterator[str]:
         yield "parallel.overlap_grad_reduce=false: must be true"
     if p.main_grads == "fp8":  # an arena has no scales
         yield f"parallel.main_grads={p.main_grads}: must be fp32 or bf16"
+
+
+def profile_obstacles(config: Config) -> Iterator[str]:
+    """What ends the run before the last step to trace."""
+    window, steps = config.log.profile, config.train.steps
+    if window and window[1] > steps:
+        yield f"train.steps={steps}: must be at least {window[1]}"

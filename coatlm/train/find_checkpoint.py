@@ -121,7 +121,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint's `state`. Raises CheckpointError with the file's name."""
+    """The configuration in a checkpoint's `state`, without log.profile.
+
+    Raises CheckpointError with the file's name.
+    """
     path = checkpoint / STATE
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{path} is damaged (it has no configuration)")
@@ -130,6 +133,8 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
         config = config | {"data": {"reset_attention_mask": False} | config["data"]}
     if isinstance(parallel, dict):
         config = config | {"parallel": {k: v for k, v in parallel.items() if k not in REMOVED}}
+    if isinstance(log := config.get("log"), dict):  # older versions accepted it beyond train.steps
+        config = config | {"log": {k: v for k, v in log.items() if k != "profile"}}
     if isinstance(precision := config.get("precision"), dict):
         config = config | {"precision": split_names(precision)}
     try:

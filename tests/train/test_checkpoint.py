@@ -231,6 +231,14 @@ def test_a_key_that_is_no_more_does_not_stop_a_checkpoint_from_being_read(tmp_pa
     assert saved_config(tmp_path, {"config": config}) == Config()
 
 
+def test_profiled_steps_after_the_last_do_not_stop_a_checkpoint_from_being_read(
+    tmp_path: Path,
+) -> None:
+    config = Config().model_dump(mode="json")
+    config["log"]["profile"] = [1, config["train"]["steps"] + 1]
+    assert saved_config(tmp_path, {"config": config}) == Config()
+
+
 def test_the_newest_are_kept_and_latest_names_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30, 40)
     assert names(tmp_path) == ["latest", "step_00000030", "step_00000040"]
