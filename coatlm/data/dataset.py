@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +163,11 @@ def open_datasets(data: Data, tokenizer: Tokenizer, *, seed: int) -> Datasets:
 def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
     """How to read the loss mask of each source. Raises ValueError for a source without one."""
     for source in sources:
+        if source.mask is None and Path(source.name + MASK).exists():
+            raise ValueError(
+                f"{source.name}.json: no such file; it describes the loss mask in "
+                f"{source.name}{MASK}, which data.loss_mask=completion needs"
+            )
         if source.mask is None:
             raise ValueError(
                 f"{source.name}{MASK}: no such file; data.loss_mask=completion needs the loss mask "

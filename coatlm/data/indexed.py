@@ -39,6 +39,7 @@ from coatlm.data.checksums import CheckedBytes, CheckedFile, DatasetError
 from coatlm.data.manifest import (
     MASK,
     MASK_SUFFIXES,
+    SUFFIXES,
     DatasetManifest,
     read_dataset_manifest,
     read_sums,
@@ -146,6 +147,12 @@ def open_checked(prefix: Path) -> list[CheckedFile]:
     Raises DatasetError if other files of the dataset are damaged or it has no checksums.
     """
     manifest = read_dataset_manifest(prefix)
+    if manifest is None:
+        found = [suffix for suffix in (*SUFFIXES, MASK) if suffixed(prefix, suffix).exists()]
+        if not found:
+            raise DatasetError(f"{prefix}: no prepared dataset is here; it would be {prefix}.bin")
+        if {".crc32", MASK}.intersection(found):
+            raise DatasetError(f"{prefix}.json: no such file; it describes {prefix.name}.bin")
     if manifest is None or manifest.version == 1:
         raise DatasetError(f"{prefix}: has no checksums; preprocess it again with --overwrite")
     dtype, bounds_D1 = read_index(prefix, manifest)

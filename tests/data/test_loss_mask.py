@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,16 @@ def test_a_dataset_without_a_mask_is_an_error_that_names_the_file(tmp_path: Path
     preprocess([str(source)], tmp_path / "plain", Options(), workers=1)
     with pytest.raises(ValueError, match=r"plain\.mask: no such file; data\.loss_mask=completion"):
         open_datasets(options(tmp_path / "plain", loss_mask="completion"), BYTE, seed=1)
+
+
+def test_a_dataset_without_its_manifest_is_an_error_that_names_the_manifest(
+    prefix: Path, tmp_path: Path
+) -> None:
+    for suffix in (*SUFFIXES, *MASK_SUFFIXES):
+        if suffix != ".json":
+            shutil.copy(part(prefix, suffix), tmp_path / f"u{suffix}")
+    with pytest.raises(ValueError, match=r"u\.json: no such file; it describes the loss mask"):
+        open_datasets(options(tmp_path / "u", loss_mask="completion"), BYTE, seed=1)
 
 
 def test_text_has_no_loss_mask() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -691,13 +692,19 @@ def test_the_tool_verifies_datasets_and_names_a_damaged_one(tmp_path: Path) -> N
     with open(tmp_path / "bad.bin", "r+b") as file:
         file.seek(50_000)
         file.write(b"!")
-    result = run_tool("--verify", tmp_path / "good", tmp_path / "bad", tmp_path / "none")
+    for name in ("foreign", "lost"):  # without PREFIX.json, as of other tools, and by mistake
+        for suffix in (".bin", ".idx", *([".crc32"] if name == "lost" else [])):
+            shutil.copy(tmp_path / f"good{suffix}", tmp_path / f"{name}{suffix}")
+    prefixes = (tmp_path / name for name in ("good", "bad", "none", "foreign", "lost"))
+    result = run_tool("--verify", *prefixes)
     assert result.returncode == 2
     assert result.stdout == f"{tmp_path}/good: intact, 200,002 bytes of tokens\n"
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 2
+    assert len(errors) == 4
     assert "bad.bin: damaged between bytes 49152 and 65536" in errors[0]
-    assert "none: has no checksums" in errors[1]
+    assert "none: no prepared dataset is here" in errors[1]
+    assert "foreign: has no checksums" in errors[2]
+    assert "lost.json: no such file; it describes lost.bin" in errors[3]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
