@@ -71,7 +71,13 @@ def local_path(text: str, allowed: str = READ_HERE) -> Path:
 
 def output_path(text: str) -> Path:
     """The `type` of an argument that names what is written on this machine."""
-    return local_path(text, WRITTEN_HERE)
+    if not text:
+        raise argparse.ArgumentTypeError("'': a path has at least 1 character")
+    path = local_path(text, WRITTEN_HERE)
+    for parent in path.parents:
+        if parent.is_file():
+            raise argparse.ArgumentTypeError(f"{text}: {parent} is a file, not a directory")
+    return path
 
 
 def local_text(text: str, allowed: str = READ_HERE) -> str:

@@ -129,6 +129,8 @@ def _is_about(temporary: Path, error: BaseException) -> bool:
 
 
 def _beside(path: Path) -> Path:
+    if not path.name:  # . or /
+        raise ValueError(f"{path}: exists already; give the path of a new file or directory")
     return path.with_name(f".tmp-{path.name}-{os.getpid()}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,25 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFix
         error = capsys.readouterr().err
         assert stop.value.code == 2
         assert error.startswith("error: ") and error.count("\n") == 1 and words[-1] in error
+
+
+def test_an_output_has_a_name_and_is_not_below_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    parser = Parser("What it does.")
+    parser.add_argument("--out", type=console.output_path)
+    for word, told in (
+        ("", "'': a path has at least 1 character"),
+        (
+            f"{tmp_path}/file/a/b",
+            f"{tmp_path}/file/a/b: {tmp_path}/file is a file, not a directory",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--out", word])
+        assert capsys.readouterr().err.startswith(f"error: argument --out: {told} (")
+    assert parser.parse_args(["--out", f"{tmp_path}/new/a"]).out == tmp_path / "new/a"
 
 
 def test_a_refused_url_is_named_without_its_secrets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,8 +113,9 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         (directory / "part").touch()
         assert not (tmp_path / "a").exists()
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "part"]
-    with pytest.raises(ValueError, match="exists already"), whole_directory(tmp_path / "a"):
-        pass
+    for path in (tmp_path / "a", Path("."), Path("/")):
+        with pytest.raises(ValueError, match="exists already"), whole_directory(path):
+            pass
 
 
 def test_a_locked_file_is_locked_against_threads_and_processes_until_it_is_closed(

@@ -44,6 +44,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from coatlm.commands.curves import (
@@ -58,7 +59,7 @@ from coatlm.commands.curves import (
     task_panels,
 )
 from coatlm.console import Parser, fail, local_path, output_path
-from coatlm.files import whole_file
+from coatlm.files import check_output, whole_file
 from coatlm.train.run_directory import earlier_attempts
 
 COLORS = 10  # of matplotlib's cycle; further runs have dots
@@ -146,7 +147,7 @@ def _band(ax: Axes, color: int, run: LoggedRun, name: str, ends: tuple[str, str]
 
 def save(figure: Figure, path: Path, table: Sequence[str]) -> None:
     """Write a page for *.html, else an image of the type that the suffix names."""
-    kind = path.suffix.lower().removeprefix(".") or "png"
+    kind = path.suffix.lower().removeprefix(".")
     with whole_file(path) as file, warnings.catch_warnings():
         # characters that the font does not have are drawn as boxes
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
@@ -157,6 +158,13 @@ def save(figure: Figure, path: Path, table: Sequence[str]) -> None:
         figure.savefig(vectors, format="svg")
         svg = vectors.getvalue()
         file.write_text(_page(svg[svg.index("<svg") :], table), encoding="utf-8")
+
+
+def check_kind(path: Path) -> None:
+    """Raise ValueError unless the suffix names a page or a type of image."""
+    images = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in {*images, "html", "htm"}:
+        raise ValueError(f"--out {path}: must end with .html, .{', .'.join(sorted(images))}")
 
 
 def _page(svg: str, table: Sequence[str]) -> str:
@@ -209,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.attempts:
         options.runs += [attempt for run in options.runs for attempt in earlier_attempts(run)]
     try:
+        check_kind(options.out)
+        check_output(options.out)
         runs = read_runs(options.runs)
         baseline = options.baseline or next(iter(runs))
         if baseline not in runs:

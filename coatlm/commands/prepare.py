@@ -126,6 +126,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parsed.input
     ) != bool(parsed.output_prefix):
         parser.error("give either --input and --output-prefix, or --verify")
+    for prefix in parsed.verify or [parsed.output_prefix]:
+        if not prefix.name:
+            option = "--verify" if parsed.verify else "--output-prefix"
+            example = "give the beginning of the names of files, such as data/corpus"
+            parser.error(f"{option} {prefix}: {example}")
     if parsed.chat_template is not None and not parsed.chat:
         parser.error("--chat-template is an option of --chat")
     if parsed.workers < 0 or parsed.shard_mb < 1:

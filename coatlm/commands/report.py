@@ -32,7 +32,7 @@ from coatlm.commands.curves import LoggedRun, read_runs
 from coatlm.config import ConfigError, dotted, read_mapping
 from coatlm.config.errors import printable
 from coatlm.console import Parser, fail, local_path, output_path
-from coatlm.files import whole_file
+from coatlm.files import check_output, whole_file
 from coatlm.train.run_directory import (
     NUMERICS,
     Record,
@@ -242,6 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return fail(ValueError("a report needs plotly: pip install 'coatlm[report]'"))
     try:
+        if options.out is not None:
+            check_output(out)
         runs = read([options.run, *options.others])
         text = page(runs, plotly_js(), draw(runs))
         with whole_file(out) as file:

@@ -235,3 +235,31 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     assert main([*options, "--out", "loss.png"]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [
+        ("", "argument --out: '': a path has at least 1 character"),
+        ("loss", "--out loss: must end with .html, .avif, "),
+        ("loss.txt", "--out loss.txt: must end with .html, "),
+        ("file/loss.png", "argument --out: file/loss.png: file is a file, not a directory"),
+        ("dir.png", "dir.png: cannot be written: Is a directory"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_runs_are_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("dir.png").mkdir()
+    try:
+        code = main(["no run", "--out", out])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith(f"error: {complaint}") and error.count("\n") == 1

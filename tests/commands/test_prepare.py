@@ -68,3 +68,26 @@ def test_a_length_that_no_sample_has_is_refused_before_any_work(
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {reason}") and captured.err.count("\n") == 1
     assert captured.out == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "reason"),
+    [
+        ("", "argument --output-prefix: '': a path has at least 1 character"),
+        ("x.txt/a", "argument --output-prefix: x.txt/a: x.txt is a file, not a directory"),
+        (".", "--output-prefix .: give the beginning of the names of files, such as data/corpus"),
+    ],
+)
+def test_a_prefix_that_names_no_files_is_refused_before_any_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prefix: str,
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("text")
+    assert run(monkeypatch, "--input", "x.txt", "--output-prefix", prefix) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {reason}") and captured.err.count("\n") == 1
+    assert captured.out == "" and [path.name for path in tmp_path.iterdir()] == ["x.txt"]
