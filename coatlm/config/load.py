@@ -18,13 +18,21 @@ import pydantic
 from coatlm.config.combined import LAYOUT, Config
 from coatlm.config.errors import ConfigError, one_line, printable, shown
 from coatlm.config.hints import hint
-from coatlm.config.keys import keys
+from coatlm.config.keys import keys, type_name
 from coatlm.config.presets import with_preset, without, without_formats
 from coatlm.config.shipped import config_file, shipped
 from coatlm.config.urls import without_secrets
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+# pydantic's errors of values of another type, whose messages name types of Python
+MISTYPED = {"model_type", "tuple_type", "too_long", "path_type", "string_type", "missing"}
+IN_WORDS = {  # types as `coatlm train --keys` prints them -> in a message
+    "list of section": "list of paths or of mappings",
+    "list of choice": "list of names",
+    "list of number": "list of numbers",
+    "section": "mapping",
+}
 QUOTED = re.compile(r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'""")
 
 
@@ -40,7 +48,7 @@ def make_config(data: Any) -> Config:
     except pydantic.ValidationError as error:
         # a default that depends on a key with a mistake is no mistake of its own
         own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        raise ConfigError("\n".join(map(_explain, own))) from None
+        raise ConfigError("\n".join(dict.fromkeys(map(_explain, own)))) from None
 
 
 def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -144,7 +152,31 @@ def _explain(error: Any) -> str:
         return f"{path}: unknown key; {hint(error['loc'])}"
     if error["type"] == "invalid_key":
         return f"{path}: a key must be text"
-    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing" and isinstance(error["input"], Mapping):
+        return f"{path}: must be given"
+    message = error["msg"].removeprefix("Value error, ").replace("True, False", "true, false")
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # of a section
         return f"{path}: {message}" if path else message
-    return f"{path}={without_secrets(shown(error['input']))}: {message}"
+    if error["type"] in MISTYPED:
+        path, message = _mistyped(error["loc"], whole=error["type"] == "missing")
+    value = "null" if error["input"] is None else without_secrets(shown(error["input"]))
+    return f"{path}={value}: {message}"
+
+
+def _mistyped(location: Sequence[str | int], *, whole: bool) -> tuple[str, str]:
+    """The path of the key at `location`, or of an item of its list unless `whole`, and what it
+    takes. pydantic's location goes on with members of unions."""
+    known = {key.name: key for key in keys()}
+    names = [
+        "".join(f".{p}" if isinstance(p, str) else "[]" for p in location[:n])[1:]
+        for n in range(1, len(location) + 1)
+    ]
+    end = max((n for n, name in enumerate(names, 1) if name in known), default=0)
+    kind = type_name(known[names[end - 1]].field.annotation) if end else "section"
+    if not whole and end < len(location) and isinstance(location[end], int):
+        kind, end = kind.removeprefix("list of "), end + 1
+        kind = "path or a mapping" if kind == "section" else kind
+    for name, words in IN_WORDS.items():
+        kind = kind.replace(name, words)
+    article = "" if kind.startswith(("[", "text")) else "a "
+    return ".".join(map(str, location[:end])), f"must be {article}{kind}"

@@ -79,7 +79,7 @@ def test_an_override_of_anything_else_is_yaml(empty: Path) -> None:
 def test_an_override_without_a_value_is_refused_where_one_is_needed(
     empty: Path, given: str
 ) -> None:
-    assert message(empty, given).startswith(f"{given.partition('=')[0]}=None: ")
+    assert message(empty, given).startswith(f"{given.partition('=')[0]}=null: ")
 
 
 def test_a_mapping_of_an_override_is_merged_into_that_of_the_file(tmp_path: Path) -> None:
@@ -216,3 +216,33 @@ def test_a_name_that_is_not_utf_8_is_refused(empty: Path) -> None:
 
 def test_a_configuration_survives_its_own_defaults() -> None:
     assert make_config(Config().model_dump(mode="json")) == make_config({})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"train": 5}, "train=5: must be a mapping"),
+        ({"train": None}, "train=null: must be a mapping"),
+        ({"model": {"rope_scaling": [1]}}, "model.rope_scaling=[1]: must be a mapping or null"),
+        ({"data": {"text": None}}, "data.text=null: must be a list of text"),
+        ({"data": {"text": ["a", 3]}}, "data.text.1=3: must be text"),
+        ({"data": {"paths": 3}}, "data.paths=3: must be a list of paths or of mappings"),
+        ({"data": {"paths": [3]}}, "data.paths.0=3: must be a path or a mapping"),
+        ({"data": {"paths": [{"path": 3}]}}, "data.paths.0.path=3: must be a path or text"),
+        ({"data": {"paths": [{"weight": 3}]}}, "data.paths.0.path: must be given"),
+        ({"run": {"dir": None}}, "run.dir=null: must be a path"),
+        ({"optim": {"betas": [1]}}, "optim.betas=[1]: must be [number, number]"),
+        ({"optim": {"betas": [1, 2, 3]}}, "optim.betas=[1, 2, 3]: must be [number, number]"),
+        ({"precision": {"bf16_operands": 3}}, "precision.bf16_operands=3: must be a list of names"),
+        (
+            {"train": {"cuda_graphs": 3}},
+            "train.cuda_graphs=3: Input should be true, false or 'auto'",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_reported_with_the_type_of_the_key(
+    given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_config(given)
+    assert str(error.value) == told
