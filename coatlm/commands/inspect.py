@@ -42,6 +42,7 @@ from coatlm.files import STATE_PREFIX
 from coatlm.train.checkpoint import CHECKPOINTS, read_state
 from coatlm.train.manifest import (
     MANIFEST,
+    STATE,
     STEP,
     CheckpointError,
     newest_first,
@@ -82,8 +83,14 @@ def find(path: Path) -> Path:
     """The checkpoint at a path, or a run's newest one. Raises ValueError if there is none."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such directory")
-    if STEP.fullmatch(path.name) or (path / MANIFEST).exists() or (path / ".metadata").exists():
+    ours = (MANIFEST, STATE)
+    if STEP.fullmatch(path.name) or any((path / name).exists() for name in ours):
         return path
+    if (path / ".metadata").exists():
+        raise ValueError(
+            f"{path}: has .metadata but neither {' nor '.join(ours)}, so it is no checkpoint of "
+            "coatlm; coatlm convert --from megatron reads those of Megatron"
+        )
     found = newest_first(path / CHECKPOINTS) or newest_first(path)
     if not found:
         raise ValueError(f"{path}: no checkpoint here, and none in {CHECKPOINTS}/")

@@ -126,6 +126,8 @@ def indexed(directory: Path) -> dict[str, str] | None:
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise ValueError(f"{path}: has no weight_map of file names")
+    if not files:
+        raise ValueError(f"{path}: weight_map is empty: must name the file of every tensor")
     if foreign := [file for file in files.values() if not _is_name(file)]:
         raise ValueError(f"{path}: {foreign[0]!r} is not a file's name")
     return files

@@ -132,6 +132,21 @@ def test_verify_finds_a_flipped_byte_a_short_and_a_missing_file(
     assert errors[0].startswith("damaged: ") and told in errors[0] and name in errors[0]
 
 
+def test_a_checkpoint_of_another_program_is_named_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/.metadata").touch()
+    for words in ([tmp_path / "d"], [tmp_path / "d", "--verify"]):
+        lines, (error,) = run(capsys, *words, code=2)
+        assert lines == [] and error.startswith(
+            f"error: {tmp_path}/d: has .metadata but neither manifest.json nor state.json"
+        )
+    (tmp_path / "d/state.json").touch()  # one of coatlm that has lost its manifest
+    _, (error,) = run(capsys, tmp_path / "d", code=1)
+    assert error == f"damaged: {tmp_path}/d/manifest.json: No such file or directory"
+
+
 def test_diff_of_equal_tensors_in_another_layout_is_empty(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,13 @@ def test_damage_is_reported_with_the_file(tmp_path: Path) -> None:
         WeightFiles.open(tmp_path)
 
 
+def test_an_index_of_no_tensors_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ValueError, match=r"index\.json: weight_map is empty: must name the file"):
+        WeightFiles.open(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["..", "", "../x", "/x", "a\0b"])
 def test_an_index_names_only_files_of_its_directory(tmp_path: Path, name: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
