@@ -4,10 +4,9 @@
 returns; a thread writes the copies while training continues. The threads of all ranks communicate
 over a gloo group of their own:
 
-    every rank   copy (see `host_copies`) | write and fsync    | checksums of its files |
-    rank 0                                | create a directory |                        | manifest,
-                                                                                          rename,
-                                                                                          prune
+    every rank   copy (see `host_copies`) | write, hash, fsync (see `hashed_file`) |
+    rank 0                                | create a directory                     | manifest,
+                                                                                     rename, prune
 
 With `upload`, the thread then copies the files to a URL: see `remote_checkpoint`.
 
@@ -49,6 +48,7 @@ from coatlm.train.find_checkpoint import (
     saved_config,
     state_is,
 )
+from coatlm.train.hashed_file import SUFFIX
 from coatlm.train.host_copies import HostCopies
 from coatlm.train.manifest import (
     STATE,
@@ -252,12 +252,12 @@ class Checkpointer:
         try:
             together(lambda: self._begin(temporary, ready, state), self._group)
             with turns():
-                write_tensors(temporary, pieces, self._group)
-            parts = together(lambda: self._fingerprints(temporary), self._group)
+                written = write_tensors(temporary, pieces, self._group)
+            parts = together(lambda: written | self._small_files(temporary), self._group)
             files = {name: file for part in parts for name, file in part.items()}
             together(lambda: self._commit(temporary, step, files), self._group)
-            written = sum(file.bytes for file in files.values())
-            self._saved = SavedCheckpoint(step_name(step), written, time.monotonic() - begin)
+            size = sum(file.bytes for file in files.values())
+            self._saved = SavedCheckpoint(step_name(step), size, time.monotonic() - begin)
             missed = "uploaded"
             self._prune()
             if self._upload is not None:
@@ -290,14 +290,11 @@ class Checkpointer:
             write_layout(temporary)
             write_file(temporary / STATE, state.encode())
 
-    def _fingerprints(self, temporary: Path) -> dict[str, File]:
-        """The sizes and checksums of the files that this rank wrote."""
-        return {
-            path.name: describe(path)
-            for path in temporary.iterdir()
-            if path.name.startswith(f"__{self._rank}_")
-            or (self._rank == 0 and path.suffix != ".distcp")
-        }
+    def _small_files(self, temporary: Path) -> dict[str, File]:
+        """The sizes and checksums of the files without tensors, on rank 0, which writes them."""
+        if self._rank != 0:
+            return {}
+        return {p.name: describe(p) for p in temporary.iterdir() if p.suffix != SUFFIX}
 
     def _commit(self, temporary: Path, step: int, files: dict[str, File]) -> None:
         """Turn the temporary directory into a checkpoint, on rank 0."""

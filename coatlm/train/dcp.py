@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from coatlm.train.manifest import CheckpointError
+from coatlm.train.hashed_file import HashedFiles
+from coatlm.train.manifest import CheckpointError, File
 from coatlm.train.metadata import read_metadata
 from coatlm.train.tensor_reader import TensorReader
 
@@ -97,6 +98,12 @@ class ShardWriter(filesystem.FileSystemWriter):
     def __init__(self, directory: Path, *, files: int = 1) -> None:
         super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self._files = files
+        self.fs = self._written = HashedFiles()
+
+    @property
+    def written(self) -> dict[str, File]:
+        """The sizes and checksums of the files that this rank has written, by name."""
+        return dict(self._written.files)
 
     def storage_meta(self) -> StorageMeta:
         """Return empty metadata, so that `.metadata` does not contain the temporary path."""

@@ -15,7 +15,7 @@ away (see `attempts`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -170,14 +170,17 @@ def resume(
     tokenizer: str,
     data: list[SourceIdentity],
     restarted: bool = False,
+    lap: Callable[[str], None] = lambda part: None,
 ) -> Origin:
     """Load the checkpoint that `find_origin` chooses, if any, into `trainer` and `run`.
 
-    Returns the origin. `tokenizer` is the tokenizer's fingerprint. Raises ConfigError for a change
+    Returns the origin. `tokenizer` is the tokenizer's fingerprint; `lap` is called once the files
+    are verified, with the name of that part of the start. Raises ConfigError for a change
     that is not allowed and CheckpointError if the checkpoint does not fit or cannot be read, before
     any file of the run is moved or overwritten.
     """
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
+    lap("checkpoint verified")
     run.continued = last_serial(config.run.dir / checkpoint.CHECKPOINTS)
     if origin.huggingface is not None:
         load_huggingface(origin.huggingface, trainer)

@@ -37,7 +37,7 @@ from coatlm.megatron import (
 )
 from coatlm.train.agreement import Group, describe_failures, together
 from coatlm.train.dcp import CoveringPlanner, MakingPlanner, ShardReader, ShardWriter
-from coatlm.train.manifest import CheckpointError, write_file
+from coatlm.train.manifest import CheckpointError, File, write_file
 from coatlm.train.reports import error_line
 
 FILES = 4  # that a rank writes in parallel: one thread does not saturate the disk
@@ -45,17 +45,19 @@ FILES = 4  # that a rank writes in parallel: one thread does not saturate the di
 
 def write_tensors(
     directory: Path, tensors: Iterable[ShardedTensor], group: Group | None = None
-) -> None:
+) -> dict[str, File]:
     """Write the shards of all ranks of a gloo group; tensors on the host are not copied.
 
+    Returns the sizes and checksums of the .distcp files that this rank has written, by name.
     Raises CheckpointError on every rank if any rank fails or the shards do not cover a tensor.
     """
     size, tensors = 1 if group is None else group.size(), list(tensors)
     on_host = not any(tensor.data is not None and tensor.data.is_cuda for tensor in tensors)
+    writer = ShardWriter(directory, files=FILES if on_host else 1)
     try:
         save(
             _by_key(tensors),
-            storage_writer=ShardWriter(directory, files=FILES if on_host else 1),
+            storage_writer=writer,
             planner=CoveringPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=size == 1,  # otherwise DCP pickles its plan and sends it to itself
@@ -63,6 +65,7 @@ def write_tensors(
     except CheckpointException as error:
         reasons = {rank: error_line(failure[0]) for rank, failure in error.failures.items()}
         raise CheckpointError(describe_failures(reasons, size)) from error
+    return writer.written
 
 
 def write_layout(directory: Path, content: Mapping[str, Any] | None = None) -> None:

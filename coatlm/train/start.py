@@ -127,8 +127,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
     again = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
-    origin = peers.agree(lambda: resume(config, trainer, run, **known, restarted=again))
-    startup.lap("checkpoint")
+    reopen = partial(resume, config, trainer, run, **known, restarted=again, lap=startup.lap)
+    origin = peers.agree(reopen)
+    startup.lap("checkpoint read")
     if run.step >= config.train.steps:
         logger.info("%s", nothing_to_do(config, run.step))
         return None

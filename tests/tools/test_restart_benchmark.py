@@ -19,7 +19,9 @@ STEPS = """if True:
     def step(n, seconds):
         time.sleep(seconds)
         print(f"step {n}/9 | loss 1.0 | lr 1e-3", flush=True)
-    step(1, 0.5)
+    time.sleep(0.4)
+    print("0.5 s to the end of the first step: imports 0.3 s, first step 0.2 s", flush=True)
+    step(1, 0.1)
     for n in (2, 3, 4):
         step(n, 0.1)
     step(5, 0.4)  # while the checkpoint is written
@@ -36,10 +38,13 @@ def watched(script: str) -> WatchedRun:
 
 def test_the_stall_of_a_save_is_the_longest_step_until_it_is_complete() -> None:
     with restart.ended(watched(STEPS)) as started:
-        first, save = restart.until_saved(started, 4)
-    assert first > 0.5 and save.save == 0.4
-    assert save.step == pytest.approx(0.1, abs=0.08)
-    assert save.stall == pytest.approx(0.3, abs=0.15)  # not the second of step 7
+        at, step, parts = started.first()
+        save = restart.until_saved(started, 3)
+    assert at - started.began > 0.5 and step == 1 and parts == "imports 0.3 s, first step 0.2 s"
+    assert save.save == 0.4 and save.step == pytest.approx(0.1, abs=0.08)
+    assert save.stalls[0] == pytest.approx(0.3, abs=0.15)
+    assert len(save.stalls) == 2  # not the second of step 7
+    assert restart.longest([0.1, 0.5, 0.0, 0.2]) == [(2, 0.5), (4, 0.2), (1, 0.1)]
     assert started.process.poll() == -9
 
 
@@ -83,7 +88,7 @@ def test_the_run_of_a_row_is_valid(row: str, tmp_path: Path) -> None:
     ("words", "problem"),
     [
         (["model=7b"], "model=7b: one of 3.37b, 0.5b, tiny"),
-        (["model=tiny", "every=1"], "every=1: must be at least 2 steps"),
+        (["model=tiny", "every=2"], "every=2: must be at least 3 steps"),
         (["model=tiny,0.5b"], "restart: needs 1 GPU, this machine has 0"),
     ],
 )
@@ -104,6 +109,8 @@ def test_the_smallest_model_starts_saves_dies_and_resumes(tmp_path: Path) -> Non
     found: dict[str, Any] = restart.measure("tiny", options)
     starts = [found[f"{name}_s"] for name in ("first_loss_cold", "first_loss_warm", "restart")]
     assert min(starts) > 0.5 and sum(starts) < time.perf_counter() - begin
+    assert "imports" in found["restart_parts"]
+    assert "imports" in found["cold_parts"] and "first step" in found["warm_parts"]
     assert 0 < found["step_s"] < min(starts)
     assert 0 < found["checkpoint_gib"] < 0.01 and found["plain_gb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []

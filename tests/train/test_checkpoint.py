@@ -65,9 +65,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits until this is set."""
     event = threading.Event()
 
-    def write_later(*arguments: Any) -> None:
+    def write_later(*arguments: Any) -> dict[str, Any]:
         assert event.wait(30)
-        shards.write_tensors(*arguments)
+        return shards.write_tensors(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_tensors", write_later)
     yield event

@@ -74,7 +74,7 @@ write, train, steps = checkpoint.write_tensors, step.Trainer.train_step, []
 
 def write_slowly(*arguments):
     time.sleep(1.5)
-    write(*arguments)
+    return write(*arguments)
 
 def fail_in_step_3(*arguments, **options):
     steps.append(1)

@@ -7,11 +7,14 @@
                         the same command, which resumes from that checkpoint
     step_s              the median time between the losses of steps before the save
     save_stall_s        the longest such time while the checkpoint is written - step_s
+    stalls              the three longest such times - step_s, each after how many steps of the save
     save_s              from the start of the save to the complete checkpoint
     save_gb_per_s       bytes of the checkpoint / save_s
     plain_gb_per_s      the same bytes written to one file and fsynced, beside the checkpoint:
                         a virtual disk can be faster where files were deleted before
     write_ratio         save_gb_per_s / plain_gb_per_s
+
+    *_parts             where the seconds of a start went, as the run's log has them
 
 A row is a model: `3.37b`, `0.5b`, or `tiny`, which takes a minute on a CPU. All files are in a
 temporary directory, which takes the bytes of two checkpoints.
@@ -65,6 +68,7 @@ ALL = (  # overrides of every row; the run does not end by itself
     *("data.paths=[]", "data.tokenizer=byte", "data.reset_attention_mask=false"),
     *("train.eval_every=0", "train.steps=1000000", "optim.warmup_steps=1", "log.every=1"),
 )
+STARTED = re.compile(r" s to the end of the first step: (.*)$")
 STEP = re.compile(r"\bstep (\d+)/\d+ \| loss ")
 SAVED = re.compile(r"\bsaved step_0*(\d+): .* in ([\d.]+) s")
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(100_000))
@@ -72,11 +76,11 @@ BLOCK = 16 << 20  # bytes of a plain write
 
 
 class Save(NamedTuple):
-    """Seconds until a checkpoint is complete, of a step before it, and of the stall of a step."""
+    """Seconds until a checkpoint is complete, of a step before it, and of the stalls of steps."""
 
     save: float
     step: float
-    stall: float
+    stalls: list[float]  # of each step from the one that ends after the start of the save
 
 
 class WatchedRun:
@@ -113,6 +117,18 @@ class WatchedRun:
             if found := STEP.search(line):
                 yield at, int(found[1])
 
+    def first(self) -> tuple[float, int, str]:
+        """The first step: `at` which time its loss came, its number, and the parts of the start."""
+        at, step, parts = 0.0, 0, ""
+        for now, line in self.lines():
+            if not step and (found := STEP.search(line)):
+                at, step = now, int(found[1])
+            if found := STARTED.search(line):
+                parts = found[1]
+            if step and parts:
+                break
+        return at, step, parts
+
     def kill(self) -> float:
         """Send SIGKILL to all processes of the run; returns the time `at` which that was."""
         at = time.perf_counter()
@@ -134,9 +150,9 @@ def ended(run: WatchedRun) -> Iterator[WatchedRun]:
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """The models. Raises ValueError for one that is not known, and for a save after one step."""
-    if options.get("every") == "1":
-        raise ValueError("every=1: must be at least 2 steps")
+    """The models. Raises ValueError for one that is not known, and for a save after two steps."""
+    if (every := options.get("every")) in ("1", "2"):
+        raise ValueError(f"every={every}: must be at least 3 steps")
     names = options.get("model", "3.37b").split(",")
     for name in names:
         if name not in MODELS:
@@ -170,17 +186,20 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
             return WatchedRun(command(row, place, place / run, every, overrides), env)
 
         with ended(start("first")) as first:
-            cold, save = until_saved(first, every)
+            at, _, cold_parts = first.first()
+            cold = at - first.began
+            save = until_saved(first, every - 1)
             killed = first.kill()
         with ended(start("first")) as second:
-            at, step = next(second.steps())
+            at, step, restart_parts = second.first()
             restart = at - killed
             if step <= every or step % every != 1:
                 raise RuntimeError(
                     f"the run resumed at step {step}, not after a multiple of {every}"
                 )
         with ended(start("other")) as third:
-            warm = next(third.steps())[0] - third.began
+            at, _, warm_parts = third.first()
+            warm = at - third.began
         checkpoint = next((place / "first" / "checkpoints").glob("step_*"))
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
         plain = plain_write(place / "plain", size)
@@ -189,9 +208,13 @@ def measure(row: str, options: dict[str, str]) -> dict[str, Any]:
         "first_loss_warm_s": round(warm, 2),
         "restart_s": round(restart, 2),
         "step_s": round(save.step, 4),
-        "save_stall_s": round(save.stall, 3),
+        "save_stall_s": round(max(save.stalls), 3),
+        "stalls": longest(save.stalls),
         "save_s": save.save,
         **rates(size, save.save, plain),
+        "cold_parts": cold_parts,
+        "restart_parts": restart_parts,
+        "warm_parts": warm_parts,
     }
 
 
@@ -206,8 +229,8 @@ def command(
     return [sys.executable, "pretrain.py", file, *ALL, *own, *paths, *overrides]
 
 
-def until_saved(run: WatchedRun, every: int) -> tuple[float, Save]:
-    """The seconds to the first loss of `run`, and its checkpoint at step `every`."""
+def until_saved(run: WatchedRun, every: int) -> Save:
+    """The checkpoint of `run` after the next `every` steps."""
     times: list[float] = []
     saved = None
     for at, line in run.lines():
@@ -220,7 +243,13 @@ def until_saved(run: WatchedRun, every: int) -> tuple[float, Save]:
     laps = [later - earlier for earlier, later in itertools.pairwise(times)]
     usual = statistics.median(laps[: every - 1])
     assert saved is not None
-    return times[0] - run.began, Save(saved, usual, max(laps[every - 1 :]) - usual)
+    return Save(saved, usual, [lap - usual for lap in laps[every - 1 :]])
+
+
+def longest(stalls: Sequence[float]) -> list[tuple[int, float]]:
+    """The three longest stalls, each with the number of its step after the save."""
+    order = sorted(range(len(stalls)), key=lambda at: -stalls[at])[:3]
+    return [(at + 1, round(stalls[at], 3)) for at in order]
 
 
 def plain_write(path: Path, size: int) -> float:
