@@ -16,8 +16,6 @@ depend on them. Host memory is page-locked, without which copies would not be as
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -25,7 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coatlm.optim.host_memory import fetch_pages, lock_pages
+
 BUFFERS = 3  # one is filled, one is updated, one is emptied
+THREADS = 8  # that give the states their pages, while the start of the run waits
 PIECE = 1 << 24  # elements: a copy of milliseconds, next to which starting it costs little
 
 Span = tuple[int, int, int]  # (shard, start, stop): elements [start, stop) of a shard
@@ -83,14 +84,6 @@ def parts(states: Mapping[str, Tensor], start: int, stop: int, n: int) -> dict[s
     return found
 
 
-def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in host memory that starts and ends with pages, so that it can be page-locked.
-
-    torch's own pinned memory is rounded up to a power of two, up to twice the size.
-    """
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
-
-
 class StateOffload:
     """Passes states through `device` in pieces; on a CPU by the same copies, one after the other.
 
@@ -121,8 +114,8 @@ class StateOffload:
             # the buffers' memory may still be in use by earlier work of the current stream
             self.streams[0].wait_stream(torch.cuda.current_stream())
             for tensor in host.values():
-                lock_pages(tensor)
-                weakref.finalize(self, unlock_pages, tensor.data_ptr(), self.streams[1])
+                fetch_pages(tensor, THREADS)
+                lock_pages(tensor, self.streams[1], self)
 
     def passes(self, which: Collection[int]) -> Iterator[dict[str, Tensor]]:
         """Yield the states of the pieces numbered `which`, on the device, to be updated in place on
@@ -160,15 +153,3 @@ class StateOffload:
 def _copy_(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     for name, tensor in to.items():
         tensor.copy_(source[name], non_blocking=True)
-
-
-def lock_pages(memory: Tensor) -> None:
-    """Page-lock memory of `host_zeros`, so that copies from and to a GPU are asynchronous."""
-    pointer, size = memory.data_ptr(), memory.nbytes
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pointer, size, 0))
-
-
-def unlock_pages(pointer: int, stream: torch.cuda.Stream) -> None:
-    """Unlock host memory once no copy on `stream`, which makes the last ones, uses it any more."""
-    stream.synchronize()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pointer))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
+from coatlm.optim.host_memory import host_zeros
 from coatlm.optim.moment_formats import Stored
-from coatlm.optim.offload import host_zeros
 from coatlm.optim.recipes import BF16, FP32, MASTER, Recipe, find_recipe
 
 

@@ -6,21 +6,21 @@
 Only updates change weights and states, so copies that are complete before the next update are those
 of step t, bit for bit. Tensors on a GPU are copied on a separate CUDA stream into page-locked
 memory; tensors on the host, such as offloaded states, by the thread that calls `finish`. The memory
-of the copies is allocated once, by a thread, because locking the pages of some gigabytes takes a
-second.
+of the copies is allocated once, by a thread, because some gigabytes take seconds; its pages are
+locked in ranges, so that training meanwhile waits for one range at most, and copies end where
+ranges do.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from coatlm.optim.offload import host_zeros, lock_pages, unlock_pages
+from coatlm.optim.host_memory import RANGE, fetch_pages, host_zeros, lock_pages
 
 ALIGNMENT = 64  # bytes
 
@@ -55,17 +55,20 @@ class HostCopies:
         """
         self.reserve(tensors)
         assert self._memory is not None
-        memory, at, copies = self._memory.result(), 0, []
+        memory, at, copies, parts = self._memory.result(), 0, [], list[tuple[Tensor, Tensor]]()
         for tensor in tensors:
-            copies.append(memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            end = at + tensor.nbytes
+            copies.append(memory[at:end].view(tensor.dtype).view(tensor.shape))
+            if tensor.is_cuda:
+                flat = tensor.detach().reshape(-1).view(torch.uint8)
+                parts += [(memory[a:b], flat[a - at : b - at]) for a, b in _ranges(at, end)]
             at += _padded(tensor.nbytes)
         pairs = [(c, tensor.detach()) for c, tensor in zip(copies, tensors, strict=True)]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                for copy, tensor in pairs:
-                    if tensor.is_cuda:
-                        copy.copy_(tensor, non_blocking=True)
+                for copy, part in parts:
+                    copy.copy_(part, non_blocking=True)
                 self._copied = torch.cuda.Event(blocking=True)
                 self._copied.record()
                 self._awaited = False
@@ -99,10 +102,18 @@ class HostCopies:
         memory = host_zeros(max(size, ALIGNMENT), torch.uint8)
         if stream is not None:
             torch.cuda.set_device(stream.device)  # of this thread
-            lock_pages(memory)
-            weakref.finalize(memory, unlock_pages, memory.data_ptr(), stream)
+            fetch_pages(memory)
+            lock_pages(memory, stream, memory, step=RANGE)
         return memory
 
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _ranges(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Bytes [start, end) of the memory, cut where the ranges end that are locked as a whole."""
+    while start < end:
+        stop = min(end, (start // RANGE + 1) * RANGE)
+        yield start, stop
+        start = stop

@@ -41,7 +41,7 @@ REQUIRED = frozenset({".metadata", "metadata.json", "common.pt", STATE})
 TEMPORARY = ".tmp-"
 BUFFER = 1 << 20  # bytes read at a time for a checksum
 PART = 1 << 26  # bytes with a checksum of their own, which threads compare at the same time
-THREADS = 8  # that read a checkpoint: disks answer several requests at once
+THREADS = 16  # that read a checkpoint: disks answer several requests at once
 REPLACED = ".replaced-"  # prefix of an older checkpoint of a step that is written again
 STEP = re.compile(r"step_(\d{8,})")
 

@@ -40,7 +40,7 @@ from coatlm.train.dcp import CoveringPlanner, MakingPlanner, ShardReader, ShardW
 from coatlm.train.manifest import CheckpointError, File, write_file
 from coatlm.train.reports import error_line
 
-FILES = 4  # that a rank writes in parallel: one thread does not saturate the disk
+FILES = 8  # that a rank writes in parallel: one thread does not saturate the disk
 
 
 def write_tensors(
