@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 RANGE = 1 << 28  # bytes that are locked at a time, in some hundredths of a second
-FETCH = 1 << 26  # bytes that a thread fetches at a time; a multiple of the size of pages
+FETCH = 1 << 22  # bytes that a thread fetches at a time, while nothing else can map memory
 POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE, which Python's mmap does not name
 LIBC = ctypes.CDLL(None)
 

@@ -168,15 +168,14 @@ class Checkpointer:
         text = json.dumps(state, indent=1)
         pieces = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         if not self._async:
-            self._run(step, pieces, text, begin, ready=lambda: None)
+            self._run(step, pieces, text, begin)
             self.poll()
             return
-        copies = self._copies.start([_data(piece) for piece in pieces])
-        copied = (replace(p, data=copy) for p, copy in zip(pieces, copies, strict=True))
+        self._copies.start([_data(piece) for piece in pieces])
         self._thread = threading.Thread(
             target=self._run,
-            args=(step, copied, text, begin),
-            kwargs={"ready": self._copies.finish, "turns": short_turns},
+            args=(step, pieces, text, begin),
+            kwargs={"copy": self._copies.finish, "turns": short_turns},
             name="checkpoint",
         )
         self._thread.start()
@@ -237,22 +236,32 @@ class Checkpointer:
     def _run(
         self,
         step: int,
-        pieces: Iterable[ShardedTensor],
+        pieces: Sequence[ShardedTensor],
         state: str,
         begin: float,
         *,
-        ready: Callable[[], None],
+        copy: Callable[[], Sequence[Tensor]] | None = None,
         turns: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Write a checkpoint; `poll` reports the outcome. `begin` is the time of the call of
-        `save`; `ready` waits for the data of `pieces`; the tensors are written inside of `turns()`.
+        `save`; `copy` makes copies of `pieces`, to be written in their place; `turns()` surrounds
+        all that takes long.
         """
         temporary = self._directory / f"{TEMPORARY}{step_name(step)}-{self._token}"
-        missed = "written"
+        missed, copied = "written", list(pieces)
+
+        def begin_files() -> None:
+            if copy is not None:
+                copied[:] = [replace(p, data=c) for p, c in zip(pieces, copy(), strict=True)]
+            if self._rank == 0:
+                temporary.mkdir()
+                write_layout(temporary)
+                write_file(temporary / STATE, state.encode())
+
         try:
-            together(lambda: self._begin(temporary, ready, state), self._group)
             with turns():
-                written = write_tensors(temporary, pieces, self._group)
+                together(begin_files, self._group)
+                written = write_tensors(temporary, copied, self._group)
             parts = together(lambda: written | self._small_files(temporary), self._group)
             files = {name: file for part in parts for name, file in part.items()}
             together(lambda: self._commit(temporary, step, files), self._group)
@@ -282,13 +291,6 @@ class Checkpointer:
         else:
             if self._rank == 0:
                 logger.info("uploaded %s in %.1f s", target.url, time.monotonic() - begin)
-
-    def _begin(self, temporary: Path, ready: Callable[[], None], state: str) -> None:
-        ready()
-        if self._rank == 0:
-            temporary.mkdir()
-            write_layout(temporary)
-            write_file(temporary / STATE, state.encode())
 
     def _small_files(self, temporary: Path) -> dict[str, File]:
         """The sizes and checksums of the files without tensors, on rank 0, which writes them."""

@@ -4,17 +4,17 @@
     copying            | weights and states of step t .......|
 
 Only updates change weights and states, so copies that are complete before the next update are those
-of step t, bit for bit. Tensors on a GPU are copied on a separate CUDA stream into page-locked
-memory; tensors on the host, such as offloaded states, by the thread that calls `finish`. The memory
-of the copies is allocated once, by a thread, because some gigabytes take seconds; its pages are
-locked in ranges, so that training meanwhile waits for one range at most, and copies end where
-ranges do.
+of step t, bit for bit. The thread that calls `finish` makes them, so that training need not wait
+until some thousand copies are launched: those of tensors on a GPU on a separate CUDA stream and
+into page-locked memory, then those of tensors on the host, such as offloaded states. The memory of
+the copies is allocated once, by a thread, because some gigabytes take seconds; its pages are locked
+in ranges, so that training meanwhile waits for one range at most, and copies end where ranges do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -32,11 +32,11 @@ class HostCopies:
         self._size = 0
         self._memory: Future[Tensor] | None = None
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._tensors: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None  # the copies from the GPU are complete
         self._awaited = True  # by `wait`
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # copies and tensors on the host
-        self._done = threading.Event()  # the copies of tensors on the host are complete
-        self._done.set()
+        self._launched = threading.Event()  # what is left to do is up to `_copied`
+        self._launched.set()
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
         """Start to allocate memory for copies of `tensors`, in a thread."""
@@ -49,43 +49,26 @@ class HostCopies:
         self._memory = pool.submit(self._allocate, size, stream)
         pool.shutdown(wait=False)
 
-    def start(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Start to copy `tensors`. The copies are complete after `finish` and valid until the next
-        call. Call `wait` before the tensors are changed.
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        """Let a copy of `tensors` begin, which `finish` makes, in a thread. Call `wait` before the
+        tensors are changed.
         """
         self.reserve(tensors)
-        assert self._memory is not None
-        memory, at, copies, parts = self._memory.result(), 0, [], list[tuple[Tensor, Tensor]]()
-        for tensor in tensors:
-            end = at + tensor.nbytes
-            copies.append(memory[at:end].view(tensor.dtype).view(tensor.shape))
-            if tensor.is_cuda:
-                flat = tensor.detach().reshape(-1).view(torch.uint8)
-                parts += [(memory[a:b], flat[a - at : b - at]) for a, b in _ranges(at, end)]
-            at += _padded(tensor.nbytes)
-        pairs = [(c, tensor.detach()) for c, tensor in zip(copies, tensors, strict=True)]
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._copied, self._awaited = None, False
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for copy, part in parts:
-                    copy.copy_(part, non_blocking=True)
-                self._copied = torch.cuda.Event(blocking=True)
-                self._copied.record()
-                self._awaited = False
-        self._pairs = [(copy, tensor) for copy, tensor in pairs if not tensor.is_cuda]
-        if self._pairs:
-            self._done.clear()
-        return copies
+        self._launched.clear()
 
-    def finish(self) -> None:
-        """Copy tensors on the host, and wait for the copies from the GPU."""
+    def finish(self) -> list[Tensor]:
+        """Copy the tensors, and return the complete copies, which are valid until the next one."""
         try:
-            for copy, tensor in self._pairs:
-                copy.copy_(tensor)
+            copies = self._copy()
         finally:
-            self._done.set()
+            self._launched.set()
         if self._copied is not None:
             self._copied.synchronize()
+        return copies
 
     def wait(self) -> None:
         """Let the current stream wait for the copies from the GPU, and the host for the others.
@@ -93,10 +76,30 @@ class HostCopies:
         The stream waits once per `start`: a CUDA graph cannot capture a wait for an event that was
         recorded outside of it.
         """
+        self._launched.wait()
         if self._copied is not None and not self._awaited:
             torch.cuda.current_stream().wait_event(self._copied)
-            self._awaited = True
-        self._done.wait()
+        self._awaited = True
+
+    def _copy(self) -> list[Tensor]:
+        assert self._memory is not None
+        memory, at, copies = self._memory.result(), 0, []
+        for tensor in self._tensors:
+            copies.append(memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            at += _padded(tensor.nbytes)
+        pairs = list(zip(copies, self._tensors, strict=True))
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                for copy, tensor in pairs:
+                    if tensor.is_cuda:
+                        _copy_ranges(copy, tensor, memory.data_ptr())
+                copied = torch.cuda.Event(blocking=True)
+                copied.record()
+                self._copied = copied
+        for copy, tensor in pairs:
+            if not tensor.is_cuda:
+                copy.copy_(tensor)
+        return copies
 
     def _allocate(self, size: int, stream: torch.cuda.Stream | None) -> Tensor:
         memory = host_zeros(max(size, ALIGNMENT), torch.uint8)
@@ -111,9 +114,13 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _ranges(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Bytes [start, end) of the memory, cut where the ranges end that are locked as a whole."""
-    while start < end:
-        stop = min(end, (start // RANGE + 1) * RANGE)
-        yield start, stop
-        start = stop
+def _copy_ranges(copy: Tensor, tensor: Tensor, memory: int) -> None:
+    """Copy `tensor` to page-locked memory that begins at the address `memory`, cut where ranges of
+    it end that were locked as a whole.
+    """
+    target, source = (t.reshape(-1).view(torch.uint8) for t in (copy, tensor))
+    first, done = copy.data_ptr() - memory, 0
+    while done < len(target):
+        stop = min(len(target), done + RANGE - (first + done) % RANGE)
+        target[done:stop].copy_(source[done:stop], non_blocking=True)
+        done = stop

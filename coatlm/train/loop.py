@@ -84,8 +84,6 @@ class Loop:
             before_commit=lambda: lock.require() if lock is not None else None,
         )
         trainer.optimizer.before_update = self.checkpoints.wait_for_copies
-        if config.checkpoint.every:
-            self.checkpoints.reserve(trainer.zero_checkpoint.tensors_to_save())
 
     def run_steps(self) -> ExitCode:
         """Run up to train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
@@ -151,6 +149,8 @@ class Loop:
             self.startup.lap("first step")
             logger.info("%s", self.startup)
             self.startup = None
+            if config.checkpoint.every:
+                self.checkpoints.reserve(self.trainer.zero_checkpoint.tensors_to_save())
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
             window, run.window = run.window, []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from coatlm.train import dcp
+from coatlm.train import dcp, shards
 from coatlm.train.checkpoint import Checkpointer, load, tensor_checksums, verify
 from coatlm.train.manifest import CheckpointError, step_name
 from tests.train.layouts import pieces_of, targets_of, tensors_of
@@ -39,6 +39,7 @@ def test_several_files_hold_what_one_file_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = save(tmp_path, 1)
+    monkeypatch.setattr(shards, "FILES", 4)
     monkeypatch.setattr(dcp, "FILE", 64)
     several = save(tmp_path, 2)
     assert names(one) == ["__0_0.distcp"]
@@ -108,14 +109,14 @@ def test_files_are_of_equal_size_in_the_order_of_tensors(
 LATE = """
 import sys, time
 from pathlib import Path
-from coatlm.train import dcp
+from coatlm.train import dcp, shards
 from coatlm.train.checkpoint import Checkpointer
 from tests.train.layouts import pieces_of, tensors_of
 
-dcp.FILE = 64
+dcp.FILE, shards.FILES = 64, 4
 saver = Checkpointer(Path(sys.argv[1]), keep=1, async_save=True)
 finish = saver._copies.finish
-saver._copies.finish = lambda: (time.sleep(1), finish())
+saver._copies.finish = lambda: (time.sleep(1), finish())[1]
 saver.save(1, pieces_of(tensors_of(1), "copies"), {})
 raise SystemExit(3)
 """
