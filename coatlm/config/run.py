@@ -310,12 +310,13 @@ class Checkpoint(Section):
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
-    initialized optimizer states. resume=hf:DIR and hf:URL always do."""
+    initialized optimizer states. The keys of model that change no tensor, such as rope_theta, may
+    differ then. resume=hf:DIR and hf:URL always load only the weights."""
 
     allow_changes: tuple[Guarded, ...] = ()
     """Which of these keys may differ from the checkpoint's; a change of the others is refused.
-    data.text and data.paths count as changed only if the tokens, their order or their weights
-    differ. With optim.recipe the optimizer states are decoded from the checkpoint's formats and
+    data.text and data.paths count as changed only if the tokens, their order or the shares of
+    their weights differ. With optim.recipe the optimizer states are decoded from the checkpoint's formats and
     encoded in this run's."""
 
     async_save: StrictBool = True
