@@ -316,8 +316,8 @@ class Checkpoint(Section):
     allow_changes: tuple[Guarded, ...] = ()
     """Which of these keys may differ from the checkpoint's; a change of the others is refused.
     data.text and data.paths count as changed only if the tokens, their order or the shares of
-    their weights differ. With optim.recipe the optimizer states are decoded from the checkpoint's formats and
-    encoded in this run's."""
+    their weights differ. With optim.recipe the optimizer states are decoded from the checkpoint's
+    formats and encoded in this run's."""
 
     async_save: StrictBool = True
     """Write checkpoints in the background while training continues."""
