@@ -196,7 +196,8 @@ class Train(Section):
     never."""
 
     eval_batches: StrictInt = number(8, "global batches", ge=1, le=2**30)
-    """Global batches per evaluation; every evaluation reads the same ones."""
+    """Global batches per evaluation; every evaluation reads the same ones. If the validation split
+    has fewer samples, it is read more than once, with a warning."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward recomputes instead of saving them: none, those of attention, or
