@@ -20,6 +20,8 @@ inputs of every linear layer and q, k, v; residual also casts both inputs of res
 their data sets, names of shipped ones (python-lines, python-words), and YAML files, whose Python
 functions are run. It needs coatlm[eval].
 
+--out replaces an earlier result of this command, and no other file.
+
 Exit code: 0; 2 with one line for invalid input; 4 for a damaged checkpoint.
 """
 
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
     from coatlm.evaluation.cast import Cast
     from coatlm.evaluation.perplexity import Document
 
+NEEDED = {  # option -> the option without which it has no effect
+    **dict.fromkeys(("scales", "what"), "cast"),
+    **dict.fromkeys(("field", "prefix", "stride"), "data"),
+    **dict.fromkeys(("limit", "shots", "new_tokens"), "tasks"),
+}
+RESULT = '{\n "checkpoint": '  # begins the file that --out names
 WINDOW = 2048  # tokens, unless the model was trained with shorter samples
 
 
@@ -61,11 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=local_path)
     add("--data", nargs="+", default=[], help="files, globs and URLs, for perplexity")
-    add(
-        "--field",
-        default="text",
-        help="field of JSON lines or column of parquet (default: %(default)s)",
-    )
+    add("--field", help="field of JSON lines or column of parquet (default: text)")
     add(
         "--tokenizer",
         type=local_text,
@@ -82,19 +86,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="windows at a time (default: %(default)s)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 without")
     add("--cast", nargs="+", default=[], metavar="FORMAT", help="e4m3, e5m2")
-    add("--scales", nargs="+", default=["tensor"], help="tensor, channel, biasN (default: tensor)")
-    add("--what", nargs="+", default=["gemm"], help="gemm, residual (default: gemm)")
+    add("--scales", nargs="+", help="tensor, channel, biasN (default: tensor)")
+    add("--what", nargs="+", help="gemm, residual (default: gemm)")
     add("--tasks", type=local_text, nargs="+", default=[], help="names and YAML files")
     add("--limit", type=int, help="examples per task (default: all)")
     add("--shots", type=int, help="solved examples per prompt (default: the task's)")
     add(
         "--new-tokens",
         type=int,
-        default=Eval().tasks_new_tokens,
-        help="most tokens of a generated answer (default: %(default)s)",
+        help=f"most tokens of a generated answer (default: {Eval().tasks_new_tokens})",
     )
     add("--out", type=output_path, help="write the results as JSON")
-    return parser.parse(arguments)
+    parsed = parser.parse(arguments)
+    for name, needed in NEEDED.items():
+        if getattr(parsed, name) is not None and not getattr(parsed, needed):
+            parser.error(f"--{name.replace('_', '-')} has no effect without --{needed}")
+    return parsed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.out is not None:
             check_output(args.out)
+            check_replaced(args.out)
         result = evaluate(args)
         if args.out is not None:
             with whole_file(args.out) as file:
@@ -115,6 +123,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return fail(error)
     return 0
+
+
+def check_replaced(path: Path) -> None:
+    """Raise ValueError for an existing file that is no result of this command, such as a text."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(len(RESULT))
+    if start != RESULT.encode():
+        raise ValueError(
+            f"--out {path}: exists and is no result of coatlm evaluate; give another name"
+        )
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +150,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from coatlm.train.state import read_run_state
 
     quiet_megatron()
-    casts = [Cast(*names) for names in itertools.product(args.cast, args.scales, args.what)]
+    ways = itertools.product(args.cast, args.scales or ["tensor"], args.what or ["gemm"])
+    casts = [Cast(*names) for names in ways]
     path = named_checkpoint(args.checkpoint, logging.getLogger("coatlm"))
     state = read_run_state(path)
     saved = saved_config(path, state)
@@ -152,12 +173,14 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "tasks": args.tasks,
         "tasks_limit": args.limit,
         "tasks_shots": args.shots,
-        "tasks_new_tokens": args.new_tokens,
     }
+    if args.new_tokens is not None:
+        chosen["tasks_new_tokens"] = args.new_tokens
     tasks = open_tasks(make_config({"eval": chosen}).eval, tokenizer, window)
     documents = []
     if args.data:
-        documents = read_documents(args.data, tokenizer, field=args.field, prefix=args.prefix)
+        field = args.field or "text"
+        documents = read_documents(args.data, tokenizer, field=field, prefix=args.prefix)
     settings = {"window": window, "stride": stride, "batch": args.batch, "precision": precision}
     print(
         f"{path}, step {state.get('step')}: " + ", ".join(f"{k} {v}" for k, v in settings.items())

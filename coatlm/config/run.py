@@ -196,7 +196,8 @@ class Train(Section):
     never."""
 
     eval_batches: StrictInt = number(8, "global batches", ge=1, le=2**30)
-    """Global batches per evaluation; every evaluation reads the same ones."""
+    """Global batches per evaluation; every evaluation reads the same ones. If the validation split
+    has fewer samples, it is read more than once, with a warning."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward recomputes instead of saving them: none, those of attention, or
@@ -310,13 +311,14 @@ class Checkpoint(Section):
 
     weights_only: StrictBool = False
     """Load only the weights from the path in resume; the run starts at step 0 with newly
-    initialized optimizer states. resume=hf:DIR and hf:URL always do."""
+    initialized optimizer states. The keys of model that change no tensor, such as rope_theta, may
+    differ then. resume=hf:DIR and hf:URL always load only the weights."""
 
     allow_changes: tuple[Guarded, ...] = ()
     """Which of these keys may differ from the checkpoint's; a change of the others is refused.
-    data.text and data.paths count as changed only if the tokens, their order or their weights
-    differ. With optim.recipe the optimizer states are decoded from the checkpoint's formats and
-    encoded in this run's."""
+    data.text and data.paths count as changed only if the tokens, their order or the shares of
+    their weights differ. With optim.recipe the optimizer states are decoded from the checkpoint's
+    formats and encoded in this run's."""
 
     async_save: StrictBool = True
     """Write checkpoints in the background while training continues."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from coatlm.config.errors import shown
+
 MOST_CHARACTERS = 2**18  # in a file or an override
 MOST_EXPANDED = 2**20  # characters after every alias is expanded
 
@@ -39,6 +41,18 @@ class _YamlLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node. Raises MarkedYAMLError also where PyYAML lets an error of its own
+        code through, as for `!!bool abc`.
+        """
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = f": {error}" if isinstance(error, ValueError) else ""
+            kind = node.tag.rpartition(":")[2]
+            what = f"{shown(node.value)} cannot be read as !!{kind}{reason}"
+            raise yaml.MarkedYAMLError(None, None, what, node.start_mark) from None
+
 
 class _YamlDumper(yaml.SafeDumper):
     """Writes YAML; quotes strings that `_YamlLoader` or YAML 1.1 would read as another type."""
@@ -50,7 +64,9 @@ for _class in (_YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse one YAML document. Raises ValueError with one line."""
+    """Parse one YAML document. Raises ValueError with one line, which has the number of the line in
+    `text` where that is known.
+    """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
     try:

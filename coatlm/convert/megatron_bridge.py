@@ -70,7 +70,8 @@ def arguments_in(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def consumed_samples(directory: Path, arguments: Mapping[str, Any]) -> int | None:
     """The training samples until this iteration, from train_state.pt or Megatron-LM's arguments.
 
-    None if neither says it. Raises ValueError for a damaged file.
+    None if neither says it. Raises CheckpointError for a damaged file, ValueError as
+    `read_counter`.
     """
     path = directory / TRAIN_STATE
     if path.is_file():
@@ -80,7 +81,9 @@ def consumed_samples(directory: Path, arguments: Mapping[str, Any]) -> int | Non
 
 
 def read_counter(path: Path, name: str) -> int:
-    """A counter of train_state.pt. Raises ValueError unless it is a whole number."""
+    """A counter of train_state.pt. Raises ValueError unless it is a whole number, and as
+    `load_pickle`.
+    """
     content = load_pickle(path)
     value = content.get(name) if isinstance(content, Mapping) else None
     plain = isinstance(value, Tensor) and is_plain(value)

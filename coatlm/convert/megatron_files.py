@@ -105,7 +105,9 @@ def find_iteration(source: Path) -> Path:
 
 
 def open_megatron(source: Path) -> TorchDist | RankFiles:
-    """Open a checkpoint of Megatron. Raises ValueError for other files and formats."""
+    """Open a checkpoint of Megatron. Raises ValueError for other files and formats, and
+    CheckpointError for a damaged file.
+    """
     directory = find_iteration(source)
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory")

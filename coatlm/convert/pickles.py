@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from coatlm.train.manifest import CheckpointError
 from coatlm.train.reports import error_line
 
 ENUMS = "megatron.core.transformer.enums."
@@ -50,22 +51,26 @@ def load_pickle(path: Path, content: bytes | None = None) -> Any:
     """The content of a torch.save file, whose tensors stay in the file until they are used.
 
     `content`: its bytes if they are part of another file; `path` is then only its name in errors.
-    Raises ValueError with the file's name if it is damaged, or holds a global that is not allowed.
+    Raises ValueError with the file's name if it cannot be opened or holds a global that is not
+    allowed, and CheckpointError if it is damaged.
     """
     allowed: list[Any] = [argparse.Namespace, *((Inert, name) for name in IGNORED)]
+    try:
+        if content is None:
+            path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     try:
         with torch.serialization.safe_globals(allowed):
             if content is not None:
                 return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
     except pickle.UnpicklingError as error:  # torch's message suggests loading the file anyway
         found = REFUSED.search(str(error))
         what = found[1] if found else "something other than tensors"
         raise ValueError(f"{path}: holds {what}, which is not allowed: refused") from None
     except Exception as error:  # a damaged file raises nearly anything
-        raise ValueError(f"{path} is damaged ({error_line(error)})") from None
+        raise CheckpointError(f"{path} is damaged ({error_line(error)})") from None
 
 
 def is_plain(value: Any) -> bool:

@@ -129,7 +129,7 @@ class Blend:
     def __init__(self, weights: Sequence[float]) -> None:
         self._quota: list[int] = []  # empty for a single source, which needs no table
         if len(weights) > 1:
-            self._quota = _quotas(weights)
+            self._quota = quotas(weights)
             self._source_P, self._rank_P = _blend_period(self._quota)
 
     def locate(self, sample: int) -> tuple[int, int]:
@@ -141,8 +141,11 @@ class Blend:
         return source, period * self._quota[source] + int(self._rank_P[place])
 
 
-def _quotas(weights: Sequence[float]) -> list[int]:
-    """Samples of each source per PERIOD, rounded by the largest-remainder method."""
+def quotas(weights: Sequence[float]) -> list[int]:
+    """Samples of each source per PERIOD, rounded by the largest-remainder method.
+
+    Raises ValueError for a source without a sample.
+    """
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * PERIOD
     quota = np.floor(exact).astype(np.int64)
     quota[np.argsort(quota - exact, kind="stable")[: PERIOD - quota.sum()]] += 1

@@ -3,7 +3,8 @@
 A run may resume with another learning rate, layout or batch size. Other data, another split,
 packing, seed or tokenizer make it a different run: validation text could leak into training, or
 samples repeat. Such a change is an error unless `checkpoint.allow_changes` names it. So is another
-optimizer recipe, whose states a resumed run converts (`optim.convert`).
+optimizer recipe, whose states a resumed run converts (`optim.convert`). Another model is an error
+in every case, except that a run which loads only the weights may compute another function of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coatlm.config import Config, ConfigError, RopeScaling, dotted
-from coatlm.data.identity import SourceIdentity, describe_identity
+from coatlm.data.identity import SourceIdentity, describe_change, same_identity
 from coatlm.train.checkpoint import CheckpointError
 from coatlm.train.find_checkpoint import split_names
 
@@ -23,6 +24,11 @@ SILENT = ("run.name", "run.dir", "data.cache_dir", "data.workers", "eval.", "che
 CONTENT = ("data.text", "data.paths")  # compared by their tokens, not by file names
 # a change of these is refused, as of the data and the tokenizer
 FIXED = ("data.split", "data.packing", "run.seed", "optim.recipe")
+# keys of model that change names or shapes of tensors; most others change the function of these
+TENSORS = (
+    *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tie_embeddings"),
+    *("qkv_bias", "qk_norm", "qk_norm_width", "norm_after", "sandwich_norm"),
+)
 UNORDERED = ("precision.bf16_operands",)  # lists that are sets
 OldAndNew = tuple[Any, Any]
 
@@ -83,12 +89,11 @@ def check_changes(
 ) -> list[str]:
     """Describe each difference from the checkpoint at `path` in a line `key: old -> new`.
 
-    `tokenizer` is the tokenizer's fingerprint. Raises CheckpointError (exit code 4) for another
-    model, which the stored tensors do not fit, and ConfigError (exit code 2) for a change of data,
-    split, packing, seed, tokenizer or optimizer recipe that checkpoint.allow_changes does not name.
+    `tokenizer` is the tokenizer's fingerprint. Raises ConfigError (exit code 2) for a change of
+    data, split, packing, seed, tokenizer or optimizer recipe that checkpoint.allow_changes does not
+    name, and for another model as `check_same_model`.
     """
-    keys = changed_keys(state["config"], config)
-    check_same_model(path, keys)
+    keys = check_same_model(path, changed_keys(state["config"], config))
     refused = {key: keys.pop(key) for key in FIXED if key in keys}
     if state["tokenizer"] and state["tokenizer"] != tokenizer:  # empty: converted without one
         old = state["config"]["data"]["tokenizer"]
@@ -98,33 +103,56 @@ def check_changes(
         )
         keys.pop("data.tokenizer", None)
     before = state.get("data")  # None in checkpoints of older versions
-    if before is not None and before != list(data):
+    if before is not None and not same_identity(before, data):
         name = "data.text" if config.data.text else "data.paths"
-        refused[name] = (describe_identity(before), describe_identity(data))
+        refused[name] = describe_change(before, data)
         for key in CONTENT:
             keys.pop(key, None)
     allowed = config.checkpoint.allow_changes
-    problems = [f"{key}: {_arrow(change)}" for key, change in refused.items() if key not in allowed]
-    if problems:
-        names = ",".join(key for key in refused if key not in allowed)
+    denied = {key: change for key, change in refused.items() if key not in allowed}
+    if denied:
+        problems, names = describe_changes(denied), ",".join(denied)
         problems.append(
             f"{path} belongs to another run: use another run.dir, or allow this with "
             f"checkpoint.allow_changes=[{names}]"
         )
         raise ConfigError("\n".join(problems))
-    return [f"{key}: {_arrow(change)}" for key, change in {**refused, **keys}.items()]
+    return describe_changes(refused | keys)
 
 
-def check_same_model(path: Path, keys: Mapping[str, OldAndNew]) -> None:
-    """Raise CheckpointError with the field's name if the stored weights do not fit the model."""
-    for key, (old, new) in keys.items():
+def check_same_model(
+    path: Path, keys: Mapping[str, OldAndNew], *, weights_only: bool = False
+) -> dict[str, OldAndNew]:
+    """Check that the model can continue with the stored weights.
+
+    Returns `keys` without those that have no effect then: model.init_std, and model.vocab where
+    one side is null, whose number of rows is compared when the tensors are loaded. Raises
+    CheckpointError (exit code 4) with the field's name if the stored tensors do not fit, and
+    ConfigError (exit code 2) if they do, but the model computes another function of them. Loading
+    `weights_only` allows the latter.
+    """
+    kept = {
+        key: change
+        for key, change in keys.items()
+        if key != "model.init_std" and not (key == "model.vocab" and None in change)
+    }
+    for key, (old, new) in kept.items():
         section, _, name = key.partition(".")
+        said = f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration"
         other_dtype = key == "precision.recipe" and "fp32" in (old, new)  # else BF16 weights
-        if (section == "model" and name != "spec") or other_dtype:
-            raise CheckpointError(
-                f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration; "
-                "its tensors do not fit"
+        if (section == "model" and name in TENSORS) or other_dtype:
+            raise CheckpointError(f"{said}; its tensors do not fit")
+        if section == "model" and name != "spec" and not weights_only:
+            raise ConfigError(
+                f"{said}, which changes the function that the weights were trained for: only a new "
+                "run with checkpoint.weights_only=true may change it"
             )
+    return kept
+
+
+def describe_changes(keys: Mapping[str, OldAndNew]) -> list[str]:
+    """A line `key: old -> new` for each change."""
+    return [f"{key}: {_arrow(change)}" for key, change in keys.items()]
 
 
 def _arrow(change: OldAndNew) -> str:

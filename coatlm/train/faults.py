@@ -1,9 +1,10 @@
 """Exit codes of a run, and what stops it: signals, hangs, a lost launcher, too many skipped steps.
 
-A signal only sets a flag. Between steps the loop checks it, saves, and exits with the code of the
-signal. Ranks may receive a signal at different times, or only one may receive it. A checkpoint is
-collective, so all ranks act in the same step on the most urgent signal that any of them has. A
-thread prints immediately what will happen, since the main thread may be inside a long step.
+A signal only sets a flag. Between steps, and between the batches of an evaluation, the loop checks
+it, saves, and exits with the code of the signal. Ranks may receive a signal at different times, or
+only one may receive it. A checkpoint is collective, so all ranks act in the same step on the most
+urgent signal that any of them has. A thread prints immediately what will happen, since the main
+thread may be inside a long step.
 
 If torchrun's agent is killed, its workers would continue to train, so each watches its parent.
 
@@ -104,9 +105,9 @@ class StopSignal:
     ) -> signal.Signals | None:
         """The most urgent signal that any rank of `group` has received, the same on all of them.
 
-        Every rank calls it in the same step. `group` is a gloo group, so the device is not
-        synchronized; None means a single process. If any rank has `lost` the lock of the run
-        directory to another run, all ranks raise LostLockError.
+        Every rank calls it at the same place of the same step. `group` is a gloo group, so the
+        device is not synchronized; None means a single process. If any rank has `lost` the lock of
+        the run directory to another run, all ranks raise LostLockError.
         """
         urgency = -1 if self.received is None else URGENCY.index(self.received)
         urgency = LOST if lost else urgency

@@ -85,7 +85,7 @@ class HostCopies:
         assert self._memory is not None
         memory, at, copies = self._memory.result(), 0, []
         for tensor in self._tensors:
-            copies.append(memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            copies.append(_like(tensor, memory, at))
             at += _padded(tensor.nbytes)
         pairs = list(zip(copies, self._tensors, strict=True))
         if self._stream is not None:
@@ -108,6 +108,17 @@ class HostCopies:
             fetch_pages(memory)
             lock_pages(memory, stream, memory, step=RANGE)
         return memory
+
+
+def _like(tensor: Tensor, memory: Tensor, at: int) -> Tensor:
+    """A tensor of the type and shape of `tensor` in byte `at` of `memory` and the bytes after it.
+
+    Its storage is only these bytes: DCP would clone a tensor that is a part of its storage.
+    """
+    if not tensor.nbytes:
+        return torch.empty_like(tensor, device="cpu")
+    mine = torch.frombuffer(memory.numpy(), dtype=torch.uint8, count=tensor.nbytes, offset=at)
+    return mine.view(tensor.dtype).view(tensor.shape)
 
 
 def _padded(size: int) -> int:

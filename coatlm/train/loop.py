@@ -2,34 +2,34 @@
 
 Within a step the host never waits for the device. Losses and gradient norms stay on the device and
 are fetched together on log steps; the optimizer decides on the device whether a step had NaN or
-Inf. Between steps the ranks agree over gloo on signals, so that all ranks save the same step.
+Inf. Between steps the ranks agree over gloo on signals, so that all ranks save the same step. What
+is due between two steps is done in the order: save, evaluate.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.data.batches import BatchIterator, microbatches
+from coatlm.data.batches import BatchIterator
 from coatlm.data.dataset import Datasets
 from coatlm.model.numerics import NumericsRecord, Probe
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups
-from coatlm.platform import device
 from coatlm.train import checkpoint
+from coatlm.train.evaluations import LOSS, Evaluations, StoppedError, batch_share, due, is_due
 from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteError, StopSignal
 from coatlm.train.lock import RunLock
 from coatlm.train.metrics import MetricsLogger
-from coatlm.train.predict import Predictor
 from coatlm.train.resume import Known, Progress, restore, state_to_save
 from coatlm.train.startup import Startup
 from coatlm.train.state import read_run_state
@@ -59,19 +59,17 @@ class Loop:
         lock: RunLock | None = None,  # of the run directory, on rank 0
         tasks: Tasks | None = None,
         startup: Startup | None = None,
+        missing: Sequence[str] = (),
     ) -> None:
         self.config, self.trainer, self.data, self.run = config, trainer, data, run
         self.open_metrics, self.metrics = open_metrics, open_metrics(resume_step=run.step)
         self.signals, self.watchdog = signals, watchdog
         self.known, self.hosts, self.lock = known, hosts, lock  # known is saved in checkpoints
         self.groups: Groups = trainer.groups
-        self.tasks, self.startup = tasks, startup
-        self.predictor = Predictor(
-            trainer.chunks,
-            trainer.groups,
-            seq_len=config.data.seq_len,
-            micro_batch=config.train.micro_batch,
-            after_pass=watchdog.beat,
+        self.startup = startup
+        self.missing = missing  # evaluations of the step of the checkpoint
+        self.evaluations = Evaluations(
+            config, trainer, data.validation, tasks, check=self._check_evaluation
         )
         self.checkpoints = checkpoint.Checkpointer(
             config.run.dir / "checkpoints",
@@ -87,6 +85,8 @@ class Loop:
 
     def run_steps(self) -> ExitCode:
         """Run up to train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
+        if (stop := self._evaluate(self.missing)) is not None:
+            return self._leave(stop)
         while True:
             try:
                 return self._run_steps()
@@ -101,22 +101,37 @@ class Loop:
                 self._step(next(batches))
                 if profiler is not None:
                     profiler.step()
-                done = self.run.step
-                if self._due(self.config.train.eval_every):
-                    self._evaluate()
-                if self.tasks is not None and self._due(self.config.eval.tasks_every):
-                    self._evaluate_tasks(self.tasks)
-                signal = self.signals.agreed(self.groups.control, lost=self._lost())
-                if signal is not None or self._due(self.config.checkpoint.every):
+                stop = self._agreed()
+                saved = stop is not None or self._due(self.config.checkpoint.every)
+                if saved:
                     self._save()
+                evaluations = due(self.config, self.run.step)
+                if stop is None:
+                    stop = self._evaluate(evaluations)
+                    if stop is not None and not saved:
+                        self._save()
                 self.checkpoints.poll()
                 self.watchdog.beat()
-                if signal is not None and done < steps:
-                    self.checkpoints.wait()
-                    logger.info("%s: saved step %d, leaving", signal.name, done)
-                    return SIGNALS[signal]
+                if stop is not None and (self.run.step < steps or evaluations):
+                    return self._leave(stop)
         self.checkpoints.wait()
         return ExitCode.OK
+
+    def _leave(self, number: signal.Signals) -> ExitCode:
+        """Finish saving; returns the exit code of a run that a signal stops."""
+        self.checkpoints.wait()
+        logger.info("%s: saved step %d, leaving", number.name, self.run.step)
+        return SIGNALS[number]
+
+    def _agreed(self) -> signal.Signals | None:
+        """The signal that the ranks agree on, if any rank has received one."""
+        return self.signals.agreed(self.groups.control, lost=self._lost())
+
+    def _check_evaluation(self) -> None:
+        """Reset the watchdog's timeout; raise StoppedError if the ranks agree on a signal."""
+        self.watchdog.beat()
+        if (number := self._agreed()) is not None:
+            raise StoppedError(number)
 
     def _lost(self) -> bool:
         """Whether another run has taken over the run directory; if so, metrics are closed."""
@@ -229,33 +244,22 @@ class Loop:
         return values[-1][0], values[-1][1]
 
     def _due(self, every: int) -> bool:
-        return bool(every) and (
-            self.run.step % every == 0 or self.run.step == self.config.train.steps
-        )
+        return is_due(every, self.run.step, self.config.train.steps)
 
-    def _evaluate(self) -> None:
-        """Log the mean validation loss per token, of the same batches in every evaluation."""
-        assert self.data.validation is not None
-        with self.metrics.throughput.paused():
-            losses, tokens = [], []
-            for index in range(self.config.train.eval_batches):
-                first = index * self.config.train.global_batch
-                batches = list(microbatches(self.data.validation, first, **self._share()))
-                tokens.append(torch.stack([batch["loss_mask"].sum() for batch in batches]).sum())
-                losses.append(self.trainer.evaluate(self.trainer.place(batches)))
-                self.watchdog.beat()
-            counted = torch.stack(tokens).double()
-            dist.all_reduce(counted, group=self.groups.dp_cp)  # of whole samples: cp times the sum
-            loss = float((torch.stack(losses) * counted).sum() / counted.sum().clamp(min=1))
-        self._lost()
-        self.metrics.log_eval(self.run.step, loss)
-
-    def _evaluate_tasks(self, tasks: Tasks) -> None:
-        """Log the metrics of eval.tasks."""
-        with self.metrics.throughput.paused():
-            found = tasks.evaluate(self.predictor)
-        self._lost()
-        self.metrics.log_tasks(self.run.step, found)
+    def _evaluate(self, kinds: Sequence[str]) -> signal.Signals | None:
+        """Evaluate and log. Returns the signal that ended this early, if there was one."""
+        for kind in kinds:
+            try:
+                with self.metrics.throughput.paused():
+                    values = self.evaluations.evaluate(kind)
+            except StoppedError as stopped:
+                return stopped.signal
+            self._lost()
+            if kind == LOSS:
+                self.metrics.log_eval(self.run.step, values[LOSS])
+            else:
+                self.metrics.log_tasks(self.run.step, values)
+        return None
 
     def _save(self) -> None:
         with self.metrics.throughput.paused():
@@ -293,7 +297,7 @@ class Loop:
         window = (run.batch, stop)
         run.left_out = [*left_out, window]
         run.samples = samples
-        self.signals.agreed(self.groups.control, lost=self._lost())
+        self._agreed()
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)
@@ -303,17 +307,8 @@ class Loop:
         )
 
     def _batches(self) -> BatchIterator:
-        return BatchIterator(self.data.train, first_sample=self.run.samples, **self._share())
-
-    def _share(self) -> dict[str, Any]:
-        """The arguments that select this rank's share of a global batch, and its device."""
-        return {
-            "global_batch": self.config.train.global_batch,
-            "micro_batch": self.config.train.micro_batch,
-            "dp_rank": self.groups.dp.rank(),
-            "dp_size": self.groups.dp.size(),
-            "device": device(),
-        }
+        share = batch_share(self.config, self.trainer)
+        return BatchIterator(self.data.train, first_sample=self.run.samples, **share)
 
     def _profiler(self) -> Any:
         """torch's profiler for the steps of log.profile on rank 0, which writes to traces/."""

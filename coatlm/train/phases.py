@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ from coatlm.train.trackers import check_trackers
 
 if TYPE_CHECKING:
     from coatlm.train.harness import Tasks
+
+logger = logging.getLogger("coatlm")
 
 
 def join(config: Config, launch: Launch) -> Peers:
@@ -172,9 +175,23 @@ def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
 
 
 def check_splits(config: Config, data: Datasets) -> None:
-    """Raise ConfigError if train.eval_every is above 0 without a validation split."""
-    if config.train.eval_every and data.validation is None:
+    """Raise ConfigError if train.eval_every is above 0 without a validation split; warn if an
+    evaluation reads more samples than the split has, and so some of them again.
+    """
+    train = config.train
+    if not train.eval_every:
+        return
+    if data.validation is None:
         raise ConfigError("train.eval_every > 0 needs a validation split: the second of data.split")
+    read, samples = train.eval_batches * train.global_batch, data.validation.samples
+    if read > samples:
+        logger.warning(
+            "train.eval_batches=%d: an evaluation reads %s samples, but the validation split has "
+            "%s: some are read more than once",
+            train.eval_batches,
+            f"{read:,}",
+            f"{samples:,}",
+        )
 
 
 def check_size(config: Config, launch: Launch, vocab: int) -> None:

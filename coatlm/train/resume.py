@@ -30,7 +30,7 @@ from coatlm.hf.run_config import hf_directory
 from coatlm.optim.convert import convert_states_, optimizer_on_host
 from coatlm.train import attempts, checkpoint
 from coatlm.train.agreement import Group
-from coatlm.train.changes import changed_keys, check_changes, check_same_model
+from coatlm.train.changes import changed_keys, check_changes, check_same_model, describe_changes
 from coatlm.train.faults import NonFiniteGuard
 from coatlm.train.guard import restore_guard
 from coatlm.train.hf_weights import load_huggingface
@@ -189,9 +189,13 @@ def resume(
     state = read_run_state(origin.path)
     run.continued = max(run.continued, read_checkpoint_manifest(origin.path).serial)
     if config.checkpoint.weights_only and not origin.own:
-        check_same_model(origin.path, changed_keys(state["config"], config))
+        keys = changed_keys(state["config"], config)
+        keys = check_same_model(origin.path, keys, weights_only=True)
         _check_tokenizer(origin.path, state, config, tokenizer)
         restore(origin.path, state, trainer, run, weights_only=True)
+        other = {key: change for key, change in keys.items() if key.startswith("model.")}
+        for line in describe_changes(other):
+            logger.warning("other than for the weights of %s: %s", origin.path, line)
         return origin
     if not origin.own and state["step"] >= config.train.steps:
         raise ConfigError(

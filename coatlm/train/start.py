@@ -18,6 +18,7 @@ from coatlm.model.plan import plan, wrapped
 from coatlm.platform import has_foreign_apex
 from coatlm.train.agreement import together
 from coatlm.train.ending import finish, nothing_to_do
+from coatlm.train.evaluations import missing
 from coatlm.train.faults import ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
 from coatlm.train.lock import take_lock
 from coatlm.train.loop import Loop
@@ -71,7 +72,8 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     """Join the other processes, open the data, build the model, resume.
 
     This is a sequence of phases. Each succeeds on all ranks, or ends all of them with one message.
-    Returns None if the run has already done all its steps; such a start writes only to train.log.
+    Returns None if the run has already done all its steps and evaluations; such a start writes only
+    to train.log.
     Raises ConfigError in a single process, AgreedError with several ranks.
     """
     startup = Startup()
@@ -130,7 +132,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     reopen = partial(resume, config, trainer, run, **known, restarted=again, lap=startup.lap)
     origin = peers.agree(reopen)
     startup.lap("checkpoint read")
-    if run.step >= config.train.steps:
+    own = origin.own and launch.rank == 0
+    left_over = together(lambda: missing(config, run.step) if own else [], peers.group)[0]
+    if run.step >= config.train.steps and not left_over:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
     if (left := expect(done=run.step)) != expected:  # the plan counts all steps
@@ -157,7 +161,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     loop = peers.agree(
         lambda: Loop(
             *(config, trainer, data, run, open_metrics, signals, watchdog, known),
-            *(peers.hosts, lock, tasks, startup),
+            *(peers.hosts, lock, tasks, startup, left_over),
         )
     )
     stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics

@@ -80,7 +80,7 @@ class SavedSource(BaseModel):
 
     documents: NonNegativeInt
     tokens: NonNegativeInt
-    weight: float
+    weight: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
     sha256: str
 
 

@@ -119,6 +119,47 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     assert complaint in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("text", [TEXT, "", '{"text": "a"}\n'])
+def test_only_an_earlier_result_is_replaced_by_out(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file, link = tmp_path / "valid.txt", tmp_path / "link.json"
+    file.write_text(text)
+    link.symlink_to(file)
+    for out in (file, link):
+        arguments = [str(root / "coatlm"), "--data", str(tmp_path / "*.txt"), "--out", str(out)]
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert f"{out}: exists and is no result of coatlm evaluate" in error
+        assert len(error.splitlines()) == 1 and file.read_text() == text
+    result = ["--data", str(root / "text.txt"), "--out", str(tmp_path / "result.json")]
+    for window in ("8", "16"):
+        assert main([str(root / "coatlm"), *result, "--window", window]) == 0
+        assert json.loads((tmp_path / "result.json").read_text())["window"] == int(window)
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "needed"),
+    [
+        ("--data", "--scales", "--cast"),
+        ("--data", "--what", "--cast"),
+        ("--data", "--limit", "--tasks"),
+        ("--data", "--shots", "--tasks"),
+        ("--data", "--new-tokens", "--tasks"),
+        ("--tasks", "--field", "--data"),
+        ("--tasks", "--prefix", "--data"),
+        ("--tasks", "--stride", "--data"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], given: str, option: str, needed: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(root / "coatlm"), given, "x", option, "1"])
+    assert ended.value.code == 2
+    assert f"{option} has no effect without {needed}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("sizes", [{"layers": 9999}, {"hidden": 2**20, "ffn": 2**21}])
 def test_a_configuration_of_another_size_is_refused_before_a_model_is_built(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: dict[str, int]

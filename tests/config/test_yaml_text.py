@@ -107,6 +107,12 @@ def test_deep_nesting_is_refused(text: str) -> None:
         ("a: \x1b[31m", "not valid YAML: "),
         ("a" * (MOST_CHARACTERS + 1), "longer than"),
         ("9" * 5000, "4300 digits"),
+        ("b: 1\na: !!int", "line 2: '' cannot be read as !!int"),
+        ("a: !!int x", "line 1: 'x' cannot be read as !!int: invalid literal"),
+        ("a: !!bool abc", "line 1: 'abc' cannot be read as !!bool"),
+        ('a: !!timestamp "abc"', "line 1: 'abc' cannot be read as !!timestamp"),
+        ("a: !!timestamp 2026-13-01", "!!timestamp: month must be in 1..12"),
+        ("a: !!float " + ":".join(["1"] * 250), "cannot be read as !!float"),
         ("? [a]\n: 1", "unhashable"),
     ],
 )

@@ -356,6 +356,20 @@ def test_a_pickle_with_code_is_refused_by_name_and_not_run(
     assert not proof.exists() and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["common.pt", "mp_rank_01_001/model_optim_rng.pt"])
+def test_a_damaged_pickle_ends_with_exit_code_4(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    checkpoint = "fp32" if name == "common.pt" else "tp2 pp2 pickles"
+    source = shutil.copytree(root / checkpoint, tmp_path / "source")
+    content = (source / name).read_bytes()
+    (source / name).write_bytes(content[: len(content) // 2])
+    assert convert(source, tmp_path / "new") == 4
+    error = capsys.readouterr().err
+    assert f"{source / name} is damaged" in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_damaged_or_missing_file_is_named(root: Path, tmp_path: Path) -> None:
     source = shutil.copytree(root / "fp32", tmp_path / "source")
     next(source.glob("*.distcp")).write_bytes(b"x")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from coatlm.data import identity
 from coatlm.data.checksums import CheckedFile
-from coatlm.data.identity import content_hash, describe_identity, identify
+from coatlm.data.identity import content_hash, describe_change, identify, same_identity
 from coatlm.data.indexed import Indexed
 from coatlm.data.tokenizer import make_tokenizer
 
@@ -65,7 +65,30 @@ def test_sources_are_identified_in_the_order_of_the_blend() -> None:
     found = identify([a, b], [1, 3])
     assert [(s["documents"], s["tokens"], s["weight"]) for s in found] == [(1, 2, 1.0), (2, 3, 3.0)]
     assert identify([b, a], [3, 1]) == found[::-1] != found
-    assert (
-        describe_identity(found)
-        == f"2 tokens ({content_hash(a)[:8]}) + 3 tokens ({content_hash(b)[:8]})"
+
+
+def test_identities_are_the_same_if_the_order_of_samples_is() -> None:
+    a, b = indexed([1, 2], [0, 2]), indexed([3, 4, 5], [0, 1, 3])
+    found = identify([a, b], [3, 1])
+    for weights in ([6, 2], [0.3, 0.1], [0.75, 0.25]):
+        assert same_identity(found, identify([a, b], weights))
+    assert not same_identity(found, identify([a, b], [3, 1.01]))
+    assert not same_identity(found, identify([a, a], [3, 1]))
+    assert not same_identity(found, found[:1])
+    assert same_identity(identify([a], [1]), identify([a], [2]))
+
+
+def test_a_change_is_described_by_the_first_source_that_differs() -> None:
+    a, b = indexed([1, 2], [0, 2]), indexed([3, 4, 5], [0, 1, 3])
+    hash_a, hash_b = content_hash(a)[:8], content_hash(b)[:8]
+    old = identify([a, b, b], [3, 1, 1])
+    assert describe_change(old, identify([a, b, b], [3, 1, 2])) == (
+        f"source 3 of 3: 3 tokens ({hash_b}), weight 1",
+        f"3 tokens ({hash_b}), weight 2",
     )
+    assert describe_change(old, identify([a, a, a], [3, 1, 1])) == (
+        f"source 2 of 3: 3 tokens ({hash_b}), weight 1",
+        f"2 tokens ({hash_a}), weight 1, and 1 more",
+    )
+    assert describe_change(old, old[:1]) == ("8 tokens of 3 sources", "2 tokens of 1 source")
+    assert describe_change(old[:1], old[1:2]) == (f"2 tokens ({hash_a})", f"3 tokens ({hash_b})")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from coatlm.config import Config, ConfigError, make_config
+from coatlm.config import Config, ConfigError, Model, make_config
 from coatlm.data.identity import SourceIdentity
-from coatlm.train.changes import changed_keys, check_changes, check_same_model
+from coatlm.train.changes import TENSORS, changed_keys, check_changes, check_same_model
 from coatlm.train.checkpoint import CheckpointError
 
 PATH = Path("runs/a/checkpoints/step_00000010")
@@ -105,10 +105,23 @@ def test_a_copy_of_the_data_in_another_place_is_listed_and_not_refused() -> None
     assert check(moved, state(config())) == ['data.text: ["a.txt"] -> ["/copy/a.txt"]']
 
 
+def blend(*weights: float) -> list[SourceIdentity]:
+    return [SourceIdentity(**DATA[0] | {"weight": w}) for w in weights]  # type: ignore[typeddict-item]
+
+
 def test_a_change_of_the_weights_of_a_blend_is_another_run() -> None:
-    heavier = [SourceIdentity(**DATA[0] | {"weight": 2.0})]  # type: ignore[typeddict-item]
-    with pytest.raises(ConfigError, match="allow_changes"):
-        check(config(), state(config()), data=heavier)
+    with pytest.raises(ConfigError) as refused:
+        check(config(), state(config(), data=blend(3.0, 1.0)), data=blend(3.0, 2.0))
+    assert str(refused.value).splitlines()[0] == (
+        "data.text: source 2 of 2: 1,000 tokens (abababab), weight 1 -> "
+        "1,000 tokens (abababab), weight 2"
+    )
+
+
+@pytest.mark.parametrize("now", [(6.0, 2.0), (0.3, 0.1), (0.75, 0.25)])
+def test_proportional_weights_of_a_blend_are_no_change(now: tuple[float, float]) -> None:
+    assert check(config(), state(config(), data=blend(3.0, 1.0)), data=blend(*now)) == []
+    assert check(config(), state(config()), data=blend(now[0])) == []
 
 
 def test_a_checkpoint_of_a_version_without_data_and_new_keys_is_continued() -> None:
@@ -134,6 +147,35 @@ def test_another_model_or_dtype_of_weights_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"), [("rope_theta", 500000.0), ("norm_eps", 1e-6), ("logits_scaling", 2.0)]
+)
+def test_another_function_of_the_same_tensors_is_refused_unless_only_weights_are_loaded(
+    key: str, value: float
+) -> None:
+    now = config(model={key: value})
+    with pytest.raises(ConfigError, match=f"model.{key} is .* changes the function that the"):
+        check(now, state(config()))
+    keys = changed_keys(config().model_dump(mode="json"), now)
+    assert check_same_model(PATH, keys, weights_only=True) == keys
+    assert list(keys) == [f"model.{key}"]
+
+
+def test_every_key_of_the_model_by_which_tensors_differ_exists() -> None:
+    assert set(TENSORS) <= set(Model.model_fields)
+
+
+def test_the_standard_deviation_of_initial_weights_has_no_effect_on_a_resumed_run() -> None:
+    assert check(config(model={"init_std": 0.01}), state(config())) == []
+
+
+def test_a_vocabulary_that_one_side_takes_from_the_tokenizer_is_compared_with_the_tensors() -> None:
+    given = config(model={"vocab": 384})
+    assert check(given, state(config())) == check(config(), state(given)) == []
+    with pytest.raises(CheckpointError, match=r"model\.vocab is 384 in the checkpoint and 512"):
+        check(config(model={"vocab": 512}), state(given))
+
+
+@pytest.mark.parametrize(
     ("section", "said"),
     [
         ({"window": {"size": 64}}, r"window\.\w+ is"),
@@ -146,7 +188,7 @@ def test_an_optional_section_of_the_model_cannot_be_added_or_dropped(
     with_it, without = config(model=section), config()
     assert check(with_it, state(with_it)) == []
     for now, before in ((with_it, without), (without, with_it)):
-        with pytest.raises(CheckpointError, match=f"model.{said}"):
+        with pytest.raises(ConfigError, match=f"model.{said}"):
             check(now, state(before))
 
 

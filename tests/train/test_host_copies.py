@@ -45,6 +45,7 @@ def test_what_changes_after_the_wait_is_not_in_the_copies() -> None:
     found = writer.result()
     assert all(torch.equal(copy, old) for copy, old in zip(found, tensors(), strict=True))
     assert [copy.dtype for copy in found] == [tensor.dtype for tensor in made]
+    assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in found)
 
 
 def test_nothing_waits_before_the_first_copies_and_after_a_copy_that_failed(

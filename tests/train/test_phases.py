@@ -1,4 +1,4 @@
-"""What is decided from the devices of several ranks is the same on all of them."""
+"""What is decided from the devices of several ranks; what is checked before a run starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coatlm.config import make_config
+from coatlm.data.dataset import open_datasets
+from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model import decide
 from coatlm.model.memory import GIB
 from coatlm.train.manifest import step_name
-from coatlm.train.phases import earlier_config
+from coatlm.train.phases import check_splits, earlier_config
 from coatlm.train.setup import Launch
 from tests.distributed import run_ranks
 
@@ -97,3 +101,21 @@ def test_a_layout_is_not_continued_from_a_state_that_is_no_configuration(tmp_pat
         )
     found = earlier_config(config, Launch())
     assert found is not None and found["parallel"]["tp"] == 2
+
+
+def test_an_evaluation_of_more_samples_than_the_validation_split_has_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text("x" * 999)
+    data = {
+        "text": [f"{tmp_path}/text.txt"],
+        "seq_len": 32,
+        "cache_dir": f"{tmp_path}/cache",
+        "split": [0.8, 0.2, 0.0],
+    }
+    for batches, said in ((3, False), (4, True)):  # of two samples; 200 tokens make six
+        train = {"micro_batch": 2, "global_batch": 2, "eval_batches": batches, "eval_every": 5}
+        config = make_config({"data": data, "train": train})
+        check_splits(config, open_datasets(config.data, ByteTokenizer(), seed=1))
+        expected = "reads 8 samples, but the validation split has 6"
+        assert (expected in caplog.text) is said

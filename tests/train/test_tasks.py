@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import random
+import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from coatlm.config.shipped import shipped_tasks
 from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model.loss import IGNORE
 from coatlm.train import run_directory
+from coatlm.train.evaluations import StoppedError
 from coatlm.train.phases import open_tasks
 from coatlm.train.predict import Prediction, Row
 from tests.train.test_resume import metrics_of, run_config, start_jobs
@@ -143,6 +145,22 @@ def test_metrics_are_those_of_a_perfect_model_and_generators_are_left_alone(tmp_
     limited = Eval(tasks=names, tasks_limit=1, tasks_new_tokens=2)
     few = harness.Tasks(limited, ByteTokenizer(), seq_len=64).evaluate(alphabet)
     assert few == {"task/ends/acc": 1.0, "task/answers/exact_match": 0.0}
+
+
+def test_a_signal_after_a_forward_pass_ends_the_evaluation_of_tasks(tmp_path: Path) -> None:
+    names = [write_task(tmp_path, "ends", **CHOICES), write_task(tmp_path, "answers", **ANSWERS)]
+    tasks = harness.Tasks(Eval(tasks=names), ByteTokenizer(), seq_len=64)
+    passes: list[int] = []
+
+    def predict(rows: Sequence[Row]) -> list[Prediction]:
+        passes.append(len(rows))
+        raise StoppedError(signal.SIGTERM)
+
+    before = random.getstate()
+    with pytest.raises(StoppedError, match="SIGTERM"):
+        tasks.evaluate(predict)
+    assert len(passes) == 1 and random.getstate() == before
+    assert tasks.evaluate(alphabet)["task/ends/acc"] == pytest.approx(2 / 3)
 
 
 def test_solved_examples_stand_before_each_prompt_the_same_ones_every_time(tmp_path: Path) -> None:
