@@ -30,6 +30,7 @@ from coatlm.remote import RemoteError
 from coatlm.train.faults import ExitCode, NonFiniteError
 from coatlm.train.manifest import CheckpointError, LostPeerError
 
+FOREIGN = 200  # torch explains at length what a damaged file may be
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
 UNEXPECTED = 1  # Python's code for an uncaught exception; launchers restart after it
 PEER_GRACE_S = 2.0  # seconds to wait for the rank that failed to print the reason first
@@ -83,9 +84,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def error_line(error: BaseException) -> str:
-    """The first line of an exception's message, after its type unless the type is in OURS."""
+    """The first line of an exception's message. If its type is not in OURS, the type comes first
+    and the line ends after FOREIGN characters.
+    """
     text = next(iter(str(error).splitlines()), "")
-    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+    if isinstance(error, OURS):
+        return text
+    if len(text) > FOREIGN:
+        text = f"{text[:FOREIGN]} ..."
+    return f"{type(error).__name__}: {text}"
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -8,8 +8,10 @@ from coatlm.config import ConfigError
 from coatlm.train.faults import NonFiniteError
 from coatlm.train.manifest import CheckpointError, LostPeerError
 from coatlm.train.reports import (
+    FOREIGN,
     MAX_LINES,
     AgreedError,
+    error_line,
     exit_code,
     merged,
     number_list,
@@ -71,3 +73,9 @@ def test_every_line_of_an_unexpected_errors_traceback_has_its_rank(
 def test_what_was_agreed_on_is_not_said_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(AgreedError("no", 2), rank=1, world_size=2) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_message_of_another_library_is_cut_and_coatlms_own_is_whole() -> None:
+    assert error_line(RuntimeError("short\nmore")) == "RuntimeError: short"
+    assert error_line(RuntimeError("x" * 500)) == f"RuntimeError: {'x' * FOREIGN} ..."
+    assert error_line(CheckpointError("x" * 500)) == "x" * 500
