@@ -74,9 +74,12 @@ def output_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'': a path has at least 1 character")
     path = local_path(text, WRITTEN_HERE)
-    for parent in path.parents:
-        if parent.is_file():
-            raise argparse.ArgumentTypeError(f"{text}: {parent} is a file, not a directory")
+    try:
+        file = next((parent for parent in path.parents if parent.is_file()), None)
+    except OSError as error:  # a name that is too long, or a directory that must not be searched
+        raise argparse.ArgumentTypeError(explain(error)) from None
+    if file is not None:
+        raise argparse.ArgumentTypeError(f"{text}: {file} is a file, not a directory")
     return path
 
 

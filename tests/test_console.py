@@ -64,6 +64,9 @@ def test_an_output_has_a_name_and_is_not_below_a_file(
         with pytest.raises(SystemExit):
             parser.parse_args(["--out", word])
         assert capsys.readouterr().err.startswith(f"error: argument --out: {told} (")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", f"{tmp_path}/{'a' * 300}/b"])
+    assert "File name too long" in capsys.readouterr().err
     assert parser.parse_args(["--out", f"{tmp_path}/new/a"]).out == tmp_path / "new/a"
 
 

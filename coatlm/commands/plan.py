@@ -150,11 +150,12 @@ def undivided(config: Config, cluster: Cluster) -> str:
     m, gpus = config.model, cluster.gpus
     fewer = (replace(cluster, gpus=n, per_node=min(n, 8)) for n in range(gpus - 1, 0, -1))
     found = next((each.gpus for each in fewer if any_valid(config, each)), None)
-    graphs = " and is 1 for train.cuda_graphs=true" if config.train.cuda_graphs is True else ""
+    graphs = "; train.cuda_graphs=true also needs pp=1, zero 0 or 1 and recompute=none"
+    graphs = graphs if config.train.cuda_graphs is True else ""
     return (
         f"--gpus {gpus}: no layout is valid: tp x cp x pp x dp must be {gpus}, where dp divides "
-        f"train.global_batch={config.train.global_batch}, pp model.layers={m.layers}{graphs} "
-        f"and tp model.heads={m.heads}" + (f"; {found} GPUs have one" if found else "")
+        f"train.global_batch={config.train.global_batch}, pp model.layers={m.layers} "
+        f"and tp model.heads={m.heads}{graphs}" + (f"; {found} GPUs have one" if found else "")
     )
 
 

@@ -256,7 +256,7 @@ def check_sbatch(item: str, gpus_per_node: int) -> None:
         return
     if owned := [option for option in OWNED if option.startswith(name)]:
         raise ConfigError(
-            f"--sbatch={shown(item)}: the script sets --{owned[0]} itself; {OWNED[owned[0]]}"
+            f"--sbatch={shown(item)}: --{owned[0]} is for coatlm submit to set; {OWNED[owned[0]]}"
         )
 
 

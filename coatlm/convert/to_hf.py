@@ -187,6 +187,11 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def _rows(wanted: int | None, least: int, stored: int) -> int:
+    if wanted is not None and least > stored:
+        raise ValueError(
+            f"vocab_size={wanted}: the checkpoint's embedding has {stored} rows, and the tokenizer "
+            f"has ids up to {least - 1}: leave vocab_size out, or give the run's tokenizer"
+        )
     if wanted is not None and not least <= wanted <= stored:
         raise ValueError(
             f"vocab_size={wanted}: must be in {least}..{stored}: every id of the tokenizer and of "

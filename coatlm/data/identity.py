@@ -83,7 +83,12 @@ def describe_change(
     """Short descriptions of two identities that differ: of the first source in which they do."""
     if len(old) != len(new):
         return _describe_all(old), _describe_all(new)
-    changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    weighed = _quotas(old) != _quotas(new)
+    changed = [
+        i
+        for i, (a, b) in enumerate(zip(old, new, strict=True))
+        if _content(a) != _content(b) or (weighed and a["weight"] != b["weight"])
+    ]
     more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
     of = f"source {changed[0] + 1} of {len(new)}: " if len(new) > 1 else ""
     before, after = (_describe(side[changed[0]], blended=len(new) > 1) for side in (old, new))

@@ -140,6 +140,14 @@ class Blend:
         source = int(self._source_P[place])
         return source, period * self._quota[source] + int(self._rank_P[place])
 
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples are of each source."""
+        if not self._quota:
+            return [samples]
+        periods, place = divmod(samples, PERIOD)
+        last = np.bincount(self._source_P[:place], minlength=len(self._quota)).tolist()
+        return [periods * quota + rest for quota, rest in zip(self._quota, last, strict=True)]
+
 
 def quotas(weights: Sequence[float]) -> list[int]:
     """Samples of each source per PERIOD, rounded by the largest-remainder method.

@@ -126,7 +126,7 @@ def check_same_model(
     """Check that the model can continue with the stored weights.
 
     Returns `keys` without those that have no effect then: model.init_std, and model.vocab where
-    one side is null, whose number of rows is compared when the tensors are loaded. Raises
+    one side is null; the rows of the embedding are compared when the tensors are loaded. Raises
     CheckpointError (exit code 4) with the field's name if the stored tensors do not fit, and
     ConfigError (exit code 2) if they do, but the model computes another function of them. Loading
     `weights_only` allows the latter.
@@ -136,16 +136,20 @@ def check_same_model(
         for key, change in keys.items()
         if key != "model.init_std" and not (key == "model.vocab" and None in change)
     }
-    for key, (old, new) in kept.items():
+    said = {
+        key: f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration"
+        for key, (old, new) in kept.items()
+    }
+    for key, change in kept.items():  # first what no option allows
         section, _, name = key.partition(".")
-        said = f"{path}: {key} is {old!r} in the checkpoint and {new!r} in this configuration"
-        other_dtype = key == "precision.recipe" and "fp32" in (old, new)  # else BF16 weights
+        other_dtype = key == "precision.recipe" and "fp32" in change  # else BF16 weights
         if (section == "model" and name in TENSORS) or other_dtype:
-            raise CheckpointError(f"{said}; its tensors do not fit")
-        if section == "model" and name != "spec" and not weights_only:
+            raise CheckpointError(f"{said[key]}; its tensors do not fit")
+    for key in kept:
+        if key.startswith("model.") and key != "model.spec" and not weights_only:
             raise ConfigError(
-                f"{said}, which changes the function that the weights were trained for: only a new "
-                "run with checkpoint.weights_only=true may change it"
+                f"{said[key]}, which changes the function that the weights were trained for: only "
+                "a new run with checkpoint.weights_only=true may change it"
             )
     return kept
 

@@ -172,13 +172,14 @@ class Checkpointer:
             self.poll()
             return
         self._copies.start([_data(piece) for piece in pieces])
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run,
             args=(step, pieces, text, begin),
             kwargs={"copy": self._copies.finish, "turns": short_turns},
             name="checkpoint",
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def reserve(self, tensors: Sequence[ShardedTensor]) -> None:
         """Start to allocate the host memory that `save` of these tensors on a GPU needs."""
@@ -192,12 +193,18 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Log a finished save, or raise the CheckpointError of a failed one, once. Never blocks.
+        Also raises it once the memory for copies cannot be allocated, long before the first save.
 
         Different ranks may raise the error of a failed save one step apart.
         """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if (failure := self._copies.failure()) is not None:
+            raise CheckpointError(
+                f"no page-locked memory for copies of checkpoints: {error_line(failure)}; "
+                "checkpoint.async_save=false needs none"
+            ) from failure
         saved, self._saved = self._saved, None
         if saved is not None and self._rank == 0:
             logger.info("saved %s: %s in %.1f s", saved.name, in_bytes(saved.bytes), saved.seconds)

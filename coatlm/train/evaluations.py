@@ -5,8 +5,8 @@
 
 Both take minutes in large runs. So the loop saves a checkpoint that is due at the same step first,
 and ranks agree on signals after each global batch and each forward pass of the tasks. A signal
-stops them at the same batch; nothing of the evaluation is logged then. `missing` finds what a run
-has not evaluated at the step of its checkpoint, which it does when it resumes.
+stops them at the same batch; nothing of the evaluation is logged then. A run that resumes first
+does the evaluations that `missing` lists.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The kernel keeps written pages in memory until they take a tenth of it (`vm.dirty_background_ratio`)
 or until fsync, so a file of some gigabytes would reach the disk only after all of it was written.
-Here the kernel is asked for each piece to start writing it, which does not wait for the disk, and
-the piece is hashed while the disk works.
+Here the kernel is asked for each piece to start writing it, which waits only while the disk's queue
+is full, and the piece is hashed while the disk works.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ Only updates change weights and states, so copies that are complete before the n
 of step t, bit for bit. The thread that calls `finish` makes them, so that training need not wait
 until some thousand copies are launched: those of tensors on a GPU on a separate CUDA stream and
 into page-locked memory, then those of tensors on the host, such as offloaded states. The memory of
-the copies is allocated once, by a thread, because some gigabytes take seconds; its pages are locked
-in ranges, so that training meanwhile waits for one range at most, and copies end where ranges do.
+the copies is allocated once, by a thread, because some gigabytes take seconds. Its pages are locked
+in ranges, so that training meanwhile waits for one range at most. CUDA takes no copy that crosses
+the end of a locked range.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ class HostCopies:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._tensors: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None  # the copies from the GPU are complete
-        self._awaited = True  # by `wait`
-        self._launched = threading.Event()  # what is left to do is up to `_copied`
-        self._launched.set()
+        self._queued = threading.Event()  # all copies are made, but for those before `_copied`
+        self._queued.set()
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
         """Start to allocate memory for copies of `tensors`, in a thread."""
@@ -50,25 +50,30 @@ class HostCopies:
         pool.shutdown(wait=False)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
-        """Let a copy of `tensors` begin, which `finish` makes, in a thread. Call `wait` before the
-        tensors are changed.
+        """Remember `tensors` with their present values, which `finish` copies in another thread.
+        Call `wait` before they are changed.
         """
         self.reserve(tensors)
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._copied, self._awaited = None, False
+        self._copied = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._launched.clear()
+        self._queued.clear()
 
     def finish(self) -> list[Tensor]:
         """Copy the tensors, and return the complete copies, which are valid until the next one."""
         try:
-            copies = self._copy()
+            copies, copied = self._copy()
         finally:
-            self._launched.set()
-        if self._copied is not None:
-            self._copied.synchronize()
+            self._queued.set()
+        if copied is not None:
+            copied.synchronize()
         return copies
+
+    def failure(self) -> BaseException | None:
+        """Why the memory that `reserve` began to allocate is not there; None if nothing failed."""
+        done = self._memory is not None and self._memory.done()
+        return self._memory.exception() if done and self._memory is not None else None
 
     def wait(self) -> None:
         """Let the current stream wait for the copies from the GPU, and the host for the others.
@@ -76,30 +81,33 @@ class HostCopies:
         The stream waits once per `start`: a CUDA graph cannot capture a wait for an event that was
         recorded outside of it.
         """
-        self._launched.wait()
-        if self._copied is not None and not self._awaited:
-            torch.cuda.current_stream().wait_event(self._copied)
-        self._awaited = True
+        self._queued.wait()
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
 
-    def _copy(self) -> list[Tensor]:
+    def _copy(self) -> tuple[list[Tensor], torch.cuda.Event | None]:
         assert self._memory is not None
         memory, at, copies = self._memory.result(), 0, []
         for tensor in self._tensors:
             copies.append(_like(tensor, memory, at))
             at += _padded(tensor.nbytes)
         pairs = list(zip(copies, self._tensors, strict=True))
+        copied = None
         if self._stream is not None:
+            # of this thread, which would otherwise initialize CUDA on device 0
+            torch.cuda.set_device(self._stream.device)
             with torch.cuda.stream(self._stream):
                 for copy, tensor in pairs:
                     if tensor.is_cuda:
                         _copy_ranges(copy, tensor, memory.data_ptr())
                 copied = torch.cuda.Event(blocking=True)
                 copied.record()
-                self._copied = copied
+            self._copied = copied
         for copy, tensor in pairs:
             if not tensor.is_cuda:
                 copy.copy_(tensor)
-        return copies
+        return copies, copied
 
     def _allocate(self, size: int, stream: torch.cuda.Stream | None) -> Tensor:
         memory = host_zeros(max(size, ALIGNMENT), torch.uint8)

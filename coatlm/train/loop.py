@@ -67,7 +67,7 @@ class Loop:
         self.known, self.hosts, self.lock = known, hosts, lock  # known is saved in checkpoints
         self.groups: Groups = trainer.groups
         self.startup = startup
-        self.missing = missing  # evaluations of the step of the checkpoint
+        self.missing = missing  # evaluations that are still due at the step the run resumed from
         self.evaluations = Evaluations(
             config, trainer, data.validation, tasks, check=self._check_evaluation
         )
@@ -87,11 +87,14 @@ class Loop:
         """Run up to train.steps, or until the ranks agree on a signal. Raises NonFiniteError."""
         if (stop := self._evaluate(self.missing)) is not None:
             return self._leave(stop)
-        while True:
+        if self.startup is not None:
+            self.startup.lap("evaluation")
+        while self.run.step < self.config.train.steps:
             try:
                 return self._run_steps()
             except NonFiniteError as error:
                 self._roll_back(error)
+        return ExitCode.OK
 
     def _run_steps(self) -> ExitCode:
         steps = self.config.train.steps

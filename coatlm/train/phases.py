@@ -183,15 +183,18 @@ def check_splits(config: Config, data: Datasets) -> None:
         return
     if data.validation is None:
         raise ConfigError("train.eval_every > 0 needs a validation split: the second of data.split")
-    read, samples = train.eval_batches * train.global_batch, data.validation.samples
-    if read > samples:
-        logger.warning(
-            "train.eval_batches=%d: an evaluation reads %s samples, but the validation split has "
-            "%s: some are read more than once",
-            train.eval_batches,
-            f"{read:,}",
-            f"{samples:,}",
-        )
+    streams = data.validation.streams
+    counts = data.validation.blend.counts(train.eval_batches * train.global_batch)
+    for number, (read, stream) in enumerate(zip(counts, streams, strict=True), 1):
+        if read > stream.windows:
+            logger.warning(
+                "train.eval_batches=%d: an evaluation reads %s samples%s, but the validation split "
+                "has %s: some are read more than once",
+                train.eval_batches,
+                f"{read:,}",
+                f" of source {number}" if len(streams) > 1 else "",
+                f"{stream.windows:,}",
+            )
 
 
 def check_size(config: Config, launch: Launch, vocab: int) -> None:

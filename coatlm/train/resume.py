@@ -195,7 +195,7 @@ def resume(
         restore(origin.path, state, trainer, run, weights_only=True)
         other = {key: change for key, change in keys.items() if key.startswith("model.")}
         for line in describe_changes(other):
-            logger.warning("other than for the weights of %s: %s", origin.path, line)
+            logger.warning("differs from %s, whose weights are loaded: %s", origin.path, line)
         return origin
     if not origin.own and state["step"] >= config.train.steps:
         raise ConfigError(

@@ -467,6 +467,17 @@ def test_a_weight_that_would_never_be_drawn_is_an_error() -> None:
         Blend([1.0, 1e-9])
 
 
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0, 0.01]])
+def test_samples_of_each_source_are_counted(weights: list[float]) -> None:
+    blend = Blend(weights)
+    sources = [blend.locate(sample)[0] for sample in range(1000)]
+    for samples in (0, 1, 7, 999):
+        counted = [sources[:samples].count(source) for source in range(len(weights))]
+        assert blend.counts(samples) == counted
+        later = [n - old for n, old in zip(blend.counts(PERIOD + samples), counted, strict=True)]
+        assert later == blend.counts(PERIOD)
+
+
 def test_a_blend_of_datasets_mixes_their_tokens(prefix: Path, tmp_path: Path) -> None:
     digits = write_foreign(tmp_path / "digits", [[48 + d] * 40 for d in range(10)] * 5)
     paths = ({"path": prefix, "weight": 3}, {"path": digits, "weight": 1})

@@ -90,5 +90,9 @@ def test_a_change_is_described_by_the_first_source_that_differs() -> None:
         f"source 2 of 3: 3 tokens ({hash_b}), weight 1",
         f"2 tokens ({hash_a}), weight 1, and 1 more",
     )
+    assert describe_change(old, identify([a, b, a], [6, 2, 2])) == (  # the same weights
+        f"source 3 of 3: 3 tokens ({hash_b}), weight 1",
+        f"2 tokens ({hash_a}), weight 2",
+    )
     assert describe_change(old, old[:1]) == ("8 tokens of 3 sources", "2 tokens of 1 source")
     assert describe_change(old[:1], old[1:2]) == (f"2 tokens ({hash_a})", f"3 tokens ({hash_b})")

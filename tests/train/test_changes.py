@@ -155,6 +155,8 @@ def test_another_function_of_the_same_tensors_is_refused_unless_only_weights_are
     now = config(model={key: value})
     with pytest.raises(ConfigError, match=f"model.{key} is .* changes the function that the"):
         check(now, state(config()))
+    with pytest.raises(CheckpointError, match="its tensors do not fit"):  # no option allows that
+        check(config(model={key: value, "qkv_bias": True}), state(config()))
     keys = changed_keys(config().model_dump(mode="json"), now)
     assert check_same_model(PATH, keys, weights_only=True) == keys
     assert list(keys) == [f"model.{key}"]

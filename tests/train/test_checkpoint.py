@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -132,6 +133,32 @@ def test_failed_background_save_is_raised_once_by_poll_and_leaves_the_older_one(
     saver.wait()
     assert names(tmp_path) == ["latest", "step_00000001"]
     assert find_checkpoint("auto", tmp_path, LOG) == tmp_path / "step_00000001"
+
+
+def test_memory_for_copies_that_cannot_be_allocated_is_an_error_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("coatlm.train.host_copies.host_zeros", full)
+    saver = saver_in(tmp_path, async_save=True)
+    saver.poll()
+    saver._copies.reserve([torch.ones(3)])
+    deadline = time.monotonic() + 30
+    while (error := message(saver.poll)) == "nothing raised" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "Cannot allocate memory; checkpoint.async_save=false needs none" in error
+
+
+def test_a_save_whose_thread_cannot_start_leaves_nothing_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_in(tmp_path, async_save=True)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        saver.save(1, pieces_of(tensors_of(1), "copies"), {})
+    saver.join()
 
 
 def test_a_peer_that_has_gone_is_told_from_a_checkpoint_that_cannot_be_written(

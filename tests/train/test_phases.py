@@ -17,6 +17,7 @@ from coatlm.model.memory import GIB
 from coatlm.train.manifest import step_name
 from coatlm.train.phases import check_splits, earlier_config
 from coatlm.train.setup import Launch
+from tests.data.test_dataset import write_foreign
 from tests.distributed import run_ranks
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -118,4 +119,19 @@ def test_an_evaluation_of_more_samples_than_the_validation_split_has_is_warned_o
         config = make_config({"data": data, "train": train})
         check_splits(config, open_datasets(config.data, ByteTokenizer(), seed=1))
         expected = "reads 8 samples, but the validation split has 6"
+        assert (expected in caplog.text) is said
+
+
+def test_each_source_of_a_validation_blend_is_counted_for_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = write_foreign(tmp_path / "small", [[1] * 33] * 4)
+    large = write_foreign(tmp_path / "large", [[1] * 33] * 400)
+    paths = [{"path": str(path), "weight": 1.0} for path in (large, small)]
+    data = {"paths": paths, "seq_len": 32, "split": [0.5, 0.5, 0.0]}
+    for batches, said in ((2, False), (3, True)):  # of two samples, half of them of two there
+        train = {"micro_batch": 2, "global_batch": 2, "eval_batches": batches, "eval_every": 5}
+        config = make_config({"data": data, "train": train})
+        check_splits(config, open_datasets(config.data, ByteTokenizer(), seed=1))
+        expected = "reads 3 samples of source 2, but the validation split has 2"
         assert (expected in caplog.text) is said
