@@ -98,12 +98,12 @@ class ShardWriter(filesystem.FileSystemWriter):
     def __init__(self, directory: Path, *, files: int = 1) -> None:
         super().__init__(directory, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self._files = files
-        self.fs = self._written = HashedFiles()
+        self.fs: HashedFiles = HashedFiles()
 
     @property
     def written(self) -> dict[str, File]:
         """The sizes and checksums of the files that this rank has written, by name."""
-        return dict(self._written.files)
+        return dict(self.fs.files)
 
     def storage_meta(self) -> StorageMeta:
         """Return empty metadata, so that `.metadata` does not contain the temporary path."""

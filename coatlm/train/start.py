@@ -128,13 +128,13 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
-    again = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
-    reopen = partial(resume, config, trainer, run, **known, restarted=again, lap=startup.lap)
-    origin = peers.agree(reopen)
+    restarted = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
+    resume_run = partial(resume, config, trainer, run, restarted=restarted, lap=startup.lap)
+    origin = peers.agree(lambda: resume_run(**known))
     startup.lap("checkpoint read")
-    own = origin.own and launch.rank == 0
-    left_over = together(lambda: missing(config, run.step) if own else [], peers.group)[0]
-    if run.step >= config.train.steps and not left_over:
+    continues = origin.own and launch.rank == 0
+    unevaluated = together(lambda: missing(config, run.step) if continues else [], peers.group)[0]
+    if run.step >= config.train.steps and not unevaluated:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
     if (left := expect(done=run.step)) != expected:  # the plan counts all steps
@@ -161,7 +161,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     loop = peers.agree(
         lambda: Loop(
             *(config, trainer, data, run, open_metrics, signals, watchdog, known),
-            *(peers.hosts, lock, tasks, startup, left_over),
+            *(peers.hosts, lock, tasks, startup, unevaluated),
         )
     )
     stack.callback(lambda: loop.metrics.close())  # late, since a rollback replaces loop.metrics
