@@ -57,11 +57,6 @@ class Dataset:
             yield from self.sources[source].missing(begin, end, masks=bool(self.masks))
 
     @property
-    def samples(self) -> int:
-        """The samples of all sources in one epoch; later samples repeat their tokens."""
-        return sum(stream.windows for stream in self.streams)
-
-    @property
     def packed(self) -> bool:
         """Whether samples are packed, by data.packing=best-fit."""
         return any(isinstance(stream, PackedStream) for stream in self.streams)

@@ -78,10 +78,7 @@ class HashedFile(io.RawIOBase):
 
     def described(self) -> manifest.File:
         """The size and checksums of what has been written, as `manifest.describe` finds them."""
-        sums = tuple(part.hexdigest() for part in self._parts)
-        if self._size <= manifest.PART:
-            return manifest.File(self._size, sums[0])
-        return manifest.File(self._size, None, sums)
+        return manifest.File.of(self._size, [part.hexdigest() for part in self._parts])
 
     def _send(self) -> None:
         """Start to write to the disk what has not been sent; a failure is left to fsync."""

@@ -105,7 +105,8 @@ class Loop:
                 if profiler is not None:
                     profiler.step()
                 stop = self._agreed()
-                saved = stop is not None or self._due(self.config.checkpoint.every)
+                every = self.config.checkpoint.every
+                saved = stop is not None or is_due(every, self.run.step, steps)
                 if saved:
                     self._save()
                 evaluations = due(self.config, self.run.step)
@@ -245,9 +246,6 @@ class Loop:
         run.window += [v[0] for v in values if math.isfinite(v[0])]
         run.guard.observe(run.step, [v[1] for v in values], [bool(v[2]) for v in values])
         return values[-1][0], values[-1][1]
-
-    def _due(self, every: int) -> bool:
-        return is_due(every, self.run.step, self.config.train.steps)
 
     def _evaluate(self, kinds: Sequence[str]) -> signal.Signals | None:
         """Evaluate and log. Returns the signal that ended this early, if there was one."""

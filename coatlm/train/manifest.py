@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +61,11 @@ class File:
     bytes: int
     sha256: str | None  # hexadecimal, of the whole file; None if it has parts
     parts: tuple[str, ...] = ()  # of every PART bytes; empty: a small file, or an older checkpoint
+
+    @classmethod
+    def of(cls, size: int, sums: Sequence[str]) -> File:
+        """A file of `size` bytes with the checksum of each PART of it."""
+        return cls(size, sums[0]) if size <= PART else cls(size, None, tuple(sums))
 
     def sums(self) -> Iterator[tuple[int, int, str]]:
         """Yield (start, stop, SHA-256) of ranges that together are the file."""
@@ -185,11 +190,10 @@ def describe(path: Path) -> File:
     """The size and the checksums of a file, which is read once."""
     size = path.stat().st_size
     if size <= PART:
-        return File(size, sha256(path))
+        return File.of(size, [sha256(path)])
     with ThreadPoolExecutor(THREADS) as pool:
         starts = range(0, size, PART)
-        parts = pool.map(lambda start: sha256(path, start, start + PART), starts)
-        return File(size, None, tuple(parts))
+        return File.of(size, [*pool.map(lambda s: sha256(path, s, s + PART), starts)])
 
 
 def intact(path: Path, expected: File) -> bool:
