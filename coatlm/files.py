@@ -2,7 +2,7 @@
 
 Output is written under a temporary name in the same directory and renamed when it is complete. If
 that fails (the disk is full or read-only, the directory is not writable), the temporary file is
-removed and a ValueError names the path and the reason.
+removed and a ValueError names the path and the reason (`durable_file`: an OSError).
 """
 
 from __future__ import annotations
@@ -94,6 +94,26 @@ def whole_file(final: Path) -> Iterator[Path]:
         _remove_directories(made)
         if _is_about(temporary, error):
             raise _unwritable(final, error) from error
+        raise
+
+
+@contextmanager
+def durable_file(final: Path) -> Iterator[IO[bytes]]:
+    """Yield a binary file that is flushed to the disk (fsync) and then replaces `final`.
+
+    After a crash `final` has its old or its new content. On an error, which is raised as it is, it
+    has the old one, and the temporary file is removed.
+    """
+    temporary = _beside(final)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from coatlm.files import check_output, open_locked, read_json, whole_directory, whole_file
+from coatlm.files import (
+    check_output,
+    durable_file,
+    open_locked,
+    read_json,
+    whole_directory,
+    whole_file,
+)
 
 
 @contextmanager
@@ -70,6 +77,19 @@ def test_a_small_disk_is_named_with_the_path_and_leaves_nothing(tmp_path: Path) 
         with named, whole_directory(directory) as temporary:
             (temporary / "part").write_bytes(b"x" * 1000)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"first", b"old"):
+        with durable_file(path) as file:
+            file.write(content)
+            assert not path.exists() or path.read_bytes() == b"first"
+    with pytest.raises(ZeroDivisionError), durable_file(path) as file:
+        file.write(bytes(1 // 0))
+    with small_disk(100), pytest.raises(OSError, match="File too large"), durable_file(path) as new:
+        new.write(b"x" * 1000)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_device_is_written_in_place(tmp_path: Path) -> None:

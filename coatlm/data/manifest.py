@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from coatlm.data.checksums import SUM_BYTES, DatasetError
 from coatlm.data.streams import quoted, some
+from coatlm.files import durable_file
 
 FORMAT = "coatlm-tokens"
 VERSION = 2  # version 1 has no checksums
@@ -113,12 +113,8 @@ def read_dataset_manifest(prefix: Path) -> DatasetManifest | None:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a JSON file atomically and fsync it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with durable_file(path) as file:
+        file.write((json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
 
 
 def read_sums(prefix: Path, suffix: str, crc32: int, nbytes: int) -> NDArray[np.uint32]:

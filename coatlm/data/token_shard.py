@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -28,6 +27,7 @@ from coatlm.data.documents import Segment, file_kind, read_records, read_segment
 from coatlm.data.manifest import suffixed, token_dtype, write_record
 from coatlm.data.streams import BLOCK_BYTES, Limits
 from coatlm.data.tokenizer import Tokenizer
+from coatlm.files import durable_file
 
 SHARD_BYTES = 64 << 20  # bytes of input per shard
 MAX_CHARACTERS = 2 * BLOCK_BYTES  # encoded at once; a longer text is encoded in parts
@@ -155,9 +155,9 @@ def write_shard(
     """Tokenize one shard. Each file is renamed once complete; the record comes last."""
     dtype = token_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_atomic(suffixed(shard.base, ".bin")))
+        file = stack.enter_context(durable_file(suffixed(shard.base, ".bin")))
         if options.chat is not None:
-            masks = stack.enter_context(_atomic(suffixed(shard.base, ".mask")))
+            masks = stack.enter_context(durable_file(suffixed(shard.base, ".mask")))
             documents = _Documents(file, dtype, [], masks)
             encoder = ChatEncoder(options.chat, tokenizer, append_eod=options.append_eod)
             replaced, empty = _write_conversations(shard, limits, encoder, documents, report)
@@ -165,7 +165,7 @@ def write_shard(
             end = [tokenizer.eod] if options.append_eod else []
             documents = _Documents(file, dtype, end, None)
             replaced, empty = _write_texts(shard, options, limits, tokenizer, documents, report)
-    with _atomic(suffixed(shard.base, ".lengths.npy")) as file:
+    with durable_file(suffixed(shard.base, ".lengths.npy")) as file:
         np.save(file, np.asarray(documents.lengths, dtype=np.int32))
     tokens = sum(documents.lengths)
     masked = {"mask_crc32": documents.mask_crc32, "learned_tokens": documents.learned}
@@ -236,14 +236,3 @@ def _write_conversations(
                 documents.end_document()
             report(len(block.items), block.nbytes)
     return replaced, 0
-
-
-@contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a temporary file that is renamed to `path` after fsync."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from coatlm.config import Config, ConfigError
 from coatlm.console import duration
-from coatlm.files import read_json, whole_file
+from coatlm.files import durable_file, read_json, whole_file
 
 METRICS = "metrics.jsonl"
 STATES = "states.jsonl"
@@ -74,12 +74,8 @@ def prepare_directory(path: Path, *, files: bool = True) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by `text` atomically: after a crash it has the old or the new content."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with durable_file(path) as file:
+        file.write(text.encode())
 
 
 def write_config(run_dir: Path, config: Config) -> None:
