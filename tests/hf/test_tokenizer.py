@@ -145,7 +145,7 @@ def test_a_checkpoint_without_a_tokenizer_makes_the_run_name_one(
     assert report.notes == ("no tokenizer: a run from this checkpoint has to name data.tokenizer",)
     assert not (tmp_path / "coatlm/tokenizer.json").exists()
     text = [f"data.text={tmp_path}/coatlm/config.json"]
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=None"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=null"):
         load_config(tmp_path / "coatlm/config.yaml", text)
     config = load_config(tmp_path / "coatlm/config.yaml", [*text, "data.tokenizer=byte"])
     state = read_state(tmp_path / "coatlm")
