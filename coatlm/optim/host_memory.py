@@ -38,9 +38,14 @@ def fetch_pages(memory: Tensor, threads: int = 1) -> None:
     Does nothing before Linux 5.14: locking then fetches the pages.
     """
     first, size = memory.data_ptr(), memory.nbytes
+    pieces = [(first + at, min(FETCH, size - at)) for at in range(0, size, FETCH)]
+    if threads == 1:  # a pool takes no work once the main thread has ended
+        for piece in pieces:
+            _advise(*piece, POPULATE_WRITE)
+        return
     with ThreadPoolExecutor(threads, "host memory") as pool:
-        for at in range(0, size, FETCH):
-            pool.submit(_advise, first + at, min(FETCH, size - at), POPULATE_WRITE)
+        for piece in pieces:
+            pool.submit(_advise, *piece, POPULATE_WRITE)
 
 
 def lock_pages(

@@ -23,10 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coatlm.optim.host_memory import fetch_pages, lock_pages
+from coatlm.optim.host_memory import lock_pages
 
 BUFFERS = 3  # one is filled, one is updated, one is emptied
-THREADS = 8  # that give the states their pages, while the start of the run waits
 PIECE = 1 << 24  # elements: a copy of milliseconds, next to which starting it costs little
 
 Span = tuple[int, int, int]  # (shard, start, stop): elements [start, stop) of a shard
@@ -114,7 +113,6 @@ class StateOffload:
             # the buffers' memory may still be in use by earlier work of the current stream
             self.streams[0].wait_stream(torch.cuda.current_stream())
             for tensor in host.values():
-                fetch_pages(tensor, THREADS)
                 lock_pages(tensor, self.streams[1], self)
 
     def passes(self, which: Collection[int]) -> Iterator[dict[str, Tensor]]:

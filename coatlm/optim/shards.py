@@ -12,9 +12,11 @@ from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
 from coatlm.fp8.formats import E4M3, SCALE_BLOCK
-from coatlm.optim.host_memory import host_zeros
+from coatlm.optim.host_memory import fetch_pages, host_zeros
 from coatlm.optim.moment_formats import Stored
 from coatlm.optim.recipes import BF16, FP32, MASTER, Recipe, find_recipe
+
+THREADS = 8  # that give states in host memory their pages, while the start of the run waits
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def initial_states(recipe: Recipe, block: Tensor, n: int, device: torch.device |
         size, dtype = n * tensor.numel() // SCALE_BLOCK, tensor.dtype
         if device is None:
             flat[name] = host_zeros(size, dtype)
+            fetch_pages(flat[name], THREADS)  # which filling would do in one thread
         else:
             flat[name] = torch.empty(size, dtype=dtype, device=device)
         flat[name].fill_(tensor[0])

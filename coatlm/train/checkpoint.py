@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 import secrets
 import shutil
 import sys
@@ -154,6 +155,7 @@ class Checkpointer:
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._no_memory = False  # that there is none for copies has been reported
         self._saved: SavedCheckpoint | None = None
         self._token = together(self._prepare, group)[0]
 
@@ -193,17 +195,20 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Log a finished save, or raise the CheckpointError of a failed one, once. Never blocks.
-        Also raises it once the memory for copies cannot be allocated, long before the first save.
+        Also raises it, on the rank concerned and once, if the memory for copies cannot be
+        allocated, long before the first save.
 
         Different ranks may raise the error of a failed save one step apart.
         """
-        if self._error is not None:
+        failure, reported = self._copies.failure(), self._no_memory
+        self._no_memory = failure is not None
+        if self._error is not None:  # which that failure may have caused
             error, self._error = self._error, None
             raise error
-        if (failure := self._copies.failure()) is not None:
+        if failure is not None and not reported:
             raise CheckpointError(
-                f"no page-locked memory for copies of checkpoints: {error_line(failure)}; "
-                "checkpoint.async_save=false needs none"
+                f"rank {self._rank} ({platform.node()}): no memory for copies of checkpoints: "
+                f"{error_line(failure)}; checkpoint.async_save=false needs none"
             ) from failure
         saved, self._saved = self._saved, None
         if saved is not None and self._rank == 0:

@@ -221,7 +221,7 @@ class HangWatchdog:
             self._thread.start()
 
     def beat(self) -> None:
-        """Reset the timeout; called after each step, evaluation batch and checkpoint."""
+        """Reset the timeout; called after each step and its save, and each evaluation batch."""
         self._ticks = 0
 
     def close(self) -> None:

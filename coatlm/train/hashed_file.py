@@ -39,11 +39,14 @@ SYNC_FILE_RANGE = _sync_file_range()
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that is written from beginning to end. `described`: its entry of the manifest."""
+    """A new file, opened without a buffer, that is written from beginning to end.
 
-    def __init__(self, path: Path) -> None:
+    `described`: its entry of the manifest.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
         super().__init__()
-        self._file = path.open("wb", buffering=0)
+        self._file = file
         self._size = 0
         self._sent = 0  # bytes whose writing to the disk has been started
         self._parts = [hashlib.sha256()]
@@ -103,6 +106,6 @@ class HashedFiles(filesystem.FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with HashedFile(path) as file:
+        with HashedFile(path.open("wb", buffering=0)) as file:
             yield file
             self.files[path.name] = file.described()

@@ -164,12 +164,10 @@ class Loop:
         run.samples += config.train.global_batch
         run.tokens += config.train.global_batch * config.data.seq_len
         self.metrics.advance()  # waits for the first step after a start
-        if self.startup is not None:
-            self.startup.lap("first step")
-            logger.info("%s", self.startup)
-            self.startup = None
-            if config.checkpoint.every:
-                self.checkpoints.reserve(self.trainer.zero_checkpoint.tensors_to_save())
+        startup, self.startup = self.startup, None
+        if startup is not None:
+            startup.lap("first step")
+            logger.info("%s", startup)
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
             window, run.window = run.window, []
@@ -186,6 +184,8 @@ class Loop:
                 comm_bytes=self.trainer.comm_bytes,
                 guard=None if self.trainer.guard is None else self.trainer.guard.counts(),
             )
+        if startup is not None and config.checkpoint.every:  # may gather weights, for the next step
+            self.checkpoints.reserve(self.trainer.zero_checkpoint.tensors_to_save())
 
     def _slowest(self) -> dict[str, Any] | None:
         """Compare the ranks' times since the last log step; rank 0 warns of a straggler."""

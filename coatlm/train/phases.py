@@ -174,9 +174,11 @@ def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
         return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
 
 
-def check_splits(config: Config, data: Datasets) -> None:
-    """Raise ConfigError if train.eval_every is above 0 without a validation split; warn if an
-    evaluation reads more samples than the split has, and so some of them again.
+def check_splits(config: Config, data: Datasets, *, warns: bool = True) -> None:
+    """Raise ConfigError if train.eval_every is above 0 without a validation split.
+
+    With `warns`, warn if an evaluation reads more samples than the split has, and so some of them
+    again.
     """
     train = config.train
     if not train.eval_every:
@@ -186,7 +188,7 @@ def check_splits(config: Config, data: Datasets) -> None:
     streams = data.validation.streams
     counts = data.validation.blend.counts(train.eval_batches * train.global_batch)
     for number, (read, stream) in enumerate(zip(counts, streams, strict=True), 1):
-        if read > stream.windows:
+        if warns and read > stream.windows:
             logger.warning(
                 "train.eval_batches=%d: an evaluation reads %s samples%s, but the validation split "
                 "has %s: some are read more than once",

@@ -104,7 +104,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     data = peers.rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
-    peers.agree(lambda: check_splits(config, data))
+    peers.agree(lambda: check_splits(config, data, warns=launch.rank == 0))
     startup.lap("data")
     # the model's configuration; that of the run, which is saved, leaves open what depends on memory
     dp = config.data_parallel_size(launch.world_size)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coatlm.optim.host_memory import RANGE
 from coatlm.train import tensor_reader
 from coatlm.train.checkpoint import Checkpointer, load, tensor_checksum, tensor_checksums
 from coatlm.train.dcp import ShardReader
@@ -67,7 +68,9 @@ def test_page_locked_copies_leave_no_trace_in_the_checkpoint(tmp_path: Path) -> 
 
 
 def test_copies_overlap_with_later_work_and_only_an_update_waits_for_them() -> None:
-    tensors, copies = [torch.ones(1 << 26, device="cuda") for _ in range(4)], HostCopies()
+    # each but the first crosses the end of a range that is locked as a whole
+    tensors = [torch.ones(n, device="cuda") for n in (16, *4 * (RANGE // 4,))]
+    copies = HostCopies()
     copies.start(tensors)  # allocates
     copies.finish()
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ bits: a checkpoint copies, it does not compute.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -175,8 +176,12 @@ def full_disk() -> Iterator[None]:
         with original(self, "/dev/full" if "w" in mode else path, mode) as stream:
             yield stream
 
+    def full_file(file: io.FileIO) -> hashed_file.HashedFile:
+        file.close()
+        return hashed(open("/dev/full", "wb", buffering=0))
+
     FileSystem.create_stream = create_stream  # type: ignore[method-assign]
-    hashed_file.HashedFile = lambda path: hashed(Path("/dev/full"))  # type: ignore[assignment, misc]
+    hashed_file.HashedFile = full_file  # type: ignore[assignment, misc]
     try:
         yield
     finally:

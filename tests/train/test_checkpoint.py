@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import platform
 import re
 import resource
 import sys
@@ -144,11 +145,23 @@ def test_memory_for_copies_that_cannot_be_allocated_is_an_error_before_the_first
     monkeypatch.setattr("coatlm.train.host_copies.host_zeros", full)
     saver = saver_in(tmp_path, async_save=True)
     saver.poll()
-    saver._copies.reserve([torch.ones(3)])
+    saver._copies.reserve([torch.ones(2)])
     deadline = time.monotonic() + 30
     while (error := message(saver.poll)) == "nothing raised" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "Cannot allocate memory; checkpoint.async_save=false needs none" in error
+    assert error.startswith(f"rank 0 ({platform.node()}): no memory for copies of checkpoints: ")
+    assert error.endswith("Cannot allocate memory; checkpoint.async_save=false needs none")
+    assert message(saver.poll) == "nothing raised"  # a second time
+
+
+def test_a_save_without_memory_for_its_copies_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coatlm.train.host_copies.host_zeros", lambda *_: 1 / 0)
+    saver = saver_in(tmp_path, async_save=True)
+    saver.save(1, pieces_of(tensors_of(1), "copies"), {})
+    assert "step_00000001 was not written: ZeroDivisionError" in message(saver.wait)
+    assert message(saver.wait) == "nothing raised"
 
 
 def test_a_save_whose_thread_cannot_start_leaves_nothing_to_wait_for(

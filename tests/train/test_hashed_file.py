@@ -21,7 +21,7 @@ def test_a_file_is_described_as_it_would_be_when_read(
     monkeypatch.setattr("coatlm.train.manifest.PART", 1000)
     monkeypatch.setattr(hashed_file, "PIECE", 300)
     content = os.urandom(size)
-    with HashedFile(tmp_path / "file") as file:
+    with HashedFile((tmp_path / "file").open("wb", buffering=0)) as file:
         assert file.write(content[:17]) == min(17, size)
         assert file.tell() == min(17, size)
         assert file.write(memoryview(content)[17:].cast("b")) == max(0, size - 17)
@@ -45,7 +45,7 @@ def test_the_disk_starts_while_the_file_is_written(
 
     monkeypatch.setattr(hashed_file, "SYNC_FILE_RANGE", sync)
     monkeypatch.setattr(hashed_file, "PIECE", 4096)
-    with HashedFile(tmp_path / "file") as file:
+    with HashedFile((tmp_path / "file").open("wb", buffering=0)) as file:
         for _ in range(10):
             file.write(bytes(5000))
     starts, ends = zip(*ranges, strict=True)
