@@ -6,7 +6,7 @@
     coatlm convert --from coatlm --to megatron runs/mine megatron/mine
 
     hf          a directory with config.json and safetensors of Llama 1 to 3, Mistral, Qwen2, 2.5 or
-                3, Phi-3 or 4, OLMo-2 or Granite 3
+                3, Phi-3 or 4, OLMo-2 or 3, Granite 3, or Gemma 2 or 3
     megatron    a directory of Megatron-LM or Megatron-Bridge, whose newest iteration is read
     coatlm      a checkpoint of any layout, or a run, whose newest checkpoint is read
 

@@ -85,10 +85,12 @@ def log_name(args: argparse.Namespace) -> str:
 def script(args: argparse.Namespace, config: Config) -> str:
     """The whole batch script."""
     world = args.nodes * args.gpus_per_node
+    layout = f"{config.undecided}: decided when the run starts"
+    if not config.undecided:
+        layout = f"data-parallel size {config.data_parallel_size(world)}"
     head = [
         "#!/usr/bin/env bash",
-        f"# {world} ranks, data-parallel size {config.data_parallel_size(world)}; "
-        "made by coatlm submit",
+        f"# {world} ranks, {layout}; made by coatlm submit",
         *(f"#SBATCH {quote_option(option)}" for option in options(args, config)),
         "",
         "set -u",

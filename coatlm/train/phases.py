@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from coatlm.config import Config, ConfigError, Eval
+from coatlm.config.recipes import BF16_RECIPES
 from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
+from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.hf.run_config import hf_directory
 from coatlm.model.capacity import check_memory
 from coatlm.model.decide import Gpu, Saved, decide
 from coatlm.model.memory import GIB, replaced
+from coatlm.optim.recipes import find_recipe
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
 from coatlm.train import checkpoint
@@ -40,6 +43,8 @@ from coatlm.train.trackers import check_trackers
 
 if TYPE_CHECKING:
     from coatlm.train.harness import Tasks
+
+FP8_CAPABILITY = (8, 9)  # the first with FP8 types and tensor cores; measured: 9.0
 
 logger = logging.getLogger("coatlm")
 
@@ -71,6 +76,39 @@ def gpu_of_all(peers: Peers, launch: Launch) -> tuple[Gpu | None, int]:
     if name is None or any(other != name for other, _ in found):
         return None, smallest
     return Gpu(name, smallest), smallest
+
+
+def check_gpu(config: Config, launch: Launch) -> None:
+    """Raise ConfigError if this rank's GPU does not have the FP8 types that the run uses."""
+    if (gpu := choose_gpu(launch)) is not None:
+        name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
+        check_capability(config, launch.world_size, name, capability)
+
+
+def check_capability(config: Config, ranks: int, name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError if a run on `ranks` GPUs of this compute capability needs FP8 types and
+    they have none.
+    """
+    if capability >= FP8_CAPABILITY:
+        return
+    precision, parallel, optim = config.precision, config.parallel, config.optim
+    recipe = find_recipe(optim.recipe)
+    states = [m.zeros(SCALE_BLOCK, torch.device("cpu")) for m in recipe.moments.values()]
+    in_fp8 = {
+        f"precision.recipe={precision.recipe}": precision.recipe not in BF16_RECIPES,
+        f"precision.output_layer={precision.output_layer}": precision.output_layer != "bf16",
+        f"optim.recipe={optim.recipe}": any(t.itemsize == 1 for s in states for t in s.values()),
+        f"parallel.main_grads={parallel.main_grads}": parallel.main_grads == "fp8",
+        f"parallel.grad_comm={parallel.grad_comm}": ranks > 1 and "fp8" in parallel.grad_comm,
+        f"parallel.weight_gather={parallel.weight_gather}": parallel.weight_gather == "fp8",
+    }
+    if found := [key for key, needed in in_fp8.items() if needed]:
+        have, need = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
+        raise ConfigError(
+            f"{', '.join(found)}: FP8 needs a GPU of compute capability {need} or above, and "
+            f"{name} has {have}; precision.recipe=bf16 optim.recipe=adamw-fp32 "
+            "parallel.grad_comm=fp32 needs none"
+        )
 
 
 def decide_layout(

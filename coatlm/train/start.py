@@ -25,6 +25,7 @@ from coatlm.train.loop import Loop
 from coatlm.train.metrics import MetricsLogger
 from coatlm.train.phases import (
     begun_by,
+    check_gpu,
     check_inputs,
     check_size,
     check_splits,
@@ -83,6 +84,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
     gpu, memory = peers.agree(lambda: gpu_of_all(peers, launch))
+    peers.agree(lambda: check_gpu(config, launch))
     config = peers.agree(lambda: documents_as_before(config, launch, peers))
     config, chosen = peers.agree(lambda: decide_layout(config, vocab, launch, gpu, peers))
     peers.agree(lambda: check_size(config, launch, vocab))

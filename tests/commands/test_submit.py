@@ -79,6 +79,15 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_chooses_its_layout_does_so_in_the_job(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    automatic = ("parallel.layout=auto", "train.micro_batch=auto")
+    text = script(capsys, config, *NODE, *automatic)
+    decided = "parallel.layout=auto and train.micro_batch=auto: decided when the run starts"
+    assert text.splitlines()[1] == f"# 2 ranks, {decided}; made by coatlm submit"
+
+
 def test_torchrun_is_one_task_a_node_with_a_rendezvous(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

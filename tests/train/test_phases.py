@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from coatlm.config import make_config
+from coatlm.config import ConfigError, make_config
 from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model import decide
 from coatlm.model.memory import GIB
 from coatlm.train.manifest import step_name
-from coatlm.train.phases import check_splits, earlier_config
+from coatlm.train.phases import check_capability, check_splits, earlier_config
 from coatlm.train.setup import Launch
 from tests.data.test_dataset import write_foreign
 from tests.distributed import run_ranks
@@ -138,3 +138,40 @@ def test_each_source_of_a_validation_blend_is_counted_for_itself(
         check_splits(config, open_datasets(config.data, ByteTokenizer(), seed=1))
         expected = "reads 3 samples of source 2, but the validation split has 2"
         assert (expected in caplog.text) is said
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "named"),
+    [
+        ({}, 1, []),
+        ({}, 2, ["parallel.grad_comm=fp8-a2a"]),
+        ({"parallel": {"grad_comm": "bf16"}}, 2, []),
+        ({"parallel": {"main_grads": "fp8"}}, 1, ["parallel.main_grads=fp8"]),
+        ({"precision": {"recipe": "coat"}}, 1, ["precision.recipe=coat"]),
+        ({"precision": {"recipe": "fp32"}}, 1, []),
+        ({"optim": {"recipe": "coat-24"}}, 1, ["optim.recipe=coat-24"]),
+        ({"optim": {"recipe": "collage-plus"}}, 1, []),
+        (
+            {"precision": {"output_layer": "fp8"}, "optim": {"recipe": "fp8lm"}},
+            1,
+            ["precision.output_layer=fp8", "optim.recipe=fp8lm"],
+        ),
+    ],
+)
+def test_a_gpu_without_fp8_is_refused_where_the_run_needs_it(
+    sections: dict[str, Any], ranks: int, named: list[str]
+) -> None:
+    base: dict[str, Any] = {
+        "model": {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 256},
+        "data": {"text": ["text.txt"]},
+        "precision": {"recipe": "bf16"},
+        "train": {"micro_batch": 2, "global_batch": 4},
+    }
+    config = make_config(base | {name: base.get(name, {}) | s for name, s in sections.items()})
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        check_capability(config, ranks, "a GPU", capability)
+    if named:
+        with pytest.raises(ConfigError, match=rf"^{', '.join(named)}: FP8 needs .* A100 has 8\.0;"):
+            check_capability(config, ranks, "A100", (8, 0))
+    else:
+        check_capability(config, ranks, "A100", (8, 0))
