@@ -106,8 +106,7 @@ def check_capability(config: Config, ranks: int, name: str, capability: tuple[in
         have, need = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
         raise ConfigError(
             f"{', '.join(found)}: FP8 needs a GPU of compute capability {need} or above, and "
-            f"{name} has {have}; precision.recipe=bf16 optim.recipe=adamw-fp32 "
-            "parallel.grad_comm=fp32 needs none"
+            f"{name} has {have}; preset=bf16 needs none"
         )
 
 
