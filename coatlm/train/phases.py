@@ -92,6 +92,7 @@ def check_capability(config: Config, ranks: int, name: str, capability: tuple[in
     if capability >= FP8_CAPABILITY:
         return
     precision, parallel, optim = config.precision, config.parallel, config.optim
+    summed = ranks > parallel.tp * parallel.pp  # gradients, over data- and context-parallel ranks
     recipe = find_recipe(optim.recipe)
     states = [m.zeros(SCALE_BLOCK, torch.device("cpu")) for m in recipe.moments.values()]
     in_fp8 = {
@@ -99,7 +100,7 @@ def check_capability(config: Config, ranks: int, name: str, capability: tuple[in
         f"precision.output_layer={precision.output_layer}": precision.output_layer != "bf16",
         f"optim.recipe={optim.recipe}": any(t.itemsize == 1 for s in states for t in s.values()),
         f"parallel.main_grads={parallel.main_grads}": parallel.main_grads == "fp8",
-        f"parallel.grad_comm={parallel.grad_comm}": ranks > 1 and "fp8" in parallel.grad_comm,
+        f"parallel.grad_comm={parallel.grad_comm}": summed and "fp8" in parallel.grad_comm,
         f"parallel.weight_gather={parallel.weight_gather}": parallel.weight_gather == "fp8",
     }
     if found := [key for key, needed in in_fp8.items() if needed]:

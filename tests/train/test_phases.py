@@ -146,6 +146,8 @@ def test_each_source_of_a_validation_blend_is_counted_for_itself(
         ({}, 1, []),
         ({}, 2, ["parallel.grad_comm=fp8-a2a"]),
         ({"parallel": {"grad_comm": "bf16"}}, 2, []),
+        ({"parallel": {"tp": 2}}, 2, []),
+        ({"parallel": {"tp": 2}}, 4, ["parallel.grad_comm=fp8-a2a"]),
         ({"parallel": {"main_grads": "fp8"}}, 1, ["parallel.main_grads=fp8"]),
         ({"precision": {"recipe": "coat"}}, 1, ["precision.recipe=coat"]),
         ({"precision": {"recipe": "fp32"}}, 1, []),
