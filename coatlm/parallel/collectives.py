@@ -24,6 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has new names for these, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 FORMATS = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -109,7 +113,7 @@ class Comm:
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
             own = slices[self.rank]
-            return _work(dist.reduce_scatter_tensor(own, x, group=self.group, async_op=True))
+            return _work(reduce_scatter_single(own, x, group=self.group, async_op=True))
         works = []
         for owner, owned in enumerate(slices):
             if len(owned):
@@ -124,7 +128,7 @@ class Comm:
         if len(set(sizes)) == 1:
             self._count(x, x.nbytes * (self.size - 1) / self.size)
             own = slices[self.rank]
-            return _work(dist.all_gather_into_tensor(x, own, group=self.group, async_op=True))
+            return _work(all_gather_single(x, own, group=self.group, async_op=True))
         works = []
         for owner, owned in enumerate(slices):
             if len(owned):

@@ -48,7 +48,13 @@ from coatlm.fp8.formats import ALIGNMENT, E4M3
 from coatlm.fp8.payload import pack, unpack
 from coatlm.fp8.payload_layout import Layout, Own
 from coatlm.fp8.qtensor import TENSOR, QTensor
-from coatlm.parallel.collectives import Pending, Several, swap
+from coatlm.parallel.collectives import (
+    Pending,
+    Several,
+    all_gather_single,
+    reduce_scatter_single,
+    swap,
+)
 
 T = TypeVar("T")
 Wait = Callable[[], Tensor]  # waits for a collective and returns its result
@@ -142,7 +148,7 @@ class TensorParallel:
         if self.sums == "fp8":
             return self._exchange(x)
         out = x.new_empty(x.shape[0] // self.size, x.shape[1])
-        return _result(dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True), out)
+        return _result(reduce_scatter_single(out, x, group=self.group, async_op=True), out)
 
     def sum_columns(self, compute: Callable[[slice], Tensor], width: int) -> Wait:
         """`sum_partial` of x[T, width], of which `compute` returns some columns.
@@ -193,7 +199,7 @@ class TensorParallel:
 
     def _gather(self, x: Tensor) -> Wait:
         out, x = x.new_empty(x.shape[0] * self.size, *x.shape[1:]), x.contiguous()
-        return _result(dist.all_gather_into_tensor(out, x, group=self.group, async_op=True), out)
+        return _result(all_gather_single(out, x, group=self.group, async_op=True), out)
 
 
 def _parts(x: QTensor) -> list[Tensor]:

@@ -36,6 +36,7 @@ from coatlm.process import Interrupted, Wakeup, exit_after, handled, say
 from coatlm.train.lock import LostLockError
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 STDERR = 2  # file descriptor; sys.stderr may be replaced by an object without one
 TICKS = 10  # parts of the timeout that the watchdog sleeps
@@ -292,7 +293,7 @@ class NonFiniteGuard:
             self.total += 1
             self.in_row += 1
             reason = "a spike, " if spike else ""
-            logger.warning("step %d skipped: %sgradient norm %g", step, reason, norm)
+            whole_run.warning("step %d skipped: %sgradient norm %g", step, reason, norm)
             if self.in_row >= self.max_in_row:
                 raise NonFiniteError(
                     f"gradient norm {norm:g} at step {step}: train.max_skipped={self.max_in_row} "

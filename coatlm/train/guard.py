@@ -54,6 +54,7 @@ from coatlm.parallel.fp8lm_scaling import SATURATED
 from coatlm.train.reports import number_list
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 BULK = math.sqrt(2 * math.pi / 12)  # 0.72: rms error in units of s, per share of zeros z
 GuardLimits = dict[str, dict[str, float]]  # tensor -> measure -> limit
@@ -295,20 +296,20 @@ def restore_guard(
         guard.restore(saved)
         now = guard.fallen
     if gone := layers - now.layers:
-        logger.warning(
+        whole_run.warning(
             "layers that had fallen back to BF16 compute in FP8 again with precision.guard=%s: %s",
             *(precision.guard, number_list(gone)),
         )
     others = {key for key in tensors if layer_of(key) not in now.layers} - now.tensors
     if others:
         names = ", ".join(sorted(others))
-        logger.warning(
+        whole_run.warning(
             "tensors that had fallen back to BF16 are in FP8 again with precision.guard=%s: %s",
             precision.guard,
             names,
         )
     if whole := {layer_of(key) for key in tensors}.intersection(now.layers):
-        logger.warning(
+        whole_run.warning(
             "layers of which single tensors had fallen back to BF16 compute in BF16 as a whole "
             "with precision.guard=%s, precision.recipe=%s, parallel.tp=%d and "
             "parallel.cp_comm_kv=%s: %s",

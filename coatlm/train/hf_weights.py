@@ -25,6 +25,7 @@ from coatlm.train.manifest import CheckpointError
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 
 def check_huggingface(place: Path | str, config: Config, tokenizer: Tokenizer, vocab: int) -> None:
@@ -65,7 +66,7 @@ def load_huggingface(place: Path | str, trainer: Trainer) -> None:
     trainer.optimizer.optimizer.reload_from_weights()
     theirs, ours = ranks[0][1], sorted({_name(tensor.dtype) for tensor in tensors})
     if theirs != ours:
-        logger.warning("weights of %s: %s, cast to %s", place, ", ".join(theirs), ours[0])
+        whole_run.warning("weights of %s: %s, cast to %s", place, ", ".join(theirs), ours[0])
     size = in_bytes(sum(nbytes for nbytes, _, _ in ranks))
     logger.info("weights of %s: %s read by %d ranks", place, size, len(ranks))
 

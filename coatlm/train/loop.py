@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from coatlm.train.harness import Tasks
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 
 class Loop:
@@ -302,8 +303,8 @@ class Loop:
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)
-        logger.warning("%s", error)
-        logger.warning(
+        whole_run.warning("%s", error)
+        whole_run.warning(
             "back to step %d; batches %d to %d are left out", run.step, window[0], stop - 1
         )
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 FP8_CAPABILITY = (8, 9)  # the first with FP8 types and tensor cores; measured: 9.0
 
-logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 
 def join(config: Config, launch: Launch) -> Peers:
@@ -212,11 +212,10 @@ def make_process_groups(config: Config, launch: Launch, peers: Peers) -> Groups:
         return make_groups(config.parallel, first_on_node=first_on_node, control=peers.group)
 
 
-def check_splits(config: Config, data: Datasets, *, warns: bool = True) -> None:
+def check_splits(config: Config, data: Datasets) -> None:
     """Raise ConfigError if train.eval_every is above 0 without a validation split.
 
-    With `warns`, warn if an evaluation reads more samples than the split has, and so some of them
-    again.
+    Warns if an evaluation reads more samples than the split has, and so some of them again.
     """
     train = config.train
     if not train.eval_every:
@@ -226,8 +225,8 @@ def check_splits(config: Config, data: Datasets, *, warns: bool = True) -> None:
     streams = data.validation.streams
     counts = data.validation.blend.counts(train.eval_batches * train.global_batch)
     for number, (read, stream) in enumerate(zip(counts, streams, strict=True), 1):
-        if warns and read > stream.windows:
-            logger.warning(
+        if read > stream.windows:
+            whole_run.warning(
                 "train.eval_batches=%d: an evaluation reads %s samples%s, but the validation split "
                 "has %s: some are read more than once",
                 train.eval_batches,

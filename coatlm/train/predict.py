@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.model.loss import IGNORE
+from coatlm.parallel.collectives import all_gather_single
 from coatlm.parallel.groups import Groups
 from coatlm.parallel.pipeline import predict_microbatches
 from coatlm.platform import device
@@ -127,7 +128,7 @@ class Predictor:
                 dist.all_reduce(result_R3, group=group)
         if self.groups.dp.size() > 1:
             gathered = result_R3.new_empty(count * self.groups.dp.size(), 3)
-            dist.all_gather_into_tensor(gathered, result_R3, group=self.groups.dp)
+            all_gather_single(gathered, result_R3, group=self.groups.dp)
             result_R3 = gathered
         return [Prediction(x, not wrong, int(entry)) for x, wrong, entry in result_R3.tolist()]
 

@@ -40,6 +40,7 @@ from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 
 @dataclass
@@ -195,7 +196,7 @@ def resume(
         restore(origin.path, state, trainer, run, weights_only=True)
         other = {key: change for key, change in keys.items() if key.startswith("model.")}
         for line in describe_changes(other):
-            logger.warning("differs from %s, whose weights are loaded: %s", origin.path, line)
+            whole_run.warning("differs from %s, whose weights are loaded: %s", origin.path, line)
         return origin
     if not origin.own and state["step"] >= config.train.steps:
         raise ConfigError(
@@ -204,7 +205,7 @@ def resume(
     lines = check_changes(origin.path, state, config, tokenizer=tokenizer, data=data)
     restore(origin.path, state, trainer, run)
     for line in lines:
-        logger.warning("changed since step %d: %s", run.step, line)
+        whole_run.warning("changed since step %d: %s", run.step, line)
     return origin
 
 

@@ -43,6 +43,7 @@ PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", 
 Record = dict[str, Any]
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")  # what all ranks say alike: rank 0 alone does
 lines = logging.getLogger("coatlm.lines")  # lines that a progress bar replaces on a terminal
 
 
@@ -249,6 +250,7 @@ class _LogFile(logging.FileHandler):
 def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
     """Log to the console and train.log on rank 0; other ranks print warnings to stderr.
 
+    Those of the logger `coatlm.run`, which are the same on all ranks, come from rank 0 alone.
     `stream` is rank 0's console, by default stdout. A second call replaces the earlier handlers.
     """
     stop_logging()
@@ -264,6 +266,7 @@ def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> 
     else:
         console.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    whole_run.disabled = rank > 0
     logger.propagate = False  # other libraries configure the root logger
     for handler in handlers:
         logger.addHandler(handler)
@@ -275,6 +278,7 @@ def stop_logging() -> None:
         logger.removeHandler(handler)
         handler.close()
     logger.setLevel(logging.NOTSET)
+    whole_run.disabled = False
     logger.propagate = True
 
 

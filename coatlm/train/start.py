@@ -46,6 +46,7 @@ from coatlm.train.startup import Startup
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
+whole_run = logging.getLogger("coatlm.run")
 
 
 def train(config: Config, launch: Launch) -> ExitCode:
@@ -96,9 +97,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         logger.warning("took over the run directory from %s, which no longer runs", lock.earlier)
     quiet_megatron()
     if has_foreign_apex():
-        logger.warning("the installed package `apex` is not NVIDIA's: ignored")
+        whole_run.warning("the installed package `apex` is not NVIDIA's: ignored")
     if gpu is not None and (warning := one_queue(config, launch.world_size)):
-        logger.warning("%s", warning)
+        whole_run.warning("%s", warning)
     tasks = peers.rank_zero_first(lambda: open_tasks(config.eval, tokenizer, config.data.seq_len))
     startup.lap("tokenizer and run directory")
     groups = peers.agree(lambda: make_process_groups(config, launch, peers))
@@ -106,7 +107,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     data = peers.rank_zero_first(
         lambda: open_datasets(config.data, tokenizer, seed=config.run.seed)
     )
-    peers.agree(lambda: check_splits(config, data, warns=launch.rank == 0))
+    peers.agree(lambda: check_splits(config, data))
     startup.lap("data")
     # the model's configuration; that of the run, which is saved, leaves open what depends on memory
     dp = config.data_parallel_size(launch.world_size)

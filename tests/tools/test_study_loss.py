@@ -106,6 +106,15 @@ def test_only_runs_from_the_same_trunk_are_pairs_and_a_trunk_is_no_row() -> None
     assert (rows[1].runs, found.pairs) == (2, 1) and found.mean == pytest.approx(5.0)
 
 
+def test_texts_may_differ_between_trunks_and_not_within_one() -> None:
+    a = [line(recipe, 1, loss, trunk="a") for recipe, loss in (("bf16", 2.0), ("coat", 2.1))]
+    b = [line(recipe, 2, 3.0, trunk="b", data="b") for recipe in ("bf16", "coat")]
+    assert tabulate([*a, *b], "bf16")[1].differences["val_loss"].mean == pytest.approx(2.5)
+    for trunk, data in (("b", "c"), ("a", "b"), (None, "b")):
+        with pytest.raises(ValueError, match="data: "):
+            tabulate([*a, *b, line("fp8", 2, trunk=trunk, data=data)], "bf16")
+
+
 def test_one_pair_has_no_standard_error_and_no_pair_no_mean() -> None:
     assert difference([2.02], [2.0]).mean == pytest.approx(1.0)
     assert difference([2.02], [2.0]).error is None

@@ -287,9 +287,13 @@ def test_other_ranks_log_warnings_to_stderr_with_their_rank(
     run_directory.start_logging(tmp_path / "run", 3)
     logging.getLogger("coatlm").info("unheard")
     logging.getLogger("coatlm.data").warning("heard")
+    logging.getLogger("coatlm.run").warning("what rank 0 says for all")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "[rank 3] WARNING heard\n")
     assert not (tmp_path / "run").exists()
+    run_directory.start_logging(tmp_path, 0)
+    logging.getLogger("coatlm.run").warning("for all")
+    assert capsys.readouterr().out == "for all\n"
 
 
 def test_starting_logging_twice_does_not_double_lines(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ GPU's other users do not count.
 
 `protocol` and `data` (a hash of the tokens, `coatlm.data.identity`) say whether two lines may be
 compared: lines of other machines and days are pooled if both are equal. `trunk` is a hash of the
-trunk's checkpoint; only runs from the same one are paired. A trunk's own line has the recipe
-`trunk`.
+trunk's checkpoint; only runs from the same one are paired, so lines of different trunks may also
+differ in their data. A trunk's own line has the recipe `trunk`.
 """
 
 from __future__ import annotations
@@ -175,13 +175,17 @@ def newest(lines: Sequence[Line]) -> dict[LineKey, Line]:
 def check_all_comparable(lines: Sequence[Line]) -> None:
     """Raise ValueError unless all lines compare: those of a recipe, and those of all recipes."""
     for line in lines:
-        check_comparable(next(x for x in lines if x["recipe"] == line["recipe"]), line)
+        for key in ("recipe", "trunk"):
+            check_comparable(next(x for x in lines if x.get(key) == line.get(key)), line)
         check_comparable(lines[0], line)
 
 
 def check_comparable(line: Line, other: Line) -> None:
     """Raise ValueError with the field's name if the runs of two lines must not be compared."""
     a, b = ({k: x.get(k) for k in COMPARED} | _keys(x["protocol"]) for x in (line, other))
+    trunks = {line.get("trunk"), other.get("trunk")}
+    if len(trunks) == 2 and None not in trunks:  # which are no pair
+        del a["data"], b["data"]
     if line["recipe"] == other["recipe"]:
         for x, line_x in ((a, line), (b, other)):
             x["overrides"], x["ranks"] = line_x["overrides"], line_x.get("ranks")
