@@ -22,9 +22,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
@@ -129,8 +130,9 @@ def _run_workers(
         with uninterrupted():
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
-                for process in processes:
-                    process.start()
+                with _without_main():
+                    for process in processes:
+                        process.start()
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         # Not as arguments of the process: if a worker died before it has read those, `start` would
@@ -160,6 +162,17 @@ def _run_workers(
             if process.pid is not None:
                 process.terminate()  # safe at any time: only a complete shard gets a record
                 process.join()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main module, which each new process would import: scripts often import torch."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _work(
