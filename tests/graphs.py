@@ -1,10 +1,10 @@
-"""Training with CUDA graphs of microbatches and without, for tests that compare the two."""
+"""Training with CUDA graphs of microbatches, of steps, and without, for tests that compare them."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,9 @@ from tests.distributed import run_ranks
 from tests.parallel.test_parity import batches
 
 CASES_A_LAUNCH = 2
+Ways = Sequence[tuple[bool, bool | None]]
+BOTH = ((False, None), (True, None))  # train.cuda_graphs, whole_steps of Trainer
+EVERY = ((False, None), (True, False), (True, True))  # with graphs of microbatches, and of steps
 
 
 class Step(NamedTuple):
@@ -54,24 +57,26 @@ def checksum(trainer: Any) -> str:
     return digest.hexdigest()
 
 
-def run_both_ways(ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]]) -> list[Any]:
-    """What `train_both_ways` found on each rank, from as many launches as the cases need.
+def run_ways(
+    ranks: int, cases: Mapping[str, tuple[int, dict[str, Any]]], ways: Ways = BOTH
+) -> list[Any]:
+    """What `train_ways` found on each rank, from as many launches as the cases need.
 
     Groups that a case has made keep their memory on the GPU as long as the process lives.
     """
     found: list[Any] = [{} for _ in range(ranks)]
     left = iter(cases.items())
     while some := dict(itertools.islice(left, CASES_A_LAUNCH)):
-        launched = run_ranks(ranks, "tests.graphs:train_both_ways", some)
+        launched = run_ranks(ranks, "tests.graphs:train_ways", [some, ways])
         for rank, more in zip(found, launched, strict=True):
             rank.update(more)
     return found
 
 
-def train_both_ways(
-    rank: int, size: int, cases: dict[str, tuple[int, dict[str, Any]]]
-) -> dict[str, tuple[list[Step], list[Step]]]:
-    """Five steps of each case (microbatches per step, sections of the run), eager and replayed."""
+def train_ways(
+    rank: int, size: int, asked: tuple[dict[str, tuple[int, dict[str, Any]]], Ways]
+) -> dict[str, list[list[Step]]]:
+    """Five steps of each case (microbatches per step, sections of the run), in each of the ways."""
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
     from coatlm.train.setup import Launch, start_processes
@@ -79,11 +84,11 @@ def train_both_ways(
 
     start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
-    for name, (count, sections) in cases.items():
+    for name, (count, sections) in asked[0].items():
         parallel = sections.get("parallel", {})
         ranks = size // (parallel.get("tp", 1) * parallel.get("cp", 1))
-        both = []
-        for cuda_graphs in (False, True):
+        found[name] = []
+        for cuda_graphs, whole_steps in asked[1]:
             train = {"micro_batch": 2, "global_batch": 2 * ranks * count}
             config = make_config(
                 {
@@ -94,9 +99,8 @@ def train_both_ways(
                 }
             )
             groups = make_groups(config.parallel)
-            trainer = Trainer(config, groups, vocab=128)
-            both.append(train_steps(trainer, config, groups, 5, evaluate=(1, 4)))
+            trainer = Trainer(config, groups, vocab=128, whole_steps=whole_steps)
+            found[name].append(train_steps(trainer, config, groups, 5, evaluate=(1, 4)))
             trainer.close()
             release_groups()
-        found[name] = both
     return found

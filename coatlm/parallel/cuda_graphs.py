@@ -3,19 +3,20 @@
 A microbatch launches some sixty kernels per layer; the replay of a graph is a single launch of the
 same kernels, with the same results. Models with pipeline stages are not supported.
 
-Whole steps (`StepGraph`). If a run has one process, a graph holds all microbatches of a step and
-the update. What differs between steps is on the device, at fixed addresses: tokens, the learning
-rate, the count of updates, the clip coefficient, delayed scales, the counters of random numbers. So
-is the decision to skip an update. The first step runs eagerly, which compiles its kernels; the
-second is captured and replayed. Steps that the host takes part in, for a calibration or a
-measurement, run eagerly.
+Whole steps (`StepGraph`). A graph holds all microbatches of a step and the update. What differs
+between steps is on the device, at fixed addresses: tokens, the learning rate, the count of updates,
+the clip coefficient, delayed scales, the counters of random numbers. So is the decision to skip an
+update. The first step runs eagerly, which compiles its kernels; the second is captured and
+replayed. Steps that the host takes part in, for a calibration or a measurement, run eagerly. The
+collectives of several processes are in the graphs, those that all-gather weights in the forward
+pass of the next step.
 
-Microbatches (`MicrobatchGraphs`). With several processes, whose collectives are then in the graphs,
-with states in host memory, or with many microbatches per step, each microbatch is replayed, and the
-update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and
-overwrites stale gradients, the last reduces gradients during backward. So there are up to three
-kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
-compiles its kernels; the second is captured and replayed.
+Microbatches (`MicrobatchGraphs`). Where a run has several processes, states in host memory, or many
+microbatches per step (`Config.captures_steps`), each microbatch is replayed, and the update runs
+eagerly. Microbatches of a step differ: the first all-gathers weights during forward and overwrites
+stale gradients, the last reduces gradients during backward. So there are up to three kinds of
+microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
+its kernels; the second is captured and replayed.
 
 Every later step or microbatch is copied into the static inputs of its graph, which is replayed. If
 document bounds are wider than the static ones, because a sample has more documents than any before
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
@@ -74,15 +76,17 @@ def captures(config: Config) -> bool:
 
 
 class StepGraph:
-    """Runs the steps of a single process as one CUDA graph; see the module's docstring.
+    """Runs the steps of `model` as one CUDA graph; see the module's docstring.
 
-    `stream`: the stream that the model was built for.
+    `control`: the gloo group of all ranks, which run, capture and replay the same steps.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.stream = stream
+    def __init__(self, model: FlatModel, control: dist.ProcessGroup) -> None:
+        self.model, self.control = model, control
+        self.weights = cast(WeightGather, model.weights)  # zero=3 has no fixed addresses
         self.graph: Any = None
         self.results: tuple[Tensor, ...] = ()  # in the graph's memory, written by each replay
+        self.sent = Counter[tuple[str, str]]()  # bytes that a replay sends
         self.inputs: list[Batch] = []
         self.width = 0  # of the static document bounds
         self.warm = False
@@ -98,7 +102,7 @@ class StepGraph:
 
         A replay repeats the kernels of the captured call and none of its Python.
         """
-        width = _width(batches)
+        width = self._agreed(_width(batches))
         if self.graph is not None and (len(batches) != len(self.inputs) or width > self.width):
             self.reset()
         self.width = max(width, self.width)
@@ -107,11 +111,15 @@ class StepGraph:
             return self._eager(work, batches)
         if self.graph is None:
             self.inputs = [_static_copy(batch, self.width) for batch in batches]
+            sent = self.model.traffic.sent.copy()
             self.graph, self.results = self._capture(work)
+            self.sent, self.model.traffic.sent = self.model.traffic.sent - sent, sent
         else:
             for static, batch in zip(self.inputs, batches, strict=True):
                 _fill_(static, batch)
         self.graph.replay()
+        self.model.traffic.sent.update(self.sent)
+        self.weights.mark_updated()
         return tuple(result.clone() for result in self.results)
 
     def reset(self) -> None:
@@ -126,16 +134,24 @@ class StepGraph:
             self.graph.reset()
         self.graph, self.results, self.inputs = None, (), []
 
+    def _agreed(self, width: int) -> int:
+        """The largest width of any rank: all of them capture again, or none."""
+        if self.control.size() == 1 or not width:
+            return width
+        widest = torch.tensor(width)
+        dist.all_reduce(widest, dist.ReduceOp.MAX, group=self.control)
+        return int(widest)
+
     def _eager(
         self, work: Callable[[Sequence[Batch]], tuple[Tensor, ...]], batches: Sequence[Batch]
     ) -> tuple[Tensor, ...]:
-        return _on_stream(self.stream, lambda: work(batches))
+        return _on_stream(self.model.stream, lambda: work(batches))
 
     def _capture(
         self, work: Callable[[Sequence[Batch]], tuple[Tensor, ...]]
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """Capture a step. Returns the graph and its results, not yet computed."""
-        return _captured(self.stream, lambda: work(self.inputs))
+        return _captured(self.model.stream, lambda: work(self.inputs))
 
 
 class MicrobatchGraphs:

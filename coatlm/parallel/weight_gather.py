@@ -78,6 +78,10 @@ class WeightGather:
         """Update the bookkeeping after the replay of a CUDA graph that all-gathers weights."""
         self.due = False
 
+    def mark_updated(self) -> None:
+        """Update the bookkeeping after the replay of a whole step, whose update was the last."""
+        self.due = self.enabled and self.in_forward  # else the step has all-gathered them
+
     def wait_before_use(self, units: Sequence[tuple[nn.Module, Sequence[Bucket]]]) -> None:
         """Let each unit wait for its own buckets before its forward pass."""
         for unit, used in units:

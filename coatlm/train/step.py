@@ -51,7 +51,8 @@ class Trainer:
     `config` is the same on all ranks, with what `model.fits.with_fitting` decides; logits that are
     still auto are recomputed, as on a CPU. `memory` is the smallest of the ranks' GPUs in bytes, 0
     on CPUs; None: that of this rank's. `lap` is called with the name of each part of the set-up
-    when it is done. Without `whole_steps` CUDA graphs, if any, are those of microbatches.
+    when it is done. `whole_steps`: whether CUDA graphs hold whole steps where these fit one; None:
+    as `Config.captures_steps` decides.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Trainer:
         *,
         memory: int | None = None,
         lap: Callable[[str], None] = lambda part: None,
-        whole_steps: bool = True,
+        whole_steps: bool | None = None,
     ) -> None:
         self.config, self.groups = config, groups
         p, o = config.parallel, config.optim
@@ -95,8 +96,10 @@ class Trainer:
             lap("attention backends")
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.step_graph = None
-        if whole_steps and cuda_graphs and config.captures_steps(groups.world.size()):
-            self.step_graph = StepGraph(self.chunks[0].stream)
+        if whole_steps is None:
+            whole_steps = config.captures_steps(groups.world.size())
+        if cuda_graphs and whole_steps and config.steps_fit_graphs:
+            self.step_graph = StepGraph(self.chunks[0], groups.control)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
         self.guard = make_guard(
@@ -163,9 +166,9 @@ class Trainer:
             raise ValueError(f"{len(batches)} microbatches with train.update=backward: must be 1")
         self.traffic.sent.clear()
         calibrating = self.scales is not None and self.scales.calibrating
+        shared = self.reduction_scales
+        eager = calibrating or (shared is not None and shared.calibrating)
         if self.graphs is not None:
-            shared = self.reduction_scales
-            eager = calibrating or (shared is not None and shared.calibrating)
             self.graphs.paused = eager or self.step_graph is not None
         self.model_traffic = partial(
             step_traffic,
@@ -186,7 +189,7 @@ class Trainer:
             return self._step(batches, observe=observe, enter=self.timer.enter)
         assert self.graphs is not None
         self.optimizer.before_update()  # a replay runs no Python between backward and update
-        eager = calibrating or self.graphs.observed or observe is not None
+        eager = eager or self.graphs.observed or observe is not None
         self.timer.enter("forward_backward")
         loss, norm = self.step_graph.run(
             partial(self._step, observe=observe, enter=ignore), batches, eager=eager

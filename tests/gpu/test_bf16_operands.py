@@ -12,7 +12,7 @@ from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import matmul_bf16
 from coatlm.fp8.norm_quantize import quantize_rows
 from tests.gpu.test_flow_recipes import fp8_layer, layer_inputs, plain_layer, shape_of
-from tests.graphs import Step, run_both_ways
+from tests.graphs import Step, run_ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +67,7 @@ def test_operands_in_bf16_replay_what_the_eager_step_computes() -> None:
         name: (3, {"precision": precision | {"bf16_operands": names}})
         for name, names in cases.items()
     }
-    (found,) = run_both_ways(1, sections)
+    (found,) = run_ways(1, sections)
     for name in cases:
         eager, replayed = ([Step(*step) for step in way] for way in found[name])
         assert [bool(step.graphs) for step in replayed] == [False, False, True, True, True]

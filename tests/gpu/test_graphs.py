@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.graphs import Step, graphs_of, run_both_ways
+from tests.graphs import Step, graphs_of, run_ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # microbatches per step, secti
 
 
 def test_a_replayed_microbatch_trains_like_an_eager_one() -> None:
-    (found,) = run_both_ways(1, CASES)
+    (found,) = run_ways(1, CASES)
     for name in CASES:
         eager, replayed = ([Step(*step) for step in way] for way in found[name])
         first = 1  # the step that is captured

@@ -16,7 +16,7 @@ from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize
 from coatlm.fp8.transpose import quantize_both
 from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.gpu.test_flow_kernels import on
-from tests.graphs import Step, run_both_ways
+from tests.graphs import Step, run_ways
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,7 +88,7 @@ def test_a_replay_takes_the_numbers_of_its_step() -> None:
 
 def test_a_replayed_microbatch_trains_like_an_eager_one() -> None:
     precision = {"recipe": "coat", "scaling": "delayed", "grad_rounding": "stochastic"}
-    (found,) = run_both_ways(1, {"stochastic": (3, {"precision": precision})})
+    (found,) = run_ways(1, {"stochastic": (3, {"precision": precision})})
     eager, replayed = ([Step(*step) for step in way] for way in found["stochastic"])
     assert [bool(step.graphs) for step in replayed] == [False, False, True, True, True]
     curves = (torch.tensor([step.curve for step in way]) for way in (replayed, eager))

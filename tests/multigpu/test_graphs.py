@@ -1,4 +1,4 @@
-"""Replayed microbatches gather weights and reduce gradients as eager ones do."""
+"""Replayed microbatches and steps gather weights and reduce gradients as eager ones do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.graphs import Step, run_both_ways
+from tests.graphs import EVERY, Step, run_ways
 from tests.train.test_resume import run_config
 
 pytestmark = [
@@ -87,19 +87,20 @@ CASES: dict[
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_both_ways(2, {name: (n, sections) for name, (n, _, sections) in CASES.items()})
+    cases = {name: (n, sections) for name, (n, _, sections) in CASES.items()}
+    return run_ways(2, cases, EVERY)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replayed_microbatches_communicate_like_eager_ones(found: Any, name: str) -> None:
-    kinds = CASES[name][1]
+def test_replayed_microbatches_and_steps_communicate_like_eager_ones(found: Any, name: str) -> None:
     for rank in found:
-        eager, replayed = ([Step(*step) for step in way] for way in rank[name])
-        # the same kernels; gradients of the embedding and of attention are summed in any order
-        curves = (torch.tensor([step.curve for step in way]) for way in (replayed, eager))
-        torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
-        assert [step.sent for step in replayed] == [step.sent for step in eager]
-        assert (eager[-1].graphs, replayed[-1].graphs) == (0, kinds)
+        eager, *replayed = ([Step(*step) for step in way] for way in rank[name])
+        for way in replayed:
+            # the same kernels; gradients of the embedding and of attention are summed in any order
+            curves = (torch.tensor([step.curve for step in steps]) for steps in (way, eager))
+            torch.testing.assert_close(*curves, rtol=2e-3, atol=0)
+            assert [step.sent for step in way] == [step.sent for step in eager]
+        assert [way[-1].graphs for way in (eager, *replayed)] == [0, CASES[name][1], 1]
 
 
 def train_to_the_end(rank: int, size: int, root: str) -> float:

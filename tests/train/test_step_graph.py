@@ -1,9 +1,10 @@
-"""Steps that are replayed as one CUDA graph, on a CPU; tests/gpu/test_step_graph.py has the same.
+"""Steps that are replayed as one CUDA graph, on a CPU; tests/gpu and tests/multigpu have the same.
 
 Without a GPU, a stand-in runs the step where a GPU would capture it and, at each later replay, runs
 what was captured again: with the static inputs, and with whatever arguments the captured call had.
-Results that differ from those of plain steps then show what a step takes from elsewhere than the
-device.
+What that run changes on the host, bytes sent and weights to all-gather, is undone, as no Python
+runs in a replay. Results that differ from those of plain steps then show what a step takes from
+elsewhere than the device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, StepGraph
 from tests.distributed import run_ranks
 from tests.graphs import checksum, graphs_of
@@ -40,6 +42,36 @@ CASES: dict[str, dict[str, Any]] = {
     "spikes": {"train": {"spike_sigma": 0.5, "spike_window": 2}, "optim": {"clip_grad": 0.1}},
 }
 
+SMALL = {"bucket_size": 30_000}  # several buckets per layer
+OF_TWO: dict[str, dict[str, Any]] = {  # on two ranks
+    "zero1": {"parallel": SMALL, "precision": COAT, "optim": {"recipe": "coat-lean"}},
+    "zero1, codes gathered": {
+        "parallel": {"weight_gather": "fp8", **SMALL},
+        "precision": COAT | {"scaling": "delayed"},
+        "optim": {"recipe": "coat"},
+    },
+    "zero0, documents": {
+        "parallel": {"zero": 0},
+        "data": {"reset_attention_mask": True, "seq_len": 56},  # wider on one rank in one step
+    },
+    "after backward": {
+        "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "train": {"spike_sigma": 0.5, "spike_window": 2},
+    },
+    "delayed sums": {
+        "parallel": {"grad_comm": "fp8-nccl", "grad_comm_scaling": "delayed", **SMALL},
+        "optim": {"recipe": "fp8lm"},
+    },
+    "tp2": {"parallel": {"tp": 2, "sequence_parallel": True}, "precision": COAT},
+    "cp2": {"parallel": {"cp": 2}, "precision": COAT},
+}
+OF_SIZE = {1: CASES, 2: OF_TWO}
+SAME_EVENTS = {
+    "zero1, codes gathered": "coat",
+    "zero0, documents": "documents",
+    "delayed sums": "coat",
+}
+
 USUAL = ["eager", "capture", "replay", "replay", "eager", "eager", "replay", "replay", "reset"]
 EVENTS = {
     "coat": ["eager", "eager", "capture", *USUAL[3:]],  # the first step calibrates
@@ -51,8 +83,8 @@ EVENTS = {
 class CpuStepGraph(StepGraph):
     """A captured step runs once during the capture; its first replay is that run."""
 
-    def __init__(self) -> None:
-        super().__init__(None)
+    def __init__(self, model: Any, control: Any) -> None:
+        super().__init__(model, control)
         self.events: list[str] = []
         self.waited, self.waits = False, list[bool]()  # before the steps, for copies of weights
 
@@ -81,8 +113,10 @@ class CpuStepGraph(StepGraph):
         def replay() -> None:
             if next(replays):
                 self.events.append("replay")
+                due, sent = self.weights.due, self.model.traffic.sent.copy()
                 for static, found in zip(results, work(self.inputs), strict=True):
                     static.copy_(found)
+                self.weights.due, self.model.traffic.sent = due, sent
 
         return SimpleNamespace(replay=replay, reset=lambda: self.events.append("reset")), results
 
@@ -95,8 +129,8 @@ class EagerMicrobatches(MicrobatchGraphs):
 
 
 def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str, Any]:
-    """Bits of every step and of the end of a run, for some of CASES: plain, "replayed" whole, and
-    on a GPU replayed by "microbatches".
+    """Bits of every step and of the end of a run, for some of OF_SIZE[size]: plain, "replayed"
+    whole, and on a GPU replayed by "microbatches".
     """
     from coatlm.config import make_config
     from coatlm.parallel.groups import make_groups, release_groups
@@ -106,9 +140,11 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
     start_processes(Launch.from_environment())
     found: dict[str, Any] = {}
     for name, way in itertools.product(*asked):
-        sections, replayed = CASES[name], way == "replayed"
+        sections, replayed = OF_SIZE[size][name], way == "replayed"
+        parallel = sections.get("parallel", {})
+        dp = size // (parallel.get("tp", 1) * parallel.get("cp", 1))
         captured = not way.startswith("plain") and torch.cuda.is_available()
-        sizes = {"micro_batch": 2, "global_batch": 2 * MICROBATCHES, "cuda_graphs": captured}
+        sizes = {"micro_batch": 2, "global_batch": 2 * MICROBATCHES * dp, "cuda_graphs": captured}
         config = make_config(
             {
                 **sections,
@@ -123,7 +159,7 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
         assert (trainer.step_graph is not None) == (replayed and captured)
         if replayed and not captured:
             trainer.graphs = EagerMicrobatches(trainer.chunks[0])
-            trainer.step_graph = CpuStepGraph()
+            trainer.step_graph = CpuStepGraph(trainer.chunks[0], groups.control)
             trainer.optimizer.before_update = trainer.step_graph.wait
         found[f"{name}, {way}"] = [*train_steps(trainer, config, groups), checksum(trainer)]
         if isinstance(trainer.step_graph, CpuStepGraph):
@@ -159,7 +195,8 @@ def train_steps(trainer: Any, config: Any, groups: Any) -> tuple[list[Any], str]
             seen.append(trainer.measure_numerics(probes))
         else:
             result = trainer.train_step(placed, lr, observe=measure if number == OBSERVED else None)
-        steps.append([*(float(x).hex() for x in result), bool(trainer.spike)])
+        steps.append([*(float(x).hex() for x in result), bool(trainer.spike), trainer.comm_bytes])
+    seen.append(float(trainer.evaluate(placed)))
     return steps, repr(seen)
 
 
@@ -167,6 +204,22 @@ def train_steps(trainer: Any, config: Any, groups: Any) -> tuple[list[Any], str]
 def found() -> dict[str, Any]:
     (result,) = run_ranks(1, f"{__name__}:train", [list(CASES), ["plain", "replayed"]])
     return result
+
+
+@pytest.fixture(scope="module")
+def of_two() -> list[dict[str, Any]]:
+    return run_ranks(2, f"{__name__}:train", [list(OF_TWO), ["plain", "replayed"]])
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_ranks_replay_steps_together_and_compute_the_bits_of_plain_ones(
+    of_two: list[dict[str, Any]], name: str
+) -> None:
+    for rank in of_two:
+        assert rank[f"{name}, replayed"] == rank[f"{name}, plain"]
+        assert rank[f"{name}, events"] == EVENTS.get(SAME_EVENTS.get(name, ""), USUAL)
+    sent = of_two[0][f"{name}, plain"][0][-1][3]
+    assert (sent["comm_bytes_grad"] > 0) == (name != "tp2")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -190,7 +243,9 @@ def test_another_number_of_microbatches_is_captured_again() -> None:
     def work(batches: Sequence[Batch]) -> tuple[Tensor]:
         return (torch.stack([batch["tokens"] for batch in batches]).sum(),)
 
-    graph, kept = CpuStepGraph(), []
+    weights = SimpleNamespace(due=False, mark_updated=lambda: None)
+    model = SimpleNamespace(traffic=Traffic(), weights=weights)
+    graph, kept = CpuStepGraph(model, SimpleNamespace(size=lambda: 1)), []
     for counts in ([1, 2], [3, 4], [5, 6], [7, 8, 9], [1, 1, 1]):
         batches = [{"tokens": torch.tensor(n), "document_bounds": None} for n in counts]
         kept += graph.run(work, batches, eager=False)

@@ -146,7 +146,7 @@ def measure_here(row: str, options: dict[str, str]) -> dict[str, Any]:
             microbatches,
             document,
             vocab=vocab,
-            whole_steps=not row.endswith("graphs microbatch"),
+            whole_steps=whole_steps(row),
         )
     updates = [] if in_backward(options) else record_updates(optimizer)
     ends, host, loss, warm = [], [], 0.0, warmup(options)
@@ -222,6 +222,11 @@ def captures(row: str, options: dict[str, str]) -> bool:
     return graphs or options.get("train.cuda_graphs") == "true"
 
 
+def whole_steps(row: str) -> bool | None:
+    """Whether the row asks for graphs of whole steps or of microbatches; None: for neither."""
+    return {"step": True, "microbatch": False}.get(row.rpartition("graphs ")[2])
+
+
 def in_backward(options: dict[str, str]) -> bool:
     """Whether the row updates in backward, so that the time of an update is not known."""
     return options.get("train.update") == "backward"
@@ -270,11 +275,11 @@ def coatlm_step(
     document: int = 500,
     *,
     vocab: int = VOCAB,
-    whole_steps: bool = True,
+    whole_steps: bool | None = None,
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent.
 
-    Without `whole_steps` CUDA graphs, if any, are those of microbatches.
+    `whole_steps` is that of `Trainer`.
     """
     from coatlm.data.batches import Microbatch, document_bounds
     from coatlm.parallel.groups import make_groups
