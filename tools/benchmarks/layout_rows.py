@@ -27,24 +27,25 @@ CODE_LLAMA_34B = {"model": "34b", "model.kv_heads": "8", "seq": "2048", "mbs": "
 QWEN_05B = {"model": "0.5b", "vocab": "151936", "seq": "1024", "mbs": "32", "model.kv_heads": "2"}
 QWEN_05B |= {"model.qkv_bias": "true", "model.tie_embeddings": "true"}
 QWEN = {"vocab": "151936", "seq": "1024", "model.qkv_bias": "true"}
-ONE_GPU = {  # name -> options; steps take up to 14 s
+FEW = {"warmup": "1", "steps": "2"}  # of up to 52 s each
+ONE_GPU = {  # name -> options; 524,288 tokens per step up to 14B
     "0.5B": QWEN_05B | {"microbatches": "16", "train.cuda_graphs": "true"},
     "1.5B": QWEN
-    | {"model": "qwen-1.5b", "mbs": "16", "microbatches": "16", "train.cuda_graphs": "true"}
+    | {"model": "qwen-1.5b", "mbs": "16", "microbatches": "32", "train.cuda_graphs": "true"}
     | {"model.kv_heads": "2", "model.tie_embeddings": "true"},
     "3B": QWEN
-    | {"model": "qwen-3b", "mbs": "16", "microbatches": "8", "model.kv_heads": "2"}
-    | {"model.tie_embeddings": "true"},
+    | {"model": "qwen-3b", "mbs": "16", "microbatches": "32", "model.kv_heads": "2"}
+    | {"model.tie_embeddings": "true", **FEW},
     "8B of 2048 tokens": LLAMA_3_8B
-    | {"seq": "2048", "mbs": "2", "microbatches": "8", "optim.recipe": "coat-24"},
+    | {"seq": "2048", "mbs": "2", "microbatches": "4", "optim.recipe": "coat-24"},
     "8B of 8192 tokens": LLAMA_3_8B
     | {"microbatches": "8", "optim.recipe": "coat-24", "train.logits": "save"},
     "7B": QWEN
-    | {"model": "qwen-7b", "mbs": "8", "microbatches": "16", "model.kv_heads": "4"}
-    | {"optim.recipe": "coat-24"},
+    | {"model": "qwen-7b", "mbs": "8", "microbatches": "64", "model.kv_heads": "4"}
+    | {"optim.recipe": "coat-24", **FEW},
     "14B": QWEN
-    | {"model": "qwen-14b", "mbs": "4", "microbatches": "32", "model.kv_heads": "8"}
-    | {"optim.offload": "states"},
+    | {"model": "qwen-14b", "mbs": "4", "microbatches": "128", "model.kv_heads": "8"}
+    | {"optim.offload": "states", **FEW},
 }
 TRACED = {"trace": "1"}
 TP2 = {"parallel.tp": "2", "parallel.sequence_parallel": "true"}
@@ -52,7 +53,7 @@ GRAPHS = {"train.cuda_graphs": "true"}  # without them the host limits TP2 of FP
 PP2 = {"parallel.pp": "2", "mbs": "2", "microbatches": "8"}
 LONG = LLAMA_2_7B | {"seq": "16384", "mbs": "1", "microbatches": "2"}
 LONGEST = {"seq": "131072", "mbs": "1", "microbatches": "1", "train.recompute": "full"}
-FEW = {"warmup": "1", "steps": "1"}  # a step of the longest samples takes a minute and more
+ONE = {"warmup": "1", "steps": "1"}  # a step of the longest samples takes a minute and more
 TESTS = {  # tests/multigpu/test_NAME.py -> seconds
     "wire": 60,
     "reduction": 120,
@@ -122,7 +123,7 @@ def _layouts() -> Iterator[LayoutRow]:
     yield LayoutRow("7B, fsdp2 torchao", FSDP, LLAMA_2_7B | {"mbs": "2", "microbatches": "8"})
     yield LayoutRow("7B, PP2, traced", COAT, LLAMA_2_7B | PP2 | TRACED)
     yield LayoutRow("7B, PP2, te-delayed", TE_LAYERS, LLAMA_2_7B | PP2)
-    options = LLAMA_2_7B | LONGEST | FEW | {"parallel.cp": "2"}
+    options = LLAMA_2_7B | LONGEST | ONE | {"parallel.cp": "2"}
     yield LayoutRow("7B of 131072 tokens, CP2", COAT, options, most=2)
 
 
