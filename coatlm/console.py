@@ -29,10 +29,12 @@ Advance = Callable[[int], object]  # called with the units of work done since th
 def ignore_library_warnings() -> None:
     """Ignore warnings that are of no use to users, for the rest of the process.
 
-    megatron-core warns of deprecated values in its configuration; torch, when one process saves.
+    megatron-core warns of deprecated values in its configuration; torch, when one process saves,
+    and of the priority that megatron-core gives to process groups, whose timeout is as intended.
     """
     for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    warnings.filterwarnings("ignore", message=r"backend_options\._timeout was specified")
 
 
 class Parser(argparse.ArgumentParser):

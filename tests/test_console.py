@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 
 from coatlm import console
 from coatlm.config.errors import LONGEST, one_line
-from coatlm.console import Parser, fail, in_bytes, progress
+from coatlm.console import Parser, fail, ignore_library_warnings, in_bytes, progress
 
 
 class Terminal(io.StringIO):
@@ -125,3 +126,14 @@ def test_a_process_that_does_not_report_prints_nothing() -> None:
         now[0] += 1000.0
         advance(9)
     assert stream.getvalue() == ""
+
+
+def test_warnings_that_are_of_no_use_to_users_are_not_shown() -> None:
+    shown = ["backend_options._timeout was specified, but", "what a user should know"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ignore_library_warnings()
+        for text in shown:
+            warnings.warn(text, UserWarning, stacklevel=1)
+        warnings.warn_explicit("deprecated", UserWarning, "x.py", 1, module="megatron.core.x")
+    assert [str(warning.message) for warning in caught] == shown[1:]
