@@ -280,19 +280,13 @@ class Config(Section):
         return self.train.cuda_graphs
 
     def captures_steps(self, world_size: int) -> bool:
-        """Whether a CUDA graph holds a whole step rather than a microbatch: in one process, where a
-        graph can. In several it has not been measured.
-        """
-        return self.cuda_graphs and world_size == 1 and self.steps_fit_graphs
-
-    @property
-    def steps_fit_graphs(self) -> bool:
-        """Whether one CUDA graph can hold a step: states on the GPU and at most
-        MICROBATCHES_PER_GRAPH microbatches. In fp32, attention by blocks of queries
-        (kernels/block_attention.py) has too many kernels for it.
+        """Whether a CUDA graph holds a whole step rather than a microbatch: in one process (several
+        are not measured), states on the GPU, at most MICROBATCHES_PER_GRAPH microbatches. In fp32,
+        attention by blocks of queries (kernels/block_attention.py) has too many kernels for it.
         """
         few = self.train.global_batch <= MICROBATCHES_PER_GRAPH * self.train.micro_batch
-        return few and self.precision.recipe != "fp32" and self.optim.offload == "none"
+        few = few and self.precision.recipe != "fp32"
+        return self.cuda_graphs and world_size == 1 and self.optim.offload == "none" and few
 
     @property
     def undecided(self) -> str:

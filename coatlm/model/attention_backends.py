@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coatlm.fp8.timed_choices import REPEATS, milliseconds
-from coatlm.kernels.cpu_gemms import widened
 from coatlm.kernels.flash_attention import flash_attention
 from coatlm.platform import device_memory
 
@@ -99,8 +98,7 @@ def torch_attention(
 
     A CPU has its own order. Causal for as many queries as keys, for others as `mask` says.
     """
-    qkv = widened(q_SBND, k_TBGD, v_TBGD)
-    q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in qkv)
+    q_BNSD, k_BGTD, v_BGTD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBGD, v_TBGD))
     with sdpa_kernel(list(order), set_priority=True) if q_SBND.is_cuda else nullcontext():
         o_BNSD = F.scaled_dot_product_attention(
             q_BNSD,
@@ -111,7 +109,7 @@ def torch_attention(
             scale=scale,
             enable_gqa=q_BNSD.shape[1] != k_BGTD.shape[1],
         )
-    return o_BNSD.permute(2, 0, 1, 3).to(q_SBND.dtype)
+    return o_BNSD.permute(2, 0, 1, 3)
 
 
 def _flash(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scale: float | None) -> Tensor:

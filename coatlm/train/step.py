@@ -98,7 +98,7 @@ class Trainer:
         self.step_graph = None
         if whole_steps is None:
             whole_steps = config.captures_steps(groups.world.size())
-        if cuda_graphs and whole_steps and config.steps_fit_graphs:
+        if cuda_graphs and whole_steps and config.captures_steps(1):
             self.step_graph = StepGraph(self.chunks[0], groups.control)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
