@@ -30,7 +30,7 @@ def ignore_library_warnings() -> None:
     """Ignore warnings that are of no use to users, for the rest of the process.
 
     megatron-core warns of deprecated values in its configuration; torch, when one process saves,
-    and of the priority that megatron-core gives to process groups, whose timeout is as intended.
+    and that a group's timeout replaces that of the options which only set its priority.
     """
     for module in (r"megatron\.", r"torch\.distributed\.checkpoint\."):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)

@@ -100,7 +100,7 @@ def train_ways(
             )
             groups = make_groups(config.parallel)
             trainer = Trainer(config, groups, vocab=128, whole_steps=whole_steps)
-            found[name].append(train_steps(trainer, config, groups, 5, evaluate=(1, 4)))
+            found[name].append(train_steps(trainer, config, groups, 5, evaluate=(1, 3, 4)))
             trainer.close()
             release_groups()
     return found

@@ -17,7 +17,7 @@ A run is a directory in --runs, with its log in jobs/. When it ends, one line ab
 to --out, and it is not repeated, unless it failed and --retry is given. --minutes after the start
 of the tool, or at a signal, the runs save checkpoints; the same command continues them. A line
 contains the protocol and a hash of the data; lines in which these differ cannot be compared, so
---out of another study is refused. Only the report may pool lines of other data, of other trunks.
+--out of another study is refused. --report and --pool take lines of other data from other trunks.
 
 Prints a table in Markdown with the differences to the reference in % of its loss, paired by seed,
 as mean +- standard error, and writes it as JSON and as a plot beside --out (*.json, *.png). If the

@@ -1,7 +1,8 @@
 """BF16 on CPUs that have no instructions for it, computed in fp32 and rounded once.
 
 Without AVX-512 torch computes BF16 GEMMs and the backward pass of attention element by element. On
-one core of an AMD EPYC with AVX2, [512, 704] x [704, 256] takes 155 ms, and 2.4 ms in fp32.
+one core of an AMD EPYC with AVX2, [512, 704] x [704, 256] takes 155 ms, and 2.4 ms in fp32. GEMMs
+into a tensor that is given (`out=`, `addmm_`), as of the output layer, stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions with which torch multiplies BF16 matrices."""
+    """Whether torch multiplies BF16 matrices with instructions of BF16 or AVX-512 here."""
     mkldnn = torch.backends.mkldnn.is_available()
     return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -40,7 +41,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @cache
 def widen_bf16_gemms() -> tuple[torch.library.Library, ...]:
-    """Replace torch's GEMMs on CPUs for the rest of the process, where these have no BF16.
+    """If this CPU has no instructions for BF16, replace torch's GEMMs until the process ends.
 
     Returns what keeps the replacements alive; empty if the CPU needs none.
     """
@@ -62,7 +63,7 @@ def _widened(name: str) -> Callable[..., Tensor]:
         dtype = tensors[-1].dtype
         if all(x.dtype == torch.bfloat16 for x in tensors):
             tensors = tuple(x.float() for x in tensors)
-        out = torch.empty(shape(*tensors), dtype=tensors[-1].dtype)
+        out = tensors[-1].new_empty(shape(*tensors))
         compute(*tensors, **factors, out=out)
         return out.to(dtype)
 

@@ -7,12 +7,12 @@ Whole steps (`StepGraph`). A graph holds all microbatches of a step and the upda
 between steps is on the device, at fixed addresses: tokens, the learning rate, the count of updates,
 the clip coefficient, delayed scales, the counters of random numbers. So is the decision to skip an
 update. The first step runs eagerly, which compiles its kernels; the second is captured and
-replayed. Steps that the host takes part in, for a calibration or a measurement, run eagerly. The
-collectives of several processes are in the graphs, those that all-gather weights in the forward
-pass of the next step.
+replayed. Steps that the host takes part in, for a calibration or a measurement, run eagerly. With
+several processes the graph also holds their collectives; updated weights are all-gathered during
+the forward pass of the next step.
 
-Microbatches (`MicrobatchGraphs`). Where a run has several processes, states in host memory, or many
-microbatches per step (`Config.captures_steps`), each microbatch is replayed, and the update runs
+Microbatches (`MicrobatchGraphs`). By default (`Config.captures_steps`) runs with several processes,
+states in host memory or many microbatches per step replay each microbatch, and the update runs
 eagerly. Microbatches of a step differ: the first all-gathers weights during forward and overwrites
 stale gradients, the last reduces gradients during backward. So there are up to three kinds of
 microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles

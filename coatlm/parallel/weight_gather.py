@@ -4,7 +4,7 @@ After the update each rank holds the new weights of its shards. The buckets are 
 order in which forward uses them (`fp8_gather` has the formats), and every layer waits for its own
 buckets only.
 
-Every all-gather of a step is started right after the update. Only if microbatches are CUDA graphs
+Every all-gather of a step is started right after the update. Only with CUDA graphs
 does forward start them (`in_forward`), each `AHEAD` buckets before its use: a device has few
 hardware queues for the parallel branches of a graph, and if all of them came first, they would fill
 these queues and delay the kernels of forward.
@@ -79,8 +79,8 @@ class WeightGather:
         self.due = False
 
     def mark_updated(self) -> None:
-        """Update the bookkeeping after the replay of a whole step, whose update was the last."""
-        self.due = self.enabled and self.in_forward  # else the step has all-gathered them
+        """Update the bookkeeping after a replayed step: its update has changed the weights."""
+        self.due = self.enabled and self.in_forward  # else the step has all-gathered them itself
 
     def wait_before_use(self, units: Sequence[tuple[nn.Module, Sequence[Bucket]]]) -> None:
         """Let each unit wait for its own buckets before its forward pass."""

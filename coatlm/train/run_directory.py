@@ -43,7 +43,7 @@ PACKAGES = ("coatlm", "torch", "megatron-core", "triton", "transformer-engine", 
 Record = dict[str, Any]
 
 logger = logging.getLogger("coatlm")
-whole_run = logging.getLogger("coatlm.run")  # what all ranks say alike: rank 0 alone does
+whole_run = logging.getLogger("coatlm.run")  # equal on all ranks: rank 0 prints it
 lines = logging.getLogger("coatlm.lines")  # lines that a progress bar replaces on a terminal
 
 
@@ -250,7 +250,7 @@ class _LogFile(logging.FileHandler):
 def start_logging(run_dir: Path, rank: int, *, stream: TextIO | None = None) -> None:
     """Log to the console and train.log on rank 0; other ranks print warnings to stderr.
 
-    Those of the logger `coatlm.run`, which are the same on all ranks, come from rank 0 alone.
+    Only rank 0 prints messages of the logger `coatlm.run`, which are equal on all ranks.
     `stream` is rank 0's console, by default stdout. A second call replaces the earlier handlers.
     """
     stop_logging()

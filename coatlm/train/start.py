@@ -46,7 +46,6 @@ from coatlm.train.startup import Startup
 from coatlm.train.step import Trainer
 
 logger = logging.getLogger("coatlm")
-whole_run = logging.getLogger("coatlm.run")
 
 
 def train(config: Config, launch: Launch) -> ExitCode:
@@ -97,9 +96,9 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
         logger.warning("took over the run directory from %s, which no longer runs", lock.earlier)
     quiet_megatron()
     if has_foreign_apex():
-        whole_run.warning("the installed package `apex` is not NVIDIA's: ignored")
+        logger.warning("the installed package `apex` is not NVIDIA's: ignored")
     if gpu is not None and (warning := one_queue(config, launch.world_size)):
-        whole_run.warning("%s", warning)
+        logger.warning("%s", warning)
     tasks = peers.rank_zero_first(lambda: open_tasks(config.eval, tokenizer, config.data.seq_len))
     startup.lap("tokenizer and run directory")
     groups = peers.agree(lambda: make_process_groups(config, launch, peers))

@@ -51,8 +51,8 @@ class Trainer:
     `config` is the same on all ranks, with what `model.fits.with_fitting` decides; logits that are
     still auto are recomputed, as on a CPU. `memory` is the smallest of the ranks' GPUs in bytes, 0
     on CPUs; None: that of this rank's. `lap` is called with the name of each part of the set-up
-    when it is done. `whole_steps`: whether CUDA graphs hold whole steps where these fit one; None:
-    as `Config.captures_steps` decides.
+    when it is done. `whole_steps`: True for one CUDA graph per step (ValueError if steps do not fit
+    one); False for graphs of microbatches; None: as `Config.captures_steps` decides.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class Trainer:
         self.step_graph = None
         if whole_steps is None:
             whole_steps = config.captures_steps(groups.world.size())
-        if cuda_graphs and whole_steps and config.captures_steps(1):
+        if cuda_graphs and whole_steps:
+            if not config.captures_steps(1):
+                raise ValueError("one CUDA graph cannot hold a step: see Config.captures_steps")
             self.step_graph = StepGraph(self.chunks[0], groups.control)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)

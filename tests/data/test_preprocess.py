@@ -329,7 +329,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 def test_workers_that_die_before_they_receive_their_shards_are_reported(
     tmp_path: Path, files: int
 ) -> None:
-    """A pipe holds 64 KiB of shards: with more the parent still writes when the workers end."""
+    """1000 names exceed the 64 KiB of a pipe: the parent still writes when the workers end."""
     for number in range(files):
         (tmp_path / f"{number:03}-{'x' * 100}.txt").write_text("line\n" * (5000 // files))
     start = "import os, sys\nif '--multiprocessing-fork' in sys.argv: os._exit(9)"

@@ -97,9 +97,15 @@ def test_output_and_gradients_are_those_of_the_definition(
 @documents
 @pytest.mark.parametrize("window", [None, 100, 250])
 @pytest.mark.parametrize("queries", [T, 300])
+@pytest.mark.parametrize("native", [True, False])
 def test_bf16_is_within_its_rounding_of_the_definition_in_fp32(
-    queries: int, window: int | None, bounds: Tensor | None
+    native: bool,
+    queries: int,
+    window: int | None,
+    bounds: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: native)
     qkv, dout = drawn(queries, T, G, torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in qkv]
     expected = results(exact, dout.float(), bounds, window=window, backend="reference")

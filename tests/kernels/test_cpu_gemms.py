@@ -1,4 +1,4 @@
-"""BF16 on a CPU without instructions for it: the bits of fp32, rounded once, by every operator."""
+"""BF16 on a CPU without instructions for it: the bits of fp32, rounded once, by each operator."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_only_bf16_is_widened_and_only_where_the_cpu_has_none(
     native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: native)
-    single, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
-    assert cpu_gemms.widened(single) == (single,)
+    double, half = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.bfloat16)
+    assert cpu_gemms.widened(double, half) == (double, half)
     assert [x.dtype for x in cpu_gemms.widened(half, half)] == [
         torch.bfloat16 if native else torch.float32
     ] * 2

@@ -110,9 +110,12 @@ def test_texts_may_differ_between_trunks_and_not_within_one() -> None:
     a = [line(recipe, 1, loss, trunk="a") for recipe, loss in (("bf16", 2.0), ("coat", 2.1))]
     b = [line(recipe, 2, 3.0, trunk="b", data="b") for recipe in ("bf16", "coat")]
     assert tabulate([*a, *b], "bf16")[1].differences["val_loss"].mean == pytest.approx(2.5)
-    for trunk, data in (("b", "c"), ("a", "b"), (None, "b")):
-        with pytest.raises(ValueError, match="data: "):
-            tabulate([*a, *b, line("fp8", 2, trunk=trunk, data=data)], "bf16")
+    assert tabulate([*a, *b], "bf16")[0].losses["val_loss"] is None  # of which text?
+    for trunk, data in (("b", "c"), ("a", "b"), (None, "b"), (None, "a")):
+        other = line("fp8", 2, trunk=trunk, data=data)
+        for lines in ([*a, *b, other], [*a, other, *b], [other, *a, *b]):
+            with pytest.raises(ValueError, match="data: "):
+                tabulate(lines, "bf16")
 
 
 def test_one_pair_has_no_standard_error_and_no_pair_no_mean() -> None:

@@ -223,7 +223,7 @@ def captures(row: str, options: dict[str, str]) -> bool:
 
 
 def whole_steps(row: str) -> bool | None:
-    """Whether the row asks for graphs of whole steps or of microbatches; None: for neither."""
+    """Whether the row asks for graphs of whole steps, or of microbatches; None if for neither."""
     return {"step": True, "microbatch": False}.get(row.rpartition("graphs ")[2])
 
 
@@ -279,7 +279,7 @@ def coatlm_step(
 ) -> tuple[Callable[[], Any], Any, Callable[[], dict[str, int]]]:
     """A step of coatlm's trainer, its optimizer, and a function for the bytes that a step sent.
 
-    `whole_steps` is that of `Trainer`.
+    `whole_steps`: as in `Trainer`.
     """
     from coatlm.data.batches import Microbatch, document_bounds
     from coatlm.parallel.groups import make_groups

@@ -15,8 +15,8 @@ GPU's other users do not count.
 
 `protocol` and `data` (a hash of the tokens, `coatlm.data.identity`) say whether two lines may be
 compared: lines of other machines and days are pooled if both are equal. `trunk` is a hash of the
-trunk's checkpoint; only runs from the same one are paired, so lines of different trunks may also
-differ in their data. A trunk's own line has the recipe `trunk`.
+trunk's checkpoint. `data` may differ between lines of different trunks, which are never paired. A
+trunk's own line has the recipe `trunk`.
 """
 
 from __future__ import annotations
@@ -178,6 +178,8 @@ def check_all_comparable(lines: Sequence[Line]) -> None:
         for key in ("recipe", "trunk"):
             check_comparable(next(x for x in lines if x.get(key) == line.get(key)), line)
         check_comparable(lines[0], line)
+        for without in [x for x in lines if x.get("trunk") is None][:1]:
+            check_comparable(without, line)
 
 
 def check_comparable(line: Line, other: Line) -> None:

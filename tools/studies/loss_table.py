@@ -54,7 +54,7 @@ class RecipeRow:
     runs: int
     failed: int
     differences: dict[str, PairedDifference]  # by key of LOSSES; 0 for the reference
-    losses: dict[str, float | None]  # key of LOSSES -> mean over runs
+    losses: dict[str, float | None]  # key of LOSSES -> mean over runs; None for several texts
     tokens_per_s: float | None
     peak_gib: float | None
 
@@ -86,6 +86,7 @@ def finished(found: Mapping[LineKey, Line], name: str) -> dict[tuple[int, str | 
 def _row(found: Mapping[LineKey, Line], name: str, reference: str) -> RecipeRow:
     mine, theirs = finished(found, name), finished(found, reference)
     both = [key for key in mine if key in theirs]
+    texts = {line["data"] for line in found.values()}
     return RecipeRow(
         name,
         runs=len(mine),
@@ -94,7 +95,10 @@ def _row(found: Mapping[LineKey, Line], name: str, reference: str) -> RecipeRow:
             key: difference([mine[s][key] for s in both], [theirs[s][key] for s in both])
             for key in LOSSES
         },
-        losses={key: _mean([x[key] for x in mine.values()]) for key in LOSSES},
+        losses={
+            key: None if len(texts) > 1 else _mean([x[key] for x in mine.values()])
+            for key in LOSSES
+        },
         tokens_per_s=_median([x["tokens_per_s"] for x in mine.values() if x["tokens_per_s"]]),
         peak_gib=_median([x["peak_gib"] for x in mine.values() if x["peak_gib"] is not None]),
     )
