@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
+from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.weight_gather import WeightGather
 from coatlm.platform import device
@@ -102,7 +103,7 @@ class StepGraph:
 
         A replay repeats the kernels of the captured call and none of its Python.
         """
-        width = self._agreed(_width(batches))
+        width = agreed_width(batches, self.control)
         if self.graph is not None and (len(batches) != len(self.inputs) or width > self.width):
             self.reset()
         self.width = max(width, self.width)
@@ -111,9 +112,8 @@ class StepGraph:
             return self._eager(work, batches)
         if self.graph is None:
             self.inputs = [_static_copy(batch, self.width) for batch in batches]
-            sent = self.model.traffic.sent.copy()
-            self.graph, self.results = self._capture(work)
-            self.sent, self.model.traffic.sent = self.model.traffic.sent - sent, sent
+            traffic = self.model.traffic
+            (self.graph, self.results), self.sent = _counted(traffic, lambda: self._capture(work))
         else:
             for static, batch in zip(self.inputs, batches, strict=True):
                 _fill_(static, batch)
@@ -133,14 +133,6 @@ class StepGraph:
         if self.graph is not None:
             self.graph.reset()
         self.graph, self.results, self.inputs = None, (), []
-
-    def _agreed(self, width: int) -> int:
-        """The largest width of any rank: all of them capture again, or none."""
-        if self.control.size() == 1 or not width:
-            return width
-        widest = torch.tensor(width)
-        dist.all_reduce(widest, dist.ReduceOp.MAX, group=self.control)
-        return int(widest)
 
     def _eager(
         self, work: Callable[[Sequence[Batch]], tuple[Tensor, ...]], batches: Sequence[Batch]
@@ -196,10 +188,8 @@ class MicrobatchGraphs:
                     self.warm.add(kind)
                 return self._eager(inputs)
             if kind not in self.graphs:
-                sent = model.traffic.sent.copy()
-                graph, loss = self._capture(inputs, kind)
-                self.graphs[kind] = CapturedMicrobatch(graph, loss, model.traffic.sent - sent)
-                model.traffic.sent = sent
+                captured, sent = _counted(model.traffic, lambda: self._capture(inputs, kind))
+                self.graphs[kind] = CapturedMicrobatch(*captured, sent)
             return self._replay(self.graphs[kind], inputs, kind)
 
     def reset(self) -> None:
@@ -278,10 +268,26 @@ def _captured(
     return graph, result
 
 
-def _width(batches: Sequence[Batch]) -> int:
-    """The entries per sample of the widest document bounds; 0 without bounds."""
+def _counted(traffic: Traffic, capture: Callable[[], T]) -> tuple[T, Counter[tuple[str, str]]]:
+    """What `capture` returns, and the bytes that each replay sends; the capture sends none."""
+    before = traffic.sent.copy()
+    captured = capture()
+    sent, traffic.sent = traffic.sent - before, before
+    return captured, sent
+
+
+def agreed_width(batches: Sequence[Batch], control: dist.ProcessGroup) -> int:
+    """The entries per sample of the widest document bounds of any rank; 0 without bounds.
+
+    All ranks of the gloo group `control` call it, so that they capture again together.
+    """
     bounds = [batch["document_bounds"] for batch in batches]
-    return max((b.shape[1] for b in bounds if b is not None), default=0)
+    width = max((b.shape[1] for b in bounds if b is not None), default=0)
+    if control.size() == 1 or not width:
+        return width
+    widest = torch.tensor(width)
+    dist.all_reduce(widest, dist.ReduceOp.MAX, group=control)
+    return int(widest)
 
 
 def _static_copy(batch: Batch, width: int) -> Batch:

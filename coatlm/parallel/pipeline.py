@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coatlm.megatron import get_forward_backward_func
 from coatlm.parallel.collectives import Pending, Several, all_reduce
-from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs
+from coatlm.parallel.cuda_graphs import Batch, MicrobatchGraphs, agreed_width
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.groups import Groups
 
@@ -58,10 +58,7 @@ def run_microbatches(
         return 1.0 / tokens.clamp(min=1)
 
     if graphs is not None and not forward_only:
-        if batches[0]["document_bounds"] is not None:
-            width = torch.tensor(max(batch["document_bounds"].shape[1] for batch in batches))
-            dist.all_reduce(width, dist.ReduceOp.MAX, group=groups.control)
-            graphs.fit(int(width))
+        graphs.fit(agreed_width(batches, groups.control))
         ends = len(batches) - 1
         part = share()  # no all-gathers are in flight: captured microbatches start their own
         losses = [graphs.run(b, part, first=i == 0, last=i == ends) for i, b in enumerate(batches)]

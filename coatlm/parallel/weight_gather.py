@@ -4,10 +4,10 @@ After the update each rank holds the new weights of its shards. The buckets are 
 order in which forward uses them (`fp8_gather` has the formats), and every layer waits for its own
 buckets only.
 
-Every all-gather of a step is started right after the update. Only with CUDA graphs
-does forward start them (`in_forward`), each `AHEAD` buckets before its use: a device has few
-hardware queues for the parallel branches of a graph, and if all of them came first, they would fill
-these queues and delay the kernels of forward.
+Every all-gather of a step is started right after the update. Only with CUDA graphs does forward
+start them (`in_forward`), each `AHEAD` buckets before its use: a device has few hardware queues for
+the parallel branches of a graph, and if all of them came first, they would fill these queues and
+delay the kernels of forward.
 """
 
 from __future__ import annotations

@@ -218,8 +218,7 @@ def run_config(row: str, options: dict[str, str]) -> tuple[Any, int]:
 
 def captures(row: str, options: dict[str, str]) -> bool:
     """Whether CUDA graphs launch the row's kernels."""
-    graphs = row.endswith(("graphs step", "graphs microbatch"))
-    return graphs or options.get("train.cuda_graphs") == "true"
+    return whole_steps(row) is not None or options.get("train.cuda_graphs") == "true"
 
 
 def whole_steps(row: str) -> bool | None:

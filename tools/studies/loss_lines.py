@@ -174,12 +174,13 @@ def newest(lines: Sequence[Line]) -> dict[LineKey, Line]:
 
 def check_all_comparable(lines: Sequence[Line]) -> None:
     """Raise ValueError unless all lines compare: those of a recipe, and those of all recipes."""
+    without_trunk = [x for x in lines if x.get("trunk") is None][:1]
     for line in lines:
-        for key in ("recipe", "trunk"):
-            check_comparable(next(x for x in lines if x.get(key) == line.get(key)), line)
-        check_comparable(lines[0], line)
-        for without in [x for x in lines if x.get("trunk") is None][:1]:
-            check_comparable(without, line)
+        alike = [
+            next(x for x in lines if x.get(key) == line.get(key)) for key in ("recipe", "trunk")
+        ]
+        for other in (*alike, lines[0], *without_trunk):
+            check_comparable(other, line)
 
 
 def check_comparable(line: Line, other: Line) -> None:
