@@ -30,6 +30,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coatlm.kernels.attention_merge import wide_dtype
+from coatlm.kernels.cpu_gemms import widened
 from coatlm.kernels.flash_attention import deterministic_algorithms
 
 aten: Any = torch.ops.aten
@@ -121,9 +122,11 @@ def piece_gradients(
                 scale=scale,
             )
     elif backend == "cpu":
+        do, *qkv, o = widened(do, *qkv, o)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(do, *qkv, o, lse, 0.0, causal), scale=scale
         )
+        grads = [grad.to(q_SBND.dtype) for grad in grads]
     else:
         assert backend == "matmul"
         return piece_gradients_ref(

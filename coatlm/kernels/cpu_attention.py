@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coatlm.kernels.attention_merge import wide_dtype
+from coatlm.kernels.cpu_gemms import widened
 
 aten: Any = torch.ops.aten
 BLOCK = 128  # queries of a call with a mask
@@ -117,6 +118,7 @@ class _CpuAttention(torch.autograd.Function):
         for call in ctx.calls:
             do, q, o = (_part(x, call.samples, call.queries) for x in (do_BSND, q_BSND, o_BSND))
             k, v = (_part(x, call.samples, call.keys) for x in (k_BTGD, v_BTGD))
+            do, q, k, v, o = widened(do, q, k, v, o)
             lse = lse_BSN[call.samples, call.queries].transpose(1, 2)
             mask = additive_mask(call, ctx.window, q.dtype)
             dq, *shares = aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from coatlm.config import Config, ConfigError
+from coatlm.kernels.cpu_gemms import widen_bf16_gemms
 from coatlm.process import within
 from coatlm.train.rendezvous import meet, open_store
 from coatlm.train.reports import Failure
@@ -127,7 +128,9 @@ def start_processes(
     if launch.world_size == 1 and refusal is not None:
         raise refusal
     backend = "gloo" if gpu is None else "nccl"
-    if gpu is not None:
+    if gpu is None:
+        widen_bf16_gemms()
+    else:
         torch.cuda.set_device(gpu)
     store: dist.Store = dist.HashStore()
     hosts: tuple[str, ...] = (platform.node(),)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coatlm.kernels import cpu_gemms
 from coatlm.kernels.cpu_attention import additive_mask, rectangles
 from coatlm.kernels.document_attention import document_attention, visible_keys
 
@@ -96,9 +97,15 @@ def test_output_and_gradients_are_those_of_the_definition(
 @documents
 @pytest.mark.parametrize("window", [None, 100, 250])
 @pytest.mark.parametrize("queries", [T, 300])
+@pytest.mark.parametrize("native", [True, False])
 def test_bf16_is_within_its_rounding_of_the_definition_in_fp32(
-    queries: int, window: int | None, bounds: Tensor | None
+    native: bool,
+    queries: int,
+    window: int | None,
+    bounds: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: native)
     qkv, dout = drawn(queries, T, G, torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in qkv]
     expected = results(exact, dout.float(), bounds, window=window, backend="reference")
@@ -108,7 +115,8 @@ def test_bf16_is_within_its_rounding_of_the_definition_in_fp32(
         assert (found.float() - wanted).norm() <= 2**-7 * wanted.norm()
 
 
-def test_shares_of_the_gradients_of_keys_are_added_in_fp32() -> None:
+def test_shares_of_the_gradients_of_keys_are_added_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: True)  # else no share is rounded
     (q, k, v), dout = drawn(500, T, G, torch.bfloat16)
     sums = [torch.zeros(x.shape) for x in (k, v)]
     for first in range(0, 500, 128):  # the queries of a call, alone
