@@ -8,7 +8,7 @@ from coatlm.config.errors import ConfigError
 from coatlm.config.fields import Section
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
-from coatlm.config.obstacles import auto_p2p_obstacles, graph_obstacles, obstacles
+from coatlm.config.obstacles import auto_p2p_obstacles, graph_obstacles, obstacles, step_obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import ONLY_ABOVE_1, Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
@@ -24,7 +24,6 @@ LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
 # Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md), at 4096 not;
 # but two tensor-parallel ranks of 4096, which launch collectives too, took 0.77 of the time.
 GRAPHS_UP_TO = 2048
-MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
 LAYOUT = (  # the keys that parallel.layout=auto decides
     *(("parallel", k) for k in ("tp", "sequence_parallel", "cp", "cp_comm", "pp", "vpp", "zero")),
     ("train", "recompute"),
@@ -279,14 +278,12 @@ class Config(Section):
             return small and not any(graph_obstacles(self))
         return self.train.cuda_graphs
 
-    def captures_steps(self, world_size: int) -> bool:
-        """Whether a CUDA graph holds a whole step rather than a microbatch: in one process (several
-        are not measured), states on the GPU, at most MICROBATCHES_PER_GRAPH microbatches. In fp32,
-        attention by blocks of queries (kernels/block_attention.py) has too many kernels for it.
+    def captures_steps(self, data_parallel: int) -> bool:
+        """Whether a CUDA graph holds a whole step, not a microbatch. (With tensor and context
+        parallelism, whose microbatches communicate, that is possible, but not measured.)
         """
-        few = self.train.global_batch <= MICROBATCHES_PER_GRAPH * self.train.micro_batch
-        few = few and self.precision.recipe != "fp32"
-        return self.cuda_graphs and world_size == 1 and self.optim.offload == "none" and few
+        excluded = any(step_obstacles(self, data_parallel))
+        return self.cuda_graphs and not excluded and self.parallel.tp * self.parallel.cp == 1
 
     @property
     def undecided(self) -> str:

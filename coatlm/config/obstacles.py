@@ -10,6 +10,8 @@ from coatlm.config.recipes import RECIPES
 if TYPE_CHECKING:
     from coatlm.config.combined import Config
 
+MICROBATCHES_PER_GRAPH = 32  # the most of a step in one graph: some 1e5 kernels with 48 layers
+
 
 def obstacles(config: Config) -> Iterator[str]:
     """What given options exclude, as `section.key=value with section.key=value: must be ...`."""
@@ -38,6 +40,18 @@ def graph_obstacles(config: Config) -> Iterator[str]:
             yield f"{name}={value}: must be {allowed}"
     if config.parallel.zero >= 2:  # buffers are freed and allocated in every step
         yield f"parallel.zero={config.parallel.zero}: must be 0 or 1"
+
+
+def step_obstacles(config: Config, data_parallel: int) -> Iterator[str]:
+    """What a CUDA graph of a whole step cannot capture, beside `graph_obstacles`."""
+    t, offload, recipe = config.train, config.optim.offload, config.precision.recipe
+    microbatches = t.global_batch // (t.micro_batch * data_parallel)
+    if microbatches > MICROBATCHES_PER_GRAPH:
+        yield f"{microbatches} microbatches per step: must be {MICROBATCHES_PER_GRAPH} or fewer"
+    if offload != "none":
+        yield f"optim.offload={offload}: must be none"
+    if recipe == "fp32":  # attention by blocks of queries (kernels/block_attention.py)
+        yield "precision.recipe=fp32: has too many kernels"
 
 
 def p2p_obstacles(config: Config) -> Iterator[str]:

@@ -11,12 +11,12 @@ replayed. Steps that the host takes part in, for a calibration or a measurement,
 several processes the graph also holds their collectives; updated weights are all-gathered during
 the forward pass of the next step.
 
-Microbatches (`MicrobatchGraphs`). By default (`Config.captures_steps`) runs with several processes,
-states in host memory or many microbatches per step replay each microbatch, and the update runs
-eagerly. Microbatches of a step differ: the first all-gathers weights during forward and overwrites
-stale gradients, the last reduces gradients during backward. So there are up to three kinds of
-microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which compiles
-its kernels; the second is captured and replayed.
+Microbatches (`MicrobatchGraphs`). By default (`Config.captures_steps`) runs with tensor or context
+parallelism, states in host memory or many microbatches per step replay each microbatch, and the
+update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and
+overwrites stale gradients, the last reduces gradients during backward. So there are up to three
+kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
+compiles its kernels; the second is captured and replayed.
 
 Every later step or microbatch is copied into the static inputs of its graph, which is replayed. If
 document bounds are wider than the static ones, because a sample has more documents than any before
@@ -90,7 +90,7 @@ class StepGraph:
         self.sent = Counter[tuple[str, str]]()  # bytes that a replay sends
         self.inputs: list[Batch] = []
         self.width = 0  # of the static document bounds
-        self.warm = False
+        self.warm = self.replayed = False  # has run eagerly; the last step was a replay
 
     def run(
         self,
@@ -107,7 +107,8 @@ class StepGraph:
         if self.graph is not None and (len(batches) != len(self.inputs) or width > self.width):
             self.reset()
         self.width = max(width, self.width)
-        if eager or not self.warm:
+        self.replayed = self.warm and not eager
+        if not self.replayed:
             self.warm = self.warm or not eager
             return self._eager(work, batches)
         if self.graph is None:

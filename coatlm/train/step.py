@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
+from coatlm.config.obstacles import step_obstacles
 from coatlm.data import context_parallel
 from coatlm.data.batches import Microbatch
 from coatlm.model import numerics
@@ -97,10 +98,10 @@ class Trainer:
         self.graphs = MicrobatchGraphs(self.chunks[0]) if cuda_graphs else None
         self.step_graph = None
         if whole_steps is None:
-            whole_steps = config.captures_steps(groups.world.size())
+            whole_steps = config.captures_steps(groups.dp.size())
         if cuda_graphs and whole_steps:
-            if not config.captures_steps(1):
-                raise ValueError("one CUDA graph cannot hold a step: see Config.captures_steps")
+            if obstacle := next(step_obstacles(config, groups.dp.size()), None):
+                raise ValueError(f"one CUDA graph of a step with {obstacle}")
             self.step_graph = StepGraph(self.chunks[0], groups.control)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
@@ -192,11 +193,12 @@ class Trainer:
         assert self.graphs is not None
         self.optimizer.before_update()  # a replay runs no Python between backward and update
         eager = eager or self.graphs.observed or observe is not None
-        self.timer.enter("forward_backward")
-        loss, norm = self.step_graph.run(
-            partial(self._step, observe=observe, enter=ignore), batches, eager=eager
-        )
         self.timer.enter(None)
+        loss, norm = self.step_graph.run(
+            partial(self._step, observe=observe, enter=self.timer.enter), batches, eager=eager
+        )
+        if self.step_graph.replayed:
+            self.timer.count_replay()
         return loss, norm
 
     def _step(

@@ -6,9 +6,13 @@
 
 Time between the phases is spent waiting for other ranks and is not counted, because a slow rank
 makes all others wait. Under tensor and pipeline parallelism ranks also wait for each other inside
-forward and backward; the report then names one rank of a slow group.
+forward and backward; the report then names one rank of a slow group. With CUDA graphs each layer of
+a step's first forward pass waits for its weights, and so for the slowest rank: only the time that a
+rank loses elsewhere distinguishes it.
 
-Events are recorded in each step and read on log steps, when the device is synchronized anyway.
+Events are recorded in each step and read on log steps, when the device is synchronized anyway. A
+CUDA graph of a whole step holds its events; they have the times of its last replay, which then
+stand for all replays since the last log step.
 """
 
 from __future__ import annotations
@@ -33,23 +37,38 @@ class PhaseTimer:
         self.cuda, self.clock = cuda, clock
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._captured: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._open: tuple[str, Any] | None = None
-        self._steps = 0
+        self._capturing = False
+        self._steps = self._replays = 0
 
     def enter(self, phase: str | None) -> None:
-        """End the current phase and begin another; None begins none: the rank waits for others."""
+        """End the current phase and begin another; None begins none: the rank waits for others.
+
+        In a capture, the phases are those of each replay. A phase must not be open when a capture
+        begins or ends.
+        """
+        capturing = self.cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not self._capturing:
+            self._captured.clear()
+        self._capturing = capturing
         if self._open is not None:
             last, start = self._open
             if isinstance(start, float):
                 self._seconds[last] += self.clock() - start
             else:
-                self._events.append((last, start, self._event()))
+                events = self._captured if capturing else self._events
+                events.append((last, start, self._event()))
         self._open = None
         if phase is not None:
             assert phase in PHASES
             self._steps += phase == PHASES[0]
             on_device = self.cuda and phase not in HOST
             self._open = (phase, self._event() if on_device else self.clock())
+
+    def count_replay(self) -> None:
+        """Count a replay of the captured phases."""
+        self._replays += 1
 
     def read(self) -> list[float]:
         """Milliseconds per step of each phase since the last call.
@@ -59,14 +78,15 @@ class PhaseTimer:
         self.enter(None)
         for phase, start, stop in self._events:
             self._seconds[phase] += start.elapsed_time(stop) / 1000
+        for phase, start, stop in self._captured if self._replays else ():
+            self._seconds[phase] += self._replays * start.elapsed_time(stop) / 1000
         result = [1000 * seconds / max(1, self._steps) for seconds in self._seconds.values()]
-        self._seconds, self._steps = dict.fromkeys(PHASES, 0.0), 0
+        self._seconds, self._steps, self._replays = dict.fromkeys(PHASES, 0.0), 0, 0
         self._events.clear()
         return result
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, external=self._capturing)
         event.record()
         return event
 

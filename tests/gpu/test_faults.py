@@ -54,3 +54,24 @@ def test_the_spike_guard_decides_on_the_gpu_as_on_the_cpu_without_waiting() -> N
         verdicts = torch.stack([guard.accepts(loss, loss) for loss in losses.unbind()])
     assert verdicts.tolist() == expected
     assert 0 < expected.count(False) < 10
+
+
+def test_a_replay_times_the_phases_that_its_graph_holds() -> None:
+    timer, graph = PhaseTimer(cuda=True), torch.cuda.CUDAGraph()
+    timer.enter("data")
+    timer.enter(None)
+    with torch.cuda.graph(graph):
+        for phase, spins in (("forward_backward", 2), (None, 1), ("update", 1), (None, 1)):
+            timer.enter(phase)
+            for _ in range(spins):
+                torch.cuda._sleep(SPIN)
+    for _ in range(3):
+        timer.enter("data")
+        timer.enter(None)
+        graph.replay()
+        timer.count_replay()
+    torch.cuda.synchronize()
+    _, passes, update = timer.read()
+    assert update > 10
+    assert passes == pytest.approx(2 * update, rel=0.1)
+    assert timer.read() == [0.0, 0.0, 0.0]

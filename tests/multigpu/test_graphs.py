@@ -12,6 +12,7 @@ import torch
 from tests.distributed import run_ranks
 from tests.graphs import EVERY, Step, run_ways
 from tests.train.test_resume import run_config
+from tests.train.test_step_graph import NAN, OF_TWO
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -82,6 +83,15 @@ CASES: dict[
         for way in ("a2a", "p2p", "all_gather")
     },
     "cp2": (2, 2, {"parallel": {"cp": 2, "cp_comm": "a2a"}, "precision": {"recipe": "coat-lean"}}),
+    "fp8 gradients and states, spikes": (
+        2,
+        2,
+        {
+            "parallel": {"grad_comm": "fp8-nccl", "main_grads": "fp8", **SMALL},
+            "optim": {"recipe": "fp8lm"},
+            "train": {"spike_sigma": 0.5, "spike_window": 2},
+        },
+    ),
 }
 
 
@@ -103,6 +113,73 @@ def test_replayed_microbatches_and_steps_communicate_like_eager_ones(found: Any,
         assert [way[-1].graphs for way in (eager, *replayed)] == [0, CASES[name][1], 1]
 
 
+@pytest.fixture(scope="module")
+def bits() -> list[dict[str, Any]]:
+    ways = ["plain", "plain again", "replayed"]
+    return run_ranks(2, "tests.train.test_step_graph:train", [list(OF_TWO), ways])
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_steps_of_one_graph_compute_the_bits_of_plain_ones(bits: Any, name: str) -> None:
+    """With samples of 64 tokens, whose gradients are summed in one order."""
+    for rank in bits:
+        plain, again, replayed = (
+            rank[f"{name}, {w}"] for w in ("plain", "plain again", "replayed")
+        )
+        assert again == plain
+        assert replayed == plain
+        assert [number for number, step in enumerate(plain[0]) if "nan" in step[:2]] == [NAN]
+
+
+def find_the_slow_rank(rank: int, size: int, spin: int) -> list[Any]:
+    """Six steps of one graph, in which rank 1 spins for `spin` cycles before its first layer."""
+    from coatlm.config import make_config
+    from coatlm.parallel.groups import make_groups, release_groups
+    from coatlm.train.setup import Launch, start_processes
+    from coatlm.train.step import Trainer
+    from coatlm.train.stragglers import compare
+    from tests.parallel.test_parity import batches
+
+    start_processes(Launch.from_environment())
+    config = make_config(
+        {
+            "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
+            "data": {"text": ["unused"], "seq_len": 256},
+            "train": {"micro_batch": 2, "global_batch": 16, "cuda_graphs": True},
+        }
+    )
+    groups = make_groups(config.parallel)
+    trainer = Trainer(config, groups, vocab=128)
+    assert trainer.step_graph is not None
+    if rank == 1:
+
+        def wait(*_: Any) -> None:
+            torch.cuda._sleep(spin)
+
+        trainer.chunks[0].register_forward_pre_hook(wait)
+    placed = [trainer.place(batches(config, groups, n)) for n in range(6)]  # waits for copies
+    for number, some in enumerate(placed):
+        trainer.timer.enter("data")
+        trainer.train_step(some, lr=1e-3)
+        if number == 2:  # the first step has compiled its kernels, the second was captured
+            torch.cuda.synchronize()
+            trainer.timer.read()
+    torch.cuda.synchronize()
+    found = compare(trainer.timer.read(), groups.control)
+    trainer.close()
+    release_groups()
+    return list(found)
+
+
+def test_the_slow_rank_is_found_in_the_phases_of_a_graph() -> None:
+    """100 million cycles are some 50 ms. Rank 1 spins in four microbatches; in the first of them
+    rank 0 waits for its weights.
+    """
+    for rank, phase, ms, median_ms in run_ranks(2, f"{__name__}:find_the_slow_rank", 100_000_000):
+        assert (rank, phase) == (1, "forward_backward")
+        assert 180 < ms < 800 and median_ms < ms / 3
+
+
 def train_to_the_end(rank: int, size: int, root: str) -> float:
     """A run of 20 steps; the seconds from its last step until its groups were destroyed."""
     from coatlm.train import start
@@ -113,7 +190,7 @@ def train_to_the_end(rank: int, size: int, root: str) -> float:
     class Trainer(start.Trainer):
         def close(self) -> None:
             nonlocal ended
-            assert self.graphs is not None and self.graphs.graphs
+            assert self.step_graph is not None and self.step_graph.graph is not None
             ended = time.monotonic()
             super().close()
 

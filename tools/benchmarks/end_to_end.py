@@ -52,6 +52,7 @@ from tools.benchmarks.ranks import StartedRanks, send_record, wait_to_measure
 from tools.benchmarks.updates import record_updates, update_ms
 
 SHAPES = {  # hidden, layers, heads, ffn
+    "125m": (768, 12, 12, 2048),
     "0.5b": (896, 24, 14, 4864),
     "1b": (2048, 16, 16, 5504),
     "3b": (3072, 28, 24, 8192),
