@@ -279,8 +279,8 @@ class Config(Section):
         return self.train.cuda_graphs
 
     def captures_steps(self, data_parallel: int) -> bool:
-        """Whether a CUDA graph holds a whole step, not a microbatch. (With tensor and context
-        parallelism, whose microbatches communicate, that is possible, but not measured.)
+        """Whether a CUDA graph holds a whole step, not a microbatch. Not with tensor and context
+        parallelism, whose microbatches communicate: possible, but not measured.
         """
         excluded = any(step_obstacles(self, data_parallel))
         return self.cuda_graphs and not excluded and self.parallel.tp * self.parallel.cp == 1

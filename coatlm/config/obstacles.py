@@ -43,15 +43,16 @@ def graph_obstacles(config: Config) -> Iterator[str]:
 
 
 def step_obstacles(config: Config, data_parallel: int) -> Iterator[str]:
-    """What a CUDA graph of a whole step cannot capture, beside `graph_obstacles`."""
+    """What a CUDA graph of a whole step cannot hold, beside `graph_obstacles`."""
     t, offload, recipe = config.train, config.optim.offload, config.precision.recipe
     microbatches = t.global_batch // (t.micro_batch * data_parallel)
     if microbatches > MICROBATCHES_PER_GRAPH:
-        yield f"{microbatches} microbatches per step: must be {MICROBATCHES_PER_GRAPH} or fewer"
+        most = MICROBATCHES_PER_GRAPH
+        yield f"{microbatches} microbatches per rank and step: must be {most} or fewer"
     if offload != "none":
         yield f"optim.offload={offload}: must be none"
-    if recipe == "fp32":  # attention by blocks of queries (kernels/block_attention.py)
-        yield "precision.recipe=fp32: has too many kernels"
+    if recipe == "fp32":  # too many kernels: attention by blocks (kernels/block_attention.py)
+        yield "precision.recipe=fp32: must be another"
 
 
 def p2p_obstacles(config: Config) -> Iterator[str]:

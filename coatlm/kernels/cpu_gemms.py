@@ -2,7 +2,8 @@
 
 Without AVX-512 torch computes BF16 GEMMs and the backward pass of attention element by element. On
 one core of an AMD EPYC with AVX2, [512, 704] x [704, 256] takes 155 ms, and 2.4 ms in fp32. GEMMs
-into a tensor that is given (`out=`, `addmm_`), as of the output layer, stay as they are.
+that write into a given tensor (`out=`, `addmm_`), such as the output layer's and those of compiled
+code, are not replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def multiplies_bf16() -> bool:
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """BF16 tensors on a CPU without instructions for BF16 as fp32; all others as they are."""
+    """The tensors in fp32 if all are BF16, on a CPU without instructions for it; else unchanged."""
     if all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
         return tensors if multiplies_bf16() else tuple(x.float() for x in tensors)
     return tensors

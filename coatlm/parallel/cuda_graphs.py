@@ -9,12 +9,13 @@ the clip coefficient, delayed scales, the counters of random numbers. So is the 
 update. The first step runs eagerly, which compiles its kernels; the second is captured and
 replayed. Steps that the host takes part in, for a calibration or a measurement, run eagerly. With
 several processes the graph also holds their collectives; updated weights are all-gathered during
-the forward pass of the next step.
+the forward pass of the next step. NCCL's watchdog does not see the collectives of a replay, so an
+all-reduce outside of the graph follows each: if a replay hangs, that one ends by its timeout.
 
-Microbatches (`MicrobatchGraphs`). By default (`Config.captures_steps`) runs with tensor or context
-parallelism, states in host memory or many microbatches per step replay each microbatch, and the
-update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and
-overwrites stale gradients, the last reduces gradients during backward. So there are up to three
+Microbatches (`MicrobatchGraphs`). Runs with tensor or context parallelism, states in host memory,
+layers in fp32 or many microbatches per step replay each microbatch (`Config.captures_steps`), and
+the update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward
+and overwrites stale gradients, the last reduces gradients during backward. So there are up to three
 kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
 compiles its kernels; the second is captured and replayed.
 
@@ -40,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.parallel.collectives import Traffic
+from coatlm.parallel.collectives import Traffic, all_reduce
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.weight_gather import WeightGather
 from coatlm.platform import device
@@ -91,6 +92,7 @@ class StepGraph:
         self.inputs: list[Batch] = []
         self.width = 0  # of the static document bounds
         self.warm = self.replayed = False  # has run eagerly; the last step was a replay
+        self.ended = torch.zeros((), device=device())  # ranks of `model.group` that ended a replay
 
     def run(
         self,
@@ -119,6 +121,7 @@ class StepGraph:
             for static, batch in zip(self.inputs, batches, strict=True):
                 _fill_(static, batch)
         self.graph.replay()
+        all_reduce(self.ended.fill_(1), self.model.group)
         self.model.traffic.sent.update(self.sent)
         self.weights.mark_updated()
         return tuple(result.clone() for result in self.results)

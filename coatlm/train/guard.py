@@ -53,7 +53,6 @@ from coatlm.model.numerics import TENSORS
 from coatlm.parallel.fp8lm_scaling import SATURATED
 from coatlm.train.reports import number_list
 
-logger = logging.getLogger("coatlm")
 whole_run = logging.getLogger("coatlm.run")
 
 BULK = math.sqrt(2 * math.pi / 12)  # 0.72: rms error in units of s, per share of zeros z
@@ -195,8 +194,8 @@ class PrecisionGuard:
         if decision.fallen != self.fallen:
             self.fallen = decision.fallen
             self.change(*self.fallen)
-        for finding in decision.acted if group.rank() == 0 else ():
-            logger.warning("%s", finding)
+        for finding in decision.acted:
+            whole_run.warning("%s", finding)
         return decision.acted
 
     def _decide(self, records: Iterable[Mapping[str, Any]]) -> Decision:

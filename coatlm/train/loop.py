@@ -195,8 +195,8 @@ class Loop:
         if not factor or group.size() == 1 or self.run.step == 1:  # the first step compiles
             return None
         found = compare(times, group)
-        if found.ms > factor * found.median_ms and group.rank() == 0:
-            logger.warning(
+        if found.ms > factor * found.median_ms:
+            whole_run.warning(
                 "step %d: rank %d (%s) is slow in %s: %.1f ms of work per step, "
                 "the median is %.1f ms",
                 self.run.step,

@@ -191,9 +191,9 @@ class Trainer:
         if self.step_graph is None:
             return self._step(batches, observe=observe, enter=self.timer.enter)
         assert self.graphs is not None
+        self.timer.enter(None)
         self.optimizer.before_update()  # a replay runs no Python between backward and update
         eager = eager or self.graphs.observed or observe is not None
-        self.timer.enter(None)
         loss, norm = self.step_graph.run(
             partial(self._step, observe=observe, enter=self.timer.enter), batches, eager=eager
         )
@@ -347,4 +347,4 @@ class Trainer:
 
 
 def ignore(phase: str | None) -> None:
-    """A phase that is not timed: of an evaluation, or inside a CUDA graph."""
+    """A phase that is not timed: of an evaluation."""

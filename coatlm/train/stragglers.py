@@ -6,13 +6,13 @@
 
 Time between the phases is spent waiting for other ranks and is not counted, because a slow rank
 makes all others wait. Under tensor and pipeline parallelism ranks also wait for each other inside
-forward and backward; the report then names one rank of a slow group. With CUDA graphs each layer of
-a step's first forward pass waits for its weights, and so for the slowest rank: only the time that a
-rank loses elsewhere distinguishes it.
+forward and backward; the report then names one rank of a slow group. With CUDA graphs the forward
+pass itself starts the all-gathers of weights: all ranks take as long for the first one of a step as
+the slowest, and only time that a rank loses elsewhere tells it apart.
 
 Events are recorded in each step and read on log steps, when the device is synchronized anyway. A
-CUDA graph of a whole step holds its events; they have the times of its last replay, which then
-stand for all replays since the last log step.
+CUDA graph of whole steps holds its events, so only the last replay before a log step is timed; it
+counts for all replays since the log step before.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PhaseTimer:
     def enter(self, phase: str | None) -> None:
         """End the current phase and begin another; None begins none: the rank waits for others.
 
-        In a capture, the phases are those of each replay. A phase must not be open when a capture
-        begins or ends.
+        In a capture, the phases are those of each replay; one that begins there ends there, and no
+        other does.
         """
         capturing = self.cuda and torch.cuda.is_current_stream_capturing()
         if capturing and not self._capturing:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coatlm.kernels import cpu_gemms
+from coatlm.kernels.attention_pieces import attend_piece, piece_gradients
 from coatlm.kernels.cpu_attention import additive_mask, rectangles
 from coatlm.kernels.document_attention import document_attention, visible_keys
 
@@ -92,6 +93,43 @@ def test_output_and_gradients_are_those_of_the_definition(
     expected = results(qkv, dout, bounds, **options, backend="reference")
     for found, wanted in zip(results(qkv, dout, bounds, **options), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # sums in fp32
+
+
+class BackwardDtypes(TorchDispatchMode):
+    """The dtypes of the tensors that torch's backward of attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "flash_attention_for_cpu_backward" in str(func):
+            self.found |= {x.dtype for x in args[:5]}  # do, q, k, v, o
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_backward_in_bf16_is_computed_in_fp32_where_the_cpu_has_no_instructions_for_bf16(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: native)
+    qkv, dout = drawn(T, T, G, torch.bfloat16)
+    with BackwardDtypes() as dtypes:
+        results(qkv, dout, LONG[0])
+    assert dtypes.found == {torch.bfloat16 if native else torch.float32}
+    do, q, k, v = (x.detach().transpose(0, 1) for x in (dout, *qkv))
+    options: dict[str, Any] = {"scale": None, "causal": True, "backend": "cpu"}
+    merged = attend_piece(q, k, v, **options)
+    with BackwardDtypes() as dtypes:
+        found = piece_gradients(do, q, k, v, merged, **options)
+    assert dtypes.found == {torch.bfloat16 if native else torch.float32}
+    exact = [x.detach().float().requires_grad_() for x in qkv]
+    expected = results(exact, dout.float(), None, backend="reference")[1:]
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.transpose(0, 1).float() - wanted).norm() <= 2**-7 * wanted.norm()
 
 
 @documents

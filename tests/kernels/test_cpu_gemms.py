@@ -12,9 +12,20 @@ from coatlm.kernels import cpu_gemms
 from tests.distributed import ROOT
 
 REPLACED = """
+from types import SimpleNamespace
 import torch
 from coatlm.kernels import cpu_gemms
 
+class Recorded:  # torch's operators, which note what they compute
+    def __getattr__(self, name):
+        real = getattr(torch.ops.aten, name).out
+        def out(*tensors, **options):
+            computed.append((name, *{x.dtype for x in (*tensors, options["out"])}))
+            return real(*tensors, **options)
+        return SimpleNamespace(out=out)
+
+computed = []
+cpu_gemms.aten = Recorded()
 cpu_gemms.multiplies_bf16 = lambda: False  # also where the CPU does
 a, b, c = (torch.randn(*shape) for shape in ((5, 7), (7, 9), (9,)))
 batch = torch.randn(3, 5, 7), torch.randn(3, 7, 9)
@@ -34,9 +45,12 @@ exact = {name: call(*(x.float() for x in rounded)) for name, call in calls.items
 double = a.double() @ b.double()
 kept = cpu_gemms.widen_bf16_gemms()
 assert kept and cpu_gemms.widen_bf16_gemms() is kept
-for name, call in calls.items():
+operators = "mm", "mm", "addmm", "addmm", "bmm", "baddbmm", "mm", "mm"
+for (name, call), operator in zip(calls.items(), operators, strict=True):
+    computed.clear()
     assert torch.equal(call(*rounded), exact[name].bfloat16()), name
     assert torch.equal(call(*(x.float() for x in rounded)), exact[name]), name
+    assert computed == [(operator, torch.float32)] * 2, (name, computed)
 assert torch.equal(a.double() @ b.double(), double)
 x, y = (t.clone().requires_grad_() for t in rounded[:2])
 (x @ y).sum().backward()

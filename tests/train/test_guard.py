@@ -156,7 +156,7 @@ def test_warn_names_a_tensor_once_and_leaves_its_layer(
     found = [guarded.observe([HURT], alone) for _ in range(4)]
     assert [len(each) for each in found] == [0, 1, 0, 0]
     assert found[1][0].action == "warned" and not layers.in_bf16
-    (line,) = (r.getMessage() for r in caplog.records if r.name == guard.logger.name)
+    (line,) = (r.getMessage() for r in caplog.records if r.name == guard.whole_run.name)
     expected = "FP8 hurts layer 2, fc2_input: underflow 0.5 is above 0.0864; it stays in FP8"
     assert line == expected
     assert guarded.counts() == {"guard_bf16_layers": 0, "guard_findings": 1}

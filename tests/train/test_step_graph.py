@@ -166,6 +166,7 @@ def train(rank: int, size: int, asked: tuple[list[str], list[str]]) -> dict[str,
             trainer.change_layers(())
             found[f"{name}, events"] = trainer.step_graph.events
             found[f"{name}, waits"] = trainer.step_graph.waits
+            found[f"{name}, ended"] = int(trainer.step_graph.ended)
         else:
             assert bool(graphs_of(trainer)) == captured
         trainer.close()
@@ -218,8 +219,11 @@ def test_ranks_replay_steps_together_and_compute_the_bits_of_plain_ones(
     for rank in of_two:
         assert rank[f"{name}, replayed"] == rank[f"{name}, plain"]
         assert rank[f"{name}, events"] == EVENTS.get(SAME_EVENTS.get(name, ""), USUAL)
-    sent = of_two[0][f"{name}, plain"][0][-1][3]
-    assert (sent["comm_bytes_grad"] > 0) == (name != "tp2")
+        # all ranks of data and context parallelism have ended the last replay
+        assert rank[f"{name}, ended"] == (1 if name == "tp2" else 2)
+    steps = of_two[0][f"{name}, plain"][0]
+    assert any(step[2] for step in steps) == (name == "after backward")  # a spike
+    assert (steps[-1][3]["comm_bytes_grad"] > 0) == (name != "tp2")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -244,8 +248,9 @@ def test_another_number_of_microbatches_is_captured_again() -> None:
         return (torch.stack([batch["tokens"] for batch in batches]).sum(),)
 
     weights = SimpleNamespace(due=False, mark_updated=lambda: None)
-    model = SimpleNamespace(traffic=Traffic(), weights=weights)
-    graph, kept = CpuStepGraph(model, SimpleNamespace(size=lambda: 1)), []
+    alone = SimpleNamespace(size=lambda: 1)
+    model = SimpleNamespace(traffic=Traffic(), weights=weights, group=alone)
+    graph, kept = CpuStepGraph(model, alone), []
     for counts in ([1, 2], [3, 4], [5, 6], [7, 8, 9], [1, 1, 1]):
         batches = [{"tokens": torch.tensor(n), "document_bounds": None} for n in counts]
         kept += graph.run(work, batches, eager=False)
