@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from coatlm.config import make_config
 from coatlm.data.context_parallel import zigzag_positions
+from coatlm.kernels import cpu_gemms
 from coatlm.model import layer_memory as layer
 from coatlm.parallel.ring_attention import Received, attend_to_peers, gradients_of_peers
 from tests.distributed import run_ranks
@@ -94,6 +95,7 @@ def measure(rank: int, size: int, pairs: list[tuple[str, str]]) -> dict[str, flo
     from coatlm.train.setup import Launch, start_processes
     from tests.model.test_memory import saved_bytes_per_token_and_layer
 
+    cpu_gemms.multiplies_bf16 = lambda: True  # as on a GPU: no copies in fp32
     start_processes(Launch.from_environment())
     found = {}
     for name, comm in pairs:
@@ -260,8 +262,9 @@ class Sending:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_more_ranks_that_send_each_other_keys_hold_no_more_than_is_estimated(
-    ranks: int, kv_heads: int
+    ranks: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: True)  # as on a GPU
     torch.manual_seed(0)
     tokens, peaks = 8, []
     q, do = (torch.randn(tokens, 2, 4, 32, dtype=torch.bfloat16) for _ in range(2))
