@@ -279,11 +279,11 @@ class Config(Section):
         return self.train.cuda_graphs
 
     def captures_steps(self, data_parallel: int) -> bool:
-        """Whether a CUDA graph holds a whole step, not a microbatch. Not with tensor and context
-        parallelism, whose microbatches communicate: possible, but not measured.
+        """Whether a CUDA graph holds a whole step, not a microbatch: in one process. On two ranks
+        it was no faster, and a checkpoint would delay the step instead of its update.
         """
-        excluded = any(step_obstacles(self, data_parallel))
-        return self.cuda_graphs and not excluded and self.parallel.tp * self.parallel.cp == 1
+        ranks = data_parallel * self.parallel.tp * self.parallel.cp
+        return self.cuda_graphs and ranks == 1 and not any(step_obstacles(self, data_parallel))
 
     @property
     def undecided(self) -> str:

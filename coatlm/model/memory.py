@@ -262,10 +262,9 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
         return 0
     log, count = config.log, microbatches_per_step(config, data_parallel)
     steps = config.captures_steps(data_parallel)
-    reduces = not steps and data_parallel * config.parallel.cp > 1  # a microbatch of another kind
-    eager = reduces and count >= EAGER_AFTER_CAPTURE
+    reduces, eager = data_parallel * config.parallel.cp > 1, count >= EAGER_AFTER_CAPTURE
     measured = config.precision.guard != "off" or log.numerics_every or (steps and log.states_every)
-    beside = microbatch if measured or eager else 0
+    beside = microbatch if measured or (reduces and eager) else 0
     return microbatch_tokens(config) * GRAPH_INPUTS * (count if steps else 1) + beside
 
 

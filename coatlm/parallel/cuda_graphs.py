@@ -12,10 +12,10 @@ several processes the graph also holds their collectives; updated weights are al
 the forward pass of the next step. NCCL's watchdog does not see the collectives of a replay, so an
 all-reduce outside of the graph follows each: if a replay hangs, that one ends by its timeout.
 
-Microbatches (`MicrobatchGraphs`). Runs with tensor or context parallelism, states in host memory,
-layers in fp32 or many microbatches per step replay each microbatch (`Config.captures_steps`), and
-the update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward
-and overwrites stale gradients, the last reduces gradients during backward. So there are up to three
+Microbatches (`MicrobatchGraphs`). By default (`Config.captures_steps`) runs with several processes,
+states in host memory, layers in fp32 or many microbatches per step replay each microbatch, and the
+update runs eagerly. Microbatches of a step differ: the first all-gathers weights during forward and
+overwrites stale gradients, the last reduces gradients during backward. So there are up to three
 kinds of microbatches, with one graph per kind. The first microbatch of a kind runs eagerly, which
 compiles its kernels; the second is captured and replayed.
 

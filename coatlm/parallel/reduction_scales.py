@@ -111,6 +111,7 @@ class ReductionScales:
         found = [saved[key] for key in self.keys if key in saved]
         self.calibrating = len(found) < len(self.keys)
         if self.calibrating:
+            self.history.zero_()
             for each in self.tensors:
                 each.scale = None
             return

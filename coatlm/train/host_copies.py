@@ -4,12 +4,12 @@
     copying            | weights and states of step t .......|
 
 Only updates change weights and states, so copies that are complete before the next update are those
-of step t, bit for bit. The thread that calls `finish` makes them, so that training need not wait
-until some thousand copies are launched: those of tensors on a GPU on a separate CUDA stream and
-into page-locked memory, then those of tensors on the host, such as offloaded states. The memory of
-the copies is allocated once, by a thread, because some gigabytes take seconds. Its pages are locked
-in ranges, so that training meanwhile waits for one range at most. CUDA takes no copy that crosses
-the end of a locked range.
+of step t, bit for bit; where a CUDA graph holds the whole step, all of step t + 1 waits. The thread
+that calls `finish` makes them, so that training need not wait until some thousand copies are
+launched: those of tensors on a GPU on a separate CUDA stream and into page-locked memory, then
+those of tensors on the host, such as offloaded states. The memory of the copies is allocated once,
+by a thread, because some gigabytes take seconds. Its pages are locked in ranges, so that training
+meanwhile waits for one range at most. CUDA takes no copy that crosses the end of a locked range.
 """
 
 from __future__ import annotations

@@ -167,6 +167,7 @@ class Trainer:
         """
         if self.config.train.update == "backward" and len(batches) > 1:
             raise ValueError(f"{len(batches)} microbatches with train.update=backward: must be 1")
+        self.timer.enter(None)
         self.traffic.sent.clear()
         calibrating = self.scales is not None and self.scales.calibrating
         shared = self.reduction_scales
@@ -191,7 +192,6 @@ class Trainer:
         if self.step_graph is None:
             return self._step(batches, observe=observe, enter=self.timer.enter)
         assert self.graphs is not None
-        self.timer.enter(None)
         self.optimizer.before_update()  # a replay runs no Python between backward and update
         eager = eager or self.graphs.observed or observe is not None
         loss, norm = self.step_graph.run(

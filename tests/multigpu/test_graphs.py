@@ -149,8 +149,7 @@ def find_the_slow_rank(rank: int, size: int, spin: int) -> list[Any]:
         }
     )
     groups = make_groups(config.parallel)
-    trainer = Trainer(config, groups, vocab=128)
-    assert trainer.step_graph is not None
+    trainer = Trainer(config, groups, vocab=128, whole_steps=True)
     if rank == 1:
 
         def wait(*_: Any) -> None:
@@ -190,7 +189,7 @@ def train_to_the_end(rank: int, size: int, root: str) -> float:
     class Trainer(start.Trainer):
         def close(self) -> None:
             nonlocal ended
-            assert self.step_graph is not None and self.step_graph.graph is not None
+            assert self.graphs is not None and self.graphs.graphs
             ended = time.monotonic()
             super().close()
 

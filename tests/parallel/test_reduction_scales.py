@@ -87,8 +87,10 @@ def test_a_tensor_without_a_saved_history_lets_all_calibrate(
     saved = {key: [448.0] + [0.0] * 15 for key in "abc"}
     shared.restore(saved)
     assert not shared.calibrating and step(shared, [0.1] * 3) == [2.0] * 3
+    step(shared, [10 * 448.0] * 3)
     shared.restore({key: saved[key] for key in "ab"})
     assert shared.calibrating and all(each.scale is None for each in shared.tensors)
+    assert step(shared, [448.0] * 3) == [2.0] * 3  # the amaxes of before do not count
 
 
 @pytest.mark.parametrize("tied", [0, 1, None])
