@@ -94,8 +94,8 @@ def train_ways(
                 {
                     "model": {"layers": 2, "hidden": 256, "heads": 2, "ffn": 704},
                     "data": {"text": ["unused"], "seq_len": 256},
+                    "train": train | {"cuda_graphs": cuda_graphs},
                     **sections,
-                    "train": train | {"cuda_graphs": cuda_graphs} | sections.get("train", {}),
                 }
             )
             groups = make_groups(config.parallel)

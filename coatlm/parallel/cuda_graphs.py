@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatlm.config import Config
-from coatlm.parallel.collectives import Traffic, all_reduce
+from coatlm.parallel.collectives import Traffic
 from coatlm.parallel.flat_model import FlatModel
 from coatlm.parallel.weight_gather import WeightGather
 from coatlm.platform import device
@@ -92,7 +92,7 @@ class StepGraph:
         self.inputs: list[Batch] = []
         self.width = 0  # of the static document bounds
         self.warm = self.replayed = False  # has run eagerly; the last step was a replay
-        self.ended = torch.zeros((), device=device())  # ranks of `model.group` that ended a replay
+        self.ended = torch.ones((), device=device())  # ranks of `model.group` that ended a replay
 
     def run(
         self,
@@ -121,7 +121,8 @@ class StepGraph:
             for static, batch in zip(self.inputs, batches, strict=True):
                 _fill_(static, batch)
         self.graph.replay()
-        all_reduce(self.ended.fill_(1), self.model.group)
+        if self.model.group.size() > 1:
+            dist.all_reduce(self.ended.fill_(1), group=self.model.group)
         self.model.traffic.sent.update(self.sent)
         self.weights.mark_updated()
         return tuple(result.clone() for result in self.results)
