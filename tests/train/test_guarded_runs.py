@@ -228,6 +228,8 @@ def with_saved_in_bf16(trainer: Any, placed: Any) -> list[list[float]]:
         assert trainer.guard.fallen == (frozenset(), frozenset(keys))
         found.append([float(value) for value in trainer.train_step(placed, 0.0)])
     trainer.guard.restore(None)
+    for chunk in trainer.chunks:  # the caller changes weights, which may still be all-gathered
+        chunk.finish_param_sync()
     return found
 
 
