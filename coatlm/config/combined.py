@@ -315,7 +315,7 @@ class Config(Section):
                 f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch * "
                 f"data-parallel size = {t.micro_batch}*{dp}"
             )
-        microbatches = t.global_batch // (t.micro_batch * dp)
+        microbatches = t.microbatches(dp)
         if t.update == "backward" and microbatches > 1:
             raise ConfigError(
                 f"train.update=backward with train.global_batch={t.global_batch}: must be "

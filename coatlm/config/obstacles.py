@@ -45,7 +45,7 @@ def graph_obstacles(config: Config) -> Iterator[str]:
 def step_obstacles(config: Config, data_parallel: int) -> Iterator[str]:
     """What a CUDA graph of a whole step cannot hold, beside `graph_obstacles`."""
     t, offload, recipe = config.train, config.optim.offload, config.precision.recipe
-    microbatches = t.global_batch // (t.micro_batch * data_parallel)
+    microbatches = t.microbatches(data_parallel)
     if microbatches > MICROBATCHES_PER_GRAPH:
         most = MICROBATCHES_PER_GRAPH
         yield f"{microbatches} microbatches per rank and step: must be {most} or fewer"

@@ -249,6 +249,10 @@ class Train(Section):
         """`micro_batch`, or 1 while it is auto."""
         return self.micro_batch if isinstance(self.micro_batch, int) else 1
 
+    def microbatches(self, data_parallel: int) -> int:
+        """Microbatches of a rank in one step, of `data_parallel` ranks with other samples."""
+        return self.global_batch // (self.micro_batch * data_parallel)
+
 
 class Eval(Section):
     """Evaluation on tasks of lm-evaluation-harness during training; needs coatlm[eval]."""

@@ -94,7 +94,7 @@ class _CpuAttention(torch.autograd.Function):
     ) -> Tensor:
         samples, queries, heads, _ = q_BSND.shape
         calls = list(rectangles(bounds_BE, samples, queries, k_BTGD.shape[1], window))
-        o_BSND = torch.empty_like(q_BSND, memory_format=torch.contiguous_format)
+        o_BSND = torch.empty_like(q_BSND)
         lse_BSN = o_BSND.new_empty(samples, queries, heads, dtype=wide_dtype(q_BSND))
         for call in calls:
             q = _part(q_BSND, call.samples, call.queries)
@@ -146,7 +146,7 @@ def cpu_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention [B, S, N, D], contiguous, differentiable in q, k and v.
+    """Attention [B, S, N, D] in the memory layout of q, differentiable in q, k and v.
 
     Arguments as in `coatlm.kernels.document_attention.document_attention`; all are in host memory.
     Raises ValueError for a soft cap.

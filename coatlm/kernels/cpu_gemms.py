@@ -8,6 +8,7 @@ code, are not replaced.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -28,16 +29,23 @@ SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether torch multiplies BF16 matrices with instructions of BF16 or AVX-512 here."""
+    """Whether torch multiplies BF16 matrices with instructions of BF16 or AVX-512 here.
+
+    Not if ATEN_CPU_CAPABILITY, torch's variable, asks for what an older CPU computes.
+    """
+    older = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
     mkldnn = torch.backends.mkldnn.is_available()
-    return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return mkldnn and not older and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def slow_in_bf16(x: Tensor) -> bool:
+    """Whether x is BF16 on a CPU that has no instructions for it."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bf16()
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in fp32 if all are BF16, on a CPU without instructions for it; else unchanged."""
-    if all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
-        return tensors if multiplies_bf16() else tuple(x.float() for x in tensors)
-    return tensors
+    return tuple(x.float() for x in tensors) if all(map(slow_in_bf16, tensors)) else tensors
 
 
 @cache

@@ -34,6 +34,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coatlm.fp8.timed_choices import REPEATS, milliseconds
+from coatlm.kernels.cpu_attention import cpu_attention
+from coatlm.kernels.cpu_gemms import slow_in_bf16
 from coatlm.kernels.flash_attention import flash_attention
 from coatlm.platform import device_memory
 
@@ -117,6 +119,11 @@ def _flash(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scale: float | None) 
     return flash_attention(*qkv, scale=scale).transpose(0, 1)
 
 
+def _cpu(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scale: float | None) -> Tensor:
+    q_BSND, k_BSGD, v_BSGD = (x.transpose(0, 1) for x in (q_SBND, k_SBGD, v_SBGD))
+    return cpu_attention(q_BSND, k_BSGD, v_BSGD, None, scale=scale).transpose(0, 1)
+
+
 BACKENDS: dict[str, Attend] = {
     "cudnn": partial(torch_attention, order=[SDPBackend.CUDNN_ATTENTION]),
     "flash": _flash,
@@ -139,9 +146,13 @@ def causal_attention(
     scale: float | None,
     backends: Mapping[Shape, str],
 ) -> Tensor:
-    """Causal attention [S, B, N, D] by the backend that was chosen for the shape, if one was."""
+    """Causal attention [S, B, N, D] by the backend that was chosen for the shape, if one was.
+
+    A CPU without instructions for BF16 computes gradients in fp32; the output has torch's bits.
+    """
     name = chosen_backend(q_SBND, k_SBGD, scale, backends)
-    attend = torch_attention if name is None else BACKENDS[name]
+    default = _cpu if slow_in_bf16(q_SBND) else torch_attention
+    attend = default if name is None else BACKENDS[name]
     return attend(q_SBND, k_SBGD, v_SBGD, scale)
 
 

@@ -14,7 +14,6 @@ from coatlm.model.memory import (
     chunks_in_flight,
     fallback_bytes,
     microbatch_tokens,
-    microbatches_per_step,
     replaced,
     stage_bytes,
 )
@@ -54,7 +53,7 @@ def tensor_bytes(
     input of one; with recompute=full only while its layer is recomputed. The GEMM of an operand has
     temporaries.
     """
-    at_once = chunks_in_flight(config, stage, microbatches_per_step(config, data_parallel))
+    at_once = chunks_in_flight(config, stage, config.train.microbatches(data_parallel))
     extra, operands, plain = [0.0], False, bf16_share(config, stage)
     for layer in {layer_of(key) for key in tensors}:
         if bf16_share(config, stage, [layer]) == plain:  # another stage's, or in BF16 as a whole

@@ -208,7 +208,7 @@ def fallback_bytes(
 
     They save what a BF16 layer saves; with recompute=full one of them recomputes it in backward.
     """
-    microbatches = microbatches_per_step(config, data_parallel)
+    microbatches = config.train.microbatches(data_parallel)
     if config.train.recompute != "full":
         before = activation_bytes(config, stage, microbatches)
         return activation_bytes(config, stage, microbatches, fallen) - before
@@ -260,7 +260,7 @@ def graph_bytes(config: Config, data_parallel: int, microbatch: int) -> int:
     """
     if not config.cuda_graphs:
         return 0
-    log, count = config.log, microbatches_per_step(config, data_parallel)
+    log, count = config.log, config.train.microbatches(data_parallel)
     steps = config.captures_steps(data_parallel)
     reduces, eager = data_parallel * config.parallel.cp > 1, count >= EAGER_AFTER_CAPTURE
     measured = config.precision.guard != "off" or log.numerics_every or (steps and log.states_every)
@@ -276,16 +276,11 @@ def microbatch_tokens(config: Config) -> int:
     return config.train.micro_batch * config.data.seq_len // config.parallel.cp
 
 
-def microbatches_per_step(config: Config, data_parallel: int) -> int:
-    """Microbatches of a rank in one step."""
-    return config.train.global_batch // (config.train.micro_batch * data_parallel)
-
-
 def rank_bytes(config: Config, vocab: int, *, stage: int, data_parallel: int) -> RankBytes:
     """Bytes by kind on every rank of a pipeline stage."""
     p = config.parallel
     count = rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
-    activations = activation_bytes(config, stage, microbatches_per_step(config, data_parallel))
+    activations = activation_bytes(config, stage, config.train.microbatches(data_parallel))
     loss = loss_bytes(config, vocab) if stage == p.pp - 1 else 0
     layer = layer_matrices(config.model) // p.tp
     backward = backward_bytes(config) + returned_grad_bytes(config, layer, data_parallel)

@@ -26,7 +26,6 @@ from coatlm.model.memory import (
     chunks_in_flight,
     fallback_bytes,
     highest_stage,
-    microbatches_per_step,
     optim_state_bytes,
     peak_bytes,
     rank_bytes,
@@ -75,7 +74,7 @@ def plan(
     total, active = parameters(m, vocab), matmul_parameters(m, vocab)
     heads = f"{m.heads} heads of {m.size_per_head} ({m.key_value_heads} kv)"
     chunks = f", {p.vpp} chunks of {m.layers // (p.pp * p.vpp)}" if p.vpp > 1 else ""
-    microbatches = f"microbatches: {microbatches_per_step(config, dp)} of {t.micro_batch} per rank"
+    microbatches = f"microbatches: {config.train.microbatches(dp)} of {t.micro_batch} per rank"
     batch = f"{t.global_batch} samples x {config.data.seq_len}"
     work = [f"{short(flops * n)}FLOP" for n in (1, tokens, tokens * t.steps)]
     rows = [
@@ -196,7 +195,7 @@ def memory_table(config: Config, vocab: int, dp: int) -> list[str]:
     p, t = config.parallel, config.train
     stage = highest_stage(config, vocab, dp)
     rank = rank_bytes(config, vocab, stage=stage, data_parallel=dp)
-    in_flight = chunks_in_flight(config, stage, microbatches_per_step(config, dp)) / p.vpp
+    in_flight = chunks_in_flight(config, stage, config.train.microbatches(dp)) / p.vpp
     in_memory = f"microbatches in flight: {in_flight:g}, recompute {t.recompute}"
     states = f"{config.optim.recipe}, sharded over {dp * p.cp if p.zero else 1}"
     if config.optim.offload == "states":

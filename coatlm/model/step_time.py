@@ -55,7 +55,6 @@ from coatlm.model.layer_time import (
 from coatlm.model.memory import (
     bf16_share,
     microbatch_tokens,
-    microbatches_per_step,
     optim_state_bytes,
     replaced,
 )
@@ -154,7 +153,7 @@ def forecast(
     """
     p = config.parallel
     dp = config.data_parallel_size(cluster.gpus)
-    m = microbatches_per_step(config, dp)
+    m = config.train.microbatches(dp)
     slow, others = stages or stage_times(config, vocab, cluster)
     move = _move(config, vocab, cluster, dp, slow, m)
     hops = 2 * p.vpp * m if p.pp > 1 else 0

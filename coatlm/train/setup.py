@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -203,7 +203,30 @@ def recorded_collectives() -> bytes:
     return c10d._dump_nccl_trace() if torch.cuda.is_available() else c10d._dump_fr_trace()
 
 
-def one_queue(config: Config, world_size: int, env: Mapping[str, str] = os.environ) -> str | None:
+def environment_warnings(
+    config: Config, world_size: int, env: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """What variables of CUDA and NCCL in `env` do to a run of `world_size` ranks on GPUs."""
+    for warning in (one_queue(config, world_size, env), graphs_alone(config, world_size, env)):
+        if warning is not None:
+            yield warning
+
+
+def graphs_alone(config: Config, world_size: int, env: Mapping[str, str]) -> str | None:
+    """A warning if NCCL_GRAPH_MIXING_SUPPORT=0 with CUDA graphs on several ranks; None if not.
+
+    NCCL then does not order a communicator's collectives inside of graphs and outside of them. A
+    step has both: gradients are reduced in a graph, the loss outside.
+    """
+    if env.get("NCCL_GRAPH_MIXING_SUPPORT") != "0" or world_size == 1 or not config.cuda_graphs:
+        return None
+    return (
+        f"NCCL_GRAPH_MIXING_SUPPORT=0 with CUDA graphs on {world_size} ranks: collectives inside "
+        "and outside of the graphs can hang. Unset it, or set train.cuda_graphs=false"
+    )
+
+
+def one_queue(config: Config, world_size: int, env: Mapping[str, str]) -> str | None:
     """A warning if CUDA_DEVICE_MAX_CONNECTIONS=1 serializes what `config` overlaps; None if not.
 
     All streams of a GPU then share one hardware queue, in the order of launches. A kernel at its

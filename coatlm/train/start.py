@@ -41,7 +41,12 @@ from coatlm.train.phases import (
 )
 from coatlm.train.resume import Known, Progress, resume
 from coatlm.train.run_directory import prepare_directory, start_logging
-from coatlm.train.setup import Launch, one_queue, quiet_megatron, recorded_collectives
+from coatlm.train.setup import (
+    Launch,
+    environment_warnings,
+    quiet_megatron,
+    recorded_collectives,
+)
 from coatlm.train.startup import Startup
 from coatlm.train.step import Trainer
 
@@ -97,7 +102,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     quiet_megatron()
     if has_foreign_apex():
         logger.warning("the installed package `apex` is not NVIDIA's: ignored")
-    if gpu is not None and (warning := one_queue(config, launch.world_size)):
+    for warning in environment_warnings(config, launch.world_size) if gpu is not None else ():
         logger.warning("%s", warning)
     tasks = peers.rank_zero_first(lambda: open_tasks(config.eval, tokenizer, config.data.seq_len))
     startup.lap("tokenizer and run directory")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatlm.kernels import cpu_gemms
 from coatlm.model import attention_backends
 from coatlm.model.attention import CoreAttention
 from coatlm.model.attention_backends import (
@@ -27,6 +28,7 @@ from coatlm.model.attention_backends import (
     torch_attention,
 )
 from tests.distributed import run_ranks
+from tests.kernels.test_cpu_attention import BackwardDtypes
 
 CPU = torch.device("cpu")
 SHAPE = Shape(samples=2, tokens=24, heads=4, kv_heads=2, head_dim=8, scale=None)
@@ -177,6 +179,26 @@ def test_a_chosen_backend_runs_its_shape_and_no_other(monkeypatch: pytest.Monkey
         assert torch.equal(causal_attention(q, k, v, 0.25, {shape: "flash"}), expected)
         assert len(calls) == runs
     assert torch.equal(causal_attention(q, k, v, 0.25, {}), expected)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_cpu_without_bf16_has_the_output_of_torch_in_the_layout_of_q_and_gradients_in_fp32(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_gemms, "multiplies_bf16", lambda: native)
+    *qkv, dout = random_inputs(SHAPE, CPU)
+    assert {x.dtype for x in (*qkv, dout)} == {torch.bfloat16}
+    with BackwardDtypes() as dtypes:
+        out = causal_attention(*qkv, 0.25, {})
+        found = torch.autograd.grad(out, qkv, dout)
+    assert dtypes.found == {torch.bfloat16 if native else torch.float32}
+    plain = torch_attention(*qkv, 0.25)
+    assert torch.equal(out, plain) and out.stride() == plain.stride() == qkv[0].stride()
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected = torch.autograd.grad(torch_attention(*exact, 0.25), exact, dout.double())
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - wanted).norm() <= (2**-7 if native else 2**-8) * wanted.norm()
 
 
 @pytest.mark.parametrize("options", [{"window": 8}, {"softcap": 30.0}])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config.recipes import ATTENTION
-from coatlm.fp8.attention import SavedInFp8, _unpack
+from coatlm.fp8.attention import SavedInFp8, _unpack, memory_order
 from coatlm.fp8.attention import attend_saving_fp8 as attend
 from coatlm.model import coat_layer
 from coatlm.model.coat_layer import flows_of
@@ -50,7 +50,8 @@ def saved_by_attention(
     read = {}
     for name, x in exact.items():
         (held,) = {id(h): h for t, h in packed if t.data_ptr() == x.data_ptr()}.values()
-        read[name] = _unpack(held).permute(2, 0, 1, 3).reshape(x.shape)  # from [B, N, S, D]
+        saved = _unpack(held)  # [B, N, S, D] or [B, S, N, D], in the memory of x
+        read[name] = saved.permute(memory_order(saved)).reshape(x.shape)
     return results, exact, read
 
 

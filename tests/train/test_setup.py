@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from coatlm.config import ConfigError, make_config
-from coatlm.train.setup import Launch, choose_gpu, first_host, one_queue, record_collectives
+from coatlm.train.setup import (
+    Launch,
+    choose_gpu,
+    environment_warnings,
+    first_host,
+    one_queue,
+    record_collectives,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -218,3 +225,16 @@ def test_one_queue_per_gpu_is_a_warning_where_kernels_would_overlap(
         assert said.endswith(". Unset it or set it to 8, CUDA's default, or more")
     for env in ({}, {name: "8"}, {name: "32"}):
         assert one_queue(config, ranks, env) is None
+
+
+def test_nccl_without_mixing_is_a_warning_with_graphs_on_several_ranks() -> None:
+    def warnings(ranks: int, graphs: bool, value: str | None) -> list[str]:
+        config = make_config({"train": {"cuda_graphs": graphs}})
+        env = {} if value is None else {"NCCL_GRAPH_MIXING_SUPPORT": value}
+        return list(environment_warnings(config, ranks, env))
+
+    (said,) = warnings(2, True, "0")
+    assert said.startswith("NCCL_GRAPH_MIXING_SUPPORT=0 with CUDA graphs on 2 ranks: ")
+    assert said.endswith(". Unset it, or set train.cuda_graphs=false")
+    for ranks, graphs, value in ((1, True, "0"), (2, False, "0"), (2, True, "1"), (2, True, None)):
+        assert warnings(ranks, graphs, value) == []

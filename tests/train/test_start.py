@@ -29,7 +29,7 @@ def start_and_resume(rank: int, size: int, root: str) -> dict[str, Any]:
     from coatlm.train.setup import Launch
 
     phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
-    start.one_queue = lambda config, ranks: f"one queue for {ranks} ranks of {config.run.name}"
+    start.environment_warnings = lambda config, ranks: [f"{ranks} ranks of {config.run.name}"]
     said: dict[str, list[str]] = {}
     threads: list[int] = []
     for name, gpu in GPUS.items():
@@ -87,12 +87,12 @@ def test_a_start_says_what_to_expect_before_the_tables_and_the_model(
     assert " remaining steps" not in said["h100"][0]
 
 
-def test_a_warning_of_one_queue_is_logged_once_per_start_on_a_gpu(
+def test_a_warning_of_the_environment_is_logged_once_per_start_on_a_gpu(
     said: dict[str, list[str]],
 ) -> None:
     for name, logs in said.items():
         for log in logs:
-            assert log.count("one queue for 1 ranks of run") == (name != "cpu"), name
+            assert log.count("WARNING 1 ranks of run") == (name != "cpu"), name
 
 
 def test_a_resumed_run_says_first_the_time_of_all_steps_and_then_of_those_that_are_left(

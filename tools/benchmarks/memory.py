@@ -121,7 +121,7 @@ def train(config: Config) -> int:
     trainer = Trainer(config, groups, config.model.vocab)
     t = config.train
     shape = (t.micro_batch, config.data.seq_len)
-    count = t.global_batch // (t.micro_batch * groups.dp.size())
+    count = t.microbatches(groups.dp.size())
     for _ in range(STEPS):
         batches = []
         for _ in range(count):
