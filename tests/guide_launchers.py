@@ -44,6 +44,7 @@ def srun_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("srun", allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ntasks-per-node", type=int, required=True)
+    parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
 

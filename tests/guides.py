@@ -29,12 +29,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coatlm.config.program import SCRIPTS
 from tests.distributed import ROOT
 from tests.forks import pretrain
 from tests.guide_launchers import elastic, launch, submit, train
-from tests.guide_runs import SMALL, STEPS, call, finish, fork_jobs, launched, process, small
+from tests.guide_runs import (
+    OTHER_TEXT,
+    SMALL,
+    STEPS,
+    call,
+    finish,
+    fork_jobs,
+    launched,
+    process,
+    small,
+)
 
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *GUIDES]
@@ -142,6 +153,17 @@ def study(arguments: Sequence[str], *more: str) -> list[str]:
     return [arguments[0], *keys, *more, *arguments[1:], "--seeds", "1"]
 
 
+def branches(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a study that branches: half of the STEPS are the trunk's."""
+    found, half = yaml.safe_load((ROOT / arguments[0]).read_text()), STEPS // 2
+    base, copy = (ROOT / arguments[0]).parent / found["base"], Path("study.yaml")
+    trunk = [*found["trunk"], f"train.steps={half}", f"checkpoint.every={half}"]
+    keys = ["optim.warmup_steps=1", f"optim.decay_steps={half}", "model.vocab=512"]
+    keys += [*OTHER_TEXT, "data.split=[80,20,0]"]
+    copy.write_text(yaml.safe_dump(found | {"base": str(base), "trunk": trunk}))
+    return study([str(copy), *arguments[1:]], *keys)
+
+
 def fine_tuning_study(arguments: Sequence[str]) -> list[str]:
     """The arguments of a study of fine-tuning with few examples and its checkpoint's model."""
     words = study(arguments, "data.seq_len=64", "data.split=[80,20,0]")
@@ -151,7 +173,7 @@ def fine_tuning_study(arguments: Sequence[str]) -> list[str]:
 
 ADAPT: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "tools/preprocess_data.py": two_workers,
-    "tools/study_loss.py": lambda words: study(words, "data.text=[text.py]"),
+    "tools/study_loss.py": branches,
     "tools/study_finetune.py": fine_tuning_study,
 }
 

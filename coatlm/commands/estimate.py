@@ -1,7 +1,7 @@
 """Estimate the device memory of a run, and what would make it fit; needs no GPU and no data.
 
     coatlm estimate llama2-7b optim.recipe=coat --ranks 8
-    coatlm estimate llama2-7b --ranks 8 --memory-gib 80
+    coatlm estimate llama2-7b --ranks 8 --memory-gib 79.2
     coatlm estimate --table7
     coatlm estimate --fits
 
@@ -11,7 +11,7 @@ the peak with every optimizer recipe and gradient dtype, and with every precisio
 recompute mode, all else as configured. With --memory-gib it names the largest
 train.micro_batch that fits, a divisor of the global batch, so that the run stays the same.
 --reserve-gib is left free for what is not in the estimate: the CUDA context, NCCL's buffers and
-fragmentation. The default is 2, and with --fits the share that `coatlm plan` leaves.
+fragmentation. The default is the share that `coatlm plan` leaves, and with --table7 2 GiB.
 
 --table7 takes the models, GPUs and batches of COAT's Table 7 (arXiv 2410.19313) and tries layouts
 from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown. --fits shows
@@ -45,13 +45,14 @@ from coatlm.data.tokenizer import make_tokenizer
 from coatlm.hf.run_config import load_run_config
 from coatlm.model.accounting import model_vocab
 from coatlm.model.layer_memory import weight_dtype
+from coatlm.model.layouts import spare
 from coatlm.model.memory import GIB, largest_micro_batch, peak_bytes, replaced
 from coatlm.model.plan import memory_table, stage_table
 from coatlm.optim.recipes import RECIPES
 
 RECOMPUTE = ("none", "selective", "full")
 MAIN_GRADS = ("fp32", "bf16", "fp8")
-RESERVE_GIB = 2.0  # the default of --reserve-gib, but with --fits
+TABLE7_GIB, TABLE7_RESERVE_GIB = 80.0, 2.0  # the defaults with --table7
 LARGEST_BATCH = 64  # samples per replica that --table7 tries
 
 
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_config(parser, required=False)
     parser.add_argument("--ranks", type=int, help="processes (default: the fewest that hold it)")
     parser.add_argument("--memory-gib", type=float, help="memory of a GPU in GiB (--table7: 80)")
-    parser.add_argument("--reserve-gib", type=float, help="GiB left free (default: 2)")
+    parser.add_argument("--reserve-gib", type=float, help="GiB left free (default: see above)")
     parser.add_argument("--table7", action="store_true", help="COAT's Table 7, without CONFIG")
     parser.add_argument("--fits", action="store_true", help="what fits 80 and 141 GB; no CONFIG")
     options = parser.parse(arguments)
@@ -254,28 +255,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--ranks {options.ranks}: at least 1, with CONFIG")
         if options.fits and options.memory_gib is not None:
             raise ConfigError(f"--memory-gib {options.memory_gib}: --fits has GPUs of its own")
-        reserve = RESERVE_GIB if options.reserve_gib is None else options.reserve_gib
-        if not 0 <= reserve < math.inf:
+        given, reserve = options.memory_gib, options.reserve_gib
+        if options.table7:
+            given = TABLE7_GIB if given is None else given
+            reserve = TABLE7_RESERVE_GIB if reserve is None else reserve
+        if reserve is not None and not 0 <= reserve < math.inf:
             raise ConfigError(f"--reserve-gib {reserve}: at least 0")
-        if options.reserve_gib is not None and options.config and options.memory_gib is None:
+        if reserve is not None and options.config and given is None:
             raise ConfigError(f"--reserve-gib {reserve}: needs --memory-gib with CONFIG")
-        given = 80.0 if options.table7 and options.memory_gib is None else options.memory_gib
-        memory = None if given is None else (given - reserve) * GIB
-        if memory is not None and not 0 < memory < math.inf:
-            raise ConfigError(f"--memory-gib {given} must be above --reserve-gib {reserve}")
+        if given is not None and given <= (reserve or 0.0):
+            least = f"--reserve-gib {reserve}" if reserve else "0"
+            raise ConfigError(f"--memory-gib {given} must be above {least}")
+        if given is not None and not given < math.inf:
+            raise ConfigError(f"--memory-gib {given}: must be finite")
         if options.fits:
-            print("\n".join(fitting.table(options.reserve_gib)))
+            print("\n".join(fitting.table(reserve)))
             return 0
         if options.table7:
-            assert memory is not None
-            print("\n".join(table7(memory)))
+            print("\n".join(table7((given - reserve) * GIB)))
             return 0
         config = load_run_config(options.config, options.overrides)
         vocab, dp = sizes_of(config, options.ranks)
         lines = list(report(config, vocab, dp))
         fits = True
-        if memory is not None:
-            line, fits = proposal(config, vocab, dp, memory)
+        if given is not None:
+            p = config.parallel
+            share = spare(dp * p.tp * p.pp * p.cp)
+            left = given * share if reserve is None else reserve
+            line, fits = proposal(config, vocab, dp, (given - left) * GIB)
             lines += ["", line]
     except (ValueError, OSError) as error:
         return fail(error)

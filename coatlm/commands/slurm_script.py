@@ -235,8 +235,9 @@ def command(words: Sequence[str]) -> Iterator[str]:
 def ending(args: argparse.Namespace) -> Iterator[str]:
     """Yield the lines that act on the exit code."""
     if args.restarts:
-        yield "case $code in  # done, or would fail again: the rest of the array is not needed"
-        yield '    0 | 2 | 3 | 4) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;'
+        yield "# done, would fail again, or ended by SIGINT: the rest of the array is not needed"
+        yield "case $code in"
+        yield '    0 | 2 | 3 | 4 | 130) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;'
         yield "esac"
         yield 'exit "$code"'
         return

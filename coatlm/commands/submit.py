@@ -1,7 +1,7 @@
 """Write a batch script for SLURM and submit it: `coatlm submit CONFIG ...`.
 
     coatlm submit llama3-8b --nodes 4 --gpus-per-node 8 \\
-        --partition gpu --time 24:00:00 parallel.tp=4
+        --partition gpu --time 24:00:00 log.hang_timeout=600
     coatlm submit ... --dry-run        # print the script, write nothing
 
 The configuration is checked for nodes * gpus-per-node processes first. The job uses the resolved

@@ -9,7 +9,7 @@
 Started by torchrun or srun, this is one rank. Otherwise the installed command and `make train` use
 all GPUs of this machine, and a script is one process:
 
-    srun --nodes=4 --ntasks-per-node=8 coatlm train llama3-8b parallel.tp=4
+    srun --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 coatlm train llama3-8b
     torchrun --nproc-per-node=8 --no-python coatlm train llama3-8b parallel.tp=2
     torchrun --nproc-per-node=8 pretrain.py configs/llama3-8b.yaml parallel.tp=2
 

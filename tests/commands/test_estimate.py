@@ -74,6 +74,14 @@ def test_the_proposed_micro_batch_fits_and_the_next_does_not(
     assert peaks[0] <= 75 < peaks[1]
 
 
+@pytest.mark.parametrize(("ranks", "share"), [(8, 0.9), (1, 0.94)])
+def test_without_a_reserve_the_share_of_the_planner_stays_free(
+    capsys: pytest.CaptureFixture[str], ranks: int, share: float
+) -> None:
+    told = run(capsys, LLAMA, "--ranks", str(ranks), "--memory-gib", "100")[-1]
+    assert told.startswith(f"largest train.micro_batch within {100 * share:.1f} GiB: ")
+
+
 def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not even 1 fits" in run(capsys, LLAMA, "--memory-gib", "24", code=1)[-1]
 
@@ -83,7 +91,13 @@ def test_exit_code_1_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
     [
         ([], "give either CONFIG, --table7 or --fits"),
         ([LLAMA, "--table7"], "give either CONFIG, --table7 or --fits"),
-        ([LLAMA, "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
+        ([LLAMA, "--memory-gib", "0"], "--memory-gib 0.0 must be above 0"),
+        ([LLAMA, "--memory-gib", "inf"], "--memory-gib inf: must be finite"),
+        (
+            [LLAMA, "--memory-gib", "5", "--reserve-gib", "5"],
+            "--memory-gib 5.0 must be above --reserve-gib 5.0",
+        ),
+        (["--table7", "--memory-gib", "2"], "--memory-gib 2.0 must be above --reserve-gib 2.0"),
         ([LLAMA, "--ranks", "3"], "train.global_batch=1024 is not a multiple"),
         ([LLAMA, "--ranks", "0"], "--ranks 0: at least 1"),
         (["--table7", "--ranks", "8"], "--ranks 8: at least 1, with CONFIG"),

@@ -106,6 +106,7 @@ def test_restarts_are_an_array_of_which_one_runs_at_a_time(
     assert "--array=0-4%1" in asked and "--no-requeue" in asked and "--requeue" not in asked
     assert f"--output={tmp_path}/run/slurm/%A_%a.log" in asked
     assert "scontrol requeue" not in text
+    assert "    0 | 2 | 3 | 4 | 130) scancel --state=PENDING" in text
 
 
 @pytest.mark.parametrize(
@@ -360,14 +361,17 @@ def test_a_job_saves_on_usr1_requeues_itself_and_ends_with_the_same_losses(
 
 
 @pytest.mark.slurm
-def test_a_cancelled_job_saves_and_stays_away(config: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--signal=INT"]])
+def test_a_cancelled_job_saves_and_stays_away(
+    arguments: list[str], config: str, tmp_path: Path
+) -> None:
     cluster, run = Cluster(), tmp_path / "run"
     job = cluster.submit(config, *NODE)
     log = run / "slurm" / f"{job}.log"
     until(lambda: log.exists() and "step 2/" in log.read_text(), log)
-    cluster.signal(job)
+    cluster.signal(job, *arguments)
     until(lambda: not cluster.active(job), log)
-    assert "SIGTERM: saved step" in log.read_text()
+    assert f"{'SIGINT' if arguments else 'SIGTERM'}: saved step" in log.read_text()
     assert (run / "checkpoints" / "latest").exists()
     time.sleep(1)
     assert not cluster.active(job), "it was requeued"
