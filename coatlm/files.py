@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +51,9 @@ def check_output(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not _in_place(path):
-            _beside(path).touch()
-            _beside(path).unlink()
+            temporary = _beside(path)
+            temporary.touch()
+            temporary.unlink()
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
@@ -151,7 +153,8 @@ def _is_about(temporary: Path, error: BaseException) -> bool:
 def _beside(path: Path) -> Path:
     if not path.name:  # . or /
         raise ValueError(f"{path}: exists already; give the path of a new file or directory")
-    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    # process ids repeat: nodes that share a disk may be containers
+    return path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
 
 
 def _in_place(path: Path) -> bool:

@@ -34,10 +34,12 @@ from coatlm.hf.layout import EMBEDDING, Entry, check_layers, entries, is_linear,
 from coatlm.hf.tokenizer import (
     GENERATION,
     TOKENIZER_FILES,
+    can_export,
     check_files,
     copy_files,
     export_tokenizer,
     first_eos,
+    same_tokenizer,
     spec_in,
 )
 from coatlm.optim.recipes import MASTER, find_recipe
@@ -263,15 +265,25 @@ def _write_tokenizer(
     fingerprint: str,
     result: dict[str, Any],
 ) -> tuple[str, ...]:
-    """Write the tokenizer's files; sets ids that are missing in `result`, a config.json."""
-    if relative is not None:
-        copy_files(relative, directory, (GENERATION,))
-        if copy_files(relative, directory, TOKENIZER_FILES):
-            return ()
+    """Write the tokenizer's files; sets ids in `result`, a config.json, that are not its own.
+
+    The files of `relative` are copied, unless its tokenizer is another than the run's.
+    """
+    spec, same = config.data.tokenizer, True
+    if relative is not None and fingerprint:
+        same = same_tokenizer(relative, read_json(relative / "config.json"), spec, fingerprint)
+    if relative is not None and (same or not can_export(spec)):
+        copied = copy_files(relative, directory, TOKENIZER_FILES)
+        if copied or same:
+            copy_files(relative, directory, (GENERATION,))
+        if copied:
+            which = f"the tokenizer of {relative} was copied: the run's, {spec}, cannot be exported"
+            return () if same else (which,)
     if not fingerprint:
         return ("no tokenizer was written: the checkpoint has none",)
-    eod, note = export_tokenizer(config.data.tokenizer, fingerprint, directory)
+    eod, note = export_tokenizer(spec, fingerprint, directory)
     for name in ("bos_token_id", "eos_token_id"):
-        if result[name] is None:
+        if result[name] is None or (not same and eod is not None):
             result[name] = eod
-    return (note,) if note else ()
+    other = () if same else (f"{relative} has another tokenizer than the run: {spec} was exported",)
+    return (*other, *([note] if note else []))

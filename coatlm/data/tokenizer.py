@@ -35,8 +35,8 @@ EOD_NAMES = (  # names of end-of-document tokens in published vocabularies
     "<|end_of_text|>",
     "<|eod|>",
     "<eod>",
+    "<eos>",  # before </s>, which Gemma has as the HTML tag
     "</s>",
-    "<eos>",
     "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )

@@ -302,7 +302,7 @@ def _check_fixed(family: str, raw: Mapping[str, Any]) -> None:
     for name, values in allowed.items():
         value = raw.get(name)
         if name == "auto_map" and isinstance(value, dict):  # the tokenizer does not matter here
-            value = {key: code for key, code in value.items() if key != "AutoTokenizer"}
+            value = {key: code for key, code in value.items() if key != "AutoTokenizer"} or None
         if value not in values:
             choices = " or ".join(repr(v) for v in values if v is not None) or "null"
             raise ValueError(f"config.json: {name}={value!r} of {family}: only {choices}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,15 @@ def export_tokenizer(spec: str, fingerprint: str, destination: Path) -> tuple[in
     return tokenizer.eod, ""
 
 
+def can_export(spec: str) -> bool:
+    """Whether the tokenizer of `data.tokenizer` is there and has a Hugging Face form."""
+    try:
+        make_tokenizer(spec)
+    except ValueError:
+        return False
+    return not spec.startswith("tiktoken:")
+
+
 def first_eos(raw: Mapping[str, Any]) -> int | None:
     """The end-of-text id of a config.json; the first one of a list."""
     eos = raw.get("eos_token_id")
@@ -129,13 +139,34 @@ def first_eos(raw: Mapping[str, Any]) -> int | None:
     return eos if isinstance(eos, int) else None
 
 
-def check_rows(tokenizer: Tokenizer, rows: int) -> None:
-    """Raise ValueError if the tokenizer has more ids than the embedding has rows."""
+def check_rows(tokenizer: Tokenizer, rows: int, *, hint: str = "") -> None:
+    """Raise ValueError if the tokenizer has more ids than the embedding has rows.
+
+    `hint` follows the message, such as how to add rows.
+    """
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"tokenizer {tokenizer.spec}: has ids up to {tokenizer.vocab_size - 1}, "
-            f"the embedding {rows} rows"
+            f"the embedding {rows} rows{hint}"
         )
+
+
+def same_tokenizer(directory: Path, raw: Mapping[str, Any], spec: str, fingerprint: str) -> bool:
+    """Whether a Hugging Face directory has the tokenizer of a run with this `data.tokenizer`.
+
+    `raw` is the directory's config.json, and `fingerprint` that of the run's tokenizer, which may
+    be gone. The directory may name another end-of-text token, and have it in two formats.
+    """
+    _, mark, eod = spec.partition("?eod=")
+    own = [f"hf:{directory}/tokenizer.json", f"sentencepiece:{directory}/tokenizer.model"]
+    specs = [*own, *(f"{each}{mark}{eod}" for each in own if mark)]
+    with suppress(ValueError):
+        specs.append(tokenizer_of(directory, raw) or "")
+    for each in filter(None, specs):
+        with suppress(ValueError):
+            if make_tokenizer(each).fingerprint == fingerprint:
+                return True
+    return False
 
 
 def _token(path: Path, index: int) -> str | None:

@@ -65,7 +65,8 @@ def lock_pages(
     for start in starts:
         length = min(step, first + size - start)
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(start, length, 0))
-    weakref.finalize(owner, _unlock_pages, starts, stream)
+    # not at exit: a copy may wait for a rank that is gone, and the driver unlocks pages anyway
+    weakref.finalize(owner, _unlock_pages, starts, stream).atexit = False
 
 
 def _advise(first: int, size: int, advice: int) -> None:

@@ -1,10 +1,14 @@
-"""Run a function on all ranks; if it fails on one, every rank raises an error with the reason."""
+"""Run a function on all ranks; if it fails on one, every rank raises an error with the reason.
+
+Ranks that are done wait for the others in a collective, which fails after its group's timeout (half
+an hour). Where one rank may take longer than that, `unhurried` lets the others wait.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +22,7 @@ from coatlm.train.reports import (
     Failure,
     error_line,
     exit_code,
+    late_peer,
     lost_peer,
     merged,
     print_error,
@@ -27,6 +32,7 @@ from coatlm.train.reports import (
 Group = dist.ProcessGroup
 T = TypeVar("T")
 PATIENCE_S = 60.0  # seconds that a failed rank waits for the others to finish the same phase
+ROUND_S = 10.0  # seconds between two rounds of `unhurried`
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,20 @@ class Peers:
     def rank_zero_first(self, phase: Callable[[], T]) -> T:
         """Run `phase` on rank 0, then on the others, which reuse the files that it wrote.
 
-        Errors are raised as by `agree`.
+        It may take hours, such as tokenizing a large text. Errors are raised as by `agree`.
         """
-        made = self.agree(lambda: phase() if self.rank == 0 else None)
-        return self.agree(lambda: phase() if made is None else made)
+
+        def first() -> T | None:
+            with unhurried(self.group):
+                return phase() if self.rank == 0 else None
+
+        made = self.agree(first)
+
+        def others() -> T:
+            with unhurried(self.group):
+                return phase() if made is None else made
+
+        return self.agree(others)
 
     def _compare(self, error: Exception | None) -> None:
         """Raise AgreedError on every rank if any rank has an error."""
@@ -89,7 +105,8 @@ class Peers:
         try:
             dist.all_gather_object(outcomes, mine, group=self.group)
         except RuntimeError as gone:
-            raise LostPeerError("another rank exited while the run started") from gone
+            exited = "another rank exited while the run started"
+            raise LostPeerError(late_peer(gone) or exited) from gone
         return outcomes
 
     def _gather_with_patience(self, mine: Failure | None) -> list[Failure | None] | None:
@@ -106,15 +123,51 @@ class Peers:
         return found[0] if found else None
 
 
-def together(action: Callable[[], T], group: Group | None) -> list[T]:
+@contextmanager
+def unhurried(group: Group | None) -> Iterator[None]:
+    """End this block on all ranks of a gloo group together, however long one of them takes.
+
+    A thread exchanges a word with the other ranks every ROUND_S until all are done, so the block
+    must not use the group. A rank that is interrupted or exits does not wait for the others.
+    """
+    if group is None or group.size() == 1:
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_rounds, args=(done, group), name="rounds", daemon=True)
+    thread.start()
+
+    def wait() -> None:
+        done.set()
+        thread.join()
+
+    try:
+        yield
+    except Exception:
+        wait()
+        raise
+    wait()
+
+
+def _rounds(done: threading.Event, group: Group) -> None:
+    """Exchange whether ranks are done until all are; a lost rank is seen by the next collective."""
+    finished: list[Any] = [False] * group.size()
+    with suppress(RuntimeError):
+        while not all(finished):
+            dist.all_gather_object(finished, done.wait(ROUND_S), group=group)
+
+
+def together(action: Callable[[], T], group: Group | None, *, hurried: bool = True) -> list[T]:
     """Run `action` on every rank of a gloo group (None: one process); returns results by rank.
 
-    If it fails on any rank, every rank raises CheckpointError with the ranks and the reasons.
+    If it fails on any rank, every rank raises CheckpointError with the ranks and the reasons. With
+    `hurried` false the ranks may differ by more than the group's timeout.
     """
     outcome: tuple[T | None, str | None]
     cause: Exception | None = None
     try:
-        outcome = action(), None
+        with nullcontext() if hurried else unhurried(group):
+            outcome = action(), None
     except Exception as error:  # any type, since the other ranks wait for this one
         outcome, cause = (None, error_line(error)), error
     outcomes: list[Any] = [outcome]

@@ -37,7 +37,9 @@ def check_huggingface(place: Path | str, config: Config, tokenizer: Tokenizer, v
     try:
         with opened(place, config.data.cache_dir) as source:
             source.check(config.model, vocab)
-            check_rows(tokenizer, source.rows)
+            check_rows(
+                tokenizer, vocab, hint="; model.vocab=ROWS adds rows to those that are stored"
+            )
             spec = source.tokenizer()
             if spec is not None and "data.tokenizer" not in config.checkpoint.allow_changes:
                 _check_same(tokenizer, make_tokenizer(spec), config)
@@ -59,7 +61,7 @@ def load_huggingface(place: Path | str, trainer: Trainer) -> None:
             nbytes = source.fill(tensors)
             return nbytes, sorted(map(_name, source.dtypes())), source.weights.versions()
 
-    ranks = together(read, trainer.groups.checkpoint)
+    ranks = together(read, trainer.groups.checkpoint, hurried=False)
     if any(versions != ranks[0][2] for _, _, versions in ranks):
         raise CheckpointError(f"{place}: a file has changed while the ranks read it")
     zero.finish_load()

@@ -280,6 +280,7 @@ class Loop:
         if len(run.left_out) >= self.config.train.rollbacks:
             raise error
         self.checkpoints.wait()
+        self.watchdog.beat()
         path = checkpoint.find_checkpoint(
             "auto",
             self.config.run.dir / "checkpoints",
@@ -289,6 +290,7 @@ class Loop:
         )
         if path is None:
             raise error
+        self.watchdog.beat()
         # samples of steps after error.step do not count: these steps would have been skipped too
         samples = run.samples - (run.step - error.step) * self.config.train.global_batch
         left_out, run.step = run.left_out, error.step
@@ -300,6 +302,7 @@ class Loop:
         run.left_out = [*left_out, window]
         run.samples = samples
         self._agreed()
+        self.watchdog.beat()
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
         self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)

@@ -71,7 +71,8 @@ def download_checkpoint(
         name = Location.of(candidate).name
         directory = downloads / (name if STEP.fullmatch(name) else "checkpoint")
         together(partial(_begin, candidate, directory, rank == 0), group)
-        shares = together(partial(_fetch, candidate, directory, rank, world), group)
+        fetch = partial(_fetch, candidate, directory, rank, world)
+        shares = together(fetch, group, hurried=False)
         problems = [problem for share in shares for problem in share]
         if not problems:
             for problem in broken if rank == 0 else ():
@@ -115,7 +116,7 @@ def upload_checkpoint(
             (target / name).upload(checkpoint / name)
 
     together(lambda: manifest.remove() if first else None, group)
-    together(copy, group)
+    together(copy, group, hurried=False)
     together(lambda: manifest.upload(checkpoint / MANIFEST) if first else None, group)
 
 

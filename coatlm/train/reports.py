@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import platform
+import re
 import sys
 import time
 import traceback
@@ -33,6 +34,7 @@ from coatlm.train.manifest import CheckpointError, LostPeerError
 FOREIGN = 200  # torch explains at length what a damaged file may be
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
 UNEXPECTED = 1  # Python's code for an uncaught exception; launchers restart after it
+TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # of gloo
 PEER_GRACE_S = 2.0  # seconds to wait for the rank that failed to print the reason first
 MAX_LINES = 10  # listed errors
 MAX_HOSTS = 4  # named hosts per error
@@ -96,10 +98,21 @@ def error_line(error: BaseException) -> str:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error only means that another process has closed its connections."""
+    """Whether an error only means that another process has closed its connections, or is late."""
     if isinstance(error, LostPeerError | dist.DistError):
         return True
     return type(error) is RuntimeError and "gloo/transport" in str(error)
+
+
+def late_peer(error: BaseException) -> str | None:
+    """What to say if an error means that a rank did not join a collective in time; else None."""
+    waited = TIMED_OUT.search(str(error))
+    if waited is None:
+        return None
+    return (
+        f"another rank did not join a collective within {int(waited[1]) / 60_000:g} minutes; with "
+        "log.hang_timeout=SECONDS each rank writes the stacks of its threads"
+    )
 
 
 def number_list(numbers: Iterable[int]) -> str:
@@ -175,7 +188,8 @@ def _line(error: Exception, prefix: str) -> str:
     if isinstance(error, LostPeerError) or not lost_peer(error):
         text = str(error) if isinstance(error, ConfigError) else error_line(error)
     else:
-        text = "a connection to another rank was closed; that rank's own output says why it ended"
+        closed = "a connection to another rank was closed; that rank's own output says why it ended"
+        text = late_peer(error) or closed
     common = isinstance(error, AgreedError | NonFiniteError) or type(error) is CheckpointError
     return text if common else "\n".join(prefix + line for line in text.splitlines())
 

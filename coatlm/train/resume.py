@@ -274,7 +274,19 @@ def restore(
     run.window = [float(loss) for loss in state.get("window", ())]
     if trainer.spikes is not None:
         trainer.spikes.restore(state.get("spikes"))
+    if (reason := begins_anew(trainer.config)) is not None:
+        logger.warning("%s", reason)
     logger.info("resumed from %s at step %d", path, run.step)
+
+
+def begins_anew(config: Config) -> str | None:
+    """What a resumed run has not from its checkpoint; None if it resumes exactly."""
+    if config.precision.recipe != "te-delayed":
+        return None
+    return (
+        "precision.recipe=te-delayed: a checkpoint has no amax histories of TransformerEngine, so "
+        "its scales begin at 1 again, as in a new run"
+    )
 
 
 def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:

@@ -31,6 +31,16 @@ def test_every_kind_decodes_what_it_encoded(spec: str, text: str) -> None:
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
+def test_a_vocabulary_with_the_html_tag_of_strike_through_ends_documents_with_eos(
+    tmp_path: Path,
+) -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, "<eos>": 2}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert make_tokenizer(f"hf:{tmp_path}/tokenizer.json").eod == 2
+    assert make_tokenizer(f"hf:{tmp_path}/tokenizer.json?eod=</s>").eod == 1
+
+
 def test_every_kind_has_its_eod_inside_the_vocabulary(spec: str) -> None:
     tokenizer = make_tokenizer(spec)
     assert 0 <= tokenizer.eod < tokenizer.vocab_size

@@ -162,6 +162,8 @@ def test_fields_of_phi4_mini_that_transformers_does_not_read_are_accepted() -> N
     fields = {"auto_map": code, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}
     raw = {"model_type": "phi3", **BASE}
     assert read_model({**raw, **fields}) == read_model(raw)
+    for nothing in ({}, {"AutoTokenizer": "x/y"}):
+        assert read_model({**raw, "auto_map": nothing}) == read_model(raw)
 
 
 def test_deepseeks_pair_of_scales_becomes_the_attention_factor() -> None:

@@ -71,6 +71,49 @@ def test_tokenizer_given_in_place_of_the_directorys_is_the_one_that_goes_along(
     assert "chat_template.jinja" not in names and "generation_config.json" in names
     ids = AutoTokenizer.from_pretrained(tmp_path / "back").encode("é")
     assert ids == list("é".encode())
+    report = to_huggingface(tmp_path / "coatlm", tmp_path / "like", like=source)
+    assert f"{source} has another tokenizer than the run: byte was exported" in report.notes
+    for name in ("back", "like"):
+        assert not (tmp_path / name / "chat_template.jinja").exists()
+        for file in ("config.json", "generation_config.json"):
+            ids = json.loads((tmp_path / name / file).read_text())
+            assert ids["eos_token_id"] == ids["bos_token_id"] == make_tokenizer("byte").eod
+
+
+@pytest.mark.parametrize("end", ["<stop>", "<start>"])
+def test_a_run_may_end_documents_otherwise_than_the_directory(
+    end: str, source: Path, tmp_path: Path
+) -> None:
+    spec = f"hf:{source}/tokenizer.json?eod={end}"
+    from_huggingface(source, tmp_path / "coatlm", tokenizer=spec)
+    report = to_huggingface(tmp_path / "coatlm", tmp_path / "back", like=source)
+    assert report.notes == ()
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_without_a_hugging_face_form_of_the_runs_tokenizer_the_directorys_goes_along(
+    source: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_bytes((source / "tokenizer.json").read_bytes())
+    from_huggingface(source, tmp_path / "coatlm", tokenizer=f"hf:{other}?eod=<stop>")
+    state = json.loads((tmp_path / "coatlm" / "state.json").read_text())
+    assert not to_huggingface(tmp_path / "coatlm", tmp_path / "same", like=source).notes
+    other.write_text(other.read_text().replace('"<start>"', '"<begin>"'))
+    assert (
+        state["tokenizer"] == make_tokenizer(f"hf:{source}/tokenizer.json?eod=<stop>").fingerprint
+    )
+    directory = tmp_path / "another"
+    directory.mkdir()
+    for path in source.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "tokenizer.json").write_bytes(other.read_bytes())
+    other.unlink()
+    report = to_huggingface(tmp_path / "coatlm", tmp_path / "back", like=directory)
+    assert f"the tokenizer of {directory} was copied: the run's" in report.notes[0]
+    copied = tmp_path / "back" / "tokenizer.json"
+    assert copied.read_bytes() == (directory / "tokenizer.json").read_bytes()
 
 
 def test_export_of_a_run_carries_the_file_that_it_trained_with(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from coatlm import files
 from coatlm.config import Config, make_config
 from coatlm.train import ending
 from coatlm.train.checkpoint import verify
@@ -52,7 +52,8 @@ def test_a_plot_that_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "lr": 1e-3}) + "\n")
-    (tmp_path / f".tmp-loss.png-{os.getpid()}").mkdir()  # in the place of what becomes loss.png
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "0badcafe")
+    (tmp_path / ".tmp-loss.png-0badcafe").mkdir()  # in the place of what becomes loss.png
     caplog.set_level(logging.INFO, logger="coatlm")
     finish(config(1, tmp_path), Progress(NonFiniteGuard(1), step=1), ExitCode.OK)
     warning, last = [record.getMessage() for record in caplog.records if record.name == "coatlm"]

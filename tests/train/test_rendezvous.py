@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,57 @@ def cases_of_two_ranks(rank: int, size: int, arguments: Any) -> dict[str, Any]:
 
     codes.append(report_error(NonFiniteError("step 3", 3), rank=rank, world_size=size))
     found["codes"] = codes
+    found["slow"] = slow_phases(rank, hosts)
+    found["late"] = late(rank, hosts)
     found["stuck"] = stuck(peers)  # the last one: the group does not survive it
     return found
+
+
+def slow_phases(rank: int, hosts: tuple[str, ...]) -> list[Any]:
+    """Phases that take longer than the timeout of the group, on rank 0 and on rank 1."""
+    import torch.distributed as dist
+
+    from coatlm.train import agreement
+    from coatlm.train.manifest import CheckpointError
+    from coatlm.train.reports import AgreedError
+
+    agreement.ROUND_S = 0.3
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5))
+
+    def sleep(who: int) -> int:
+        if rank == who:
+            time.sleep(3)
+        elif who == 1:
+            raise ValueError("data.text: no")
+        return rank
+
+    peers, found = agreement.Peers(rank, hosts, group), []
+    found.append(peers.rank_zero_first(lambda: sleep(0)))
+    found.append(agreement.together(lambda: sleep(0), group, hurried=False))
+    for case in (
+        lambda: peers.rank_zero_first(lambda: sleep(1)),
+        lambda: agreement.together(lambda: sleep(1), group, hurried=False),
+    ):
+        try:
+            case()
+        except (AgreedError, CheckpointError) as error:
+            found.append(str(error))
+    return found
+
+
+def late(rank: int, hosts: tuple[str, ...]) -> str:
+    """What each rank says where rank 1 comes after the timeout of the group."""
+    import torch.distributed as dist
+
+    from coatlm.train.agreement import Peers
+    from coatlm.train.manifest import LostPeerError
+
+    peers = Peers(rank, hosts, dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5)))
+    try:
+        peers.agree(lambda: time.sleep(3 * rank))
+    except LostPeerError as error:
+        return str(error).partition(";")[0]
+    return "in time"
 
 
 def stuck(peers: Any) -> str:
@@ -236,6 +286,18 @@ def test_a_phase_that_fails_on_one_rank_ends_on_all_with_its_reason(results: Any
         assert found["unexpected"] == [f"rank 1 ({HOST}): KeyError: 'config'", 1, 1]
         assert found["rank 0"][1:] == [4, 4]
         assert found["codes"] == [1, 3]
+
+
+def test_a_phase_may_take_longer_than_the_timeout_of_the_group(results: Any) -> None:
+    for rank, found in enumerate(results[0]):
+        order, both, agreed, failed = found["slow"]
+        assert (order, both) == (rank, [0, 1])
+        assert agreed == f"rank 0 ({HOST}): data.text: no"
+        assert failed == "ValueError: data.text: no (rank 0)"
+
+
+def test_a_rank_that_waits_in_vain_says_that_another_is_late(results: Any) -> None:
+    assert results[0][0]["late"] == "another rank did not join a collective within 0.025 minutes"
 
 
 def test_a_rank_that_fails_before_a_collective_leaves_instead_of_waiting(results: Any) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from coatlm.config import Config
+from coatlm.config import Config, make_config
 from coatlm.train.checkpoint import tensor_checksums
+from coatlm.train.resume import begins_anew
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs, step_five
 
@@ -109,3 +110,13 @@ def test_losses_of_the_recipes_stay_together(runs: Path) -> None:
         finals[recipe] = [line["loss"] for line in lines if "loss" in line][-1]
     assert finals[ONE_BYTE] != finals["fp8lm"]
     assert max(finals.values()) / min(finals.values()) < 1.02, finals  # ten steps apart little
+
+
+def test_only_delayed_scales_of_transformer_engine_begin_anew() -> None:
+    def reason(recipe: str, spec: str) -> str | None:
+        sections = {"precision": {"recipe": recipe}, "model": {"spec": spec}}
+        return begins_anew(make_config(sections | {"optim": {"recipe": "adamw-fp32"}}))
+
+    assert "amax histories" in (reason("te-delayed", "te") or "")
+    for recipe, spec in (("te-current", "te"), ("bf16", "local"), ("coat", "local")):
+        assert reason(recipe, spec) is None
