@@ -12,10 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.convert.from_hf import from_huggingface
+from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.hf.run_config import completed
+from coatlm.hf.source import opened
 from coatlm.parallel.groups import release_groups
 from coatlm.train import start
 from coatlm.train.checkpoint import read_state, tensor_checksums
+from coatlm.train.hf_weights import check_huggingface
 from coatlm.train.setup import Launch
 from coatlm.train.shards import StoredTensors
 from tests.bpe import train_bpe
@@ -169,3 +172,19 @@ def test_what_does_not_fit_is_refused_before_a_model_is_built(
     release_groups()
     torch.distributed.destroy_process_group()
     assert str(caught.value).startswith(f"checkpoint.resume=hf:{directory}: {complaint}")
+
+
+def test_rows_may_be_added_for_a_tokenizer_that_has_more_ids_than_are_stored(root: Path) -> None:
+    config = job(root, "biased", "biased")
+    with opened(root / "biased", config.data.cache_dir) as source:
+        assert source.rows < 384
+    check_huggingface(root / "biased", config, OtherTokenizer(384), 384)
+    with pytest.raises(ConfigError, match=r"ids up to 384, the embedding 384 rows; model\.vocab"):
+        check_huggingface(root / "biased", config, OtherTokenizer(385), 384)
+
+
+class OtherTokenizer(ByteTokenizer):
+    """Bytes and more ids."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
