@@ -109,7 +109,7 @@ megatron: $(DEV)
 		--python-version 3.12 --ignore-requires-python --only-binary=:all: \
 		--target $(VENV)/megatron megatron-core==$(NEWEST_MEGATRON)
 	PYTHONPATH=$(abspath $(VENV))/megatron $(PYTEST) $(PARALLEL) \
-		tests/convert/test_megatron.py tests/convert/test_buckets.py $(ARGS)
+		tests/convert/test_megatron*.py tests/convert/test_buckets.py $(ARGS)
 
 fuzz: $(DEV)
 	@FUZZ_MINUTES=$(MINUTES) $(PYTEST) -s tests/fuzz $(ARGS)

@@ -18,6 +18,7 @@ from typing import Any
 from coatlm.config import Config, Model, RopeScaling
 from coatlm.config.errors import shown
 from coatlm.config.presets import Sections
+from coatlm.optim.schedule import wsd_decay_steps
 
 MODEL = {  # argument -> model.*
     "num_layers": "layers",
@@ -101,9 +102,10 @@ ABSENT = (  # keys of model that megatron-core lacks
 )
 NOT_FOLLOWED = (  # arguments of training without a counterpart, unless they are 0 or None
     *("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_init", "lr_decay_samples"),
-    *("lr_wsd_decay_iters", "decoupled_lr", "rampup_batch_size", "step_batch_size_schedule"),
+    *("lr_wsd_decay_samples", "decoupled_lr", "rampup_batch_size", "step_batch_size_schedule"),
 )
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+WSD_DECAY = "minus_sqrt"  # the decay of coatlm's wsd, one of several of Megatron's WSD
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> Sections:
@@ -143,6 +145,8 @@ def read_arguments(arguments: Mapping[str, Any]) -> Sections:
     style = arguments.get("lr_decay_style")
     if isinstance(style, str) and style in SCHEDULES:
         sections["optim"]["schedule"] = SCHEDULES[style]
+    if style == "WSD" and arguments.get("lr_wsd_decay_iters"):
+        sections["optim"]["decay_steps"] = arguments["lr_wsd_decay_iters"]
     return sections
 
 
@@ -151,6 +155,8 @@ def left_out(arguments: Mapping[str, Any]) -> str:
     style, steps = arguments.get("lr_decay_style"), arguments.get("train_iters")
     names = ["lr_decay_style"] if style not in (None, *SCHEDULES) else []
     names += ["lr_decay_iters"] if arguments.get("lr_decay_iters") not in (None, steps) else []
+    if style == "WSD" and arguments.get("lr_wsd_decay_style") not in (None, WSD_DECAY):
+        names.append("lr_wsd_decay_style")
     names += [name for name in NOT_FOLLOWED if arguments.get(name)]
     names += ["decoupled_weight_decay"] if arguments.get("decoupled_weight_decay") is False else []
     if arguments.get("weight_decay_incr_style") not in (None, "constant"):
@@ -196,12 +202,16 @@ def _real(name: str, value: Any) -> float:
     return float(value)
 
 
-def write_arguments(config: Config, *, vocab: int, iteration: int, samples: int) -> Any:
+def write_arguments(
+    config: Config, *, vocab: int, iteration: int, samples: int, states: bool
+) -> argparse.Namespace:
     """The arguments of Megatron-LM for a model of coatlm, as its checkpoints hold them.
 
-    Raises ValueError for what megatron-core's GPTModel lacks.
+    `states`: whether the checkpoint has optimizer states; it has no states of random generators,
+    for which Megatron-LM asks unless `no_save_rng` says so. Raises ValueError for what
+    megatron-core's GPTModel lacks.
     """
-    m, o, t = config.model, config.optim, config.train
+    m = config.model
     for name in ABSENT:
         if (value := getattr(m, name)) != (usual := Model.model_fields[name].default):
             raise ValueError(f"model.{name}={value}: megatron-core's GPTModel has only {usual}")
@@ -241,12 +251,48 @@ def write_arguments(config: Config, *, vocab: int, iteration: int, samples: int)
         "iteration": iteration,
         "consumed_train_samples": samples,
         "consumed_valid_samples": 0,
+        "no_save_optim": not states,
+        "no_save_rng": True,
+    }
+    return argparse.Namespace(**arguments, **_training_arguments(config))
+
+
+def _training_arguments(config: Config) -> dict[str, Any]:
+    """The arguments of Megatron's optimizer, its schedule and its batches."""
+    o, t = config.optim, config.train
+    sections = {"data": config.data, "optim": o, "train": t}
+    keys = {name: key.split(".") for name, key in TRAINING.items()}
+    arguments = {name: getattr(sections[s], field) for name, (s, field) in keys.items()}
+    if o.schedule == "wsd":
+        arguments["lr_wsd_decay_iters"] = wsd_decay_steps(o, t.steps)
+        arguments["lr_wsd_decay_style"] = WSD_DECAY
+    return arguments | {
         "adam_beta1": o.betas[0],
         "adam_beta2": o.betas[1],
         "lr_decay_style": {v: k for k, v in SCHEDULES.items()}[o.schedule],
+        "lr_decay_iters": t.steps,
+        "lr_warmup_init": 0.0,
+        "start_weight_decay": o.weight_decay,
+        "end_weight_decay": o.weight_decay,
+        "weight_decay_incr_style": "constant",
     }
-    sections = {"data": config.data, "optim": o, "train": t}
-    for name, key in TRAINING.items():
-        section, _, field = key.partition(".")
-        arguments[name] = getattr(sections[section], field)
-    return argparse.Namespace(**arguments)
+
+
+def write_schedule(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The state of megatron-core's OptimizerParamScheduler at the iteration of the arguments.
+
+    It counts samples, of which an iteration has a global batch.
+    """
+    a, batch = arguments, arguments.global_batch_size
+    return {
+        "max_lr": a.lr,
+        "min_lr": a.min_lr,
+        "lr_warmup_steps": a.lr_warmup_iters * batch,
+        "num_steps": a.iteration * batch,
+        "lr_decay_style": a.lr_decay_style,
+        "lr_decay_steps": a.lr_decay_iters * batch,
+        "start_wd": a.start_weight_decay,
+        "end_wd": a.end_weight_decay,
+        "wd_incr_style": a.weight_decay_incr_style,
+        "wd_incr_steps": a.train_iters * batch,
+    }

@@ -3,7 +3,9 @@
 `torch.load(weights_only=True)` builds tensors, containers of Python and the globals that are named
 here, and refuses any other global by its name; nothing is imported. Only `argparse.Namespace` is
 the real class. In place of the others, enumerations and states of random generators that a
-conversion does not read, the file gets `Inert` objects.
+conversion does not read, the file gets `Inert` objects. Every release of megatron-core has new
+enumerations in its modules `enums`, so that these are allowed by a pattern. What megatron-core has
+registered with torch as safe, real classes and functions of the same names, is put aside meanwhile.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ import argparse
 import io
 import pickle  # nosec B403 # for UnpicklingError only
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+)
 
 from coatlm.train.manifest import CheckpointError
 from coatlm.train.reports import error_line
 
-ENUMS = "megatron.core.transformer.enums."
+ENUM = re.compile(r"megatron\.core\.(\w+\.)*enums\.\w+")
 RERUN = "megatron.core.rerun_state_machine."
 IGNORED = (  # globals in checkpoints of Megatron whose values do not matter here
-    *(
-        ENUMS + n
-        for n in ("AttnBackend", "AttnMaskType", "AttnType", "LayerType", "CudaGraphScope")
-    ),
-    *(f"megatron.core.enums.{n}" for n in ("ModelType", "Fp8Recipe", "Fp4Recipe")),
     *(f"megatron.{n}" for n in ("model.enums.ModelType", "enums.PositionEmbeddingType")),
     *(RERUN + n for n in ("RerunMode", "RerunState", "RerunDiagnostic", "QuickStats")),
     *(f"numpy.{c}.multiarray.{n}" for c in ("core", "_core") for n in ("_reconstruct", "scalar")),
@@ -47,6 +53,20 @@ class Inert:
         self.state = state
 
 
+@contextmanager
+def none_registered() -> Iterator[None]:
+    """Put aside the globals that libraries have registered with torch.
+
+    torch takes any one of two globals of one name; numpy's function would refuse an `Inert` array.
+    """
+    registered = get_safe_globals()
+    clear_safe_globals()
+    try:
+        yield
+    finally:
+        add_safe_globals(registered)
+
+
 def load_pickle(path: Path, content: bytes | None = None) -> Any:
     """The content of a torch.save file, whose tensors stay in the file until they are used.
 
@@ -54,23 +74,29 @@ def load_pickle(path: Path, content: bytes | None = None) -> Any:
     Raises ValueError with the file's name if it cannot be opened or holds a global that is not
     allowed, and CheckpointError if it is damaged.
     """
-    allowed: list[Any] = [argparse.Namespace, *((Inert, name) for name in IGNORED)]
     try:
         if content is None:
             path.open("rb").close()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     try:
-        with torch.serialization.safe_globals(allowed):
-            if content is not None:
-                return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with none_registered():
+            return _load(path, content)
     except pickle.UnpicklingError as error:  # torch's message suggests loading the file anyway
-        found = REFUSED.search(str(error))
-        what = found[1] if found else "something other than tensors"
+        refused = REFUSED.search(str(error))
+        what = refused[1] if refused else "something other than tensors"
         raise ValueError(f"{path}: holds {what}, which is not allowed: refused") from None
     except Exception as error:  # a damaged file raises nearly anything
         raise CheckpointError(f"{path} is damaged ({error_line(error)})") from None
+
+
+def _load(path: Path, content: bytes | None) -> Any:
+    found = get_unsafe_globals_in_checkpoint(path if content is None else io.BytesIO(content))
+    names = [*IGNORED, *(name for name in found if ENUM.fullmatch(name))]
+    with safe_globals([argparse.Namespace, *((Inert, name) for name in names)]):
+        if content is not None:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def is_plain(value: Any) -> bool:

@@ -4,7 +4,9 @@ The result is a directory as Megatron-LM's `--load` takes it: `latest_checkpoint
 and an iteration in megatron-core's `torch_dist` format, with one tensor per layer and the arguments
 of the model in common.pt. `content_metadata` there tells megatron-core which names to ask for. The
 states of `optim.recipe=adamw-fp32` become those of Megatron's distributed optimizer in its
-`fully_reshardable` format; other recipes have other formats, and only weights are written.
+`fully_reshardable` format; other recipes have other formats, and only weights are written. Weights
+alone at step 0 are a `release`: Megatron-LM asks for nothing else, and takes no iteration 0 before
+megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from coatlm.config import Config
 from coatlm.console import progress
 from coatlm.convert.from_hf import LARGEST_MULTIPLE, with_rows
-from coatlm.convert.megatron_args import write_arguments
+from coatlm.convert.megatron_args import write_arguments, write_schedule
 from coatlm.convert.megatron_files import LATEST
 from coatlm.convert.to_hf import CheckpointWeights
 from coatlm.files import STATE_PREFIX, whole_directory
@@ -39,6 +41,7 @@ EXTRA = (  # modules of a layer with an extra state
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+RELEASE = "release"  # in LATEST, and the directory that it names
 NAMES = {MASTER: "param", M: "exp_avg", V: "exp_avg_sq"}  # in the fully_reshardable format
 
 logger = logging.getLogger("coatlm.convert")
@@ -76,10 +79,10 @@ def to_megatron(
     described = {key: _described(key, shape, weights.dtype, rows) for key, shape in plan.items()}
     for name, (_, key) in states.items():
         described[name] = _described(key, plan[key], torch.float32, rows)
-    notes = [f"{rows - weights.rows} rows of zeros were added"] if rows > weights.rows else []
-    notes += [] if states else ["weights only: load with --finetune or --no-load-optim"]
-    report = Report.of(list(described.values()), tuple(notes))
     iteration = int(state["step"])
+    latest = str(iteration) if states or iteration else RELEASE
+    notes = _notes(rows - weights.rows, bool(states), latest)
+    report = Report.of(list(described.values()), notes)
 
     def make(name: str) -> Tensor:
         ours, key = states.get(name, (name, name))
@@ -92,12 +95,20 @@ def to_megatron(
         whole_directory(destination) as directory,
         progress(f"converting {checkpoint.name}", report.bytes) as advance,
     ):
-        inner = directory / f"iter_{iteration:07d}"
+        inner = directory / (latest if latest == RELEASE else f"iter_{iteration:07d}")
         inner.mkdir()
         write_layout(inner, _common(config, state, rows, states=bool(states)))
         write_one_by_one(inner, described, make, nothing=_extra_states(config))
-        write_file(directory / LATEST, f"{iteration}\n".encode())
+        write_file(directory / LATEST, f"{latest}\n".encode())
     return report
+
+
+def _notes(added: int, states: bool, latest: str) -> tuple[str, ...]:
+    notes = [f"{added} rows of zeros were added"] if added else []
+    if not states:
+        flags = ": load with --finetune or --no-load-optim"
+        notes.append("weights only" + (flags if latest != RELEASE else ""))
+    return tuple(notes)
 
 
 def _states(
@@ -143,8 +154,9 @@ def _common(
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
+    arguments = write_arguments(config, vocab=vocab, iteration=step, samples=samples, states=states)
     common: dict[str, Any] = {
-        "args": write_arguments(config, vocab=vocab, iteration=step, samples=samples),
+        "args": arguments,
         "checkpoint_version": 3.0,
         "iteration": step,
         "content_metadata": metadata,
@@ -156,6 +168,7 @@ def _common(
             "optimizer": {"param_groups": groups},
             "param_state_sharding_type": "fully_reshardable",
         }
+        common["opt_param_scheduler"] = write_schedule(arguments)
     return common
 
 

@@ -7,9 +7,11 @@ in each process of a group and runs a list of jobs.
 from __future__ import annotations
 
 import argparse
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,7 @@ from megatron.core import (  # isort: skip
     parallel_state,
     tensor_parallel,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
 from megatron.core.distributed import (  # isort: skip
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -28,6 +31,7 @@ from megatron.core.distributed import (  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 from megatron.core.transformer.enums import AttnBackend  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -43,6 +47,9 @@ ARGUMENTS = {  # of Megatron-LM, for the same model
     **{"seq_length": 32, "lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "num_experts": None},
     **{"train_iters": 9, "global_batch_size": 2, "micro_batch_size": 2, "lr_warmup_iters": 1},
     **{"consumed_train_samples": 6, "attention_dropout": 0.1, "lr_decay_style": "constant"},
+    **{"min_lr": 0.0, "lr_decay_iters": 9, "lr_warmup_init": 0.0, "weight_decay": 0.02},
+    **{"start_weight_decay": 0.02, "end_weight_decay": 0.02},
+    **{"weight_decay_incr_style": "constant"},
 }
 FUSIONS = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
@@ -145,6 +152,46 @@ def trained(chunks: list[Any], job: dict[str, Any]) -> Any:
     return optimizer
 
 
+def schedule(optimizer: Any, arguments: argparse.Namespace) -> OptimizerParamScheduler:
+    """Megatron's schedule of a run with these arguments, which counts samples."""
+    a, batch = arguments, arguments.global_batch_size
+    decay = getattr(a, "lr_wsd_decay_iters", None)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=a.lr_warmup_init,
+        max_lr=a.lr,
+        min_lr=a.min_lr,
+        lr_warmup_steps=a.lr_warmup_iters * batch,
+        lr_decay_steps=a.lr_decay_iters * batch,
+        lr_decay_style=a.lr_decay_style,
+        start_wd=a.start_weight_decay,
+        end_wd=a.end_weight_decay,
+        wd_incr_steps=a.train_iters * batch,
+        wd_incr_style=a.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,  # a checkpoint must have the same values
+        wsd_decay_steps=None if decay is None else decay * batch,
+        lr_wsd_decay_style=getattr(a, "lr_wsd_decay_style", None),
+    )
+
+
+def random_states(*, sharded: bool) -> Any:
+    """The states of random generators, in the form that a format of Megatron-LM has."""
+    states = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
+    states |= {"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {}}
+    if not sharded:
+        return [states]
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    pp = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedObject("rng_state", [states], layout()[::-1], (pp, tp), replica_id=replica)
+
+
+def layout() -> tuple[int, int]:
+    """The sizes of tensor and pipeline parallelism."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return tp, parallel_state.get_pipeline_model_parallel_world_size()
+
+
 def metadata_of(job: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "non_homogeneous_layers": job["layers"] == "separate",
@@ -161,20 +208,31 @@ def state_of(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
     return {n: c.sharded_state_dict(metadata=metadata) for n, c in zip(names, chunks, strict=True)}
 
 
-def load(chunks: list[Any], optimizer: Any, source: str) -> None:
-    """Load a checkpoint as Megatron-LM does: its metadata says which names to ask for."""
-    metadata = dist_checkpointing.load_content_metadata(source)
-    state = state_of(chunks, metadata)
+def load(chunks: list[Any], optimizer: Any, scheduler: Any, source: str) -> None:
+    """Load a checkpoint as Megatron-LM does: its metadata and arguments say what to ask for."""
+    common = dist_checkpointing.load_common_state_dict(source)
+    metadata, arguments = common["content_metadata"], common["args"]
+    model = state_of(chunks, metadata)
+    state = dict(model)
+    release = Path(source).name == "release"
+    sizes = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    resumed = sizes == layout() and not release and not getattr(arguments, "no_save_rng", False)
+    if resumed:
+        state["rng_state"] = random_states(sharded=True)
     if optimizer is not None:
+        assert not release and not getattr(arguments, "no_save_optim", False)
         state["optimizer"] = optimizer.sharded_state_dict(
-            state.copy(), is_loading=True, metadata=metadata
+            model.copy(), is_loading=True, metadata=metadata
         )
     found = dist_checkpointing.load(state, source)
-    for name, chunk in zip([n for n in state if n != "optimizer"], chunks, strict=True):
+    for name, chunk in zip(model, chunks, strict=True):
         chunk.load_state_dict(found[name], strict=True)
     if optimizer is not None:
         take_step(optimizer.chained_optimizers[0], found["optimizer"])
         optimizer.load_state_dict(found["optimizer"])
+        scheduler.load_state_dict(found["opt_param_scheduler"])
+    if resumed:
+        random.setstate(found["rng_state"][0]["random_rng_state"])
 
 
 def take_step(optimizer: Any, state: dict[str, Any]) -> None:
@@ -189,13 +247,18 @@ def take_step(optimizer: Any, state: dict[str, Any]) -> None:
     )
 
 
-def save(chunks: list[Any], optimizer: Any, job: dict[str, Any]) -> None:
+def save(chunks: list[Any], optimizer: Any, scheduler: Any, job: dict[str, Any]) -> None:
     """A torch_dist checkpoint, or pickles of ranks with `pickles`."""
     directory = Path(job["save"])
     arguments = ARGUMENTS | {"add_qkv_bias": job["bias"], "qk_layernorm": job["norm"]}
     arguments |= {"untie_embeddings_and_output_weights": not job["tied"]}
     arguments |= {"attention_backend": AttnBackend.auto, "params_dtype": torch.bfloat16}
-    common = {"args": argparse.Namespace(**arguments), "iteration": STEPS}
+    sizes = zip(("tensor", "pipeline"), layout(), strict=True)
+    arguments |= {f"{name}_model_parallel_size": size for name, size in sizes}
+    common: dict[str, Any] = {"args": argparse.Namespace(**arguments), "iteration": STEPS}
+    if scheduler is not None:
+        common["opt_param_scheduler"] = scheduler.state_dict()
+    common["rng_state"] = random_states(sharded=not job["pickles"])
     if job["pickles"]:
         tp = parallel_state.get_tensor_model_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -235,10 +298,14 @@ def run_all(rank: int, size: int, jobs: list[dict[str, Any]]) -> None:
         torch.manual_seed(1)
         chunks = build(job)
         optimizer = trained(chunks, job) if job["optimizer"] else None
+        given_arguments = argparse.Namespace(**ARGUMENTS)
+        scheduler = schedule(optimizer, given_arguments) if optimizer is not None else None
         if job["load"]:
-            load(chunks, optimizer, job["load"])
+            load(chunks, optimizer, scheduler, job["load"])
+        elif scheduler is not None:
+            scheduler.step(STEPS * given_arguments.global_batch_size)
         if job["save"]:
-            save(chunks, optimizer, job)
+            save(chunks, optimizer, scheduler, job)
         if job["logits"]:
             with torch.no_grad():
                 torch.save(forward(chunks[0].eval()).float(), job["logits"])

@@ -25,7 +25,7 @@ from coatlm.hf.layout import entries
 from coatlm.train.checkpoint import CheckpointError, read_state, tensor_checksums, verify
 from coatlm.train.dcp import ShardWriter
 from coatlm.train.shards import StoredTensors
-from tests.convert.megatron_writer import SIZES, STEPS, VOCAB, tokens
+from tests.convert.megatron_writer import ARGUMENTS, SIZES, STEPS, VOCAB, tokens
 from tests.distributed import run_ranks
 from tests.hf.models import ours
 from tests.train.test_resume import metrics_of, start_jobs
@@ -185,6 +185,8 @@ def back(root: Path) -> Path:
             | {"optimizer": "fully_reshardable", "layers": "separate"}
             | {"save": str(root / f"{name} again"), "logits": str(root / f"{name} again logits")}
         )
+    to_megatron(root / "tp2 pp2 converted", root / "released")  # weights of step 0
+    jobs.append({"load": str(root / "released/release"), "logits": str(root / "released logits")})
     run_ranks(1, WRITER, jobs)
     return root
 
@@ -196,6 +198,8 @@ def test_megatron_core_loads_weights_and_states_that_came_back_bit_by_bit(back: 
         assert tensor_checksums(twice) == tensor_checksums(back / f"{name} converted")
         groups = common_of(back / f"{name} again")["optimizer"]
         assert [group["step"] for group in groups["optimizer"]["param_groups"]] == [STEPS, STEPS]
+        samples = STEPS * int(ARGUMENTS["global_batch_size"])
+        assert common_of(back / f"{name} again")["opt_param_scheduler"]["num_steps"] == samples
     assert (back / f"{name} back/latest_checkpointed_iteration.txt").read_text() == "3\n"
 
 
@@ -203,6 +207,26 @@ def test_megatron_core_computes_the_same_logits_with_what_came_back(back: Path) 
     for name in ("separate, fully reshardable", "fp32"):
         again = torch.load(back / f"{name} again logits")
         assert torch.equal(again, torch.load(back / f"{name} logits"))
+
+
+def test_weights_of_step_0_are_a_release_from_which_megatron_core_loads(back: Path) -> None:
+    name = "separate, fully reshardable"
+    assert torch.equal(torch.load(back / "released logits"), torch.load(back / f"{name} logits"))
+    assert (back / "released/latest_checkpointed_iteration.txt").read_text() == "release\n"
+    assert convert(back / "released", back / "released converted", "--vocab-multiple", "128") == 0
+    expected = tensor_checksums(back / "tp2 pp2 converted")
+    assert tensor_checksums(back / "released converted") == expected
+
+
+def test_weights_of_a_later_step_ask_for_flags_of_megatron_lm(back: Path, tmp_path: Path) -> None:
+    """Megatron-LM would otherwise look for optimizer states."""
+    report = to_megatron(back / "fp32 converted", tmp_path / "weights", weights_only=True)
+    assert report.notes == ("weights only: load with --finetune or --no-load-optim",)
+    assert (tmp_path / "weights/latest_checkpointed_iteration.txt").read_text() == "3\n"
+    for path, without in (("fp32 back", False), ("weights", True)):
+        common = common_of((tmp_path if without else back) / path / "iter_0000003")
+        assert (common["args"].no_save_optim, common["args"].no_save_rng) == (without, True)
+        assert ("opt_param_scheduler" not in common, "optimizer" not in common) == (without,) * 2
 
 
 def test_arguments_that_are_written_are_read_as_the_same_model(back: Path) -> None:
