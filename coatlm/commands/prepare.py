@@ -26,13 +26,18 @@ With `--pack 8192`, the last lines say what samples of 8192 tokens (data.seq_len
 value of data.packing: their number, the share of padding, and how many documents are cut, over the
 whole dataset, before data.split divides it. Nothing of this is stored.
 
-The name of a file determines its format:
+The name of a file determines its format, in letters of either case:
   *.jsonl *.ndjson *.json    one JSON object per line, with the document in --field
   *.parquet                  one document per row, in --column
   everything else            plain text, one document per file (or per --shard-mb of a larger one)
-All but parquet may be compressed: *.gz, *.zst. Bytes that are not UTF-8 are replaced by U+FFFD and
-counted; documents without text are skipped and counted. Memory is bounded; a file that exceeds
+All but parquet may be compressed: *.gz, *.zst, *.zstd. Other compressions and binary formats, such
+as *.bz2 and *.arrow, are an error, and so is a file whose first bytes are those of a compression or
+format that its name does not say. Bytes that are not UTF-8 are replaced by U+FFFD and counted;
+documents without text are skipped and counted. Memory is bounded; a file that exceeds
 --max-expansion or --max-record-mb is an error.
+
+If OUTPUT_PREFIX already has the tokens of these inputs and options, nothing is done; if it
+has others, or is damaged (--verify reads files of more than 1 GiB too), --overwrite is needed.
 
 An interrupted run leaves OUTPUT_PREFIX.shards; the same command resumes from it. The result is the
 same, byte for byte, for any number of workers and interruptions. Exit code: 0; 2 for an error,
@@ -51,6 +56,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from coatlm.console import Parser, explain, fail, local_path, local_text, output_path, progress
 from coatlm.data.chat import NONE, OWN, chat_format
@@ -60,6 +66,20 @@ from coatlm.data.preprocess import preprocess
 from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.token_shard import SHARD_BYTES, Options
 from coatlm.data.tokenizer import SPECS, make_tokenizer
+
+DEFAULTS: dict[str, Any] = {  # of the options of --input, which have no effect with --verify
+    "tokenizer": "byte",
+    "field": "text",
+    "column": "text",
+    "chat": False,
+    "chat_template": None,
+    "append_eod": True,
+    "shard_mb": SHARD_BYTES >> 20,
+    "max_expansion": DEFAULT_LIMITS.max_expansion,
+    "max_record_mb": DEFAULT_LIMITS.max_record >> 20,
+    "pack": None,
+    "overwrite": False,
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -75,10 +95,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="PREFIX",
         help="verify checksums of datasets",
     )
-    add("--tokenizer", type=local_text, default="byte", help=f"{SPECS} (default: byte)")
-    add("--field", default="text", help="of a JSON line (default: text)")
-    add("--column", default="text", help="of parquet (default: text)")
-    add("--chat", action="store_true", help="JSON lines are conversations; write a loss mask")
+    add("--tokenizer", type=local_text, help=f"{SPECS} (default: byte)")
+    add("--field", help="of a JSON line (default: text)")
+    add("--column", help="of parquet (default: text)")
+    add(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="JSON lines are conversations; write a loss mask",
+    )
     add(
         "--chat-template",
         type=local_text,
@@ -88,27 +113,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="end every document with the tokenizer's end-of-document id (default: yes)",
     )
     add("--workers", type=int, default=0, help="processes; 0: one per core (default)")
     add(
         "--shard-mb",
         type=int,
-        default=SHARD_BYTES >> 20,
-        help="MiB of input that one process takes at a time (default: %(default)s)",
+        help=f"MiB of input that one process takes at a time (default: {DEFAULTS['shard_mb']})",
     )
     add(
         "--max-expansion",
         type=float,
-        default=DEFAULT_LIMITS.max_expansion,
-        help="bytes of text that a compressed file may hold per byte (default: %(default)g)",
+        help="bytes of text that a compressed file may hold per byte (default: "
+        f"{DEFAULTS['max_expansion']:g})",
     )
     add(
         "--max-record-mb",
         type=int,
-        default=DEFAULT_LIMITS.max_record >> 20,
-        help="MiB of a JSON line, parquet value or zstd window (default: %(default)s)",
+        help="MiB of a JSON line, parquet value or zstd window (default: "
+        f"{DEFAULTS['max_record_mb']})",
     )
     add(
         "--pack",
@@ -119,7 +142,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--overwrite",
         action="store_true",
-        help="replace a dataset with other inputs or options, or one without checksums",
+        default=None,
+        help="prepare again and replace the dataset that exists, whatever it was made from",
     )
     parsed = parser.parse(arguments)
     if bool(parsed.verify) == bool(parsed.input or parsed.output_prefix) or bool(
@@ -131,6 +155,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             option = "--verify" if parsed.verify else "--output-prefix"
             example = "give the beginning of the names of files, such as data/corpus"
             parser.error(f"{option} {prefix}: {example}")
+    _refuse_ignored(parser, parsed)
     if parsed.chat_template is not None and not parsed.chat:
         parser.error("--chat-template is an option of --chat")
     if parsed.workers < 0 or parsed.shard_mb < 1:
@@ -138,12 +163,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if not (1 <= parsed.max_expansion <= 1e9 and 1 <= parsed.max_record_mb <= 1 << 20):
         parser.error("--max-expansion is in 1..1e9 and --max-record-mb in 1..1048576")
     if parsed.pack is not None:
-        if parsed.verify:
-            parser.error("--pack is an option of --input")
         shortest, longest = sample_lengths()
         if not shortest <= parsed.pack <= longest:
             parser.error(f"--pack {parsed.pack}: must be in {shortest}..{longest}, as data.seq_len")
     return parsed
+
+
+def _refuse_ignored(parser: Parser, parsed: argparse.Namespace) -> None:
+    """End with an error if an option has no effect; the others that are not given get DEFAULTS."""
+    for ignored, with_ in ((DEFAULTS, "verify"), (("field", "column"), "chat")):
+        given = [name for name in ignored if getattr(parsed, name) is not None]
+        if getattr(parsed, with_) and given:
+            parser.error(f"--{given[0].replace('_', '-')} has no effect with --{with_}")
+    for name, value in DEFAULTS.items():
+        if getattr(parsed, name) is None:
+            setattr(parsed, name, value)
 
 
 def sample_lengths() -> tuple[int, int]:

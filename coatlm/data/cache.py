@@ -40,7 +40,8 @@ from typing import IO, TYPE_CHECKING
 from coatlm.data.checksums import CacheFullError, DatasetError
 from coatlm.data.documents import expand_inputs, plan_segments
 from coatlm.data.indexed import Indexed, open_indexed
-from coatlm.data.preprocess import preprocess
+from coatlm.data.manifest import DatasetManifest
+from coatlm.data.preprocess import VERIFIED_BYTES, preprocess
 from coatlm.data.shards import LostWorkerError, fingerprint
 from coatlm.data.streams import Limits, some
 from coatlm.data.token_shard import Options
@@ -51,7 +52,6 @@ from coatlm.platform import boot_id
 if TYPE_CHECKING:
     from coatlm.config import Data
 
-VERIFIED_BYTES = 1 << 30  # bytes of tokens; verified at 4 GB/s from the page cache
 ABANDONED_SECONDS = 3600.0
 RENEWED_SECONDS = 60.0
 DAMAGED = "damaged"
@@ -87,9 +87,23 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
         if not found or damage is not None:
             data.cache_dir.mkdir(parents=True, exist_ok=True)
             with _own_folder(data.cache_dir, key) as own:
-                preprocess(data.text, own / "text", options, limits=limits, workers=data.workers)
+                made = preprocess(
+                    data.text, own / "text", options, limits=limits, workers=data.workers
+                )
                 _publish(own, home, replace=found)
+            _warn_of_replaced(data, made)
     return home / "text"
+
+
+def _warn_of_replaced(data: Data, made: DatasetManifest) -> None:
+    """Log how many characters of the text were not UTF-8, if any."""
+    if made.replaced_utf8:
+        logger.warning(
+            "data.text=%s: %s characters were not UTF-8 and became U+FFFD, %.3g per 1,000 tokens",
+            some(data.text),
+            f"{made.replaced_utf8:,}",
+            1000 * made.replaced_utf8 / made.tokens,
+        )
 
 
 def _damage(home: Path, tokenizer: Tokenizer) -> str | None:

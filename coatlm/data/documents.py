@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import re
-import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from coatlm.config.urls import is_url
+from coatlm.data.input_files import START_BYTES, require_content, require_regular, suffixes
 from coatlm.data.parquet import read_column, row_groups
 from coatlm.data.streams import (
     BLOCK_BYTES,
@@ -110,20 +110,6 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path | str]:
     return list(paths)
 
 
-def require_regular(path: Path) -> None:
-    """Raise ValueError unless `path` is a regular file."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    if stat.S_ISDIR(mode):
-        raise ValueError(f"{path}: is a directory; name its files, for example {path}/*.txt")
-    if not stat.S_ISREG(mode):
-        names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        what = names.get(stat.S_IFMT(mode), "a device")
-        raise ValueError(f"{path}: is {what}, not a regular file; write its content to a file")
-
-
 def stdlib_sources() -> list[Path]:
     """The .py files of the standard library without its tests, sorted, up to STDLIB_BYTES."""
     root = sysconfig.get_paths()["stdlib"]
@@ -141,10 +127,11 @@ def stdlib_sources() -> list[Path]:
 
 
 def file_kind(path: str) -> tuple[FileKind, str]:
-    """The content type and the compression ("", ".gz" or ".zst") of a file, from its name."""
-    name = Path(path)
-    compression = name.suffix if name.suffix in (".gz", ".zst") else ""
-    suffix = name.with_suffix("").suffix if compression else name.suffix
+    """The content type and the compression ("", ".gz" or ".zst") of a file, from its name.
+
+    Raises ValueError for the name of a file that is not read.
+    """
+    suffix, compression = suffixes(path)
     if suffix in (".jsonl", ".ndjson", ".json"):
         return "jsonl", compression
     if suffix == ".parquet":
@@ -157,12 +144,19 @@ def file_kind(path: str) -> tuple[FileKind, str]:
 
 
 def plan_segments(paths: Sequence[Path | str], segment_bytes: int) -> list[Segment]:
-    """Divide all files into segments, in order. Plain files are cut every `segment_bytes`."""
+    """Divide all files into segments, in order. Plain files are cut every `segment_bytes`.
+
+    Raises ValueError for a file that cannot be read, or holds another format than its name says.
+    """
     segments: list[Segment] = []
     for path in paths:
         kind, compression = file_kind(str(path))
         try:
             size, version = _size_and_version(str(path))
+            if not is_url(str(path)):  # an object is checked when it is read
+                with open(path, "rb") as file:
+                    named = ".parquet" if kind == "parquet" else compression
+                    require_content(str(path), file.read(START_BYTES), named)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
         identity = (str(path), size, version)
@@ -268,8 +262,9 @@ def _text_blocks(segment: Segment, stream: TextStream, document_bytes: int) -> I
     for stop in stops:
         begin = stream.offset
         while raw := stream.read_piece(stop, document_bytes):
-            if raw.startswith(_BOM) and stream.offset == len(raw):
-                raw = raw[len(_BOM) :]
+            if stream.offset == len(raw):
+                require_content(segment.path, raw)
+                raw = raw.removeprefix(_BOM)
             text, replaced = decode_utf8(raw)
             yield Block([text], replaced, 0, stream.bytes_from_disk())
         if stream.offset > begin or not compressed:
@@ -288,8 +283,9 @@ def _jsonl_blocks(segment: Segment, stream: TextStream, extract: Extract[T]) -> 
     replaced = empty = 0
     after = BLOCK_BYTES + stream.offset
     while (begin := stream.offset) < stop and (line := stream.read_line()):
-        if begin == 0 and line.startswith(_BOM):
-            line = line[len(_BOM) :]
+        if begin == 0:
+            require_content(segment.path, line)
+            line = line.removeprefix(_BOM)
         if line and not line.isspace():
             where = f"{segment.path}: at byte {begin}"
             record, wrong = _json_record(line, where)

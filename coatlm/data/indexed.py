@@ -5,9 +5,10 @@ PREFIX.mask, a byte per token that is 1 if the token is learned, and its checksu
     .idx = magic (9 B) | version u64 | dtype code u8 | sequences u64 | bounds u64
          | length i32 per sequence | byte offset i64 per sequence | i64 per document bound
 
-The first two files have the format of `megatron.core.datasets.indexed_dataset` and are written with
-its builder. Its reader is not used, because it unmaps the tokens when it is garbage-collected even
-while arrays refer to them, and does not check that the files are consistent.
+The first two files have the format of `megatron.core.datasets.indexed_dataset`, whose builder would
+write the same bytes but keeps some 100 per document in memory. Its reader is not used, because it
+unmaps the tokens when it is garbage-collected even while arrays refer to them, and does not check
+that the files are consistent.
 
 No damaged byte is trained on. .idx and .crc32, 2 % of the data, are compared with the checksums in
 PREFIX.json when a dataset is opened, and blocks of tokens with those in .crc32 on every read: see

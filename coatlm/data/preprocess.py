@@ -15,15 +15,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from coatlm.data.checksums import BlockSums
+from coatlm.data.checksums import BlockSums, DatasetError
 from coatlm.data.documents import Segment, expand_inputs, plan_segments, require_json_lines
+from coatlm.data.indexed import DTYPES, MAGIC, open_indexed
 from coatlm.data.manifest import (
     MASK,
     MASK_SUFFIXES,
@@ -43,6 +46,8 @@ from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.files import open_locked
 
 COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
+INDEXED = 1 << 16  # documents of .idx whose offsets are computed at once
+VERIFIED_BYTES = 1 << 30  # of a file; verified at 4 GB/s from the page cache
 PUBLISHING = "publishing"  # in PREFIX.shards, from before the first rename: the key of the inputs
 
 
@@ -59,18 +64,22 @@ def preprocess(
 
     With `options.chat` the inputs are JSON lines of conversations, and PREFIX.mask is written too.
 
-    An interrupted call leaves PREFIX.shards, from which the same call continues. Does nothing if
-    PREFIX already has this content. `workers` is the number of processes, 0 for one per core.
-    Raises a one-line ValueError with the file's name, and OSError if writing fails.
+    An interrupted call leaves PREFIX.shards, from which the same call continues. Without
+    `overwrite`, does nothing if PREFIX already has this content. `workers` is the number of
+    processes, 0 for one per core. Raises a one-line ValueError with the file's name, and OSError if
+    writing fails.
     """
     tokenizer = make_tokenizer(options.tokenizer)
     segments = plan_segments(expand_inputs(inputs), options.shard_bytes)
     if options.chat is not None:
         require_json_lines(segments)
     key = fingerprint(segments, options, tokenizer)
-    done = _existing(prefix, key, segments, overwrite, masked=options.chat is not None)
+    _require_no_input(prefix, segments)
+    done = _manifest_at(prefix, overwrite)
+    if not overwrite:
+        done = _unchanged(prefix, done, key, tokenizer, masked=options.chat is not None)
     directory = suffixed(prefix, ".shards")
-    if done is not None:
+    if done is not None and not overwrite:
         _remove_left(directory)
         return done
     directory.mkdir(parents=True, exist_ok=True)
@@ -93,32 +102,56 @@ def _shortened(inputs: Sequence[str]) -> str:
     return ", ".join(inputs[:2]) + (f" and {len(inputs) - 2} more" if len(inputs) > 2 else "")
 
 
-def _existing(
-    prefix: Path, key: str, segments: Sequence[Segment], overwrite: bool, *, masked: bool
-) -> DatasetManifest | None:
-    """The manifest if PREFIX already has this content, else None.
-
-    Raises ValueError if PREFIX is an input, or exists with other content without `overwrite`.
-    """
-    targets = [suffixed(prefix, suffix) for suffix in SUFFIXES + MASK_SUFFIXES]
+def _require_no_input(prefix: Path, segments: Sequence[Segment]) -> None:
+    """Raise ValueError if a file of PREFIX is an input."""
     inputs = {segment.path for segment in segments}
-    for target in targets:
+    for target in (suffixed(prefix, suffix) for suffix in SUFFIXES + MASK_SUFFIXES):
         if str(target.absolute()) in inputs:
             raise ValueError(f"{target}: would overwrite an input; choose another output prefix")
-    manifest = read_dataset_manifest(prefix)
+
+
+def _manifest_at(prefix: Path, overwrite: bool) -> DatasetManifest | None:
+    """The content of PREFIX.json, None if it does not exist.
+
+    Raises DatasetError if it is damaged or not of coatlm. With `overwrite` a damaged one is None.
+    """
+    try:
+        return read_dataset_manifest(prefix)
+    except DatasetError:
+        files = [suffixed(prefix, suffix) for suffix in (".json", ".crc32")]
+        if overwrite and all(path.is_file() for path in files):  # only coatlm writes .crc32
+            return None
+        raise
+
+
+def _unchanged(
+    prefix: Path, manifest: DatasetManifest | None, key: str, tokenizer: Tokenizer, *, masked: bool
+) -> DatasetManifest | None:
+    """`manifest` if PREFIX already has this content, None if it can be written.
+
+    All checksums are verified, but of .bin or .mask of more than VERIFIED_BYTES only the size.
+    Raises ValueError if PREFIX is damaged or has other content, unless a call was ended while it
+    replaced the files.
+    """
+    damaged = None
     if manifest is not None and manifest.inputs == key:
-        expected = [suffixed(prefix, suffix) for suffix in manifest.suffixes]
-        if all(target.exists() for target in expected) and not (
-            overwrite and manifest.version == 1
-        ):
+        try:
+            opened = open_indexed(prefix, tokenizer)
+            for file in (opened.file, opened.mask):
+                if file is not None and file.sums is not None and file.nbytes <= VERIFIED_BYTES:
+                    for _ in file.verify():
+                        pass
+        except DatasetError as error:
+            damaged = f"{error}; --overwrite prepares it again"
+        else:
             return manifest
     marker = suffixed(prefix, ".shards") / PUBLISHING
-    publishing = marker.exists() and marker.read_text() == key
+    if marker.exists() and marker.read_text() == key:
+        return None
     for target in (suffixed(prefix, suffix) for suffix in (".bin", ".idx", MASK)[: 2 + masked]):
-        if target.exists() and not overwrite and not publishing:
-            raise ValueError(
-                f"{target}: exists, made from other inputs or options; see --overwrite"
-            )
+        if target.exists():
+            other = f"{target}: exists, made from other inputs or options; see --overwrite"
+            raise ValueError(damaged or other)
     return None
 
 
@@ -153,26 +186,25 @@ def _join(
     `masked` writes their masks to .mask and .mask.crc32. Returns the CRC-32 of .idx, of .crc32 and
     of .mask.crc32, which is 0 without a mask. Raises ValueError if a shard is damaged.
     """
-    from coatlm.megatron import indexed_dataset  # imports torch, unneeded by workers
-
     binary, index, checksums = (suffixed(base, suffix) for suffix in (".bin", ".idx", ".crc32"))
     masks, mask_checksums = (suffixed(base, suffix) for suffix in MASK_SUFFIXES)
-    builder = indexed_dataset().IndexedDatasetBuilder(str(binary), dtype=dtype)
     sums, mask_sums = BlockSums(), BlockSums()
-    for shard in shards:
-        tokens, lengths, mask = shard.read(dtype, masked=masked)
-        content = tokens.view(np.uint8).data
-        for start in range(0, len(content), COPIED_BYTES):
-            sums.update(content[start : start + COPIED_BYTES])
-        start = 0
-        for length in lengths.tolist():
-            builder.add_document(tokens[start : start + length], [length])
-            start += length
-        if masked:
-            with open(masks, "wb" if shard is shards[0] else "ab") as file:
-                file.write(mask.data)
-            mask_sums.update(mask.data)
-    builder.finalize(str(index))
+    lengths: list[NDArray[np.int32]] = []
+    with contextlib.ExitStack() as stack:
+        tokens_file = stack.enter_context(open(binary, "wb"))
+        masks_file = stack.enter_context(open(masks, "wb")) if masked else None
+        for shard in shards:
+            content = shard.read(dtype, masked=masked)
+            lengths.append(content.lengths)
+            raw = content.tokens.view(np.uint8).data
+            for start in range(0, len(raw), COPIED_BYTES):
+                piece = raw[start : start + COPIED_BYTES]
+                tokens_file.write(piece)
+                sums.update(piece)
+            if masks_file is not None:
+                masks_file.write(content.mask.data)
+                mask_sums.update(content.mask.data)
+    write_index(index, dtype, lengths)
     sums.array().tofile(checksums)
     if masked:
         mask_sums.array().tofile(mask_checksums)
@@ -184,10 +216,38 @@ def _join(
     return index_crc32, zlib.crc32(sums.array().data), mask_crc32
 
 
+def write_index(
+    path: Path, dtype: type[np.number[Any]], lengths: Sequence[NDArray[np.int32]]
+) -> None:
+    """Write PREFIX.idx of documents with these lengths in tokens, an array per shard.
+
+        MAGIC, version 1: u64, dtype code: u8, D: u64, D + 1: u64
+        length: i32 per document | its offset in .bin, bytes: i64 | 0 .. D: i64
+
+    Each of Megatron's sequences is a document here. At most INDEXED documents are in memory with
+    more than their length.
+    """
+    code = next(code for code, known in DTYPES.items() if known is dtype)
+    size, count = np.dtype(dtype).itemsize, sum(map(len, lengths))
+    with open(path, "wb") as file:
+        file.write(MAGIC + struct.pack("<QBQQ", 1, code, count, count + 1))
+        for shard in lengths:
+            file.write(shard.astype("<i4", copy=False).data)
+        offset = 0
+        for shard in lengths:
+            for start in range(0, len(shard), INDEXED):
+                sizes = shard[start : start + INDEXED].astype("<i8") * size
+                ends = offset + np.cumsum(sizes)
+                file.write((ends - sizes).data)
+                offset = int(ends[-1])
+        for start in range(0, count + 1, INDEXED):
+            file.write(np.arange(start, min(start + INDEXED, count + 1), dtype="<i8").data)
+
+
 def _publish(prefix: Path, manifest: DatasetManifest) -> None:
     """Rename the joined files to PREFIX; PREFIX.idx, which completes the dataset, comes last."""
     base = _joined(prefix)
-    replaced = read_dataset_manifest(prefix)
+    replaced = _manifest_at(prefix, overwrite=True)
     suffixed(prefix, ".idx").unlink(missing_ok=True)
     os.replace(suffixed(base, ".bin"), suffixed(prefix, ".bin"))
     os.replace(suffixed(base, ".crc32"), suffixed(prefix, ".crc32"))

@@ -9,6 +9,7 @@ models with different tokenizers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,11 @@ def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[ScoredW
             return
 
 
+def window_count(tokens: int, *, window: int, stride: int) -> int:
+    """The number of windows of a document of at least one token."""
+    return 1 + max(-((window + 1 - tokens) // stride), 0)
+
+
 @torch.no_grad()
 def score(
     model: Callable[[Tensor, Tensor], Tensor],
@@ -115,19 +121,20 @@ def score(
     Short windows are padded on the right. `what` is the label of the progress bar.
     """
     documents = list(documents)
-    pieces = [p for d in documents for p in windows(d.ids, window=window, stride=stride)]
+    sizes = {"window": window, "stride": stride}
+    total = sum(window_count(len(d.ids), **sizes) for d in documents)
+    pieces = (p for d in documents for p in windows(d.ids, **sizes))
     losses, counts = [], 0
-    with progress(what, len(pieces), unit="windows") as advance:
-        for start in range(0, len(pieces), batch):
-            some = pieces[start : start + batch]
+    with progress(what, total, unit="windows") as advance:
+        while some := list(itertools.islice(pieces, batch)):
             tokens = _filled([p.tokens for p in some], window, 0, device)
             labels = _filled([p.labels for p in some], window, IGNORE, device)
             loss = model(tokens, labels).masked_fill(labels == IGNORE, 0.0)
             losses.append(loss.double().sum())
             counts += sum(label != IGNORE for p in some for label in p.labels)
             advance(len(some))
-    total = float(torch.stack(losses).sum())
-    return Score(total / counts, counts, sum(d.nbytes for d in documents))
+    mean = float(torch.stack(losses).sum()) / counts
+    return Score(mean, counts, sum(d.nbytes for d in documents))
 
 
 def _filled(rows: Sequence[Sequence[int]], width: int, fill: int, device: torch.device) -> Tensor:

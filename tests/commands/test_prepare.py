@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coatlm.commands.prepare import main
+from coatlm.commands.prepare import main, parse_arguments
 from coatlm.data.manifest import SUFFIXES, suffixed
 
 
@@ -52,7 +52,7 @@ def test_the_cost_of_packing_is_printed_and_nothing_of_it_is_stored(
         (["--pack", "-9" + "9" * 5000], "argument --pack: invalid int value: '-99999"),
         (["--pack", "8k"], "argument --pack: invalid int value: '8k'"),
         (["--pack"], "argument --pack: expected one argument"),
-        (["--pack", "8", "--verify", "x"], "--pack is an option of --input"),
+        (["--pack", "8", "--verify", "x"], "--pack has no effect with --verify"),
     ],
 )
 def test_a_length_that_no_sample_has_is_refused_before_any_work(
@@ -91,3 +91,73 @@ def test_a_prefix_that_names_no_files_is_refused_before_any_work(
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {reason}") and captured.err.count("\n") == 1
     assert captured.out == "" and [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "with_"),
+    [
+        (["--chat", "--field", "body"], "--field", "--chat"),
+        (["--chat", "--field=text"], "--field", "--chat"),  # as by default, and ignored too
+        (["--chat", "--column", "body"], "--column", "--chat"),
+        *(
+            (["--verify", "x", *words], words[0].replace("--no-", "--"), "--verify")
+            for words in (
+                ["--tokenizer", "byte"],
+                ["--field", "text"],
+                ["--column", "text"],
+                ["--chat"],
+                ["--chat-template", "none"],
+                ["--append-eod"],
+                ["--no-append-eod"],
+                ["--shard-mb", "64"],
+                ["--max-expansion", "1000"],
+                ["--max-record-mb", "128"],
+                ["--overwrite"],
+            )
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused_before_any_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    option: str,
+    with_: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = [] if "--verify" in words else ["--input", "missing.txt", "--output-prefix", "out"]
+    assert run(monkeypatch, *inputs, *words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {option} has no effect with {with_}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_options_that_are_not_given_have_the_defaults_of_the_help() -> None:
+    given = ["--input", "x", "--output-prefix", "y"]
+    defaults = {
+        "tokenizer": "byte",
+        "field": "text",
+        "column": "text",
+        "chat": False,
+        "chat_template": None,
+        "append_eod": True,
+        "shard_mb": 64,
+        "max_expansion": 1000.0,
+        "max_record_mb": 128,
+        "pack": None,
+        "overwrite": False,
+    }
+    assert vars(parse_arguments(given)).items() >= defaults.items()
+    assert parse_arguments([*given, "--no-append-eod"]).append_eod is False
+
+
+def test_verify_takes_a_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("text")
+    assert run(monkeypatch, "--input", "x.txt", "--output-prefix", "out") == 0
+    assert run(monkeypatch, "--verify", "out", "--workers", "2") == 0
+    assert "out: intact, 10 bytes of tokens" in capsys.readouterr().out

@@ -113,6 +113,21 @@ def test_damage_that_a_run_meets_is_repaired_by_the_next_start(
     assert text_of(data) == TEXT
 
 
+def test_text_that_is_not_utf8_is_one_warning_with_its_share_when_it_is_tokenized(
+    data: Data, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_text_dataset(data, BYTE)
+    assert caplog.records == []
+    path = Path(data.text[0])
+    path.write_bytes(b"a" * 1990 + b"\xff\xfe" + b"\n")  # each becomes 3 bytes of U+FFFD; 1 is eod
+    for _ in range(2):  # the second start finds the dataset
+        open_text_dataset(data, BYTE)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning == (
+        f"data.text={path}: 2 characters were not UTF-8 and became U+FFFD, 1 per 1,000 tokens"
+    )
+
+
 # ---- killed and living processes
 
 HOLD = """

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,7 @@ from hypothesis import strategies as st
 
 from coatlm import megatron_hook
 from coatlm.config import Data
+from coatlm.data import preprocess as preprocess_module
 from coatlm.data import shards as shards_module
 from coatlm.data.cache import prepare_text
 from coatlm.data.documents import (
@@ -38,7 +41,7 @@ from coatlm.data.documents import (
 )
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.manifest import SUFFIXES, token_dtype
-from coatlm.data.preprocess import preprocess
+from coatlm.data.preprocess import _join, preprocess, write_index
 from coatlm.data.token_shard import Options, TokenShard
 from coatlm.data.tokenizer import make_tokenizer
 
@@ -143,6 +146,67 @@ def test_megatron_reads_what_was_written(tmp_path: Path) -> None:
     megatron = IndexedDataset(str(tmp_path / "out"))
     assert [bytes(megatron[i][:-1].tolist()).decode() for i in range(len(megatron))] == DOCUMENTS
     assert megatron.document_indices.tolist() == list(range(len(DOCUMENTS) + 1))
+
+
+LENGTHS: dict[str, list[list[int]]] = {  # tokens of the documents of each shard
+    "no document": [[]],
+    "a shard without documents": [[3, 1], [], [4, 1, 5, 9, 2]],
+    "documents of 8 GB": [[2**31 - 1, 2**31 - 1], [2**31 - 1, 7]],
+}
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_the_index_is_that_of_megatrons_builder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, dtype: type[np.number]
+) -> None:
+    megatron_hook.install()
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    monkeypatch.setattr(preprocess_module, "INDEXED", 2)  # documents at once
+    lengths = [np.array(shard, np.int32) for shard in LENGTHS[case]]
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype)
+    builder.sequence_lengths = [n for shard in LENGTHS[case] for n in shard]
+    builder.document_indices = [*range(len(builder.sequence_lengths) + 1)]
+    builder.finalize(str(tmp_path / "x.idx"))
+    write_index(tmp_path / "y.idx", dtype, lengths)
+    assert (tmp_path / "y.idx").read_bytes() == (tmp_path / "x.idx").read_bytes()
+
+
+def test_the_tokens_and_the_index_are_those_of_megatrons_builder(
+    tmp_path: Path, mixture: list[str]
+) -> None:
+    megatron_hook.install()
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    preprocess(mixture, tmp_path / "out", Options(shard_bytes=2000), workers=1)
+    data = open_indexed(tmp_path / "out", make_tokenizer("byte"))
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
+    for begin, end in zip(data.bounds_D1[:-1], data.bounds_D1[1:], strict=True):
+        builder.add_document(data.tokens[begin:end], [int(end - begin)])
+    builder.finalize(str(tmp_path / "x.idx"))
+    for suffix in (".bin", ".idx"):
+        pair = [(tmp_path / f"{name}{suffix}").read_bytes() for name in ("out", "x")]
+        assert pair[0] == pair[1]
+
+
+def test_joining_shards_takes_less_than_20_bytes_per_document(tmp_path: Path) -> None:
+    count = 400_000
+    shard = TokenShard(tmp_path / "shard", (), 1)
+    raw = bytes(2 * count)  # a token per document
+    (tmp_path / "shard.bin").write_bytes(raw)
+    np.save(tmp_path / "shard.lengths.npy", np.ones(count, np.int32))
+    counts = dict.fromkeys(("empty_documents", "replaced_utf8"), 0)
+    record = {"bytes": len(raw), "crc32": zlib.crc32(raw), "documents": count, "tokens": count}
+    (tmp_path / "shard.json").write_text(json.dumps(record | counts))
+    tracemalloc.start()
+    try:
+        _join([shard], tmp_path / "out", np.uint16, masked=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "out.idx").stat().st_size == 34 + 20 * count + 8
+    assert peak < 20 * count
 
 
 @pytest.mark.parametrize("vocab_size", [257, 65499, 65500, 65536, 200_000])
@@ -388,7 +452,7 @@ def test_a_killed_run_goes_on_with_other_workers_and_leaves_no_process(
 SCRIPT = """
 import sys
 from pathlib import Path
-from coatlm.data.preprocess import preprocess
+from coatlm.data.preprocess import _join, preprocess, write_index
 from coatlm.data.token_shard import Options
 
 if __name__ == "__main__":
@@ -471,6 +535,55 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path, mixture: list[str]) -> N
     before = (tmp_path / "out.idx").stat().st_mtime_ns
     assert preprocess(mixture, tmp_path / "out", Options()) == first
     assert (tmp_path / "out.idx").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("bit", ["PREFIX.bin", "PREFIX.json"])
+def test_overwrite_prepares_unchanged_inputs_again(tmp_path: Path, bit: str) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [*DOCUMENTS])
+    preprocess([str(path)], tmp_path / "out", Options(), workers=1)
+    whole = contents(tmp_path / "out")
+    damaged = tmp_path / bit.replace("PREFIX", "out")
+    damaged.write_bytes(b"\0" + damaged.read_bytes()[1:])
+    preprocess([str(path)], tmp_path / "out", Options(), workers=1, overwrite=True)
+    assert contents(tmp_path / "out") == whole
+    before = (tmp_path / "out.idx").stat().st_ino
+    preprocess([str(path)], tmp_path / "out", Options(), workers=1, overwrite=True)
+    assert (tmp_path / "out.idx").stat().st_ino != before
+    assert contents(tmp_path / "out") == whole and not (tmp_path / "out.shards").exists()
+
+
+DATASET_DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
+    # which file, what becomes of its content, what is said
+    "cut tokens": (".bin", lambda raw: raw[:-2], "bytes, but out.idx implies"),
+    "a bit of the tokens": (".bin", lambda raw: b"\1" + raw[1:], "damaged between bytes 0 and"),
+    "no tokens": (".bin", lambda raw: None, "no such file"),
+    "a bit of the index": (".idx", lambda raw: raw[:-1] + b"\1", "damaged: its checksum"),
+    "a cut index": (".idx", lambda raw: raw[:-1], "cut off"),
+    "a bit of the checksums": (".crc32", lambda raw: b"!" + raw[1:], "damaged: its checksum"),
+    "no checksums": (".crc32", lambda raw: None, "no such file"),
+}
+
+
+@pytest.mark.parametrize("case", DATASET_DAMAGE)
+def test_a_damaged_dataset_of_the_same_inputs_is_an_error_that_asks_for_overwrite(
+    tmp_path: Path, case: str
+) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [*DOCUMENTS])
+    preprocess([str(path)], tmp_path / "out", Options(), workers=1)
+    whole = contents(tmp_path / "out")
+    suffix, damage, reason = DATASET_DAMAGE[case]
+    file = tmp_path / f"out{suffix}"
+    content = damage(file.read_bytes())
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=reason) as error:
+        preprocess([str(path)], tmp_path / "out", Options(), workers=1)
+    assert str(error.value).startswith(f"{file}: ")
+    assert str(error.value).endswith("; --overwrite prepares it again")
+    preprocess([str(path)], tmp_path / "out", Options(), workers=1, overwrite=True)
+    assert contents(tmp_path / "out") == whole
 
 
 # ---- what must not be overwritten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import math
@@ -14,9 +15,11 @@ from torch import Tensor
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.evaluation.perplexity import (
     Document,
+    ScoredWindow,
     check_windows,
     read_documents,
     score,
+    window_count,
     windows,
 )
 from coatlm.model.loss import IGNORE
@@ -37,6 +40,25 @@ def test_each_token_but_the_first_is_predicted_once_with_context(length: int, st
                 assert at + 1 >= min(label - 100, window - stride + 1)
                 predicted.append(label)
     assert predicted == ids[1:]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7, 8])
+def test_the_count_of_windows_is_known_before_they_are_made(stride: int) -> None:
+    for length in range(1, 40):
+        pieces = list(windows(range(length), window=8, stride=stride))
+        assert window_count(length, window=8, stride=stride) == len(pieces)
+
+
+def test_only_the_windows_of_a_batch_are_in_memory() -> None:
+    alive = []
+
+    def model(tokens: Tensor, labels: Tensor) -> Tensor:
+        alive.append(sum(isinstance(thing, ScoredWindow) for thing in gc.get_objects()))
+        return tokens.float()
+
+    documents = [Document(tuple(range(50)), 50)] * 4
+    score(model, documents, window=8, stride=2, batch=3, device=torch.device("cpu"))
+    assert len(alive) == -(-4 * 22 // 3) and max(alive) <= 3
 
 
 def test_score_is_the_mean_over_predicted_tokens_whatever_the_batch() -> None:
