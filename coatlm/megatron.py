@@ -77,7 +77,7 @@ __all__ = [
 
 
 def indexed_dataset() -> ModuleType:
-    """megatron-core's format of token files, which only data preparation writes with it.
+    """megatron-core's reader and builder of token files, for tools/benchmarks/data.py.
 
     It imports boto3 where that is installed.
     """

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -64,22 +65,21 @@ class Peers:
         return result
 
     def rank_zero_first(self, phase: Callable[[], T]) -> T:
-        """Run `phase` on rank 0, then on the others, which reuse the files that it wrote.
+        """Run `phase` on rank 0, then on the first rank of each host, then on the others.
 
-        It may take hours, such as tokenizing a large text. Errors are raised as by `agree`.
+        Later ranks reuse the files that earlier ones wrote, also where each host has its own. It
+        may take hours, such as tokenizing a large text. Errors are raised as by `agree`.
         """
+        made: list[T] = []
 
-        def first() -> T | None:
+        def take_turn(turn: int) -> None:
             with unhurried(self.group):
-                return phase() if self.rank == 0 else None
+                if turn == self.rank and not made:
+                    made.append(phase())
 
-        made = self.agree(first)
-
-        def others() -> T:
-            with unhurried(self.group):
-                return phase() if made is None else made
-
-        return self.agree(others)
+        for turn in (0, self.hosts.index(self.hosts[self.rank]), self.rank):
+            self.agree(partial(take_turn, turn))
+        return made[0]
 
     def _compare(self, error: Exception | None) -> None:
         """Raise AgreedError on every rank if any rank has an error."""

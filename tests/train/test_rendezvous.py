@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from coatlm.train.agreement import Peers
 from coatlm.train.rendezvous import _listen
 from tests.distributed import ROOT, free_port, python_path, run_ranks
 from tests.forks import Child, Forks
@@ -286,6 +287,20 @@ def test_a_phase_that_fails_on_one_rank_ends_on_all_with_its_reason(results: Any
         assert found["unexpected"] == [f"rank 1 ({HOST}): KeyError: 'config'", 1, 1]
         assert found["rank 0"][1:] == [4, 4]
         assert found["codes"] == [1, 3]
+
+
+@pytest.mark.parametrize(("rank", "turn"), [(0, 0), (1, 2), (2, 1), (3, 2)])
+def test_the_first_rank_of_each_host_goes_before_the_others(rank: int, turn: int) -> None:
+    turns = []
+
+    class Counting(Peers):
+        def agree(self, phase: Any) -> Any:
+            turns.append(None)
+            return phase()
+
+    peers = Counting(rank, ("a", "a", "b", "b"), None)
+    assert peers.rank_zero_first(lambda: len(turns) - 1) == turn
+    assert len(turns) == 3
 
 
 def test_a_phase_may_take_longer_than_the_timeout_of_the_group(results: Any) -> None:
