@@ -11,7 +11,8 @@ the peak with every optimizer recipe and gradient dtype, and with every precisio
 recompute mode, all else as configured. With --memory-gib it names the largest
 train.micro_batch that fits, a divisor of the global batch, so that the run stays the same.
 --reserve-gib is left free for what is not in the estimate: the CUDA context, NCCL's buffers and
-fragmentation. The default is the share that `coatlm plan` leaves, and with --table7 2 GiB.
+fragmentation. The default is 10 % of the memory, or 6 % on a single GPU, as in `coatlm plan`; with
+--table7 it is 2 GiB.
 
 --table7 takes the models, GPUs and batches of COAT's Table 7 (arXiv 2410.19313) and tries layouts
 from data parallel with ZeRO-1 to tensor parallel; the first that fits is shown. --fits shows

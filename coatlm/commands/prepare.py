@@ -36,8 +36,9 @@ format that its name does not say. Bytes that are not UTF-8 are replaced by U+FF
 documents without text are skipped and counted. Memory is bounded; a file that exceeds
 --max-expansion or --max-record-mb is an error.
 
-If OUTPUT_PREFIX already has the tokens of these inputs and options, nothing is done; if it
-has others, or is damaged (--verify reads files of more than 1 GiB too), --overwrite is needed.
+If OUTPUT_PREFIX already has the tokens of these inputs and options, nothing is done. If it was made
+from others, or is damaged, --overwrite is needed. The checksums of files of up to 1 GiB are
+verified here, those of larger ones only by --verify.
 
 An interrupted run leaves OUTPUT_PREFIX.shards; the same command resumes from it. The result is the
 same, byte for byte, for any number of workers and interruptions. Exit code: 0; 2 for an error,

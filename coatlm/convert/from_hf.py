@@ -21,8 +21,8 @@ from coatlm.config import Config, Data, dump_yaml
 from coatlm.console import progress
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import read_json, whole_directory
-from coatlm.hf.config import check_token_ids, output_bias, read_model, run_config
-from coatlm.hf.files import Described, Report, WeightFiles
+from coatlm.hf.config import TOKEN_IDS, check_token_ids, output_bias, read_model, run_config
+from coatlm.hf.files import Described, Report, WeightFiles, write_json
 from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries
 from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import (
@@ -31,6 +31,7 @@ from coatlm.hf.tokenizer import (
     check_files,
     check_rows,
     copy_files,
+    has_other_tokenizer,
     moved,
     tokenizer_of,
 )
@@ -72,6 +73,7 @@ def from_huggingface(
     check_token_ids(str(source / "config.json"), raw, model["vocab"])
     check_files(source, copied, model["vocab"])
     spec, fingerprint = _tokenizer(source, raw, tokenizer, rows)
+    replaced = bool(fingerprint) and has_other_tokenizer(source, raw, spec, fingerprint)
     notes = _notes(rows - model["vocab"], tokenized=tokenizer != NO_TOKENIZER)
     weights = WeightFiles.open(source)
     stored = weights.describe()
@@ -105,6 +107,9 @@ def from_huggingface(
         write_layout(directory)
         write_one_by_one(directory, described, make)
         copy_files(source, directory, copied)
+        if replaced:  # the ids of bos, eos and pad were those of another tokenizer
+            (directory / GENERATION).unlink(missing_ok=True)
+            write_json(directory / "config.json", {**raw, **dict.fromkeys(TOKEN_IDS)})
         write_file(directory / STATE, _state(config, fingerprint))
         write_file(
             directory / "config.yaml", _start_yaml(config, destination, tokenized=bool(fingerprint))

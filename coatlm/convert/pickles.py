@@ -3,9 +3,9 @@
 `torch.load(weights_only=True)` builds tensors, containers of Python and the globals that are named
 here, and refuses any other global by its name; nothing is imported. Only `argparse.Namespace` is
 the real class. In place of the others, enumerations and states of random generators that a
-conversion does not read, the file gets `Inert` objects. Every release of megatron-core has new
-enumerations in its modules `enums`, so that these are allowed by a pattern. What megatron-core has
-registered with torch as safe, real classes and functions of the same names, is put aside meanwhile.
+conversion does not read, the file gets `Inert` objects. Releases of megatron-core add enumerations
+to their modules `enums`, so any class there is allowed. Real classes that megatron-core has
+registered with torch as safe under these names are unregistered while a file is read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Inert:
 def none_registered() -> Iterator[None]:
     """Put aside the globals that libraries have registered with torch.
 
-    torch takes any one of two globals of one name; numpy's function would refuse an `Inert` array.
+    If a name is registered twice, torch takes either; numpy's `_reconstruct` fails on an `Inert`.
     """
     registered = get_safe_globals()
     clear_safe_globals()

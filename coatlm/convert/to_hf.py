@@ -39,7 +39,7 @@ from coatlm.hf.tokenizer import (
     copy_files,
     export_tokenizer,
     first_eos,
-    same_tokenizer,
+    has_other_tokenizer,
     spec_in,
 )
 from coatlm.optim.recipes import MASTER, find_recipe
@@ -265,25 +265,25 @@ def _write_tokenizer(
     fingerprint: str,
     result: dict[str, Any],
 ) -> tuple[str, ...]:
-    """Write the tokenizer's files; sets ids in `result`, a config.json, that are not its own.
+    """Write the tokenizer's files: those of `relative`, unless the run has another tokenizer.
 
-    The files of `relative` are copied, unless its tokenizer is another than the run's.
+    Sets bos and eos ids in `result`, a config.json, to the end of document: those that it lacks,
+    or both if `relative` has another tokenizer, whose ids they were.
     """
-    spec, same = config.data.tokenizer, True
+    spec, other = config.data.tokenizer, False
     if relative is not None and fingerprint:
-        same = same_tokenizer(relative, read_json(relative / "config.json"), spec, fingerprint)
-    if relative is not None and (same or not can_export(spec)):
-        copied = copy_files(relative, directory, TOKENIZER_FILES)
-        if copied or same:
-            copy_files(relative, directory, (GENERATION,))
-        if copied:
+        raw = read_json(relative / "config.json")
+        other = has_other_tokenizer(relative, raw, spec, fingerprint)
+    if relative is not None and not (other and can_export(spec)):
+        copy_files(relative, directory, (GENERATION,))
+        if copy_files(relative, directory, TOKENIZER_FILES):
             which = f"the tokenizer of {relative} was copied: the run's, {spec}, cannot be exported"
-            return () if same else (which,)
+            return (which,) if other else ()
     if not fingerprint:
         return ("no tokenizer was written: the checkpoint has none",)
     eod, note = export_tokenizer(spec, fingerprint, directory)
     for name in ("bos_token_id", "eos_token_id"):
-        if result[name] is None or (not same and eod is not None):
+        if result[name] is None or other:
             result[name] = eod
-    other = () if same else (f"{relative} has another tokenizer than the run: {spec} was exported",)
-    return (*other, *([note] if note else []))
+    notes = [f"{relative} has another tokenizer than the run: {spec} was exported"] if other else []
+    return (*notes, *([note] if note else []))

@@ -5,8 +5,8 @@ and an iteration in megatron-core's `torch_dist` format, with one tensor per lay
 of the model in common.pt. `content_metadata` there tells megatron-core which names to ask for. The
 states of `optim.recipe=adamw-fp32` become those of Megatron's distributed optimizer in its
 `fully_reshardable` format; other recipes have other formats, and only weights are written. Weights
-alone at step 0 are a `release`: Megatron-LM asks for nothing else, and takes no iteration 0 before
-megatron-core 0.16.
+alone at step 0 are a `release`, of which Megatron-LM loads the weights without further flags;
+before megatron-core 0.16 it refuses an iteration 0.
 """
 
 from __future__ import annotations

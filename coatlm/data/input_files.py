@@ -3,8 +3,8 @@
     name = STEM [suffix] [compression]
 
 A file of another compression or of a binary format would become text of U+FFFD. So it is refused,
-by its suffix or by its first bytes. The case of suffixes does not matter. All other files, also
-those without a suffix, are text.
+by its suffix or by its first bytes. The case of suffixes does not matter. Names other than those of
+JSON lines and parquet, also without a suffix, are text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ COMPRESSIONS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}  # suffix -> its 
 ARCHIVES = "7z bz2 br lz lz4 lzma rar sz tar tbz2 tgz txz tzst xz z zip"
 BINARY = "arrow avro bin ckpt feather h5 hdf5 idx ipc npy npz orc pdf pickle pkl pt pth safetensors"
 REFUSED = {f".{suffix}" for suffix in f"{ARCHIVES} {BINARY}".split()}
-START_BYTES = 512  # of a file; hold every signature
+START_BYTES = 512  # of a file: enough for every signature below
 SIGNATURES = {  # format -> the first bytes of its files
     "gzip": rb"\x1f\x8b",
-    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or one that is skipped
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or a skippable frame
     "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",  # with blocks, or empty
     "xz": rb"\xfd7zXZ\x00",
     "lz4": rb"\x04\x22\x4d\x18|\x02\x21\x4c\x18",  # a frame, or one of the oldest format

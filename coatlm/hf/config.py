@@ -25,6 +25,7 @@ from coatlm.hf.families import (
 from coatlm.hf.rotary import LISTS, NESTED, ROTARY, longest_context, read_rotary, write_rotary
 from coatlm.hf.windows import FULL, SLIDING, read_window, write_window
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_FIELDS = {  # config.json -> model.*
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
@@ -44,12 +45,8 @@ REQUIRED = (
     "intermediate_size",
     "vocab_size",
 )
-CARRIED = (  # no effect on the logits; written back by a conversion to Hugging Face
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "max_position_embeddings",
-)
+# no effect on the logits; written back by a conversion to Hugging Face
+CARRIED = (*TOKEN_IDS, "max_position_embeddings")
 HARMLESS = frozenset(CARRIED) | {
     "_attn_implementation_autoset",
     "_name_or_path",
@@ -314,7 +311,7 @@ def check_token_ids(file: str, raw: Mapping[str, Any], rows: int) -> None:
     `rows` is the number of embedding rows, which limits only the end-of-text id: early models use
     -1 for a missing padding token.
     """
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in TOKEN_IDS:
         value = raw.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         lowest, highest = (0, rows - 1) if name == "eos_token_id" else (-1, 2**31 - 1)

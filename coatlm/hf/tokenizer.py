@@ -151,22 +151,27 @@ def check_rows(tokenizer: Tokenizer, rows: int, *, hint: str = "") -> None:
         )
 
 
-def same_tokenizer(directory: Path, raw: Mapping[str, Any], spec: str, fingerprint: str) -> bool:
-    """Whether a Hugging Face directory has the tokenizer of a run with this `data.tokenizer`.
+def has_other_tokenizer(
+    directory: Path, raw: Mapping[str, Any], spec: str, fingerprint: str
+) -> bool:
+    """Whether a Hugging Face directory has a tokenizer, and not that of this `data.tokenizer`.
 
-    `raw` is the directory's config.json, and `fingerprint` that of the run's tokenizer, which may
-    be gone. The directory may name another end-of-text token, and have it in two formats.
+    `raw` is the directory's config.json, and `fingerprint` that of `spec`, whose file may be gone.
+    The directory may name another end-of-text token, and have its tokenizer in two formats.
     """
+    files = {"hf": directory / "tokenizer.json", "sentencepiece": directory / "tokenizer.model"}
+    own = [f"{kind}:{path}" for kind, path in files.items() if path.exists()]
+    if not own:
+        return False
     _, mark, eod = spec.partition("?eod=")
-    own = [f"hf:{directory}/tokenizer.json", f"sentencepiece:{directory}/tokenizer.model"]
-    specs = [*own, *(f"{each}{mark}{eod}" for each in own if mark)]
+    own += [f"{each}{mark}{eod}" for each in own if mark]
     with suppress(ValueError):
-        specs.append(tokenizer_of(directory, raw) or "")
-    for each in filter(None, specs):
+        own.append(tokenizer_of(directory, raw) or own[0])
+    for each in own:
         with suppress(ValueError):
             if make_tokenizer(each).fingerprint == fingerprint:
-                return True
-    return False
+                return False
+    return True
 
 
 def _token(path: Path, index: int) -> str | None:

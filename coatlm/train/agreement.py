@@ -67,8 +67,8 @@ class Peers:
     def rank_zero_first(self, phase: Callable[[], T]) -> T:
         """Run `phase` on rank 0, then on the first rank of each host, then on the others.
 
-        Later ranks reuse the files that earlier ones wrote, also where each host has its own. It
-        may take hours, such as tokenizing a large text. Errors are raised as by `agree`.
+        Later ranks reuse the files that earlier ones wrote, also if these are local to each host.
+        `phase` may take hours, such as tokenizing a large text. Errors are raised as by `agree`.
         """
         made: list[T] = []
 
@@ -127,8 +127,8 @@ class Peers:
 def unhurried(group: Group | None) -> Iterator[None]:
     """End this block on all ranks of a gloo group together, however long one of them takes.
 
-    A thread exchanges a word with the other ranks every ROUND_S until all are done, so the block
-    must not use the group. A rank that is interrupted or exits does not wait for the others.
+    A thread tells the other ranks every ROUND_S whether this one is done, until all are, so the
+    block must not use the group. A rank that is interrupted or exits does not wait for the others.
     """
     if group is None or group.size() == 1:
         yield
@@ -161,7 +161,7 @@ def together(action: Callable[[], T], group: Group | None, *, hurried: bool = Tr
     """Run `action` on every rank of a gloo group (None: one process); returns results by rank.
 
     If it fails on any rank, every rank raises CheckpointError with the ranks and the reasons. With
-    `hurried` false the ranks may differ by more than the group's timeout.
+    `hurried` false the ranks may finish further apart than the group's timeout.
     """
     outcome: tuple[T | None, str | None]
     cause: Exception | None = None
