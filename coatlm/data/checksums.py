@@ -16,6 +16,7 @@ import io
 import os
 import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class BlockSums:
     """Computes the checksums of a file that is written piece by piece."""
 
     def __init__(self) -> None:
-        self.sums: list[int] = []
+        self.sums = array("I")  # of 4 bytes: a corpus has millions of blocks
         self._crc32 = self._filled = 0  # CRC-32 and size of the incomplete block
 
     def update(self, data: memoryview) -> None:
@@ -55,8 +56,8 @@ class BlockSums:
 
     def array(self) -> NDArray[np.uint32]:
         """The checksums of all blocks; the last block may be short."""
-        rest = [self._crc32] if self._filled else []
-        return np.asarray(self.sums + rest, dtype="<u4")
+        sums = np.array(self.sums, dtype="<u4")
+        return np.append(sums, np.array([self._crc32], dtype="<u4")) if self._filled else sums
 
 
 def damage(content: bytes | memoryview, sums: NDArray[np.uint32]) -> tuple[int, int] | None:
