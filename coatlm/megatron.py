@@ -68,22 +68,11 @@ __all__ = [
     "apply_factories",
     "get_bias_dropout_add",
     "get_forward_backward_func",
-    "indexed_dataset",
     "is_main_replica",
     "parallel_state",
     "tensor_parallel",
     "transformer_engine",
 ]
-
-
-def indexed_dataset() -> ModuleType:
-    """megatron-core's reader and builder of token files, for tools/benchmarks/data.py.
-
-    It imports boto3 where that is installed.
-    """
-    from megatron.core.datasets import indexed_dataset as module
-
-    return module
 
 
 def transformer_engine() -> ModuleType:

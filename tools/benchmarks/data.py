@@ -151,10 +151,9 @@ class _Encoder:
 
 def _megatron(text: Path, spec: str, prefix: Path) -> int:
     import numpy as np
+    from megatron.core.datasets import indexed_dataset
 
-    from coatlm.megatron import indexed_dataset
-
-    builder = indexed_dataset().IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     tokens = 0
     with (
         multiprocessing.get_context("spawn").Pool(1, _Encoder.begin, (spec,)) as pool,
