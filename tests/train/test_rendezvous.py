@@ -198,11 +198,11 @@ def slow_phases(rank: int, hosts: tuple[str, ...]) -> list[Any]:
     from coatlm.train.reports import AgreedError
 
     agreement.ROUND_S = 0.3
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4))
 
     def sleep(who: int) -> int:
         if rank == who:
-            time.sleep(3)
+            time.sleep(5.5)
         elif who == 1:
             raise ValueError("data.text: no")
         return rank
