@@ -149,7 +149,7 @@ def test_everything_in_bf16_is_as_accurate_as_a_bf16_layer(
     found = run(run_config(recipe, precision={"bf16_operands": names}, **options))
     off, bound = errors(found, exact), errors(local, exact)
     assert max(bound.values()) < 0.02  # a few roundings of 2^-9
-    # up to 1.31, as roundings fall differently; a tensor left in FP8 has 2^4 times the error of BF16
+    # up to 1.31, as roundings fall differently; FP8 rounds 2^4 times as coarsely as BF16
     assert all(off[key] <= 1.5 * bound[key] for key in bound), (off, bound)
 
 
