@@ -39,6 +39,7 @@ from coatlm.optim.recipes import MASTER, M, V
 from coatlm.train.shards import StoredTensors
 
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # in LATEST, and the directory that it names
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": M, "exp_avg_sq": V}
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -97,7 +98,7 @@ def find_iteration(source: Path) -> Path:
         name = latest.read_bytes()[:LONGEST].decode(errors="replace").strip()
         if name.isascii() and name.isdecimal():
             steps.append(int(name))
-        elif name != "release":
+        elif name != RELEASE:
             raise ValueError(f"{latest}: {name[:40]!r}: a number, or release")
         elif not steps:
             return source / name

@@ -100,7 +100,7 @@ def to_huggingface(
         whole_directory(destination) as directory,
         progress(f"converting {checkpoint.name}", size) as advance,
     ):
-        notes = _write_tokenizer(directory, relative, config, fingerprint, result)
+        notes = _write_tokenizer(directory, relative, raw, config, fingerprint, result)
         if fp8 is not None:
             result["quantization_config"] = fp8.config()
         write_json(directory / "config.json", result)
@@ -261,18 +261,19 @@ def _tensors(
 def _write_tokenizer(
     directory: Path,
     relative: Path | None,
+    raw: Mapping[str, Any],
     config: Config,
     fingerprint: str,
     result: dict[str, Any],
 ) -> tuple[str, ...]:
     """Write the tokenizer's files: those of `relative`, unless the run has another tokenizer.
 
-    Sets bos and eos ids in `result`, a config.json, to the end of document: those that it lacks,
-    or both if `relative` has another tokenizer, whose ids they were.
+    `raw` is the config.json of `relative`. Sets bos and eos ids in `result`, the one to be written,
+    to the end of document: those that it lacks, or both if `relative` has another tokenizer, whose
+    ids they were.
     """
     spec, other = config.data.tokenizer, False
     if relative is not None and fingerprint:
-        raw = read_json(relative / "config.json")
         other = has_other_tokenizer(relative, raw, spec, fingerprint)
     if relative is not None and not (other and can_export(spec)):
         copy_files(relative, directory, (GENERATION,))

@@ -23,7 +23,7 @@ from coatlm.config import Config
 from coatlm.console import progress
 from coatlm.convert.from_hf import LARGEST_MULTIPLE, with_rows
 from coatlm.convert.megatron_args import write_arguments, write_schedule
-from coatlm.convert.megatron_files import LATEST
+from coatlm.convert.megatron_files import LATEST, RELEASE
 from coatlm.convert.to_hf import CheckpointWeights
 from coatlm.files import STATE_PREFIX, whole_directory
 from coatlm.hf.files import Described, Report
@@ -41,7 +41,6 @@ EXTRA = (  # modules of a layer with an extra state
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-RELEASE = "release"  # in LATEST, and the directory that it names
 NAMES = {MASTER: "param", M: "exp_avg", V: "exp_avg_sq"}  # in the fully_reshardable format
 
 logger = logging.getLogger("coatlm.convert")

@@ -41,7 +41,7 @@ from coatlm.data.checksums import CacheFullError, DatasetError
 from coatlm.data.documents import expand_inputs, plan_segments
 from coatlm.data.indexed import Indexed, open_indexed
 from coatlm.data.manifest import DatasetManifest
-from coatlm.data.preprocess import VERIFIED_BYTES, preprocess
+from coatlm.data.preprocess import preprocess, verify_small
 from coatlm.data.shards import LostWorkerError, fingerprint
 from coatlm.data.streams import Limits, some
 from coatlm.data.token_shard import Options
@@ -114,9 +114,7 @@ def _damage(home: Path, tokenizer: Tokenizer) -> str | None:
         opened = open_indexed(home / "text", tokenizer)
         if opened.file.sums is None:
             return f"{home}: has no checksums"
-        if opened.tokens.nbytes <= VERIFIED_BYTES:
-            for _ in opened.file.verify():
-                pass
+        verify_small(opened)
     except DatasetError as error:
         return str(error)
     return None

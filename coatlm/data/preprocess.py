@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from coatlm.data.checksums import BlockSums, DatasetError
 from coatlm.data.documents import Segment, expand_inputs, plan_segments, require_json_lines
-from coatlm.data.indexed import DTYPES, MAGIC, open_indexed
+from coatlm.data.indexed import DTYPES, MAGIC, Indexed, open_indexed
 from coatlm.data.manifest import (
     MASK,
     MASK_SUFFIXES,
@@ -124,6 +124,17 @@ def _manifest_at(prefix: Path, overwrite: bool) -> DatasetManifest | None:
         raise
 
 
+def verify_small(dataset: Indexed) -> None:
+    """Verify tokens and mask, if they have checksums and at most VERIFIED_BYTES.
+
+    Raises DatasetError if they are damaged.
+    """
+    for file in (dataset.file, dataset.mask):
+        if file is not None and file.sums is not None and file.nbytes <= VERIFIED_BYTES:
+            for _ in file.verify():
+                pass
+
+
 def _unchanged(
     prefix: Path, manifest: DatasetManifest | None, key: str, tokenizer: Tokenizer, *, masked: bool
 ) -> DatasetManifest | None:
@@ -136,11 +147,7 @@ def _unchanged(
     damaged = None
     if manifest is not None and manifest.inputs == key:
         try:
-            opened = open_indexed(prefix, tokenizer)
-            for file in (opened.file, opened.mask):
-                if file is not None and file.sums is not None and file.nbytes <= VERIFIED_BYTES:
-                    for _ in file.verify():
-                        pass
+            verify_small(open_indexed(prefix, tokenizer))
         except DatasetError as error:
             damaged = f"{error}; --overwrite prepares it again"
         else:

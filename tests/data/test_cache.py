@@ -103,7 +103,7 @@ def test_a_damaged_entry_is_rebuilt_with_one_warning(
 def test_damage_that_a_run_meets_is_repaired_by_the_next_start(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "VERIFIED_BYTES", 0)  # as if the entry were too large
+    monkeypatch.setattr("coatlm.data.preprocess.VERIFIED_BYTES", 0)  # as if it were too large
     opened = open_text_dataset(data, BYTE)
     home = prepare_text(data).parent
     flip(home / "text.bin")
