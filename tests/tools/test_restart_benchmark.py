@@ -109,8 +109,8 @@ def test_the_smallest_model_starts_saves_dies_and_resumes(tmp_path: Path) -> Non
     found: dict[str, Any] = restart.measure("tiny", options)
     starts = [found[f"{name}_s"] for name in ("first_loss_cold", "first_loss_warm", "restart")]
     assert min(starts) > 0.5 and sum(starts) < time.perf_counter() - begin
-    assert "imports" in found["restart_parts"]
-    assert "imports" in found["cold_parts"] and "first step" in found["warm_parts"]
+    for start in ("cold", "warm", "restart"):  # parts below 0.05 s are left out of the line
+        assert found[f"{start}_parts"].startswith("imports ")
     assert 0 < found["step_s"] < min(starts)
     assert 0 < found["checkpoint_gib"] < 0.01 and found["plain_gb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
