@@ -158,6 +158,7 @@ def test_a_value_out_of_range_is_reported_with_what_is_allowed(
         ({"model": {"hidden": 100, "heads": 8}}, "hidden=100 is not a multiple of heads=8"),
         ({"model": {"heads": 8, "kv_heads": 3}}, "heads=8 is not a multiple of kv_heads=3"),
         ({"model": {"head_dim": 33}}, "head_dim=33 is odd"),
+        ({"optim": {"eps": 1e-60}}, "eps=1e-60: must be at least 1.18e-38"),
         ({"data": {"tokenizer": "byte"}}, "give either text"),
         ({"data": {"text": ["a"], "paths": ["b"]}}, "give either text"),
         ({"data": {"text": ["a"], "split": [0, 1, 1]}}, "split=[0.0, 1.0, 1.0]"),
@@ -235,6 +236,34 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
         (
             {"model": {"kv_heads": 2}, "parallel": {"tp": 4}},
             "model.kv_heads=2 is not a multiple of parallel.tp=4",
+        ),
+        (
+            {
+                "optim": {"schedule": "wsd", "decay_steps": 91, "warmup_steps": 10},
+                "train": {"steps": 100},
+            },
+            "optim.decay_steps=91: must be at most train.steps - optim.warmup_steps = 100-10",
+        ),
+        (
+            {
+                "model": {"hidden": 240, "heads": 20, "head_dim": 12, "ffn": 256},
+                "precision": {"recipe": "coat"},
+            },
+            "model.head_dim=12 is not a multiple of the kernel of RoPE's gradients=8",
+        ),
+        (
+            {"precision": {"recipe": "fp8-linear", "group_size": 32}},
+            "precision.group_size=32: fp8-linear saves no blocks",
+        ),
+        (
+            {
+                "precision": {
+                    "recipe": "coat",
+                    "group_size": 32,
+                    "bf16_operands": ["saved.norm_input", "saved.gate_up"],
+                }
+            },
+            "precision.group_size=32: coat saves no blocks",
         ),
         (
             {"model": {"head_dim": 12}, "data": {"text": "x", "reset_attention_mask": True}},

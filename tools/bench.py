@@ -96,9 +96,9 @@ def main() -> None:
         rows = {name: choose(name, args.only, args.options) for name in names}
         if not args.budget >= 0:
             raise ValueError(f"--budget {args.budget}: seconds, at least 0")
-        if not any(rows.values()):
-            only = " ".join(args.only)
-            raise ValueError(f"--only {only}: no row of {', '.join(names)} contains that")
+        for word in args.only:
+            if not any(word in row for chosen in rows.values() for row in chosen):
+                raise ValueError(f"--only {word}: no row of {', '.join(names)} contains that")
         if args.list:
             for name in names:
                 print_table(listed(name, rows[name], parse(name, args.options)))
@@ -230,7 +230,10 @@ def earlier(path: Path, options: list[str]) -> dict[str, list[RowRecord]]:
 
 def unmeasured(rows: list[str], records: list[RowRecord]) -> list[str]:
     """The rows without a measurement: those that were not tried, then those that failed."""
-    reasons = {record.get("row"): record.get("missing") for record in records}
+    reasons: dict[str, str | None] = {}
+    for record in records:  # a row may have several, and is measured if all are
+        row, reason = record.get("row", ""), record.get("missing")
+        reasons[row] = reason if reason is not None else reasons.get(row)
     untried = [row for row in rows if reasons.get(row, NO_TIME) == NO_TIME]
     return untried + [row for row in rows if row not in untried and reasons[row] is not None]
 

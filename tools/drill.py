@@ -70,6 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             return fail(error)
         return 0
+    from tools.drilling.faults import FAULTS
+
+    names = [fault.name for fault in FAULTS]
+    if unknown := set(options.faults or ()) - set(names):
+        return fail(ValueError(f"--faults {min(unknown)}: one of {', '.join(names)}"))
     options.seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     out = options.out or Path(tempfile.mkdtemp(prefix="coatlm-drill-"))
     out.mkdir(parents=True, exist_ok=True)

@@ -120,6 +120,8 @@ class Session:
         done = newest(read_lines(self.out))
         kept = {key for key, x in done.items() if x["state"] == DONE or not retry}
         missing = [job for job in self.jobs if key_of(self._line(job)) not in kept]
+        for job in missing if self.trunk is not None else ():
+            self._check_start(job)
         left = [job for job in missing if not self._already(job)]
         finished = run_jobs(left, self.places, self._end, end=end)
         chosen = {key_of(self._line(job)) for job in self.jobs}
@@ -149,10 +151,25 @@ class Session:
         own = {"recipe": job.recipe, "seed": job.seed, "overrides": overrides, "ranks": job.ranks}
         return self.common | own
 
+    def _begin(self, job: StudyJob) -> int:
+        """The step from which the run goes on: the trunk's last, 0 without one."""
+        return 0 if self.trunk is None or job is self.trunk else self.trunk.config.train.steps
+
+    def _check_start(self, job: StudyJob) -> None:
+        """Raise ValueError if the run has begun from another trunk; note this one otherwise."""
+        trunk = self.common["trunk"]
+        path = job.config.run.dir.parent / "jobs" / f"{job.config.run.name}.trunk"
+        if path.exists() and (before := path.read_text(encoding="utf-8")) != trunk:
+            raise ValueError(
+                f"{job.config.run.dir}: began from trunk {before}, now {trunk}: give another --runs"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(trunk, encoding="utf-8")
+
     def _already(self, job: StudyJob) -> bool:
         """Whether the run had finished, and its call had no time for the line; writes the line."""
         try:
-            found = result(job.config, job.ranks, self.prepared)
+            found = result(job.config, job.ranks, self.prepared, begin=self._begin(job))
         except ValueError:
             return False
         self._append(self._line(job) | {"state": DONE, "seconds": sum(job.pieces())} | found)
@@ -164,7 +181,8 @@ class Session:
         try:
             if ended.code:
                 raise ValueError(ended.last_line)
-            line |= {"state": DONE, **result(job.config, job.ranks, self.prepared)}
+            begin = self._begin(job)
+            line |= {"state": DONE, **result(job.config, job.ranks, self.prepared, begin=begin)}
         except ValueError as error:
             line |= {"state": FAILED, "exit_code": ended.code, "last_line": one_line(error)}
         self._append(line)
@@ -210,7 +228,11 @@ def report(study: LossStudy, out: Path, pool: Iterable[Path]) -> None:
         file.write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")
     draw(rows, out.with_suffix(".png"))
     print("\n".join(markdown(rows)))
-    times = loss_time.tabulate(lines, study.reference)
+    try:
+        times = loss_time.tabulate(lines, study.reference)
+    except ValueError as error:
+        print(f"\nno table over time: {error}")
+        return
     if times:
         path = out.with_name(f"{out.stem}-time.json")
         with whole_file(path) as file:

@@ -39,7 +39,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coatlm.config import Eval, make_config
+from coatlm.config import Config, Eval, make_config
 from coatlm.console import (
     Parser,
     fail,
@@ -185,6 +185,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     print(
         f"{path}, step {state.get('step')}: " + ", ".join(f"{k} {v}" for k, v in settings.items())
     )
+    if note := frequencies_note(saved, window):
+        print(note)
     config = saved.model_dump(mode="json")
     result = {
         "checkpoint": str(path),
@@ -205,6 +207,33 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def frequencies_note(config: Config, window: int) -> str:
+    """That windows have other rotary frequencies than the samples of the run; "" if they do not.
+
+    LongRoPE has two sets; like transformers, an evaluation chooses by the length of its windows.
+    """
+    scaling, trained = config.model.rope_scaling, config.data.seq_len
+    if scaling is None or scaling.type != "longrope":
+        return ""
+    limit = scaling.original_max_position_embeddings
+    assert limit is not None
+    used, other = ("long", "short") if window > limit else ("short", "long")
+    if (window > limit) == (trained > limit):
+        return ""
+    return (
+        f"note: windows of {window} tokens have the rotary frequencies of {used}_factor, as in "
+        f"transformers; data.seq_len={trained}, in training, has those of {other}_factor"
+    )
+
+
+def shortest_with_the_frequencies_of(window: int, model: dict[str, Any]) -> int:
+    """The fewest tokens of which a sequence has the rotary frequencies of one of `window`."""
+    scaling = model["rope_scaling"]
+    limit = scaling["original_max_position_embeddings"] if scaling else None
+    longrope = scaling and scaling["type"] == "longrope"
+    return limit + 1 if longrope and limit is not None and window > limit else 1
+
+
 def measure(
     path: Path, saved: Any, documents: list[Document], casts: list[Cast], settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -219,7 +248,8 @@ def measure(
     width = max(min(settings["window"], max(len(document.ids) for document in documents)), 2)
     stride = min(settings["stride"], width)
     sizes = {"window": width, "stride": stride, "batch": settings["batch"]}
-    chosen = {"window": width, "precision": settings["precision"]}
+    length = max(width, shortest_with_the_frequencies_of(settings["window"], saved["model"]))
+    chosen = {"window": length, "precision": settings["precision"]}
     print(f"{'cast':<24}{'loss':>10}{'perplexity':>14}{'bits/byte':>12}{'':>4}vs as trained")
     with open_model(path, saved, **chosen) as model:
         for how in [None, *casts]:

@@ -21,6 +21,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from coatlm.commands.entry import entry, torchrun
@@ -69,7 +70,10 @@ def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
             continue
         micro_batch = math.gcd(size, train.global_batch // dp)
         same = micro_batch == size
-        return dp * ranks, [] if same else [f"train.micro_batch={micro_batch}"]
+        with suppress(ConfigError):
+            decided = {"train": train.model_copy(update={"micro_batch": micro_batch})}
+            config.model_copy(update=decided).data_parallel_size(dp * ranks)
+            return dp * ranks, [] if same else [f"train.micro_batch={micro_batch}"]
     return gpus, []
 
 

@@ -23,6 +23,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import html
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,8 +180,8 @@ def results(run: ReportedRun) -> Iterator[tuple[str, object]]:
 
 def middle(values: Iterable[float]) -> float | None:
     """The median of the values that are not NaN; None without any."""
-    known = sorted(value for value in values if value == value)
-    return known[len(known) // 2] if known else None
+    known = [value for value in values if value == value]
+    return statistics.median(known) if known else None
 
 
 def findings(run: ReportedRun) -> TableRows:

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.dry_run:
             print(text, end="")
             return 0
-        write(config, {"config.yaml": config.to_yaml(), "job.sbatch": text})
+        write(config, {"config.yaml": config.to_yaml(to_start=True), "job.sbatch": text})
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

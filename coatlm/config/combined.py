@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from coatlm.config.errors import ConfigError
+from coatlm.config.errors import ConfigError, divides
 from coatlm.config.fields import Section
+from coatlm.config.flow import check_flow
 from coatlm.config.log import Log
 from coatlm.config.model import Model, Precision
 from coatlm.config.obstacles import auto_p2p_obstacles, graph_obstacles, obstacles, step_obstacles
 from coatlm.config.optim import FP32_RECIPES, Optim
 from coatlm.config.parallel import ONLY_ABOVE_1, Parallel
 from coatlm.config.recipes import RECIPES, fp8_weight_recipes
-from coatlm.config.run import Checkpoint, Data, Eval, Run, Train
+from coatlm.config.run import RESUMED, Checkpoint, Data, Eval, Run, Train
 from coatlm.config.yaml_text import dump_yaml
 
-# keys of precision that are not only for FP8 layers
-ANY_RECIPE = {"recipe", "output_layer", "tune_attention"}
-LOCAL_LAYER_ONLY = (  # keys of model that FP8 layers do not compute
-    *("norm_after", "sandwich_norm", "zero_centered_norm", "activation", "residual_multiplier"),
-    *("attention_softcap",),
-)
 # Up to this hidden size a layer was faster from a CUDA graph (docs/results/layer.md), at 4096 not;
 # but two tensor-parallel ranks of 4096, which launch collectives too, took 0.77 of the time.
 GRAPHS_UP_TO = 2048
@@ -99,10 +94,11 @@ class Config(Section):
                     "precision.recipe=fp32: must be bf16"
                 )
             divides("model.hidden", m.hidden, "the alignment of FP8 GEMMs", 16)
-        self._check_flow()
+        check_flow(self)
         for what in obstacles(self):
             raise ValueError(what)
         self._check_sharded_weights()
+        self._check_decay()
         if m.qk_norm_width == "all" and p.tp > 1:
             raise ValueError(f"model.qk_norm_width=all with parallel.tp={p.tp}: must be 1")
         for name in ("norm_after", "sandwich_norm", "zero_centered_norm"):
@@ -134,121 +130,14 @@ class Config(Section):
                 "attend to other documents need positions in the sample"
             )
 
-    def _check_flow(self) -> None:
-        """Raise ValueError for sizes and options that the FP8 kernels do not support."""
-        m, p, recipe = self.model, self.precision, self.precision.recipe
-        if not p.flow:
-            flows = " | ".join(RECIPES)
-            for name in set(Precision.model_fields) - ANY_RECIPE:
-                if getattr(p, name) != Precision.model_fields[name].default:
-                    raise ValueError(f"precision.{name} is for {flows}, not for {recipe}")
-            if self.log.numerics_every:
-                raise ValueError(
-                    f"log.numerics_every={self.log.numerics_every} must be 0 with "
-                    f"precision.recipe={recipe}: only {flows} have FP8 layers to measure"
-                )
-            return
-        if m.spec != "local":
-            raise ValueError(f"precision.recipe={recipe} needs model.spec=local")
-        for name in LOCAL_LAYER_ONLY:
-            if (value := getattr(m, name)) != (usual := Model.model_fields[name].default):
-                raise ValueError(
-                    f"precision.recipe={recipe} with model.{name}={value}: must be {usual}"
-                )
-        if min(p.bf16_layers) < 0 or sum(p.bf16_layers) > m.layers:
+    def _check_decay(self) -> None:
+        """Raise ValueError if the learning rate is to decay for longer than steps are left."""
+        o, steps = self.optim, self.train.steps
+        if o.decay_steps is not None and o.decay_steps > max(steps - o.warmup_steps, 0):
             raise ValueError(
-                f"precision.bf16_layers={list(p.bf16_layers)}: first and last layers, >= 0, "
-                f"together at most model.layers={m.layers}"
+                f"optim.decay_steps={o.decay_steps}: must be at most train.steps - "
+                f"optim.warmup_steps = {steps}-{o.warmup_steps}"
             )
-        if p.guard == "off" and p.guard_every != Precision().guard_every:
-            raise ValueError(
-                f"precision.guard_every={p.guard_every} needs precision.guard=warn, fallback or "
-                "operand"
-            )
-        if p.falls_back and self.parallel.weight_gather == "fp8":
-            raise ValueError(
-                f"precision.guard={p.guard} with parallel.weight_gather=fp8: a GEMM in BF16 would "
-                "compute with weights that were rounded to FP8; use precision.guard=warn or "
-                "parallel.weight_gather=bf16"
-            )
-        self._check_operands()
-
-    def _check_operands(self) -> None:
-        """Raise ValueError if FP8 blocks or tensor-core tiles do not divide the model's sizes."""
-        m, p, tp = self.model, self.precision, self.parallel.tp
-        row, operands = RECIPES[p.recipe], f"the FP8 GEMMs of precision.recipe={p.recipe}"
-        if p.scaling == "delayed" and not row.tensor_wise_gradients:
-            raise ValueError(
-                f"precision.scaling=delayed needs one scale per gradient, which "
-                f"precision.recipe={p.recipe} does not have; it needs one of "
-                f"{', '.join(name for name, r in RECIPES.items() if r.tensor_wise_gradients)}"
-            )
-        if p.delayed_margin is not None and p.scaling != "delayed":
-            raise ValueError(
-                f"precision.delayed_margin={p.delayed_margin} needs precision.scaling=delayed"
-            )
-        powers = row.dgrad.gradient.power_of_two or p.scaling == "delayed"
-        if p.grad_rounding != "nearest" and not (row.tensor_wise_gradients and powers):
-            raise ValueError(
-                f"precision.grad_rounding={p.grad_rounding} needs tensor-wise power-of-two scales "
-                f"of gradients, which precision.recipe={p.recipe} with precision.scaling="
-                f"{p.scaling} does not have"
-            )
-        self._check_bf16_operands()
-        recipe = p.flow_recipe()
-        size = p.group_size or 16  # FP8 tensor cores need multiples of 16 as well
-        divides("model.hidden", m.hidden, "precision.group_size", size)
-        chunks, codes = self.parallel.tp_chunks, self.parallel.tp_comm_reduce == "fp8"
-        rows = max(128 if codes else 16, recipe.forward.weight.granularity.rows or 1)
-        if chunks > 1 or codes:  # the scale of a code covers 128 columns of a chunk
-            divides("model.hidden", m.hidden, f"{rows}*parallel.tp_chunks", rows * chunks)
-        divides("model.ffn/tp", m.ffn // tp, "precision.group_size", size)
-        for name, heads in (("heads", m.heads), ("kv_heads", m.key_value_heads)):
-            width = heads * m.size_per_head // tp
-            divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
-        if recipe.saved.attention:
-            divides("model.head_dim", m.size_per_head, "precision.group_size", size)
-        summed = recipe.summed_multiple
-        if summed > 16:  # a scale covers 128 elements of the summed axis, never fewer
-            if p.fast_accumulation != Precision().fast_accumulation:
-                raise ValueError(
-                    f"precision.fast_accumulation={list(p.fast_accumulation)}: block-wise scaled "
-                    f"GEMMs have no such option; remove it for precision.recipe={p.recipe}"
-                )
-            queries, keys = (n * m.size_per_head // tp for n in (m.heads, m.key_value_heads))
-            divides("model.hidden", m.hidden, operands, summed)
-            divides("model.ffn/tp", m.ffn // tp, operands, summed)
-            divides("model.heads*head_dim/tp", queries, operands, summed)
-            both = "model.(heads + 2*kv_heads)*head_dim/tp"
-            divides(both, queries + 2 * keys, operands, summed)
-            tokens = self.train.smallest_micro_batch * self.data.seq_len // self.parallel.cp
-            divides("train.micro_batch*data.seq_len/cp", tokens, "the rows of 1x128 blocks", 4)
-
-    def _check_bf16_operands(self) -> None:
-        """Raise ValueError for operands and saved tensors that cannot stay in BF16."""
-        p, names = self.precision, list(self.precision.bf16_operands)
-        what, row = f"precision.bf16_operands={names}", RECIPES[p.recipe]
-        if len(set(names)) < len(names):
-            raise ValueError(f"{what}: each at most once")
-        for name in names:
-            if name.startswith("saved.") and not getattr(row.saved, name.removeprefix("saved.")):
-                raise ValueError(f"{what}: precision.recipe={p.recipe} saves {name[6:]} in BF16")
-        operands = [name for name in names if not name.startswith("saved.")]
-        if operands and not row.exact_in_bf16:
-            exact = ", ".join(name for name, r in RECIPES.items() if r.exact_in_bf16)
-            raise ValueError(
-                f"{what}: BF16 cannot represent the dequantized operands of precision.recipe="
-                f"{p.recipe}; it needs one of {exact}"
-            )
-        if operands and self.parallel.tp > 1:
-            raise ValueError(f"{what} with parallel.tp={self.parallel.tp}: must be 1")
-        if "wgrad.activation" in names and p.keep_linear_inputs:
-            raise ValueError(
-                f"{what} with precision.keep_linear_inputs=true: must be null or false"
-            )
-        weights = {"forward.weight", "dgrad.weight"}.intersection(names)
-        if weights and self.parallel.weight_gather == "fp8":
-            raise ValueError(f"{what} with parallel.weight_gather=fp8: must be bf16")
 
     def _check_sharded_weights(self) -> None:
         """Raise ValueError for options that hold whole weights, which zero=3 shards."""
@@ -329,19 +218,14 @@ class Config(Section):
             )
         return dp
 
-    def to_yaml(self) -> str:
+    def to_yaml(self, *, to_start: bool = False) -> str:
         """The resolved configuration as YAML; loading it gives an equal Config.
 
-        While parallel.layout is auto, keys of the layout that are not set are left out.
+        Keys that are not set are left out: of an undecided layout and, `to_start` runs, of RESUMED.
         """
         data = self.model_dump(mode="json", warnings=False)  # micro_batch may be auto
-        for section, key in LAYOUT if self.parallel.layout == "auto" else ():
+        undecided = LAYOUT if self.parallel.layout == "auto" else ()
+        for section, key in (*undecided, *(("data", key) for key in RESUMED if to_start)):
             if key not in getattr(self, section).model_fields_set:
                 del data[section][key]
         return dump_yaml(data)
-
-
-def divides(name: str, value: int, by_name: str, by: int) -> None:
-    """Raise ValueError unless `by` divides `value`."""
-    if value % by:
-        raise ValueError(f"{name}={value} is not a multiple of {by_name}={by}")

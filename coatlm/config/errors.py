@@ -47,3 +47,9 @@ def shown(value: Any) -> str:
 def one_line(message: object) -> str:
     """`message` as one printable line of at most 393 characters."""
     return shortened(" ".join(str(message).split()))
+
+
+def divides(name: str, value: int, by_name: str, by: int) -> None:
+    """Raise ValueError unless `by` divides `value`."""
+    if value % by:
+        raise ValueError(f"{name}={value} is not a multiple of {by_name}={by}")

@@ -64,7 +64,7 @@ class Optim(Section):
     """Decay rates of the first and second moment, as [beta1, beta2]; each is in [0, 1)."""
 
     eps: Real = number(1e-8, gt=0.0)
-    """The epsilon that AdamW adds to the denominator of its update."""
+    """The epsilon that AdamW adds to the denominator of its update, a normal number in fp32."""
 
     clip_grad: Real = number(1.0, ge=0.0)
     """The global L2 norm to which gradients are clipped; 0 means off."""
@@ -73,6 +73,8 @@ class Optim(Section):
     def _ranges(self) -> Optim:
         if not all(0.0 <= b < 1.0 for b in self.betas):
             raise ValueError(f"betas={list(self.betas)}: each is in [0, 1)")
+        if self.eps < 2.0**-126:
+            raise ValueError(f"eps={self.eps}: must be at least 1.18e-38, a normal number of fp32")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
         if self.decay_steps is not None and self.schedule != "wsd":

@@ -64,6 +64,10 @@ class Run(Section):
         return value
 
 
+# keys of data that, unless they are set, a resumed run takes from its checkpoint
+RESUMED = ("reset_attention_mask", "reset_position_ids")
+
+
 class DataSource(Section):
     """One indexed dataset of a blend."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -31,13 +33,20 @@ def rank_positions(seq_len: int, cp_rank: int, cp_size: int, *, zigzag: bool) ->
     return torch.arange(seq_len).view(cp_size, -1)[cp_rank]
 
 
+@cache
+def _positions_on(
+    device: torch.device, seq_len: int, cp_rank: int, cp_size: int, zigzag: bool
+) -> Tensor:
+    """`rank_positions` on a device: copied once, as a copy for each batch may wait for the GPU."""
+    return rank_positions(seq_len, cp_rank, cp_size, zigzag=zigzag).to(device)
+
+
 def cp_slice(batch: Microbatch, cp_rank: int, cp_size: int, *, zigzag: bool) -> Microbatch:
     """Shard a microbatch over context-parallel ranks, all but its document_bounds."""
     if cp_size == 1:
         return batch
     tokens = batch["tokens"]
-    at = rank_positions(tokens.shape[1], cp_rank, cp_size, zigzag=zigzag)
-    at = at.to(tokens.device, non_blocking=True)
+    at = _positions_on(tokens.device, tokens.shape[1], cp_rank, cp_size, zigzag)
     return Microbatch(
         tokens=tokens.index_select(1, at),
         labels=batch["labels"].index_select(1, at),

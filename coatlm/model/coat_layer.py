@@ -86,6 +86,7 @@ class CoatTransformerLayer(TransformerLayer):
         )
         q, k, v = parts if fused else attention.split_rotated(parts[0], cos_sin)
         context, codes, scale = self._attend(q, k, v, attention_mask)
+        del parts, q, k, v  # of which coat-lean has saved codes
         out = ProjMLP.apply(
             context,
             codes,

@@ -4,9 +4,10 @@
 
 S is one power of two for all tokens and all chunks, known before any gradient is:
 
-    S = power of two at or above B / MAX        B = max_T |dloss| max(1, |slope|)
+    S = power of two at or above B / MAX        B = max_T |dloss| max(1, slope, 1 - slope)
 
-B bounds |d|, because a probability is at most 1 and the slope is not negative; S is 1 where B is 0.
+B bounds |d| = |dloss| |slope p - 1| of the label and |dloss| |slope p| of others, because a
+probability p is at most 1; S is 1 where B is 0.
 E5M2 represents gradients down to 2^-31 of B, so a row or a column of small gradients needs no scale
 of its own, and no pass over the gradients has to find amaxes.
 
@@ -25,7 +26,7 @@ from functools import cached_property
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, maximum
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -60,7 +61,7 @@ class TokenTerms:
         """S, fp32 []; not finite where a term of B is not."""
         bound = self.dloss.abs()
         if self.slope is not None:
-            bound = bound * self.slope.abs().clamp(min=1.0)
+            bound = bound * maximum(self.slope, 1.0 - self.slope).clamp(min=1.0)
         return power_of_two_ref(bound.amax(), E5M2)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from coatlm.config import PRESETS, Config
+from coatlm.config.parallel import ONLY_ABOVE_1
 from coatlm.model.accounting import (
     flops_per_token,
     matmul_parameters,
@@ -175,9 +176,9 @@ def simpler(config: Config, vocab: int, dp: int) -> Iterator[tuple[str, int]]:
     """Yield (`key=value`, peak in bytes) of layouts that share less, on as many ranks."""
     p = config.parallel
     for key, ranks, changed in (
-        ("tp", p.tp, {"tp": 1, "sequence_parallel": False}),
+        ("tp", p.tp, {"tp": 1, "sequence_parallel": False, **ONLY_ABOVE_1["tp"]}),
         ("pp", p.pp, {"pp": 1, "vpp": 1}),
-        ("cp", p.cp, {"cp": 1}),
+        ("cp", p.cp, {"cp": 1, **ONLY_ABOVE_1["cp"]}),
     ):
         batch = config.train.micro_batch * dp * ranks
         if ranks > 1 and config.train.global_batch % batch == 0:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coatlm.fp8.accumulate import BlockFp8
-from coatlm.fp8.formats import E4M3, SCALE_BLOCK
+from coatlm.fp8.formats import E4M3, SCALE_BLOCK, SMALLEST
 from coatlm.optim.host_memory import fetch_pages, host_zeros
 from coatlm.optim.moment_formats import Stored
 from coatlm.optim.recipes import BF16, FP32, MASTER, Recipe, find_recipe
@@ -48,8 +48,8 @@ def check_recipe(
         raise ValueError("shards=(): there is nothing to update")
     if not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas={betas}: each is in [0, 1)")
-    if not eps > 0.0:
-        raise ValueError(f"eps={eps}: must be > 0, or zero padding becomes 0 / 0")
+    if not eps >= SMALLEST:
+        raise ValueError(f"eps={eps}: must be >= {SMALLEST:.3g}, or zeros become 0 / 0 in fp32")
     if not weight_decay >= 0.0:
         raise ValueError(f"weight_decay={weight_decay}: must be >= 0")
     for i, shard in enumerate(shards):

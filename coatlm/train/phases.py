@@ -12,6 +12,7 @@ import torch
 
 from coatlm.config import Config, ConfigError, Eval
 from coatlm.config.recipes import BF16_RECIPES
+from coatlm.config.run import RESUMED
 from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.fp8.formats import SCALE_BLOCK
@@ -145,7 +146,7 @@ def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
     Raises ConfigError for positions that are to restart where the checkpoint has no documents.
     """
     data = config.data
-    missing = {"reset_attention_mask", "reset_position_ids"} - data.model_fields_set
+    missing = set(RESUMED) - data.model_fields_set
     if not missing:
         return config
     earlier = together(

@@ -60,6 +60,22 @@ def test_fp32_weights_leave_out_recipes_that_cannot_update_them(
     assert names == {"adamw-fp32", "coat", "fp8-plain"}
 
 
+@pytest.mark.parametrize(
+    ("key", "excluded"),
+    [
+        ("precision.grad_rounding=stochastic", {"rowwise", "coat-rowgrad", "fp8-block"}),
+        ("precision.bf16_operands=[forward.weight]", {"coat-paper"}),
+    ],
+)
+def test_recipes_that_a_key_of_the_configuration_excludes_are_left_out(
+    key: str, excluded: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = table(run(capsys, LLAMA), "precision.recipe")
+    left = table(run(capsys, LLAMA, key), "precision.recipe")
+    names, others = ({row.split("|")[1].strip() for row in rows} for rows in (usual, left))
+    assert names - others == excluded and {"bf16", "te-delayed", "coat"} <= others
+
+
 def test_the_proposed_micro_batch_fits_and_the_next_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

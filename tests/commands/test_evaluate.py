@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from coatlm import console
-from coatlm.commands.evaluate import main
+from coatlm.commands.evaluate import frequencies_note, main, shortest_with_the_frequencies_of
+from coatlm.config import make_config
 from coatlm.convert.from_hf import from_huggingface
 from coatlm.convert.to_hf import to_huggingface
 from tests.hf.models import make_model, save_model
@@ -45,6 +46,30 @@ def test_perplexity_is_that_of_transformers(root: Path) -> None:
     assert row["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-5)
     assert (result["tokens"], result["bytes"], result["documents"]) == (len(TEXT) - 1, len(TEXT), 1)
     assert (result["step"], result["precision"]) == (0, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("trained", "window", "used"),
+    [(64, 65, "long"), (65, 64, "short"), (64, 8, None), (128, 65, None)],
+)
+def test_windows_with_other_frequencies_than_the_runs_samples_are_named(
+    trained: int, window: int, used: str | None
+) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    longrope = {"type": "longrope", "original_max_position_embeddings": 64, **factors}
+    sections = {"data": {"text": "x", "seq_len": trained}, "precision": {"recipe": "fp32"}}
+    for scaling in (longrope, {"type": "linear", "factor": 2.0}, None):
+        model = {"hidden": 64, "heads": 2, "rope_scaling": scaling}
+        config = make_config({"model": model, **sections})
+        note = frequencies_note(config, window)
+        if scaling is not longrope or used is None:
+            assert note == ""
+        else:
+            assert (
+                f"windows of {window} tokens have the rotary frequencies of {used}_factor" in note
+            )
+        shortest = shortest_with_the_frequencies_of(window, config.model.model_dump(mode="json"))
+        assert shortest == (65 if scaling is longrope and window > 64 else 1)
 
 
 def test_the_accuracy_on_a_task_is_that_of_transformers(

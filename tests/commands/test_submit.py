@@ -14,6 +14,8 @@ import pytest
 from coatlm.commands import slurm_script
 from coatlm.commands import submit as submit_slurm
 from coatlm.commands.entry import ROOT
+from coatlm.config import load_config
+from coatlm.config.run import RESUMED
 from coatlm.train.faults import ExitCode
 from tests.distributed import free_port, python_path
 from tests.forks import Forks
@@ -52,6 +54,20 @@ def script(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def options(text: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_key_that_a_resumed_run_takes_from_its_checkpoint_is_not_given_for_it(
+    config: str, tmp_path: Path
+) -> None:
+    loaded = load_config(config)
+    submit_slurm.write(loaded, {"config.yaml": loaded.to_yaml(to_start=True)})
+    path = tmp_path / "run/slurm/config.yaml"
+    assert not {*RESUMED} & load_config(path).data.model_fields_set
+    assert load_config(path) == loaded
+    chosen = load_config(config, ["data.reset_attention_mask=true"])
+    assert "reset_attention_mask: true" in chosen.to_yaml(to_start=True)
+    assert "reset_position_ids" not in chosen.to_yaml(to_start=True)
+    assert "reset_position_ids: false" in loaded.to_yaml()  # the resolved configuration of a run
 
 
 def test_a_dry_run_prints_the_script_and_writes_nothing(

@@ -52,7 +52,7 @@ def test_the_table_needs_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("fp8-linear", (None, None)), ("coat", (64, None)), ("coat-lean", (64, 64))],
+    [("coat", (64, None)), ("coat-lean", (64, 64))],
 )
 def test_a_group_size_is_for_what_is_saved_in_blocks(
     name: str, sizes: tuple[int | None, int | None]

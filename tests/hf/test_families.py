@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from coatlm.config import ConfigError, make_config
-from coatlm.config.combined import LOCAL_LAYER_ONLY
+from coatlm.config.flow import LOCAL_LAYER_ONLY
 from coatlm.hf.config import read_model
 from coatlm.hf.families import FAMILIES
 from tests.hf.models import CASES, SMALL

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coatlm.config import ConfigError, make_config
 from coatlm.fp8 import emit
+from coatlm.fp8.formats import E5M2
 from coatlm.fp8.gemm import matmul
 from coatlm.fp8.qtensor import QTensor
 from coatlm.model import logits_quantize
@@ -26,6 +27,7 @@ from coatlm.model.loss import (
     largest_logits,
     linear_cross_entropy,
 )
+from coatlm.model.loss_kernels import logits_grad_ref
 from coatlm.model.output_gemms import Fp8Gemms, Fp8GradientGemms, PlainGemms, output_gemms
 from tests.distributed import run_ranks
 from tests.fp8.sm90 import access_bytes, launches_compiled
@@ -309,6 +311,18 @@ def test_improbable_entries_need_promoted_sums(monkeypatch: pytest.MonkeyPatch) 
 
     assert abs(exact - 1) < 0.02 and abs(promoted - exact) < 0.01
     assert always_fast < 0.9
+
+
+@pytest.mark.parametrize("slope", [-3.0, -0.9, 0.0, 0.4, 2.5])
+def test_no_gradient_is_beyond_the_codes_whatever_the_sign_of_the_slope(slope: float) -> None:
+    logits = torch.tensor(
+        [[0.0, -9.0], [-9.0, 0.0]]
+    )  # the labels' entries are likely, and unlikely
+    labels, lse = torch.zeros(2, dtype=torch.int64), logits.logsumexp(1)
+    terms = TokenTerms(labels, lse, torch.tensor([0.7, 0.7]), torch.full((2,), slope), None)
+    largest = logits_grad_ref(logits, *terms.arguments(0)).abs().max().item()
+    assert largest <= terms.scale.item() * E5M2.max
+    assert terms.scale.item() * E5M2.max < 4 * largest
 
 
 @pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])

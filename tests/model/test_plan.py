@@ -11,7 +11,7 @@ from coatlm.model import memory as mem
 from coatlm.model.fits import tensor_bytes
 from coatlm.model.memory import GIB, fallback_bytes, peak_bytes, replaced
 from coatlm.model.numerics import TENSORS
-from coatlm.model.plan import plan
+from coatlm.model.plan import plan, simpler
 from tests.model.shapes import LLAMA2_7B, config
 
 AT = {"stage": 0, "data_parallel": 1}
@@ -136,6 +136,25 @@ def test_a_plan_says_what_the_layout_saves_and_what_the_device_has() -> None:
         f"tp=1 {gib['tp']}, pp=1 {gib['pp']}, zero=0 {gib['zero']}, recompute=none "
         f"{gib['recompute']}."
     )
+
+
+def test_a_layout_that_shares_less_has_no_option_of_what_it_does_not_share() -> None:
+    tp, cp = {"tp": 2, "sequence_parallel": True}, {"cp": 2}
+    for name, usual, changed in (
+        ("tp", tp, {"tp_comm_reduce": "fp8", "tp_chunks": 2}),
+        ("cp", cp, {"cp_comm_kv": "fp8", "cp_comm": "all_gather"}),
+    ):
+        peaks = [
+            dict(
+                simpler(
+                    config(LLAMA2_7B, seq_len=4096, parallel=p, precision={"recipe": "coat-lean"}),
+                    32000,
+                    1,
+                )
+            )
+            for p in (usual, usual | changed)
+        ]
+        assert peaks[0][f"{name}=1"] == peaks[1][f"{name}=1"]
 
 
 def test_the_choice_and_the_expectation_follow_the_layout_before_the_tables() -> None:

@@ -63,7 +63,8 @@ def test_fp32_weights_are_their_own_master() -> None:
         ({"recipe": "coat-leaner"}, r"recipe='coat-leaner': one of adamw-fp32, .*coat-lean"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\): each is in \[0, 1\)"),
         ({"betas": (-0.1, 0.9)}, r"betas=\(-0\.1, 0\.9\)"),
-        ({"eps": 0.0}, r"eps=0\.0: must be > 0"),
+        ({"eps": 0.0}, r"eps=0\.0: must be >= 1\.18e-38, or zeros become 0 / 0"),
+        ({"eps": 2.0**-127}, r"eps=5\.87.*e-39: must be >= 1\.18e-38"),
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1: must be >= 0"),
     ),
 )

@@ -230,6 +230,7 @@ def test_rows_that_begin_after_the_budget_are_left_out() -> None:
         (["reduce", "whole"], "whole: reduce takes"),
         (["memory", "parallel.tp=2"], "parallel.tp=2: memory takes model="),
         (["reduce", "--only", "nothing"], "--only nothing: no row of reduce contains that"),
+        (["reduce", "--only", "nccl", "reps=3"], "--only reps=3: no row of reduce contains that"),
     ],
 )
 def test_what_a_benchmark_does_not_take_is_refused(

@@ -100,6 +100,9 @@ def test_a_row_of_several_records_replaces_its_own_and_no_others(
         *(("b", "b 0"), ("b", "b 1")),
         *(("a", "a 0"), ("a", "a 1")),
     ]
+    assert bench.unmeasured(["a", "b", "c"], found) == ["c"]
+    found[0]["missing"] = "no memory"  # of the first of two cases
+    assert bench.unmeasured(["a", "b", "c"], found) == ["c", "b"]
     together: list[dict[str, Any]] = [{"key": 1}]
     assert bench.merged(together, [{"key": 2}]) == [{"key": 1}, {"key": 2}]
 

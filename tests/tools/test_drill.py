@@ -62,6 +62,16 @@ def test_the_table_counts_rounds_and_failures_by_fault(
     assert table[-1] == "| all | 3 | 2.0 | 3.0 | 2 | 4 | 1 |"
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_unknown_fault_is_refused_before_a_drill_starts(
+    jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["--rounds=2", f"--jobs={jobs}", f"--out={out}", "--faults", "flood"]) == 2
+    assert "--faults flood: one of kill -9 of a rank, " in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_twenty_faults_cost_the_steps_since_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     words = ["tools/drill.py", "--rounds=20", "--seed=1", f"--out={tmp_path}"]
     done = subprocess.run(

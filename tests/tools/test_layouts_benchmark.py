@@ -234,6 +234,9 @@ def test_peers_share_key_heads_as_the_model_does(row: str, monkeypatch: pytest.M
     assert rest == (32, 128256, "tokens", 1)
     with pytest.raises(ValueError, match=r"model\.kv_heads=7: must divide model\.heads=32"):
         end_to_end.peer_step(row, options | {"model.kv_heads": "7"})
+    for key in ("data.reset_attention_mask", "model.tie_embeddings", "train.recompute"):
+        with pytest.raises(ValueError, match=rf"{key}=true: peers are measured without it"):
+            end_to_end.peer_step(row, options | {key: "true"})
 
 
 def test_the_fsdp_peer_of_llama_3_has_its_parameters() -> None:

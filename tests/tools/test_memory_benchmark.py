@@ -14,11 +14,17 @@ TINY = {"model": "tiny", "seq": "32", "vocab": "256"}
 ROWS = [row for row in rows({}) if set(row.split()) & set(get_args(PrecisionRecipe))]
 
 
-def test_rows_cover_recipes_zero_recomputation_and_two_gpus() -> None:
+def test_rows_cover_recipes_zero_recomputation_and_two_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = {word for row in ROWS for word in row.split()}
     assert {"bf16", "te-delayed", "zero0", "zero1", "none", "selective", "full"} <= words
     assert {"dp2", "tp2", "pp2"} <= words
-    assert not {"dp2", "tp2", "pp2"} & {word for row in rows({"gpus": "1"}) for word in row.split()}
+    one = rows({"gpus": "1"})
+    assert not {"dp2", "tp2", "pp2"} & {word for row in one for word in row.split()}
+    for gpus in (1, 2, 8):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert (rows({}) == one) == (gpus == 1) and rows({"gpus": "2"}) != one
 
 
 @pytest.mark.parametrize("row", ROWS)

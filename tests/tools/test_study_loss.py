@@ -169,6 +169,11 @@ def test_a_later_line_replaces_a_failed_one_and_never_a_finished_one() -> None:
     ("old", "new", "named"),
     [
         ("eps: [optim.eps=1.1e-8]", "eps: [train.steps=7]", "train.steps is the same for all"),
+        (
+            "eps: [optim.eps=1.1e-8]",
+            "eps: ['train={{steps: 7}}']",
+            "train.steps is the same for all",
+        ),
         ("eps: [optim.eps=1.1e-8]", "eps: {{ranks: 0}}", r"recipes.eps.ranks=0: must be"),
         ("eps: [optim.eps=1.1e-8]", "eps: {{rank: 2}}", r"recipes.eps.rank: allowed are ranks"),
         ("eps: [optim.eps", "a/b: [optim.eps", "recipes.a/b: a recipe names a directory"),
@@ -391,6 +396,16 @@ def test_a_study_is_cut_continued_and_reported(
     by_key = {(x["recipe"], x["seed"]): x for x in lines}
     assert by_key["eps", 3]["first_loss"] == by_key["fp32", 3]["first_loss"]  # the same weights
     assert by_key["fp32", 3]["first_loss"] != by_key["fp32", 5]["first_loss"]
+    with out.open("a") as file:  # as of a run on another kind of machine, with a curve over time
+        (last,) = (json.loads(x) for x in out.read_text().splitlines()[-1:])
+        curve = [[1, 1.0, 9.0], *last["evaluations"]]
+        away = last | {"evaluations": curve, "seed": 99, "versions": {"gpu": "another"}}
+        home = away | {"seed": 98, "versions": {"gpu": "this one"}}
+        file.write(json.dumps(away) + "\n" + json.dumps(home) + "\n")
+    assert study_loss.main([str(study), "--out", str(out), "--report"]) == 0
+    said = capsys.readouterr().out
+    assert "| `eps` | 2 | 0 |" in said and "no table over time: gpu: another and this one" in said
+    out.write_text("".join(x + "\n" for x in out.read_text().splitlines()[:-2]))
     table = json.loads(out.with_suffix(".json").read_text())
     (eps,) = (row for row in table if row["recipe"] == "eps")
     assert eps["differences"]["val_loss"]["pairs"] == 2
@@ -472,11 +487,17 @@ def test_a_trunk_is_trained_once_and_all_runs_continue_it(
     assert first["bf16", 3] != first["bf16", 5]  # another order of samples
     said = (runs / "states-3/train.log").read_text()
     assert "optim.recipe: adamw-fp32 -> coat-lean" in said and "resumed from" in said
+    assert {x["begin"] for key, x in lines.items() if key[0] != "trunk"} == {160}
     before = out.read_text()
     assert study_loss.main(call) == 0 and out.read_text() == before
     capsys.readouterr()
     assert study_loss.main([str(study), "--out", str(out), "--report"]) == 0
     assert "| `states` | 2 | 0 |" in capsys.readouterr().out
+    # a run that began from another trunk does not go on beside those of this one
+    (runs / "jobs/states-3.trunk").write_text("another")
+    out.write_text("".join(x + "\n" for x in before.splitlines() if '"states", "seed": 3' not in x))
+    assert study_loss.main(call) == 2
+    assert "states-3: began from trunk another, now" in capsys.readouterr().err
 
 
 def test_a_trunk_as_long_as_its_branches_is_refused(tmp_path: Path) -> None:

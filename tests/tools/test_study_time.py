@@ -59,6 +59,11 @@ def test_times_of_two_gpus_are_not_compared() -> None:
         tabulate([line("te", 1, SLOW), other], "te")
 
 
+def test_tokens_count_from_the_trunk_as_seconds_do() -> None:
+    lines = [line("te", 1, SLOW, begin=5), line("coat", 1, FAST, begin=5)]
+    assert tabulate(lines, "te")[1].tokens == pytest.approx((35 - 5) / (30 - 5))
+
+
 def test_the_plot_has_a_curve_per_run(tmp_path: Path) -> None:
     draw([line("te", 1, SLOW), line("coat", 1, FAST)], "te", tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 5000

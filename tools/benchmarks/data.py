@@ -3,7 +3,7 @@
     prepare coatlm      coatlm.data.preprocess with one worker
     prepare megatron    as Megatron-LM's tools/preprocess_data.py: a pool of one process encodes a
                         document at a time with the same tokenizer, the main process writes with
-                        megatron-core's IndexedDatasetBuilder
+                        megatron-core's IndexedDatasetBuilder; the pool starts before the clock
     read local          the batches of a data-parallel rank from files
     read s3, empty      the same from an S3 server on loopback (moto), with an empty cache
     read s3, cached     the same once more
@@ -24,10 +24,13 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from coatlm.config import Data
 from coatlm.data.batches import BatchIterator
@@ -119,8 +122,18 @@ def _prepare(row: str, text: Path, sizes: dict[str, int]) -> dict[str, Any]:
         options = Options(tokenizer=spec)
         return preprocess([str(text)], prefix, options, workers=1, overwrite=True).tokens
 
-    action = coatlm if row == "prepare coatlm" else lambda: _megatron(text, spec, prefix)
-    seconds, cpu, tokens = _timed(action, sizes["reps"], before=lambda: _remove(prefix))
+    def remove() -> None:
+        for path in prefix.parent.glob(f"{prefix.name}.*"):
+            path.unlink()
+
+    if row == "prepare coatlm":
+        seconds, cpu, tokens = _timed(coatlm, sizes["reps"], before=remove)
+    else:
+        with multiprocessing.get_context("spawn").Pool(1, _Encoder.begin, (spec,)) as pool:
+            encoder = pool.apply(_Encoder.encode_first, (text,))
+            seconds, cpu, tokens = _timed(
+                lambda: _megatron(text, prefix, pool), sizes["reps"], before=remove, also=[encoder]
+            )
     return {
         "tokens/s": round(tokens / seconds),
         "MB/s of text": round(text.stat().st_size / seconds / 1e6, 2),
@@ -128,11 +141,6 @@ def _prepare(row: str, text: Path, sizes: dict[str, int]) -> dict[str, Any]:
         "cpu_s": round(cpu, 2),
         "tokens per cpu_s": round(tokens / cpu),
     }
-
-
-def _remove(prefix: Path) -> None:
-    for path in prefix.parent.glob(f"{prefix.name}.*"):
-        path.unlink()
 
 
 class _Encoder:
@@ -148,22 +156,24 @@ class _Encoder:
     def encode(cls, line: str) -> list[int]:
         return [*cls.tokenizer.encode(json.loads(line)["text"]), cls.tokenizer.eod]
 
+    @classmethod
+    def encode_first(cls, text: Path) -> int:
+        """Encode one line, as the first takes longer than later ones; returns the process id."""
+        with text.open(encoding="utf-8") as file:
+            cls.encode(file.readline())
+        return os.getpid()
 
-def _megatron(text: Path, spec: str, prefix: Path) -> int:
+
+def _megatron(text: Path, prefix: Path, pool: Pool) -> int:
     import numpy as np
     from megatron.core.datasets import indexed_dataset
 
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     tokens = 0
-    with (
-        multiprocessing.get_context("spawn").Pool(1, _Encoder.begin, (spec,)) as pool,
-        text.open(encoding="utf-8") as file,
-    ):
+    with text.open(encoding="utf-8") as file:
         for ids in pool.imap(_Encoder.encode, file, 32):
             builder.add_document(np.array(ids, np.uint16), [len(ids)])
             tokens += len(ids)
-        pool.close()
-        pool.join()  # only then its CPU time is counted
     builder.finalize(f"{prefix}.idx")
     return tokens
 
@@ -217,22 +227,32 @@ def _epochs(
 
 
 def _timed(
-    action: Callable[[], int], reps: int, before: Callable[[], None] = lambda: None
+    action: Callable[[], int],
+    reps: int,
+    *,
+    before: Callable[[], None] = lambda: None,
+    also: Sequence[int] = (),
 ) -> tuple[float, float, int]:
-    """Medians of seconds and CPU seconds, of this process and its children, and the result."""
+    """Medians of seconds and of CPU seconds, and the result.
+
+    CPU seconds are those of this process, of its children that have ended, and of `also`, which
+    are ids of children that run.
+    """
     found, result = [], 0
     for _ in range(reps):
         before()
-        begin, cpu = time.monotonic(), _cpu_seconds()
+        begin, cpu = time.monotonic(), _cpu_seconds(also)
         result = action()
-        found.append((time.monotonic() - begin, _cpu_seconds() - cpu))
+        found.append((time.monotonic() - begin, _cpu_seconds(also) - cpu))
     walls, cpus = zip(*found, strict=True)
     return statistics.median(walls), statistics.median(cpus), result
 
 
-def _cpu_seconds() -> float:
+def _cpu_seconds(also: Sequence[int]) -> float:
     usages = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    running = [psutil.Process(number).cpu_times() for number in also]
+    ended = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return ended + sum(times.user + times.system for times in running)
 
 
 @contextmanager

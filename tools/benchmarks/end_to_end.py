@@ -1,10 +1,10 @@
 """Tokens per second and peak memory of whole training steps: coatlm, megatron-core + TE, FSDP2.
 
 Random tokens; a step is forward, backward, gradient norm, clipping and the update. The peers are
-megatron-core's own training stack (megatron_peer.py) and FSDP2 (fsdp_peer.py). Nothing waits for
-the device between steps: a step's time is that between the ends of two updates, `host_ms` the
-minimum time of the host to launch one. `peak_gib` is the peak of tensors, `reserved_gib` the
-allocator's memory at the end, `device_gib` the device memory in use then, including NCCL and CUDA.
+megatron-core's training stack (megatron_peer.py) and FSDP2 (fsdp_peer.py). Nothing waits for the
+device between steps: a step's time is that between the ends of two updates, `host_ms` the minimum
+time of the host to launch one. `peak_gib` is the peak of tensors, `reserved_gib` the allocator's
+memory at the end, `device_gib` the device memory in use then, including NCCL and CUDA.
 
 With gpus=N a row runs on N data-parallel processes, with ZeRO-1 on both sides and overlapped
 gradient reduction and weight all-gather; tokens per second are per GPU, and the peak is that of the
@@ -22,10 +22,9 @@ are measured, at least 1, and 3 with CUDA graphs) layers=N also=ROW,... (of COAT
 megatron_peer.ROWS and fsdp_peer.ROWS). For coatlm's rows optim=adamw-fp32,coat-lean, zero=1,3,
 tp_chunks=1,2 and cp_comm=a2a,p2p,all_gather (each row runs with each of these as optim.recipe,
 parallel.zero, parallel.tp_chunks and parallel.cp_comm; the default is adamw-fp32, as the peer's, 1,
-1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` no graphs of
-whole steps; the default is none), vocab=32000 and dotted options of a run, such as
-parallel.main_grads=bf16. With data.reset_attention_mask=true samples consist of documents of
-document=500 tokens.
+1 and auto), graphs=none,microbatch,step (train.cuda_graphs, and with `microbatch` none of whole
+steps; default: none), vocab=32000 and dotted options of a run, such as parallel.main_grads=bf16.
+With data.reset_attention_mask=true samples consist of documents of document=500 tokens.
 """
 
 from __future__ import annotations
@@ -314,7 +313,10 @@ def coatlm_step(
 
 
 def peer_step(row: str, options: dict[str, str]) -> tuple[Callable[[], Any], Any]:
-    """A step of a peer, and its optimizer. Raises ValueError for heads that cannot be shared."""
+    """A step of a peer, and its optimizer. Raises ValueError for options of coatlm alone."""
+    work = {key for key in options if key.startswith(("model.", "data.", "train.recompute"))}
+    for key in work - {"model.kv_heads"}:
+        raise ValueError(f"{key}={options[key]}: peers are measured without it")
     mbs, seq, microbatches = sizes_of(options)
     hidden, layers, heads, ffn = shape_of(options)
     vocab, kv_heads = int(options.get("vocab", VOCAB)), int(options.get("model.kv_heads", heads))
@@ -327,8 +329,7 @@ def peer_step(row: str, options: dict[str, str]) -> tuple[Callable[[], Any], Any
     from coatlm.train.setup import Launch, start_processes
 
     start_processes(Launch.from_environment())
-    shared = heads // kv_heads
-    sizes = LayerShape(hidden=hidden, ffn=ffn, heads=heads, seq=seq, batch=mbs, shared=shared)
+    sizes = LayerShape(hidden, ffn, heads, seq, mbs, shared=heads // kv_heads)
     draw = random_tokens(mbs, seq, dist.get_rank(), vocab)
     return make(row, sizes, layers, vocab, draw, microbatches)
 

@@ -48,9 +48,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # of two GPUs
 
 
 def rows(options: dict[str, str]) -> list[str]:
-    """The rows: every recipe and recompute mode on one GPU; ZeRO stages and layouts on two."""
+    """The rows: every recipe and recompute mode on one GPU; ZeRO stages and layouts on two.
+
+    By default those of two are left out where there is only one; gpus=2 includes them.
+    """
     one = [f"{recipe} zero1 {mode}" for recipe in RECIPES for mode in ("none", "selective", "full")]
-    if options.get("gpus") == "1":
+    if options.get("gpus", "1" if torch.cuda.device_count() == 1 else "2") == "1":
         return one
     zero = [f"dp2 {recipe} zero{stage} none" for recipe in RECIPES for stage in (0, 1)]
     cut = [f"{layout} {recipe} zero1 none" for layout in ("tp2", "pp2") for recipe in RECIPES]

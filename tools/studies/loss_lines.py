@@ -80,8 +80,11 @@ def _fingerprint(data: Datasets) -> str:
     return hashlib.sha256(json.dumps(data.identity(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def result(config: Config, ranks: int, prepared: Prepared) -> Line:
-    """What a finished run has logged. Raises ValueError if it is not finished or not finite."""
+def result(config: Config, ranks: int, prepared: Prepared, *, begin: int = 0) -> Line:
+    """What a finished run, which goes on from step `begin`, has logged.
+
+    Raises ValueError if it is not finished or not finite.
+    """
     directory, train = config.run.dir, config.train
     records = read_metrics(directory)
     steps = [r for r in records if is_value(r.get("loss", ""))]
@@ -95,13 +98,12 @@ def result(config: Config, ranks: int, prepared: Prepared) -> Line:
     rates = [r["tokens_per_s_per_gpu"] for r in steps[1:]]  # the first step compiles
     peaks = [r["peak_mem_gib"] for r in steps if r.get("peak_mem_gib") is not None]
     step_s = statistics.median([r["step_ms"] for r in steps[1:] or steps]) / 1000
-    first = steps[0]["step"]
-    begin = 0 if first == 1 else first - config.log.every  # the last step of a trunk
     env = read_environment(directory)
     return {
         "val_loss": val_loss,
         "last_loss": last,
-        "first_loss": steps[0]["loss"] if first == 1 else None,
+        "first_loss": steps[0]["loss"] if steps[0]["step"] == 1 else None,
+        "begin": begin,
         "bits_per_byte": val_loss / math.log(2) if config.data.tokenizer == "byte" else None,
         "evaluations": [
             [r["step"], round((r["step"] - begin) * step_s, 3), r["val_loss"]]

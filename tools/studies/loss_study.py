@@ -186,9 +186,9 @@ def _recipe(name: str, value: Any, free: Sequence[str]) -> StudyRecipe:
         raise ValueError(f"{field}.ranks={ranks!r}: must be an integer from 1 to {MOST_RANKS}")
     words = _words(value.get("overrides", []), field)
     for word in words:
-        key = word.partition("=")[0]
-        if key.startswith(STIPULATED) and key not in (*FREE, *free):
-            raise ValueError(f"{field}: {word}: {key} is the same for all recipes of a study")
+        for key, _ in dotted(load.override({}, [word])):  # also those of a section's mapping
+            if key.startswith(STIPULATED) and key not in (*FREE, *free):
+                raise ValueError(f"{field}: {word}: {key} is the same for all recipes of a study")
     return StudyRecipe(words, ranks)
 
 

@@ -88,7 +88,8 @@ def _row(
         if at is not None:
             seconds.append(at[1])
             ratios.append(at[1] / end[1])
-            tokens.append(at[0] / end[0])
+            steps = (at[0] - mine[key].get("begin", 0), end[0] - theirs[key].get("begin", 0))
+            tokens.append(steps[0] / steps[1])
     error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     whole = [mine[key]["evaluations"][-1][1] for key in both]
     means = [statistics.fmean(x) if x else None for x in (seconds, ratios, tokens, whole)]
