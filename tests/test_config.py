@@ -245,13 +245,6 @@ def test_sizes_that_contradict_each_other_in_a_section_are_refused(
             "optim.decay_steps=91: must be at most train.steps - optim.warmup_steps = 100-10",
         ),
         (
-            {
-                "model": {"hidden": 240, "heads": 20, "head_dim": 12, "ffn": 256},
-                "precision": {"recipe": "coat"},
-            },
-            "model.head_dim=12 is not a multiple of the kernel of RoPE's gradients=8",
-        ),
-        (
             {"precision": {"recipe": "fp8-linear", "group_size": 32}},
             "precision.group_size=32: fp8-linear saves no blocks",
         ),

@@ -54,6 +54,7 @@ from coatlm.train.changes import CONTENT, changed_keys
 from coatlm.train.checkpoint import CHECKPOINTS
 from coatlm.train.faults import ExitCode
 from coatlm.train.manifest import MANIFEST, step_name
+from coatlm.train.run_directory import METRICS, write_atomically
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
 
@@ -157,14 +158,16 @@ class Session:
 
     def _check_start(self, job: StudyJob) -> None:
         """Raise ValueError if the run has begun from another trunk; note this one otherwise."""
-        trunk = self.common["trunk"]
-        path = job.config.run.dir.parent / "jobs" / f"{job.config.run.name}.trunk"
-        if path.exists() and (before := path.read_text(encoding="utf-8")) != trunk:
-            raise ValueError(
-                f"{job.config.run.dir}: began from trunk {before}, now {trunk}: give another --runs"
-            )
+        trunk, directory = self.common["trunk"], job.config.run.dir
+        path = Path(f"{job.files}.trunk")
+        if (directory / CHECKPOINTS).exists() or (directory / METRICS).exists():
+            before = path.read_text(encoding="utf-8") if path.exists() else "unknown"
+            if before != trunk:
+                raise ValueError(
+                    f"{directory}: began from trunk {before}, now {trunk}: give another --runs"
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(trunk, encoding="utf-8")
+        write_atomically(path, trunk)
 
     def _already(self, job: StudyJob) -> bool:
         """Whether the run had finished, and its call had no time for the line; writes the line."""
@@ -232,9 +235,11 @@ def report(study: LossStudy, out: Path, pool: Iterable[Path]) -> None:
         times = loss_time.tabulate(lines, study.reference)
     except ValueError as error:
         print(f"\nno table over time: {error}")
-        return
+        times = []
+    path = out.with_name(f"{out.stem}-time.json")
+    for old in (path, path.with_suffix(".png")):
+        old.unlink(missing_ok=True)
     if times:
-        path = out.with_name(f"{out.stem}-time.json")
         with whole_file(path) as file:
             file.write_text(json.dumps([vars(row) for row in times], indent=1) + "\n")
         loss_time.draw(lines, study.reference, path.with_suffix(".png"))

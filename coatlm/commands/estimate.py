@@ -30,7 +30,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple, get_args
 
 from coatlm.commands import fitting
@@ -167,16 +166,20 @@ def _by_optimizer(config: Config) -> Iterator[tuple[str, list[Config]]]:
 def _by_precision(config: Config) -> Iterator[tuple[str, list[Config]]]:
     """Yield the configuration with every precision recipe whose weights its optimizer supports.
 
-    Left out are FP8 recipes that another key excludes, as grad_rounding=stochastic does rowwise.
+    Left out are FP8 recipes that cannot have what another key asks of their formats, as
+    grad_rounding=stochastic does of rowwise. Keys that do not change bytes, as scaling, may be
+    those of the configuration's own recipe alone.
     """
     for recipe in get_args(PrecisionRecipe):
         changed = replaced(config, precision={"recipe": recipe})
         if weight_dtype(changed) not in RECIPES[config.optim.recipe].weights:
             continue
-        with suppress(ValueError):
+        try:
             if changed.precision.flow:
                 changed.precision.flow_recipe()
-            yield recipe, [replaced(changed, train={"recompute": mode}) for mode in RECOMPUTE]
+        except ValueError:
+            continue
+        yield recipe, [replaced(changed, train={"recompute": mode}) for mode in RECOMPUTE]
 
 
 def _table(

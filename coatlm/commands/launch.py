@@ -3,9 +3,9 @@
     coatlm train CONFIG [key=value ...] [--preset NAME]
 
 n processes have data-parallel size dp = n / (tp * pp * cp), and global_batch is divided by dp. The
-number of processes is the largest n, at most the number of GPUs, for which both divisions have no
-remainder. If micro_batch does not divide a data-parallel rank's share, it is replaced by their
-greatest common divisor; the samples per step, and so the loss, stay the same.
+number of processes is the largest n, at most the number of GPUs, that the configuration allows with
+its micro_batch or, where that does not fit, with a divisor of it; the samples per step, and so the
+loss, stay the same.
 """
 
 from __future__ import annotations
@@ -63,17 +63,19 @@ def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
     parallel, train = config.parallel, config.train
     if parallel.layout == "auto":
         return gpus, []
-    size = train.smallest_micro_batch
     ranks = parallel.tp * parallel.pp * parallel.cp
     for dp in range(gpus // ranks, 0, -1):
-        if train.global_batch % dp:
-            continue
-        micro_batch = math.gcd(size, train.global_batch // dp)
-        same = micro_batch == size
-        with suppress(ConfigError):
-            decided = {"train": train.model_copy(update={"micro_batch": micro_batch})}
-            config.model_copy(update=decided).data_parallel_size(dp * ranks)
-            return dp * ranks, [] if same else [f"train.micro_batch={micro_batch}"]
+        share = train.global_batch // dp
+        open_size = isinstance(train.micro_batch, str)  # the run will choose
+        largest = share if open_size else math.gcd(train.micro_batch, share)
+        for size in range(largest, 0, -1):
+            decided = train.model_copy(update={"micro_batch": size})
+            if largest % size:
+                continue
+            with suppress(ConfigError):
+                config.model_copy(update={"train": decided}).data_parallel_size(dp * ranks)
+                kept = open_size or size == train.micro_batch
+                return dp * ranks, [] if kept else [f"train.micro_batch={size}"]
     return gpus, []
 
 

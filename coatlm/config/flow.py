@@ -95,8 +95,6 @@ def _check_operands(config: Config) -> None:
         divides(f"model.{name}*head_dim/tp", width, "the alignment of FP8 GEMMs", 16)
     if recipe.saved.attention:
         divides("model.head_dim", m.size_per_head, "precision.group_size", size)
-    if recipe.fused_gradients and not m.qk_norm:
-        divides("model.head_dim", m.size_per_head, "the kernel of RoPE's gradients", 8)
     summed = recipe.summed_multiple
     if summed > 16:  # a scale covers 128 elements of the summed axis, never fewer
         if p.fast_accumulation != Precision().fast_accumulation:

@@ -83,6 +83,8 @@ class HuggingFaceTokenizer:
     def __init__(self, spec: str, path: Path, eod: str | None) -> None:
         import tokenizers
 
+        # texts are encoded one by one, and threads of the library would not survive a fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         content = _read(spec, path)
         with library_errors(f"{path}: not a tokenizer.json"), _silent():
             self._model = tokenizers.Tokenizer.from_buffer(content)
@@ -98,7 +100,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         with library_errors(f"data.tokenizer={self.spec}: cannot encode a document"):
-            ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+            # not `encode`, which also finds the characters of each token: a sixth of the time
+            (found,) = self._model.encode_batch_fast([text], add_special_tokens=False)
+            ids: list[int] = found.ids
         return _without_eod(self, ids, self._spelled)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -136,6 +136,8 @@ def saved_config(checkpoint: Path, state: dict[str, Any]) -> Config:
     if isinstance(log := config.get("log"), dict):  # older versions accepted it beyond train.steps
         config = config | {"log": {k: v for k, v in log.items() if k != "profile"}}
     if isinstance(precision := config.get("precision"), dict):
+        if precision.get("recipe") == "fp8-linear":  # older versions accepted and ignored it
+            precision = precision | {"group_size": None}
         config = config | {"precision": split_names(precision)}
     try:
         return make_config(config)

@@ -80,10 +80,22 @@ def gpu_of_all(peers: Peers, launch: Launch) -> tuple[Gpu | None, int]:
 
 
 def check_gpu(config: Config, launch: Launch) -> None:
-    """Raise ConfigError if this rank's GPU does not have the FP8 types that the run uses."""
+    """Raise ConfigError if a GPU, or this rank's, cannot compute in the formats of the run."""
     if (gpu := choose_gpu(launch)) is not None:
         name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
         check_capability(config, launch.world_size, name, capability)
+        check_heads(config)
+
+
+def check_heads(config: Config) -> None:
+    """Raise ConfigError for heads that the kernel of RoPE's gradients does not take."""
+    p, width = config.precision, config.model.size_per_head
+    fused = p.flow and p.flow_recipe().fused_gradients and not config.model.qk_norm
+    if fused and width % 8:
+        raise ConfigError(
+            f"model.head_dim={width} with precision.recipe={p.recipe} on a GPU: must be a multiple "
+            "of 8"
+        )
 
 
 def check_capability(config: Config, ranks: int, name: str, capability: tuple[int, int]) -> None:

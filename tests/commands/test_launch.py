@@ -56,8 +56,10 @@ def test_the_processes_are_a_multiple_of_the_model_parallel_ranks(config: str) -
 
 def test_a_number_that_the_layout_refuses_is_left_out(config: str) -> None:
     pipeline = ["parallel.pp=2", "parallel.vpp=2", "model.layers=4"]
-    batch = ["train.global_batch=8", "train.micro_batch=2"]
-    assert fit([config, *pipeline, *batch], 8) == (4, [])  # 8: 1 microbatch for 2 stages
+    sizes, one = ["train.global_batch=8", "train.micro_batch=2"], ["train.micro_batch=1"]
+    assert fit([config, *pipeline, *sizes], 8) == (8, one)  # 2 would be 1 microbatch of 2 stages
+    sizes = ["train.global_batch=4", "train.micro_batch=2"]
+    assert fit([config, *pipeline, *sizes], 8) == (4, one)  # 8 have 1 microbatch
     nodes = ["parallel.grad_comm_nodes=4", "train.global_batch=24", "train.micro_batch=1"]
     assert fit([config, *nodes], 7) == (4, [])
 
@@ -65,6 +67,8 @@ def test_a_number_that_the_layout_refuses_is_left_out(config: str) -> None:
 def test_an_automatic_layout_takes_all_gpus_and_an_automatic_microbatch_stays(config: str) -> None:
     assert fit([config, "parallel.layout=auto"], 7) == (7, [])
     assert fit([config, "train.micro_batch=auto"], 7) == (4, [])
+    whole = ["train.micro_batch=auto", "train.update=backward"]  # one microbatch per step
+    assert fit([config, *whole], 7) == (4, [])
 
 
 def test_where_nothing_fits_every_gpu_is_started_and_pretrain_reports(config: str) -> None:

@@ -282,3 +282,15 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ValueError, match="pip install tokenizers"):
         make_tokenizer("hf:tokenizer.json")
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<|end|>", "é" * 5000])
+def test_ids_are_those_of_the_library_whose_way_with_offsets_is_slower(
+    hf_file: Path, text: str
+) -> None:
+    model = tokenizers.Tokenizer.from_file(str(hf_file))
+    model.no_truncation()
+    model.no_padding()
+    model.encode_special_tokens = True
+    expected = model.encode(text, add_special_tokens=False).ids
+    assert make_tokenizer(f"hf:{hf_file}").encode(text) == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model import decide
 from coatlm.model.memory import GIB
 from coatlm.train.manifest import step_name
-from coatlm.train.phases import check_capability, check_splits, earlier_config
+from coatlm.train.phases import check_capability, check_heads, check_splits, earlier_config
 from coatlm.train.setup import Launch
 from tests.data.test_dataset import write_foreign
 from tests.distributed import run_ranks
@@ -175,3 +175,27 @@ def test_a_gpu_without_fp8_is_refused_where_the_run_needs_it(
             check_capability(config, ranks, "A100", (8, 0))
     else:
         check_capability(config, ranks, "A100", (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim", "qk_norm", "refused"),
+    [
+        ("coat", 12, False, True),
+        ("fp8-linear", 4, False, True),
+        ("coat", 8, False, False),
+        ("coat", 12, True, False),
+        ("rowwise", 12, False, False),  # its gradients are cast by another kernel
+        ("bf16", 12, False, False),
+    ],
+)
+def test_heads_that_a_kernel_does_not_take_are_refused_before_the_first_step(
+    recipe: str, head_dim: int, qk_norm: bool, refused: bool
+) -> None:
+    model = {"hidden": 192, "heads": 16, "head_dim": head_dim, "qk_norm": qk_norm, "ffn": 256}
+    config = make_config({"model": model, "precision": {"recipe": recipe}})
+    with (
+        pytest.raises(ConfigError, match=rf"model.head_dim={head_dim} .*must be a multiple of 8")
+        if refused
+        else nullcontext()
+    ):
+        check_heads(config)

@@ -15,9 +15,9 @@ compiled peers.
 the gradient of the input (`_branch`: both without the residual stream), and each weight gradient.
 
 Options: shapes=hidden:seq,... batch=4 steps=30 grads=bf16 (TransformerEngine's weight gradients)
-also=ROW,... and dotted options for coatlm's rows, such as precision.group_size=32. Flags: --graph,
---first, --profile (where the time goes, kernel by kernel, and the roofline), --smoke (tiny, on a
-CPU too).
+also=ROW,... and dotted options for coatlm's rows, such as precision.scaling=delayed. Flags:
+--graph, --first, --profile (where the time goes, kernel by kernel, and the roofline), --smoke
+(tiny, on a CPU too).
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     study recipe seed state overrides ranks protocol device data trunk    what was trained
     val_loss last_loss first_loss bits_per_byte evaluations          nats per token (bits per byte)
-    tokens steps epochs params eval_tokens skipped                   how much
+    begin tokens steps epochs params eval_tokens skipped             how much
     tokens_per_s peak_gib seconds versions                           how fast, on what
     exit_code last_line                                              of a run that failed
 
 `state` is done or failed. `last_loss` is the mean loss of the last 5 % of the steps, `first_loss`
-that of the first step, by which different initial weights can be seen. `tokens_per_s` is the median
+that of the first step, by which different initial weights can be seen. `begin` is the last step of
+the trunk, 0 without one; the seconds in `evaluations` count from it. `tokens_per_s` is the median
 over logged lines, of all ranks together; `seconds` is the wall time of the processes, with their
 start. `evaluations` has [step, seconds of training, validation loss] of each evaluation; its
 seconds are steps times the median step time, so that start, compilation, evaluations and the

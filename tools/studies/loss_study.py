@@ -185,9 +185,14 @@ def _recipe(name: str, value: Any, free: Sequence[str]) -> StudyRecipe:
     if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"{field}.ranks={ranks!r}: must be an integer from 1 to {MOST_RANKS}")
     words = _words(value.get("overrides", []), field)
+    allowed = tuple(f"{key}." for key in (*FREE, *free))
     for word in words:
-        for key, _ in dotted(load.override({}, [word])):  # also those of a section's mapping
-            if key.startswith(STIPULATED) and key not in (*FREE, *free):
+        try:
+            changes = load.override({}, [word])
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from None
+        for key, _ in dotted(changes):  # also those of a mapping
+            if key.startswith(STIPULATED) and not f"{key}.".startswith(allowed):
                 raise ValueError(f"{field}: {word}: {key} is the same for all recipes of a study")
     return StudyRecipe(words, ranks)
 

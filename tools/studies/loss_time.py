@@ -37,7 +37,7 @@ class TimeRow:
     seconds: float | None  # mean over those
     ratio: float | None
     error: float | None  # standard error of the ratio; None with fewer than two
-    tokens: float | None  # mean number of tokens at that time, in those of the reference's run
+    tokens: float | None  # mean number of tokens by then, in those of the reference; after a trunk
     final: float | None  # mean seconds of whole runs
 
 
