@@ -24,10 +24,11 @@ OLDEST_TRITON := 3.6.0
 # The megatron-core of Python 3.12 and later. Its code also runs on 3.11, but pip has to be persuaded.
 NEWEST_MEGATRON = $(shell sed -n 's/^megatron-core==\([0-9.]*\);.*>= "3.12"$$/\1/p' constraints.txt)
 
-.PHONY: help install train test numerics check audit kernels megatron fuzz drill bench format docs
+.PHONY: help install train test test-all numerics check audit kernels megatron fuzz drill bench format docs
 help:
 	@echo "make train    train CONFIG ($(CONFIG)) on all GPUs of this machine, else on its CPU"
 	@echo "make test     run the tests, in JOBS processes ($(JOBS)); those for GPUs or SLURM where there are any"
+	@echo "make test-all the same with those marked slow, which take as long again"
 	@echo "make numerics run the tests that depend on the order of sums as on another CPU (CAPABILITY=$(CAPABILITY))"
 	@echo "make check    lint, formatting, types, who may import whom, and insecure code"
 	@echo "make audit    known vulnerabilities of the pinned packages; asks PyPI"
@@ -61,11 +62,14 @@ train: $(INSTALLED)
 	@$(VENV)/bin/python tools/launch.py $(CONFIG) $(ARGS)
 
 test: $(DEV)
+	@$(PYTEST) $(PARALLEL) --quick $(ARGS)
+
+test-all: $(DEV)
 	@$(PYTEST) $(PARALLEL) $(ARGS)
 
 # Vector units of other widths add in another order, and a tolerance may hold on one CPU only. These
 # tests run as on a CPU without vector instructions, or with CAPABILITY=avx2 as on one that has no
-# wider ones than AVX2; make test covers those of this machine.
+# wider ones than AVX2; make test-all covers those of this machine.
 NUMERICS := tests/fp8 tests/kernels tests/optim tests/model/test_flow.py tests/model/test_loss.py \
 	tests/model/test_numerics.py tests/model/test_scales.py tests/train/test_states_log.py \
 	tests/train/test_numerics_log.py tests/model/test_output_gemms.py \

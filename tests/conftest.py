@@ -42,6 +42,23 @@ if importlib.util.find_spec("hypothesis"):  # GPU machines run tests/gpu without
     settings.load_profile("coatlm")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out tests marked slow, unless tests are chosen by path, -k or -m",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide --quick before workers start, which take the options of this process."""
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if not hasattr(config, "workerinput") and (
+        chosen or config.option.keyword or config.option.markexpr
+    ):
+        config.option.quick = False
+
+
 def has_slurm() -> bool:
     """Whether a cluster answers with a partition that is up."""
     if not shutil.which("sbatch"):
@@ -77,8 +94,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put files that start programs first; skip tests whose mark names what this machine lacks."""
+    if config.option.quick:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     gpus = torch.cuda.device_count()
     lacking = {

@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.bpe import train_bpe
 from tests.distributed import ROOT, free_port, python_path
 from tests.forks import Child, Forks
 from tests.test_pretrain import wait_for_line
+
+pytestmark = pytest.mark.slow
 
 COUNTING = "zero one two three four five six seven eight nine ten eleven twelve"
 WORDS = COUNTING.split()

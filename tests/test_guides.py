@@ -48,6 +48,8 @@ from tests.guides import (
     starts_ranks,
 )
 
+pytestmark = pytest.mark.slow
+
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 FENCE = re.compile(r"^ *```(.*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(\.venv/|\.ci/|make |torchrun |srun |coatlm |python |pip |eval )", re.M)

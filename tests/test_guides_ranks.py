@@ -13,6 +13,8 @@ from tests import guide_inputs
 from tests.guides import PAGES, perform_all, starts_ranks
 from tests.test_guides import directory, materials, named
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["directory", "materials"]  # fixtures
 
 

@@ -20,6 +20,8 @@ from coatlm.__main__ import COMMANDS, launches
 from coatlm.config.shipped import config_file, shipped
 from tests.distributed import ROOT
 
+pytestmark = pytest.mark.slow
+
 SOURCES = ("coatlm", "configs", "pyproject.toml", "README.md", "LICENSE")
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000))
 SMALL = ("model={layers: 1, hidden: 32, ffn: 48}", "data.seq_len=32", "data.text=[text.txt]")

@@ -20,6 +20,8 @@ from coatlm.train.faults import ExitCode
 from tests.distributed import free_port, python_path
 from tests.forks import Forks
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},
     "data": {"seq_len": 32},

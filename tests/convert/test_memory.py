@@ -18,6 +18,8 @@ from coatlm.hf.files import Described, write_json, write_weights
 from coatlm.hf.layout import entries
 from tests.distributed import ROOT, python_path
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 2_000_000_000  # bytes
 CONFIG = {  # the shape of configs/llama-1b.yaml
     "model_type": "llama",

@@ -22,6 +22,8 @@ from tests.fuzz.formats import Files, inputs, seal
 from tests.fuzz.sandbox import Finding
 from tests.fuzz.targets import TARGETS
 
+pytestmark = pytest.mark.slow
+
 CORPUS = Path(__file__).parent / "corpus"
 MISSING, MANIFEST = ".missing", "/manifest.json"
 ROUND = 400  # inputs that a long fuzz draws from one seed

@@ -24,6 +24,8 @@ from coatlm.parallel.finalize_grads import TensorParallelSums
 from tests.distributed import run_ranks
 from tests.model.shapes import config
 
+pytestmark = pytest.mark.slow
+
 SENT: dict[str, Callable[[int, int], float]] = {  # c10d's operator -> by bytes of all and R
     "allreduce_": lambda n, r: 2 * n * (r - 1) / r,
     "_reduce_scatter_base_": lambda n, r: n * (r - 1) / r,

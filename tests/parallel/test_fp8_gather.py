@@ -17,6 +17,8 @@ from coatlm.fp8.qtensor import TENSOR
 from coatlm.fp8.quantize import quantize
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @settings(max_examples=60)
 @given(

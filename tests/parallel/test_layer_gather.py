@@ -22,6 +22,8 @@ from coatlm.config import Config, make_config
 from coatlm.model.memory import replaced
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS, LAYERS = 2, 4
 MODEL = {"layers": LAYERS, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 96}
 TIED = {"model": {"tie_embeddings": True}}

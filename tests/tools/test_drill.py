@@ -15,6 +15,8 @@ from tools.drill import main
 from tools.drilling.report import Round
 from tools.drilling.run import DrilledRun
 
+pytestmark = pytest.mark.slow
+
 LINES = [{"step": step, "loss": 1.0 / step, "grad_norm": 1.0, "lr": 1e-3} for step in (1, 2, 3)]
 
 

@@ -20,6 +20,8 @@ from tests.distributed import run_ranks
 from tests.graphs import checksum
 from tests.train.test_resume import metrics_of, run_config, start_jobs, step_five
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 HUGE = 1e9  # a norm that no gradient reaches: nothing is clipped
 CLIP = 0.05  # below every norm of these runs: each step is clipped

@@ -16,6 +16,8 @@ from coatlm.train.checkpoint import read_state, tensor_checksums
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs, step_five
 
+pytestmark = pytest.mark.slow
+
 SIZES = MODEL | {"hidden": 128, "heads": 8, "ffn": 128}
 FINAL = Path("checkpoints") / "step_00000010"
 LAYOUTS = ("single", "tp2 sp", "pp2 vpp2", "dp2 zero1")

@@ -17,6 +17,8 @@ from tests.parallel.test_parity import batches
 from tests.train.test_numerics_log import by_tensor, numerics_config
 from tests.train.test_resume import LAYOUTS, metrics_of, train_all
 
+pytestmark = pytest.mark.slow
+
 RELATIVE = 5e-4  # of losses on two layouts: sums of BF16 in another order, as in test_fp8_parity
 TURNS = ("fp8", "bf16", "bf16", "fp8", "bf16")  # what all layers compute in, step by step
 VARIANTS: dict[str, dict[str, Any]] = {

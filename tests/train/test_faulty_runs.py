@@ -16,6 +16,8 @@ from coatlm.train.stragglers import PhaseTimer
 from tests.distributed import run_ranks
 from tests.train.clocks import LOOK_S, Clock
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY = 20, 5
 NAN = [11, 12, 13]  # batches: the steps 12, 13 and 14
 LEFT_OUT = [10, 14]  # from the checkpoint of step 10 on, to the batch after the last bad one

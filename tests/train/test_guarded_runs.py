@@ -14,6 +14,8 @@ from coatlm.train.guard import Finding
 from tests.distributed import run_ranks
 from tests.train.test_numerics_log import numerics_config
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = ("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "dp2 zero1", "cp2")
 BY_OPERAND = ("tp2 sp", "pp2 vpp2", "dp2 zero1")
 STEPS, LAST = 80, 10  # of the runs with an outlier, and over how many the loss is compared

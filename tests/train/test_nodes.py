@@ -38,6 +38,8 @@ from tools.benchmarks.two_nodes import (
     two_nodes,
 )
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, LOCAL = 16, 4, 2  # train.steps, checkpoint.every, ranks per node
 SLOW_S = 0.2
 LIMIT = 250  # seconds for a start, and for a restart and the rest of a run

@@ -21,6 +21,8 @@ from tests.distributed import run_ranks
 from tests.parallel.test_parity import batches
 from tests.train.test_resume import run_config, start_jobs, step_five
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ("coat", "fp8lm")  # with rows of 64 and 96, on two ranks of 32 and 48
 SOURCE = "tp2 dp2 zero1"
 TARGETS: dict[str, tuple[int, dict[str, Any]]] = {

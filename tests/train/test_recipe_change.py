@@ -25,6 +25,8 @@ from tests.train.test_reblock import config_of, decoded
 from tests.train.test_resume import metrics_of, start_jobs, step_five
 from tests.train.test_resume_recipes import LAYOUT, recipe_config
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ("coat-lean", "collage-plus", "kahan")  # that have other states than fp32 for the weight
 TARGETS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),

@@ -24,7 +24,10 @@ from tests.forks import Forks
 from tests.object_store import COMMIT, FAULTS, KEYS, REPOSITORY, Faults, hub, s3
 from tests.train.layouts import pieces_of, tensors_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 LOG = logging.getLogger("test_remote_checkpoint")
 

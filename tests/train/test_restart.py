@@ -19,6 +19,8 @@ import pytest
 from tests.distributed import ROOT, free_port, python_path
 from tests.forks import Forks
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, RANKS = 20, 4, 4
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96},

@@ -14,6 +14,8 @@ from coatlm.train.resume import begins_anew
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs, step_five
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ("adamw-bf16", "kahan", "collage-light", "collage-plus", "fp8lm", "coat", "coat-lean")
 ONE_BYTE = "fp8lm, one-byte gradients"
 LAYOUT = "tp2 dp2 zero1"

@@ -14,6 +14,8 @@ from coatlm.train.checkpoint import tensor_checksums
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs, step_five
 
+pytestmark = pytest.mark.slow
+
 # all rows are multiples of 128, also on two tensor-parallel ranks: blocks of 128 are the same
 SIZES = MODEL | {"hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "layers": 2}
 LAYOUTS = ("dp2 zero1", "dp2", "tp2", "pp2")
