@@ -51,11 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decide --quick before workers start, which take the options of this process."""
-    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if not hasattr(config, "workerinput") and (
-        chosen or config.option.keyword or config.option.markexpr
-    ):
+    """Ignore --quick where tests are chosen."""
+    by_path = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if by_path or config.option.keyword or config.option.markexpr:
         config.option.quick = False
 
 
