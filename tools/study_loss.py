@@ -237,9 +237,10 @@ def report(study: LossStudy, out: Path, pool: Iterable[Path]) -> None:
         print(f"\nno table over time: {error}")
         times = []
     path = out.with_name(f"{out.stem}-time.json")
-    for old in (path, path.with_suffix(".png")):
-        old.unlink(missing_ok=True)
-    if times:
+    if not times:  # nor files of an earlier call
+        path.unlink(missing_ok=True)
+        path.with_suffix(".png").unlink(missing_ok=True)
+    else:
         with whole_file(path) as file:
             file.write_text(json.dumps([vars(row) for row in times], indent=1) + "\n")
         loss_time.draw(lines, study.reference, path.with_suffix(".png"))

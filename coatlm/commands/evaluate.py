@@ -212,14 +212,10 @@ def frequencies_note(config: Config, window: int) -> str:
 
     LongRoPE has two sets; like transformers, an evaluation chooses by the length of its windows.
     """
-    scaling, trained = config.model.rope_scaling, config.data.seq_len
-    if scaling is None or scaling.type != "longrope":
+    limit, trained = longrope_limit(config.model.model_dump(mode="json")), config.data.seq_len
+    if limit is None or (window > limit) == (trained > limit):
         return ""
-    limit = scaling.original_max_position_embeddings
-    assert limit is not None
     used, other = ("long", "short") if window > limit else ("short", "long")
-    if (window > limit) == (trained > limit):
-        return ""
     return (
         f"note: windows of {window} tokens have the rotary frequencies of {used}_factor, as in "
         f"transformers; data.seq_len={trained}, in training, has those of {other}_factor"
@@ -228,10 +224,17 @@ def frequencies_note(config: Config, window: int) -> str:
 
 def shortest_with_the_frequencies_of(window: int, model: dict[str, Any]) -> int:
     """The fewest tokens of which a sequence has the rotary frequencies of one of `window`."""
+    limit = longrope_limit(model)
+    return 1 if limit is None or window <= limit else limit + 1
+
+
+def longrope_limit(model: dict[str, Any]) -> int | None:
+    """The most tokens of a sequence with LongRoPE's short_factor; None without LongRoPE."""
     scaling = model["rope_scaling"]
-    limit = scaling["original_max_position_embeddings"] if scaling else None
-    longrope = scaling and scaling["type"] == "longrope"
-    return limit + 1 if longrope and limit is not None and window > limit else 1
+    if scaling is None or scaling["type"] != "longrope":
+        return None
+    limit: int = scaling["original_max_position_embeddings"]
+    return limit
 
 
 def measure(

@@ -64,14 +64,12 @@ def fit(words: Sequence[str], gpus: int) -> tuple[int, list[str]]:
     if parallel.layout == "auto":
         return gpus, []
     ranks = parallel.tp * parallel.pp * parallel.cp
+    open_size = isinstance(train.micro_batch, str)  # the run will choose
     for dp in range(gpus // ranks, 0, -1):
         share = train.global_batch // dp
-        open_size = isinstance(train.micro_batch, str)  # the run will choose
         largest = share if open_size else math.gcd(train.micro_batch, share)
-        for size in range(largest, 0, -1):
+        for size in (n for n in range(largest, 0, -1) if largest % n == 0):
             decided = train.model_copy(update={"micro_batch": size})
-            if largest % size:
-                continue
             with suppress(ConfigError):
                 config.model_copy(update={"train": decided}).data_parallel_size(dp * ranks)
                 kept = open_size or size == train.micro_batch

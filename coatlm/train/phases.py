@@ -80,7 +80,7 @@ def gpu_of_all(peers: Peers, launch: Launch) -> tuple[Gpu | None, int]:
 
 
 def check_gpu(config: Config, launch: Launch) -> None:
-    """Raise ConfigError if a GPU, or this rank's, cannot compute in the formats of the run."""
+    """Raise ConfigError if this rank's GPU cannot compute in the formats of the run."""
     if (gpu := choose_gpu(launch)) is not None:
         name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
         check_capability(config, launch.world_size, name, capability)
