@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from coatlm.config import Config, ConfigError, make_config
-from coatlm.model.memory import GIB, stage_bytes
+from coatlm.model.accounting import rank_parameters
+from coatlm.model.memory import GIB, optim_state_bytes, stage_bytes
 
 MARGIN = 2  # the factor by which an estimated peak must exceed the memory
 SUGGESTIONS = 3
@@ -29,11 +30,13 @@ CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the che
     ("train", "update", "backward"),
     ("optim", "recipe", "coat-lean"),
     ("optim", "recipe", "coat"),
+    ("optim", "recipe", "coat-24"),
     ("optim", "offload", "states"),
     ("parallel", "zero", 3),
     ("train", "recompute", "full"),
     ("precision", "recipe", "coat-lean"),
     ("precision", "recipe", "bf16"),
+    ("parallel", "main_grads", "fp8"),
 )
 
 
@@ -56,6 +59,26 @@ def check_memory(
         f"{sizes[kind] / GIB:,.1f} GiB per rank, and {device} has {memory / GIB:,.1f} GiB; "
         f"try {', '.join([*named, MORE_RANKS])}"
     )
+
+
+def check_host_memory(
+    config: Config, vocab: int, *, data_parallel: int, ranks: int, memory: int
+) -> None:
+    """Raise ConfigError if the states that `ranks` GPUs of a host offload exceed its `memory`."""
+    if config.optim.offload == "none":
+        return
+    p = config.parallel
+    count = max(
+        rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
+        for stage in {0, p.pp - 1}
+    )
+    size = ranks * optim_state_bytes(config, count, data_parallel)
+    if size > memory:
+        raise ConfigError(
+            f"optim.offload=states: optimizer states of {ranks} ranks need {size / GIB:,.1f} GiB "
+            f"of this host's memory, of which {memory / GIB:,.1f} GiB are free; use more hosts, "
+            "or an optim.recipe with fewer bytes per parameter"
+        )
 
 
 def requirements(config: Config, vocab: int, data_parallel: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 The changes are those of `capacity.CHANGES` that no layout tries already, first each alone, in the
 order of their cost, then all that save memory together, one more at a time, without those that turn
-out not to be needed. Changes of a key replace each other.
+out not to be needed. Changes of a key replace each other. Where all of them do not suffice, steps
+of one microbatch are tried, which can update in backward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from coatlm.model.memory import GIB, optim_state_bytes, replaced
 from coatlm.model.step_time import Cluster, forecast
 
 KeyChange = tuple[str, str, Any]  # section, key, value
+GLOBAL_BATCH = ("train", "global_batch")
 COSTS = {  # by section and key
+    GLOBAL_BATCH: "a step has so few samples that it is one microbatch",
     ("parallel", "main_grads"): "the sum of gradients over microbatches is rounded to this format",
     ("train", "update"): "gradients are clipped by the norm of the step before",
     ("optim", "recipe"): "the update reads and writes states and weights in these formats",
@@ -36,6 +39,23 @@ class Remedy(NamedTuple):
 
 def proposal(config: Config, vocab: int, cluster: Cluster, most: int = 1) -> Remedy | None:
     """The cheapest changes with which layouts fit, and up to `most` of these; None without any."""
+    return _cheapest(config, vocab, cluster, most) or _one_microbatch(config, vocab, cluster, most)
+
+
+def _one_microbatch(config: Config, vocab: int, cluster: Cluster, most: int) -> Remedy | None:
+    """As `proposal`, with the largest train.global_batch of one sample per data-parallel rank."""
+    if config.train.update == "backward":
+        return None
+    for samples in (cluster.gpus // n for n in range(1, cluster.gpus + 1) if cluster.gpus % n == 0):
+        if samples < config.train.global_batch:
+            smaller = (*GLOBAL_BATCH, samples)
+            found = _cheapest(changed(config, [smaller]), vocab, cluster, most)
+            if found:
+                return Remedy((smaller, *found.changes), found.choices)
+    return None
+
+
+def _cheapest(config: Config, vocab: int, cluster: Cluster, most: int) -> Remedy | None:
     before = lowest_peak(config, vocab, cluster)
     helpful = []
     for change in CHANGES:
@@ -96,15 +116,18 @@ def costs(config: Config, vocab: int, cluster: Cluster, found: Remedy) -> Iterat
     for change, word in zip(found.changes, words(found.changes), strict=True):
         yield f"{word}: {COSTS.get(change[:2]) or _offloaded(best, vocab, cluster)}"
     asked = [
-        (section, key, getattr(getattr(config, section), key)) for section, key, _ in found.changes
+        (section, key, getattr(getattr(config, section), key))
+        for section, key, _ in found.changes
+        if (section, key) != GLOBAL_BATCH  # a step of another size has another time
     ]
     logits = "recompute" if config.train.logits == "auto" else config.train.logits
     before, after = (
         forecast(replaced(each, train={"logits": logits}), vocab, cluster).time.total
         for each in (changed(best, asked), best)
     )
+    others = "the other changes" if len(asked) < len(found.changes) else "the changes"
     yield (
-        f"A step of the first layout takes {after:.3g} s; without the changes it would take "
+        f"A step of the first layout takes {after:.3g} s; without {others} it would take "
         f"{before:.3g} s ({round(after / before - 1, 3) + 0.0:+.1%}) in enough memory."
     )
 

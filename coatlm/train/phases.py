@@ -17,7 +17,7 @@ from coatlm.data.dataset import Datasets
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.hf.run_config import hf_directory
-from coatlm.model.capacity import check_memory
+from coatlm.model.capacity import check_host_memory, check_memory
 from coatlm.model.decide import Gpu, Saved, decide
 from coatlm.model.memory import GIB, replaced
 from coatlm.optim.recipes import find_recipe
@@ -250,10 +250,15 @@ def check_splits(config: Config, data: Datasets) -> None:
 
 
 def check_size(config: Config, launch: Launch, vocab: int) -> None:
-    """Raise ConfigError for a model that does not fit the memory of this process's device."""
-    memory, owner = device_memory(choose_gpu(launch), launch.local_size)
+    """Raise ConfigError for a model that does not fit the memory of this process's device, or for
+    states that do not fit that of its host."""
+    gpu, ranks = choose_gpu(launch), launch.local_size
+    memory, owner = device_memory(gpu, ranks)
     dp = config.data_parallel_size(launch.world_size)
     check_memory(config, vocab, data_parallel=dp, memory=memory, device=owner)
+    if gpu is not None:
+        free, _ = device_memory(None, 1)
+        check_host_memory(config, vocab, data_parallel=dp, ranks=ranks, memory=free)
 
 
 def named_memory(launch: Launch) -> str | None:

@@ -95,7 +95,7 @@ def test_a_run_that_no_change_fits_has_one_line(capsys: pytest.CaptureFixture[st
     assert main(["llama3.1-405b", "--gpus", "1"]) == 1
     assert capsys.readouterr().out == (
         "no layout of 1 x NVIDIA H100 80GB HBM3 fits 79.2 GiB, nor does one with other formats, "
-        "offloaded states or updates in backward\n"
+        "offloaded states or steps of one microbatch\n"
     )
 
 

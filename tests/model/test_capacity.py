@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coatlm.config import Config, ConfigError
-from coatlm.model.capacity import MARGIN, check_memory, remedies, requirements
+from coatlm.model.capacity import MARGIN, check_host_memory, check_memory, remedies, requirements
 from coatlm.model.plan import plan
 from tests.model.shapes import LLAMA2_7B, config
 
@@ -89,6 +89,21 @@ def test_sharding_counts() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
     refusal(c, 60 * 2**30)
     check_memory(c, VOCAB, data_parallel=8, memory=60 * 2**30, device="GPU 0")
+
+
+@pytest.mark.parametrize(("ranks", "data_parallel"), [(1, 1), (8, 8), (8, 16)])
+def test_offloaded_states_beyond_the_memory_of_the_host_are_refused(
+    ranks: int, data_parallel: int
+) -> None:
+    optim = {"recipe": "adamw-fp32", "offload": "states"}
+    c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1}, optim=optim)
+    needed = 12 * 6_738_415_616 * ranks // data_parallel  # zero=1 shards the states of all ranks
+    sizes: dict[str, Any] = {"data_parallel": data_parallel, "ranks": ranks}
+    check_host_memory(c, VOCAB, **sizes, memory=needed + ranks)
+    with pytest.raises(ConfigError, match=f"of {ranks} ranks need {needed / 2**30:,.1f} GiB of "):
+        check_host_memory(c, VOCAB, **sizes, memory=needed - ranks)
+    resident = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1})
+    check_host_memory(resident, VOCAB, **sizes, memory=0)
 
 
 def test_the_requirements_model_that_a_configuration_allows_is_planned_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
@@ -60,9 +61,20 @@ def test_one_change_is_proposed_where_it_suffices_the_cheapest_first() -> None:
 def test_updates_in_backward_are_proposed_where_a_step_has_one_microbatch() -> None:
     given = ("parallel.main_grads=bf16", "optim.offload=states", "model.layers=70")
     several, one = found(*given), found(*given, "train.global_batch=1")
-    assert several is None or "train.update=backward" not in words(several.changes)
+    assert several is not None and "train.global_batch=1" in words(several.changes)
     assert one is not None and "train.update=backward" in words(one.changes)
     assert one.choices[0].config.train.update == "backward"
+
+
+def test_steps_of_one_microbatch_are_proposed_where_nothing_else_suffices() -> None:
+    best = found("model.layers=88")
+    assert best is not None and best.changes[0] == ("train", "global_batch", 1)
+    assert "train.update=backward" in words(best.changes)
+    assert best.choices[0].config.train.global_batch == 1
+    head, *_, step = costs(searched("qwen3-14b", "model.layers=88"), VOCAB, ONE, best)
+    assert head == "train.global_batch=1: a step has so few samples that it is one microbatch"
+    slow, fast = (float(x) for x in re.findall(r"([\d.]+) s[; ]", step))
+    assert fast < slow < 10 * fast  # both of one sample
 
 
 def test_changes_are_added_up_and_of_a_key_the_one_that_saves_the_most_stays() -> None:

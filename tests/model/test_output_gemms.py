@@ -35,6 +35,7 @@ from tests.model.accumulation import length_without_labels, tensor_core_gemm, zi
 
 S, B, H = 7, 3, 48  # 21 tokens: no multiple of 16
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+EMBEDDED = 2**-5  # with which logits of tied weights are below 10
 in_fp8 = partial(linear_cross_entropy, gemms=Fp8Gemms)
 
 
@@ -378,22 +379,83 @@ def test_a_tied_weight_gets_both_gradients(gemms: Any) -> None:
     assert 2**-6 < relative(weight.grad, plain.grad) < 2**-2
 
 
+def bf16_errors(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    gradients: tuple[Tensor, ...],
+    wanted: tuple[Tensor, ...],
+) -> list[float]:
+    """Errors of losses and gradients against fp64, over what BF16 may cause: at most 1.
+
+    A logit and its gradient are rounded to BF16, which errs by at most 2^-8, relative. `wanted` are
+    fp64 losses and gradients.
+    """
+    exact, *exact_gradients = wanted
+    logits = (hidden.double() @ weight.double().t()).detach()
+    # the label's logit and the logarithm of the sum each err by a rounding of the largest logit
+    bound = 2 * 2**-8 * logits.abs().amax(-1) + 1e-5
+    # an error d of a logit changes its softmax by the factor exp(d); two more roundings
+    spread = 2 * 2**-8 * float(logits.abs().max()) + 2 * 2**-8
+    errors = (relative(*pair) for pair in zip(gradients, exact_gradients, strict=True))
+    return [float(((losses - exact).abs() / bound).max()), *(error / spread for error in errors)]
+
+
+def fp64(
+    hidden: Tensor, weight: Tensor, labels: Tensor, dloss: Tensor, *, tied: bool = False
+) -> tuple[Tensor, ...]:
+    """Losses and gradients of the hidden state and the weight; `tied`: of the weight alone, where
+    EMBEDDED of its rows of the labels is the hidden state."""
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    inputs = EMBEDDED * F.embedding(labels.clamp(min=0), leaves[1]) if tied else leaves[0]
+    logits = (inputs @ leaves[1].t()).transpose(1, 2)
+    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE)
+    gradients = torch.autograd.grad(losses, leaves[tied:], dloss.double())
+    return (losses.detach(), *gradients)
+
+
 @pytest.mark.parametrize("vocab", [77, 80])
 @pytest.mark.parametrize("save", [False, True])
 def test_a_bf16_output_layer_is_exact_to_its_rounding_against_fp64(vocab: int, save: bool) -> None:
-    """A logit and its gradient are rounded to BF16, which errs by at most 2^-9, relative."""
     hidden, weight, labels, dloss = tensors(vocab)
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    logits = exact[0] @ exact[1].t()
-    exact_loss = F.cross_entropy(
-        logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORE
-    )
-    wanted = torch.autograd.grad(exact_loss, exact, dloss.double())
     loss = linear_cross_entropy(hidden, weight, labels, chunk=32, save_logits=save)
     actual = torch.autograd.grad(loss, (hidden, weight), dloss)
-    # the label's logit and the logarithm of the sum each err by a rounding of the largest logit
-    assert ((loss - exact_loss).abs() <= 2 * 2**-9 * logits.abs().amax(-1) + 1e-5).all()
-    # an error d of a logit changes its softmax by the factor exp(d); two more roundings
-    spread = 2 * 2**-9 * float(logits.detach().abs().max())
-    for got, exactly in zip(actual, wanted, strict=True):
-        assert 0 < relative(got, exactly) < spread + 2 * 2**-9
+    wanted = fp64(hidden, weight, labels, dloss)
+    errors = bf16_errors(hidden, weight, labels, loss.detach(), actual, wanted)
+    assert all(0 < error <= 1 for error in errors)
+
+
+def test_a_tied_bf16_weight_is_exact_to_its_rounding_against_fp64() -> None:
+    _, weight, labels, dloss = tensors(77)
+    hidden = EMBEDDED * F.embedding(labels.clamp(min=0), weight)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=32)
+    actual = torch.autograd.grad(loss, (weight,), dloss)
+    wanted = fp64(hidden, weight, labels, dloss, tied=True)
+    errors = bf16_errors(hidden, weight, labels, loss.detach(), actual, wanted)
+    assert all(0 < error <= 1 for error in errors)
+
+
+def bf16_shards(rank: int, size: int, saves: list[bool]) -> list[list[float]]:
+    """`bf16_errors` of half of the vocabulary, for each way to keep logits."""
+    dist.init_process_group("gloo")
+    found = []
+    for save in saves:
+        hidden, weight, labels, dloss = tensors(154)
+        rows = slice(rank * 77, rank * 77 + 77)
+        shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
+        options: dict[str, Any] = {"group": group, "save_logits": save, "chunk": 32}
+        loss = linear_cross_entropy(hidden, shard, labels, **options)
+        dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
+        dhidden = dhidden.float()
+        dist.all_reduce(dhidden)
+        losses, whole, of_weight = fp64(hidden, weight, labels, dloss)
+        wanted = (losses, whole, of_weight[rows])
+        actual = (dhidden, dweight)
+        found.append(bf16_errors(hidden, weight, labels, loss.detach(), actual, wanted))
+    return found
+
+
+def test_a_bf16_output_layer_on_two_ranks_is_exact_to_its_rounding_against_fp64() -> None:
+    for errors in run_ranks(2, f"{__name__}:bf16_shards", [False, True]):
+        assert len(errors) == 2 and all(0 < error <= 1 for case in errors for error in case)

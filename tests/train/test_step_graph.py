@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"recipe": "bf16"}, "optim": {"recipe": "collage-plus"}},
     "documents": {"data": {"reset_attention_mask": True}, "optim": {"recipe": "fp8lm"}},
     "coat": {"precision": COAT | {"scaling": "delayed"}, "optim": {"recipe": "coat"}},
+    "fp8 output": {"precision": COAT | {"output_layer": "fp8-gradients"}},
     "rounding": {
         "precision": COAT | {"grad_rounding": "stochastic"},
         "parallel": {"main_grads": "fp8"},
