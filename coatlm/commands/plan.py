@@ -92,7 +92,8 @@ def lines_of_changes(config: Config, vocab: int, cluster: Cluster, top: int) -> 
     none = f"no layout of {gpus}{graphs} fits {memory}"
     found = proposal(config, vocab, cluster, top)
     if found is None:
-        yield f"{none}, nor does one with other formats, offloaded states or steps of one microbatch"
+        other = "other formats, offloaded states or steps of one microbatch"
+        yield f"{none}, nor does one with {other}"
         return
     changes = words(found.changes)
     yield f"{none}; with {' '.join(changes)}:"

@@ -22,6 +22,8 @@ from tools.benchmarks.layer_stacks import LayerShape
 
 H200 = load_rates("h200")
 
+LAYERS = ("bf16", "fp8-gradients")  # the formats of the output layer that rows name
+
 
 def cluster(gpus: int) -> Cluster:
     return Cluster(H200, gpus, gpus)
@@ -139,16 +141,31 @@ def test_rows_of_one_gpu_are_valid_and_fit_80_gb() -> None:
         options = layouts.end_to_end_options(found, 1, on_h100)
         config, vocab = end_to_end.run_config(found.row, options)
         model, _, what = found.name.rpartition(", ")
-        layer = what.removeprefix("output layer ") if what != "parts" else "fp8-gradients"
-        assert config.precision.output_layer == layer
+        layer = what.removeprefix("output layer ")
+        assert config.precision.output_layer == (layer if layer in LAYERS else "fp8-gradients")
         assert vocab == (128256 if model.startswith("8B") else 151936)
         assert predicted(config, vocab, on_h100).peak < h100.memory_gib * GIB
         assert end_to_end.captures(found.row, options) == (config.train.cuda_graphs is True)
         if what == "parts":
             assert config.train.cuda_graphs is False and options["trace"] == "1"
-        else:
+        elif "exact" in found.name:
+            assert config.optim.recipe == "coat-lean"  # BF16 weights and the 16 bits below them
+        elif what not in ("one microbatch", "updated in backward"):
             tokens.setdefault(model, set()).add(config.train.global_batch * config.data.seq_len)
     assert len(tokens) == 7 and all(len(each) == 1 for each in tokens.values())
+    of_8b = {"8B of 2048 tokens": {16384}, "8B of 8192 tokens": {65536}}
+    rest = {size: {524288} for size in ("0.5B", "1.5B", "3B", "7B", "14B")}
+    assert tokens == rest | of_8b
+
+
+def test_updates_in_backward_are_compared_with_the_same_step() -> None:
+    options = [
+        layouts.end_to_end_options(layouts.run_of(f"8B of 2048 tokens, {how}"), 1, None)
+        for how in ("one microbatch", "updated in backward")
+    ]
+    assert options[1] == options[0] | {"train.update": "backward"}
+    config, _ = end_to_end.run_config(layout_rows.COAT, options[1])
+    assert config.train.update == "backward" and config.train.microbatches(1) == 1
 
 
 def test_planned_is_the_planners_first_choice_for_the_same_samples() -> None:

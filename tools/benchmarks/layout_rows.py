@@ -47,6 +47,8 @@ ONE_GPU = {  # name -> options; 524,288 tokens per step, fewer of 8B
     | {"model": "qwen-14b", "mbs": "4", "microbatches": "128", "model.kv_heads": "8"}
     | {"optim.offload": "states", **FEW},
 }
+EXACT = LLAMA_3_8B | {"microbatches": "8"}  # coat-lean states have exact fp32 master weights
+ALONE = LLAMA_3_8B | {"seq": "2048", "mbs": "2", "microbatches": "1", "optim.recipe": "coat-24"}
 TRACED = {"trace": "1"}
 TP2 = {"parallel.tp": "2", "parallel.sequence_parallel": "true"}
 GRAPHS = {"train.cuda_graphs": "true"}  # without them the host limits TP2 of FP8 layers
@@ -175,6 +177,13 @@ def _on_one() -> Iterator[LayoutRow]:
         parts = options | {"precision.output_layer": "fp8-gradients", "trace": "1"}
         parts |= {"microbatches": "2", "train.cuda_graphs": "false"}
         yield LayoutRow(f"{name}, parts", COAT, parts, gpus=1, least=1, most=1)
+    for name, row, options in (
+        ("8B of 8192 tokens, exact master", COAT, EXACT),
+        ("8B of 8192 tokens, exact master, coat-lean", COAT_LEAN, EXACT),
+        ("8B of 2048 tokens, one microbatch", COAT, ALONE),
+        ("8B of 2048 tokens, updated in backward", COAT, ALONE | {"train.update": "backward"}),
+    ):
+        yield LayoutRow(name, row, options, gpus=1, least=1, most=1)
 
 
 def _commands() -> Iterator[LayoutRow]:
