@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import argcomplete
 from tqdm import tqdm
@@ -50,6 +51,12 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Add an argument. An option of several values that is given again adds to them."""
+        if names[0].startswith("-") and options.get("nargs") in ("+", "*"):
+            options.setdefault("action", _Several)
+        return super().add_argument(*names, **options)
+
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse the command line, or print what a shell asks for to complete it, and exit.
 
@@ -63,12 +70,27 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {one_line(message)} ({self.prog} --help lists the options)\n")
 
 
+class _Several(argparse.Action):
+    """The values of all occurrences of an option, in place of its default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
+
+
 def local_path(text: str, allowed: str = READ_HERE) -> Path:
     """The `type` of an argument that names what is read from this machine: a URL is an error.
 
-    `//` at the beginning becomes `/`: a tokenizer's spec hf://PLACE would be read as a URL.
+    `~` is the home directory, also where a shell leaves it, as in `--out=~/x`. `//` at the
+    beginning becomes `/`: a tokenizer's spec hf://PLACE would be read as a URL.
     """
-    return Path(re.sub("^//+", "/", local_text(text, allowed)))
+    return Path(re.sub("^//+", "/", local_text(text, allowed))).expanduser()
 
 
 def output_path(text: str) -> Path:
@@ -95,6 +117,12 @@ def local_text(text: str, allowed: str = READ_HERE) -> str:
     return text
 
 
+def tokenizer_spec(text: str) -> str:
+    """The `type` of a tokenizer, KIND or KIND:PATH, where `~` is the home directory."""
+    kind, colon, path = local_text(text).partition(":")
+    return f"{kind}{colon}{os.path.expanduser(path)}"
+
+
 def fail(error: Exception, code: int = 2, *, label: str = "error") -> int:
     """Print `error` on stderr, one line per mistake, and return the exit code."""
     for line in shortened(explain(error)).splitlines():
@@ -105,7 +133,8 @@ def fail(error: Exception, code: int = 2, *, label: str = "error") -> int:
 def explain(error: BaseException) -> str:
     """The message of an exception; for an OSError `path: reason`, without errno."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        name = None if error.filename is None else str(error.filename).replace("\n", "\\n")
+        return error.strerror if name is None else f"{name}: {error.strerror}"
     return str(error) or type(error).__name__
 
 

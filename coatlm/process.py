@@ -5,6 +5,11 @@ A script imports this module first, calls `listen`, imports the rest and ends in
     while importing      SIGINT, SIGTERM, SIGHUP   one line, immediate exit, code 128 + signal
     in main()            the same signals          one line, clean-up, exit code 128 + signal
     stdout is closed     (`| head`)                no line, exit code 141 = 128 + SIGPIPE
+    stdout fails         (the disk is full)        one line, exit code 1
+
+What cannot be written to stdout raises StdoutError, which is no OSError: a command that handles
+errors of its files does not take it for one of them. Characters that the encoding of stdout lacks
+are written as escapes.
 
 A thread writes the line, because Python runs signal handlers only between bytecodes of the main
 thread, which may block in C for minutes in a collective or a device synchronization. The same
@@ -27,6 +32,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+NAMES = {1: "<stdout>", 2: "<stderr>"}
 STDERR = 2  # file descriptor, usable from any thread and without sys.stderr
 CLOSED_STDOUT = 128 + signal.SIGPIPE
 CLEAN_UP_S = 5.0  # seconds for the clean-up of an interrupted command
@@ -40,6 +46,14 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+class StdoutError(Exception):
+    """Writing to stdout failed with the OSError `cause`."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(cause.strerror)
+        self.cause = cause
 
 
 class Wakeup:
@@ -103,6 +117,7 @@ def run(
     `hint` is appended to the line about a signal; `speaks=False` omits that line.
     """
     open_descriptors()
+    sys.stdout = _rewrapped(sys.stdout, _Stdout)
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -142,6 +157,8 @@ def run(
         code = main()
     except SystemExit as error:
         code = error.code
+    except StdoutError as error:
+        code = _given_up(sys.stdout, error.cause)
     except OSError:
         code = flush()  # fails again if a closed stream was the cause
         if not code and not received and not _is_closed(sys.stdout):
@@ -220,12 +237,20 @@ def flush() -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
+        except StdoutError as error:
+            code = code or _given_up(stream, error.cause)
         except OSError as error:
-            if error.errno not in GONE:
-                say(f"error: {stream.name}: {error.strerror}")
-            code = code or (CLOSED_STDOUT if error.errno in GONE else 1)
-            discard(stream.fileno())
+            code = code or _given_up(stream, error)
     return code
+
+
+def _given_up(stream: TextIO, error: OSError) -> int:
+    """Discard what is written to `stream`, which failed with `error`; the exit code."""
+    gone = error.errno in GONE
+    if not gone:
+        say(f"error: {NAMES.get(stream.fileno(), stream.name)}: {error.strerror}")
+    discard(stream.fileno())
+    return CLOSED_STDOUT if gone else 1
 
 
 def discard(descriptor: int) -> None:
@@ -247,31 +272,42 @@ def open_descriptors() -> None:
     sys.stderr = sys.stderr or os.fdopen(STDERR, "w", encoding="utf-8", closefd=False)
 
 
-class _Lasting(io.FileIO):
-    """An output stream that discards output, instead of raising, once its reader has closed."""
+class _Stdout(io.FileIO):
+    """An output stream whose errors are StdoutErrors."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in GONE:
-                raise
+            raise StdoutError(error) from error
+
+
+class _Lasting(io.FileIO):
+    """An output stream that discards output, instead of raising, once it cannot be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE and self.fileno() != STDERR:
+                say(f"error: <stdout>: {error.strerror}; output is discarded from here on")
             discard(self.fileno())
             return super().write(data)
 
 
 def outlive_streams() -> None:
-    """Continue without stdout and stderr when their readers close.
+    """Continue without stdout and stderr when they cannot be written, as when their readers close.
 
     Use it for commands whose results are files, which a closed pager or terminal must not end.
     """
-    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+    sys.stdout, sys.stderr = (_rewrapped(s, _Lasting) for s in (sys.stdout, sys.stderr))
 
 
-def _lasting(stream: TextIO) -> TextIO:
-    """A stream like `stream`, with its descriptor and encoding, that outlives its reader.
+def _rewrapped(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
+    """A stream like `stream`, with its descriptor and encoding, on a file of this kind.
 
-    A stream without a descriptor is returned unchanged.
+    Characters that the encoding lacks are escaped. A stream without a descriptor is returned
+    unchanged.
     """
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -280,12 +316,12 @@ def _lasting(stream: TextIO) -> TextIO:
     except io.UnsupportedOperation:  # an in-memory stream
         return stream
     stream.flush()
-    raw = _Lasting(descriptor, "w", closefd=False)
+    raw = kind(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
         # unbuffered like the original under `python -u`
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

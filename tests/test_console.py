@@ -49,6 +49,23 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFix
         assert error.startswith("error: ") and error.count("\n") == 1 and words[-1] in error
 
 
+def test_an_option_of_several_values_adds_to_what_was_given_and_replaces_its_default() -> None:
+    parser, default = Parser("What it does."), ["a"]
+    parser.add_argument("--with", nargs="+", default=default)
+    assert parser.parse_args([]).__dict__["with"] == ["a"]
+    words = ["--with", "b", "c", "--with", "d"]
+    assert parser.parse_args(words).__dict__["with"] == ["b", "c", "d"] and default == ["a"]
+
+
+def test_the_home_directory_is_known_where_a_shell_leaves_its_sign(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert console.output_path("~/x") == console.local_path("~/x") == Path("/home/me/x")
+    assert console.tokenizer_spec("hf:~/t.json") == "hf:/home/me/t.json"
+    assert console.tokenizer_spec("byte") == "byte"
+
+
 def test_an_output_has_a_name_and_is_not_below_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,37 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     assert (process.returncode, said) == (1, "error: <stdout>: No space left on device\n")
 
 
+SWALLOWS = "def main():\n    try: print('x')\n    except OSError: return 7\nprocess.run(main)"
+
+
+def test_an_error_of_stdout_is_none_of_a_commands_files() -> None:
+    """Without a buffer it is raised where a command prints."""
+    with open("/dev/full", "w") as full:
+        process = started(SWALLOWS, options=("-u",), stdout=full)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, "error: <stdout>: No space left on device\n")
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
+def test_work_that_outlives_its_streams_survives_a_full_disk(options: tuple[str, ...]) -> None:
+    script = (
+        "def main():\n    process.outlive_streams()\n    print('x', flush=True)\n    print('y')\n"
+    )
+    with open("/dev/full", "w") as full:
+        process = started(f"{script}    return 5\nprocess.run(main)", options=options, stdout=full)
+    _, said = process.communicate(timeout=60)
+    told = "error: <stdout>: No space left on device; output is discarded from here on\n"
+    assert (process.returncode, said) == (5, told)
+
+
+def test_what_the_encoding_lacks_is_escaped() -> None:
+    script = (
+        "sys.stdout.reconfigure(encoding='ascii')\ndef main(): print('f\\u00fc')\nprocess.run(main)"
+    )
+    process = started(script)
+    assert process.communicate(timeout=60) == ("f\\xfc\n", "")
+
+
 def test_files_do_not_get_the_number_of_a_closed_stream() -> None:
     process = started(
         "def main():\n    print('lost')\n    return open('/dev/null').fileno()\nprocess.run(main)",

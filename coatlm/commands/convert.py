@@ -32,8 +32,8 @@ from coatlm.console import (
     fail,
     ignore_library_warnings,
     local_path,
-    local_text,
     output_path,
+    tokenizer_spec,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=["bf16", "fp32", "fp16"], help="of the result; default: as stored")
     add(
         "--tokenizer",
-        type=local_text,
+        type=tokenizer_spec,
         help="to coatlm: a spec in place of the directory's, or none",
     )
     add("--vocab-multiple", type=int, help="pad the vocabulary to a multiple of this; not to hf")

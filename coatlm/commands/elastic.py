@@ -42,9 +42,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
+from coatlm.console import fail
 from coatlm.train.faults import SIGNALS
 
 LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
+COUNTS = ("--nnodes", "--nproc-per-node")
 REPEAT_S = 5.0  # seconds between signals to the ranks
 UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # keeps torchrun from serving a store to the ranks
 
@@ -52,6 +54,8 @@ UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # keeps torchrun from serving a
 def main(arguments: list[str] | None = None) -> int:
     """Run torchrun in this process; returns the exit code described above."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if wrong := wrong_count(arguments):
+        return fail(ValueError(wrong))
     received: list[signal.Signals] = []
     told: set[int] = set()  # processes that have received a SIGINT
 
@@ -85,6 +89,21 @@ def main(arguments: list[str] | None = None) -> int:
     if received:
         return max(SIGNALS[number] for number in received)
     return 128 - code if code < 0 else code
+
+
+def wrong_count(arguments: list[str]) -> str:
+    """What is wrong with a number of nodes or processes, which torchrun answers with a traceback;
+    "" if nothing is."""
+    for at, word in enumerate(arguments):
+        name, equals, value = word.replace("_", "-").partition("=")
+        if name not in COUNTS:
+            if not name.startswith("-") and name.endswith(".py"):
+                break  # the script, behind which its own arguments begin
+            continue
+        given = value if equals else "".join(arguments[at + 1 : at + 2])
+        if any(part.lstrip("-").isdigit() and int(part) < 1 for part in given.split(":")):
+            return f"{name} {given}: at least 1"
+    return ""
 
 
 def on_loopback(arguments: list[str]) -> list[str]:

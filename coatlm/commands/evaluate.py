@@ -47,6 +47,7 @@ from coatlm.console import (
     local_path,
     local_text,
     output_path,
+    tokenizer_spec,
 )
 from coatlm.files import check_output, whole_file
 
@@ -72,7 +73,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--field", help="field of JSON lines or column of parquet (default: text)")
     add(
         "--tokenizer",
-        type=local_text,
+        type=tokenizer_spec,
         help="a spec as in data.tokenizer, if the tokenizer's file has moved",
     )
     add(
@@ -114,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.out is not None:
             check_output(args.out)
             check_replaced(args.out)
+            process.outlive_streams()
         result = evaluate(args)
         if args.out is not None:
             with whole_file(args.out) as file:
@@ -166,7 +168,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     check_windows(window, stride, args.batch)
     precision = args.precision or ("bf16" if torch.cuda.is_available() else "fp32")
     if args.prefix is not None and not 0 <= args.prefix < tokenizer.vocab_size:
-        raise ValueError(f"prefix={args.prefix}: an id below {tokenizer.vocab_size}")
+        raise ValueError(f"--prefix {args.prefix}: an id of 0 to {tokenizer.vocab_size - 1}")
     if not args.data and (args.cast or not args.tasks):
         raise ValueError("--data is missing: --cast needs it, and so does a call without --tasks")
     chosen = {

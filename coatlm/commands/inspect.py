@@ -266,6 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return diff(*paths)
         print("\n".join(describe(paths[0], tensors=options.tensors)))
         return 0
+    except PermissionError as error:
+        return fail(error)
     except (RuntimeError, OSError) as error:  # a CheckpointError, or what torch says of a torn file
         return fail(error, 1, label="damaged")
 

@@ -59,7 +59,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coatlm.console import Parser, explain, fail, local_path, local_text, output_path, progress
+from coatlm.console import (
+    Parser,
+    explain,
+    fail,
+    local_path,
+    local_text,
+    output_path,
+    progress,
+    tokenizer_spec,
+)
 from coatlm.data.chat import NONE, OWN, chat_format
 from coatlm.data.indexed import open_checked, read_index
 from coatlm.data.packing import packing_cost
@@ -68,6 +77,12 @@ from coatlm.data.streams import DEFAULT_LIMITS, Limits
 from coatlm.data.token_shard import SHARD_BYTES, Options
 from coatlm.data.tokenizer import SPECS, make_tokenizer
 
+RANGES = {  # of numbers
+    "workers": (0, 4096),
+    "shard_mb": (1, 1 << 20),
+    "max_expansion": (1, 1e9),
+    "max_record_mb": (1, 1 << 20),
+}
 DEFAULTS: dict[str, Any] = {  # of the options of --input, which have no effect with --verify
     "tokenizer": "byte",
     "field": "text",
@@ -83,12 +98,21 @@ DEFAULTS: dict[str, Any] = {  # of the options of --input, which have no effect 
 }
 
 
+def output_prefix(text: str) -> Path:
+    """The `type` of --output-prefix: the beginning of the names of files, not a directory."""
+    path = output_path(text)
+    if text.endswith("/"):
+        example = "give the beginning of the names of files"
+        raise argparse.ArgumentTypeError(f"{text}: {example}, such as {text}corpus")
+    return path
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; --help prints the module docstring."""
     parser = Parser(__doc__, "prepare")
     add = parser.add_argument
     add("--input", nargs="+", help="files, globs (** for any depth), URLs, python-stdlib")
-    add("--output-prefix", type=output_path, help="PREFIX of the four files to write")
+    add("--output-prefix", type=output_prefix, help="PREFIX of the four files to write")
     add(
         "--verify",
         nargs="+",
@@ -96,7 +120,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="PREFIX",
         help="verify checksums of datasets",
     )
-    add("--tokenizer", type=local_text, help=f"{SPECS} (default: byte)")
+    add("--tokenizer", type=tokenizer_spec, help=f"{SPECS} (default: byte)")
     add("--field", help="of a JSON line (default: text)")
     add("--column", help="of parquet (default: text)")
     add(
@@ -159,10 +183,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     _refuse_ignored(parser, parsed)
     if parsed.chat_template is not None and not parsed.chat:
         parser.error("--chat-template is an option of --chat")
-    if parsed.workers < 0 or parsed.shard_mb < 1:
-        parser.error("--workers is >= 0 and --shard-mb is >= 1")
-    if not (1 <= parsed.max_expansion <= 1e9 and 1 <= parsed.max_record_mb <= 1 << 20):
-        parser.error("--max-expansion is in 1..1e9 and --max-record-mb in 1..1048576")
+    for name, (least, most) in RANGES.items():
+        value = getattr(parsed, name)
+        if not least <= value <= most:
+            option = name.replace("_", "-")
+            parser.error(f"--{option} {value:g}: must be in {least}..{most:g}")
     if parsed.pack is not None:
         shortest, longest = sample_lengths()
         if not shortest <= parsed.pack <= longest:

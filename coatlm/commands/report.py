@@ -71,6 +71,7 @@ td, th {{ border-bottom: 1px solid #ddd; padding: .2em 1em .2em 0; text-align: l
 {body}
 </html>
 """
+BEGIN = PAGE[: PAGE.index("{title}")]
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,17 @@ def settings(runs: Sequence[ReportedRun]) -> Iterator[Sequence[object]]:
     yield from sorted(rows, key=lambda row: len(set(map(str, row[1:]))) == 1)
 
 
+def check_page(out: Path) -> None:
+    """Raise ValueError unless `out` is *.html, and no file yet or a report to be replaced."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out {out}: must end with .html")
+    if out.is_file():
+        with out.open("rb") as file:
+            start = file.read(len(BEGIN))
+        if start != BEGIN.encode():
+            raise ValueError(f"--out {out}: exists and is no report; give another name")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__, "report")
@@ -243,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return fail(ValueError("a report needs plotly: pip install 'coatlm[report]'"))
     try:
-        if options.out is not None:
-            check_output(out)
+        check_page(out)
+        check_output(out)
         runs = read([options.run, *options.others])
         text = page(runs, plotly_js(), draw(runs))
         with whole_file(out) as file:

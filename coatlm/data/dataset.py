@@ -164,9 +164,12 @@ def _masks(sources: Sequence[Indexed]) -> list[ReadMask]:
     """How to read the loss mask of each source. Raises ValueError for a source without one."""
     for source in sources:
         if source.mask is None and Path(source.name + MASK).exists():
+            record = Path(f"{source.name}.json")
+            why = "no such file; it describes the loss mask in"
+            if record.exists():
+                why = "was prepared without --chat, and does not describe"
             raise ValueError(
-                f"{source.name}.json: no such file; it describes the loss mask in "
-                f"{source.name}{MASK}, which data.loss_mask=completion needs"
+                f"{record}: {why} {source.name}{MASK}; data.loss_mask=completion needs a mask"
             )
         if source.mask is None:
             raise ValueError(

@@ -48,6 +48,7 @@ from coatlm.files import open_locked
 COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
 INDEXED = 1 << 16  # documents of .idx whose offsets are computed at once
 VERIFIED_BYTES = 1 << 30  # of a file; verified at 4 GB/s from the page cache
+LOCK = "lock"  # in PREFIX.shards, the first file of a call
 PUBLISHING = "publishing"  # in PREFIX.shards, from before the first rename: the key of the inputs
 
 
@@ -74,11 +75,11 @@ def preprocess(
     if options.chat is not None:
         require_json_lines(segments)
     key = fingerprint(segments, options, tokenizer)
-    _require_no_input(prefix, segments)
+    directory = suffixed(prefix, ".shards")
+    _check_targets(prefix, segments, directory)
     done = _manifest_at(prefix, overwrite)
     if not overwrite:
         done = _unchanged(prefix, done, key, tokenizer, masked=options.chat is not None)
-    directory = suffixed(prefix, ".shards")
     if done is not None and not overwrite:
         _remove_left(directory)
         return done
@@ -102,12 +103,24 @@ def _shortened(inputs: Sequence[str]) -> str:
     return ", ".join(inputs[:2]) + (f" and {len(inputs) - 2} more" if len(inputs) > 2 else "")
 
 
-def _require_no_input(prefix: Path, segments: Sequence[Segment]) -> None:
-    """Raise ValueError if a file of PREFIX is an input."""
+def _check_targets(prefix: Path, segments: Sequence[Segment], directory: Path) -> None:
+    """Raise ValueError if a file of PREFIX is an input or a directory, or if PREFIX.shards, which
+    the end of the call removes, has files that no call has written."""
     inputs = {segment.path for segment in segments}
     for target in (suffixed(prefix, suffix) for suffix in SUFFIXES + MASK_SUFFIXES):
         if str(target.absolute()) in inputs:
             raise ValueError(f"{target}: would overwrite an input; choose another output prefix")
+        if target.is_dir():
+            raise ValueError(f"{target}: is a directory; choose another output prefix")
+    other = "choose another output prefix"
+    if any(directory.absolute() in Path(name).parents for name in inputs):
+        raise ValueError(f"{directory}: would be removed, and holds an input; {other}")
+    if directory.exists() and not (directory / LOCK).exists():
+        if not directory.is_dir():
+            raise ValueError(f"{directory}: is no directory; {other}")
+        if any(directory.iterdir()):
+            foreign = "would be removed, and holds files that prepare did not write"
+            raise ValueError(f"{directory}: {foreign}; {other}")
 
 
 def _manifest_at(prefix: Path, overwrite: bool) -> DatasetManifest | None:
@@ -155,7 +168,10 @@ def _unchanged(
     marker = suffixed(prefix, ".shards") / PUBLISHING
     if marker.exists() and marker.read_text() == key:
         return None
-    for target in (suffixed(prefix, suffix) for suffix in (".bin", ".idx", MASK)[: 2 + masked]):
+    written = [".bin", ".idx", *([MASK] if masked else [])]
+    if manifest is None:  # without it checksums are of no call that has ended
+        written += [".crc32", *(MASK_SUFFIXES if masked else [])]
+    for target in (suffixed(prefix, suffix) for suffix in written):
         if target.exists():
             other = f"{target}: exists, made from other inputs or options; see --overwrite"
             raise ValueError(damaged or other)
@@ -178,7 +194,7 @@ def _remove_left(directory: Path) -> None:
 def _locked(directory: Path) -> Iterator[None]:
     """Lock `directory` against other processes; the kernel releases the lock with the process."""
     try:
-        lock = open_locked(directory / "lock", wait=False)
+        lock = open_locked(directory / LOCK, wait=False)
     except BlockingIOError:
         raise ValueError(f"{directory}: another run is writing here") from None
     with lock:

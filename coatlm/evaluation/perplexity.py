@@ -22,6 +22,7 @@ from coatlm.data.documents import expand_inputs, file_kind, plan_segments, read_
 from coatlm.data.tokenizer import Tokenizer
 from coatlm.model.loss import IGNORE
 
+LONGEST_WINDOW, MOST_WINDOWS = 1 << 40, 1 << 16  # tokens; windows at a time
 WHOLE = 1 << 62  # bytes per segment, so that a text file is one document
 
 
@@ -78,12 +79,12 @@ def read_documents(
 
 def check_windows(window: int, stride: int, batch: int) -> None:
     """Raise ValueError for invalid sizes."""
-    if window < 2:
-        raise ValueError(f"window={window}: at least 2 tokens")
+    if not 2 <= window <= LONGEST_WINDOW:
+        raise ValueError(f"window={window}: must be in 2..{LONGEST_WINDOW}, in tokens")
     if not 1 <= stride <= window:
         raise ValueError(f"stride={stride}: between 1 and window={window}")
-    if batch < 1:
-        raise ValueError(f"batch={batch}: at least 1 window")
+    if not 1 <= batch <= MOST_WINDOWS:
+        raise ValueError(f"batch={batch}: must be in 1..{MOST_WINDOWS}, in windows")
 
 
 def windows(ids: Sequence[int], *, window: int, stride: int) -> Iterator[ScoredWindow]:

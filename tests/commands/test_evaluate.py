@@ -130,9 +130,11 @@ def test_table_has_a_row_for_each_cast(root: Path, capsys: pytest.CaptureFixture
         (["--out", "/dev/full"], "/dev/full: cannot be written: No space left on device"),
         (["--cast", "e4m3", "--what", "all"], "what='all'"),
         (["--window", "1"], "window=1"),
+        (["--window", f"{1 << 41}"], "window=2199023255552: must be in 2.."),
+        (["--batch", "99999999"], "batch=99999999: must be in 1..65536"),
         (["--stride", "200"], "stride=200"),
         (["--tokenizer", "tiktoken:nothing"], "tiktoken:nothing"),
-        (["--prefix", "263"], "prefix=263"),
+        (["--prefix", "263"], "--prefix 263: an id of 0 to "),
         (["--data", "nowhere.txt"], "nowhere.txt"),
     ],
 )

@@ -112,6 +112,19 @@ def test_keys_that_differ_between_runs_come_first_and_are_marked(tmp_path: Path)
     assert difference["data"][1]["y"] == pytest.approx([100.0] * (STEPS // 2 + 1))
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "notes.html"])
+def test_a_report_replaces_a_report_only(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "notes.html").write_text("<!doctype html>\nmine")
+    before = (run / name).read_bytes()
+    assert main([str(run), "--out", str(run / name)]) == 2
+    assert (run / name).read_bytes() == before
+    assert f"--out {run / name}: " in capsys.readouterr().err
+    assert main([str(run)]) == main([str(run)]) == 0
+
+
 def test_an_empty_table_is_left_out() -> None:
     assert table(["a"], []) == ""
 

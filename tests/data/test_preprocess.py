@@ -597,6 +597,38 @@ def test_another_dataset_is_replaced_only_if_asked(tmp_path: Path, mixture: list
     assert not manifest.append_eod
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_a_foreign_directory_is_not_removed(tmp_path: Path, done: bool) -> None:
+    path, prefix = write_jsonl(tmp_path / "corpus.jsonl", ["a"]), tmp_path / "out"
+    if done:
+        preprocess([str(path)], prefix, Options())
+    (tmp_path / "out.shards").mkdir()
+    inside = write_jsonl(tmp_path / "out.shards" / "notes.jsonl", ["b"])
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"out\.shards: .* files that prepare did not write"):
+            preprocess([str(path)], prefix, Options(), overwrite=overwrite)
+        with pytest.raises(ValueError, match=r"out\.shards: .* holds an input"):
+            preprocess([str(inside)], prefix, Options(), overwrite=overwrite)
+    assert inside.exists()
+    inside.unlink()
+    preprocess([str(path)], prefix, Options())  # an empty one is as good as none
+    assert not (tmp_path / "out.shards").exists()
+
+
+@pytest.mark.parametrize("suffix", [".crc32", ".bin", ".idx"])
+def test_a_foreign_file_of_a_datasets_name_is_kept(tmp_path: Path, suffix: str) -> None:
+    path, prefix = write_jsonl(tmp_path / "corpus.jsonl", ["a"]), tmp_path / "out"
+    (tmp_path / f"out{suffix}").write_text("precious")
+    with pytest.raises(ValueError, match=rf"out\{suffix}: exists"):
+        preprocess([str(path)], prefix, Options())
+    assert (tmp_path / f"out{suffix}").read_text() == "precious"
+    (tmp_path / f"out{suffix}").unlink()
+    (tmp_path / f"out{suffix}").mkdir()
+    with pytest.raises(ValueError, match=rf"out\{suffix}: is a directory"):
+        preprocess([str(path)], prefix, Options())
+    assert not (tmp_path / "out.shards").exists()
+
+
 def test_inputs_and_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "corpus.json", ["a"])
     before = path.read_bytes()
