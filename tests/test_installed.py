@@ -211,7 +211,8 @@ def test_help_names_the_command_and_loads_no_torch(installed: Path, tmp_path: Pa
     [
         (["trian"], "error: no command 'trian'; do you mean train?"),
         (["zzz"], "error: no command 'zzz'; one of train, prepare,"),
-        (["train", "lama"], "error: lama: no such configuration file; coatlm has llama-125m,"),
+        (["train", "lama"], "error: lama: no such configuration file; do you mean llama-3b or "),
+        (["train", "tinny"], "file; coatlm train --help lists the names that coatlm has"),
         (["train", "quickstart", "--zzz"], "see coatlm train --help"),
         (["train", "quickstart", "--dry-run", "zzz.zzz=1"], "; coatlm train --keys lists"),
         (["convert", "--zzz"], "(coatlm convert --help lists the options)"),

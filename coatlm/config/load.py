@@ -8,6 +8,7 @@ and `parallel.layout=auto` replace keys that the file gives; other overrides win
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from coatlm.config.errors import ConfigError, one_line, printable, shown
 from coatlm.config.hints import hint
 from coatlm.config.keys import keys, type_name
 from coatlm.config.presets import with_preset, without, without_formats
+from coatlm.config.program import as_typed
 from coatlm.config.shipped import config_file, shipped
 from coatlm.config.urls import without_secrets
 from coatlm.config.yaml_text import MOST_CHARACTERS, has_comment, parse_yaml
@@ -68,6 +70,14 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
     return merged
 
 
+def _shipped_like(name: str) -> str:
+    """A hint at the shipped configurations with names like this one."""
+    near = difflib.get_close_matches(name, shipped(), n=3, cutoff=0.5)
+    if near:
+        return f"do you mean {' or '.join(near)}?"
+    return as_typed("coatlm train --help lists the names that coatlm has")
+
+
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping, or the shipped configuration of that name.
 
@@ -79,8 +89,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
             content = file.read(4 * MOST_CHARACTERS + 1)  # UTF-8 takes up to 4 bytes
         data = parse_yaml(content.decode("utf-8-sig"))
     except FileNotFoundError:
-        named = "" if path.suffix or path.name != name else f"; coatlm has {', '.join(shipped())}"
-        raise ConfigError(f"{name}: no such configuration file{named}") from None
+        hint = "" if path.suffix or path.name != name else f"; {_shipped_like(name)}"
+        raise ConfigError(f"{name}: no such configuration file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
