@@ -34,6 +34,7 @@ from typing import Any, NoReturn, TextIO
 
 NAMES = {1: "<stdout>", 2: "<stderr>"}
 STDERR = 2  # file descriptor, usable from any thread and without sys.stderr
+ERASE_LINE = "\r\x1b[K"
 CLOSED_STDOUT = 128 + signal.SIGPIPE
 CLEAN_UP_S = 5.0  # seconds for the clean-up of an interrupted command
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,9 +84,11 @@ class Wakeup:
 
 
 def say(line: str) -> None:
-    """Write one line to stderr; safe in any thread and signal handler."""
+    """Write one line to stderr, on a terminal in place of a progress bar; safe in any thread and
+    signal handler."""
+    erased = ERASE_LINE if os.isatty(STDERR) else ""
     with contextlib.suppress(OSError):
-        os.write(STDERR, f"{line}\n".encode())
+        os.write(STDERR, f"{erased}{line}\n".encode())
 
 
 def handled(signals: tuple[signal.Signals, ...]) -> tuple[signal.Signals, ...]:

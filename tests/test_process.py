@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -161,6 +162,16 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
 
 
 SWALLOWS = "def main():\n    try: print('x')\n    except OSError: return 7\nprocess.run(main)"
+
+
+def test_on_a_terminal_a_line_replaces_a_progress_bar() -> None:
+    main, terminal = pty.openpty()
+    script = "print('bar', end='', file=sys.stderr, flush=True)\nprocess.say('x')"
+    process = started(script, stderr=terminal)
+    assert process.wait(timeout=60) == 0
+    assert os.read(main, 1000) == b"bar\r\x1b[Kx\r\n"
+    os.close(main)
+    os.close(terminal)
 
 
 def test_an_error_of_stdout_is_none_of_a_commands_files() -> None:
