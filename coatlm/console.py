@@ -90,7 +90,7 @@ def local_path(text: str, allowed: str = READ_HERE) -> Path:
     `~` is the home directory, also where a shell leaves it, as in `--out=~/x`. `//` at the
     beginning becomes `/`: a tokenizer's spec hf://PLACE would be read as a URL.
     """
-    return Path(re.sub("^//+", "/", local_text(text, allowed))).expanduser()
+    return Path(os.path.expanduser(re.sub("^//+", "/", local_text(text, allowed))))
 
 
 def output_path(text: str) -> Path:

@@ -60,6 +60,17 @@ def check_output(path: Path) -> None:
         _remove_directories(made)
 
 
+def check_replaced(path: Path, begin: str, what: str) -> None:
+    """Raise ValueError if `path`, of the option --out, is a file that does not begin with `begin`
+    as a `what` does: it is not the command's to replace."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(len(begin))
+    if start != begin.encode():
+        raise ValueError(f"--out {path}: exists and is no {what}; give another name")
+
+
 def open_locked(path: Path, *, wait: bool = True) -> IO[str]:
     """Open a file, which is created if it does not exist, and lock it against all other threads and
     processes until it is closed.

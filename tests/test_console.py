@@ -64,6 +64,7 @@ def test_the_home_directory_is_known_where_a_shell_leaves_its_sign(
     assert console.output_path("~/x") == console.local_path("~/x") == Path("/home/me/x")
     assert console.tokenizer_spec("hf:~/t.json") == "hf:/home/me/t.json"
     assert console.tokenizer_spec("byte") == "byte"
+    assert console.local_path("~no-such-user/x") == Path("~no-such-user/x")
 
 
 def test_an_output_has_a_name_and_is_not_below_a_file(

@@ -49,7 +49,7 @@ from coatlm.console import (
     output_path,
     tokenizer_spec,
 )
-from coatlm.files import check_output, whole_file
+from coatlm.files import check_output, check_replaced, whole_file
 
 if TYPE_CHECKING:
     from coatlm.evaluation.cast import Cast
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.out is not None:
             check_output(args.out)
-            check_replaced(args.out)
+            check_replaced(args.out, RESULT, "result of coatlm evaluate")
             process.outlive_streams()
         result = evaluate(args)
         if args.out is not None:
@@ -125,18 +125,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return fail(error)
     return 0
-
-
-def check_replaced(path: Path) -> None:
-    """Raise ValueError for an existing file that is no result of this command, such as a text."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        start = file.read(len(RESULT))
-    if start != RESULT.encode():
-        raise ValueError(
-            f"--out {path}: exists and is no result of coatlm evaluate; give another name"
-        )
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:

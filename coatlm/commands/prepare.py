@@ -187,7 +187,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         value = getattr(parsed, name)
         if not least <= value <= most:
             option = name.replace("_", "-")
-            parser.error(f"--{option} {value:g}: must be in {least}..{most:g}")
+            parser.error(f"--{option} {value}: must be in {least}..{most:.0f}")
     if parsed.pack is not None:
         shortest, longest = sample_lengths()
         if not shortest <= parsed.pack <= longest:

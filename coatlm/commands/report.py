@@ -33,7 +33,7 @@ from coatlm.commands.curves import LoggedRun, read_runs
 from coatlm.config import ConfigError, dotted, read_mapping
 from coatlm.config.errors import printable
 from coatlm.console import Parser, fail, local_path, output_path
-from coatlm.files import check_output, whole_file
+from coatlm.files import check_output, check_replaced, whole_file
 from coatlm.train.run_directory import (
     NUMERICS,
     Record,
@@ -225,11 +225,7 @@ def check_page(out: Path) -> None:
     """Raise ValueError unless `out` is *.html, and no file yet or a report to be replaced."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--out {out}: must end with .html")
-    if out.is_file():
-        with out.open("rb") as file:
-            start = file.read(len(BEGIN))
-        if start != BEGIN.encode():
-            raise ValueError(f"--out {out}: exists and is no report; give another name")
+    check_replaced(out, BEGIN, "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

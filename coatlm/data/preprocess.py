@@ -106,13 +106,12 @@ def _shortened(inputs: Sequence[str]) -> str:
 def _check_targets(prefix: Path, segments: Sequence[Segment], directory: Path) -> None:
     """Raise ValueError if a file of PREFIX is an input or a directory, or if PREFIX.shards, which
     the end of the call removes, has files that no call has written."""
-    inputs = {segment.path for segment in segments}
+    inputs, other = {segment.path for segment in segments}, "choose another output prefix"
     for target in (suffixed(prefix, suffix) for suffix in SUFFIXES + MASK_SUFFIXES):
         if str(target.absolute()) in inputs:
-            raise ValueError(f"{target}: would overwrite an input; choose another output prefix")
+            raise ValueError(f"{target}: would overwrite an input; {other}")
         if target.is_dir():
-            raise ValueError(f"{target}: is a directory; choose another output prefix")
-    other = "choose another output prefix"
+            raise ValueError(f"{target}: is a directory; {other}")
     if any(directory.absolute() in Path(name).parents for name in inputs):
         raise ValueError(f"{directory}: would be removed, and holds an input; {other}")
     if directory.exists() and not (directory / LOCK).exists():

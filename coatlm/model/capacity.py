@@ -67,18 +67,23 @@ def check_host_memory(
     """Raise ConfigError if the states that `ranks` GPUs of a host offload exceed its `memory`."""
     if config.optim.offload == "none":
         return
-    p = config.parallel
-    count = max(
-        rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
-        for stage in {0, p.pp - 1}
-    )
-    size = ranks * optim_state_bytes(config, count, data_parallel)
+    size = ranks * largest_states(config, vocab, data_parallel)
     if size > memory:
         raise ConfigError(
             f"optim.offload=states: optimizer states of {ranks} ranks need {size / GIB:,.1f} GiB "
             f"of this host's memory, of which {memory / GIB:,.1f} GiB are free; use more hosts, "
             "or an optim.recipe with fewer bytes per parameter"
         )
+
+
+def largest_states(config: Config, vocab: int, data_parallel: int) -> int:
+    """Bytes of optimizer states, wherever they are, of the rank with the most parameters."""
+    p = config.parallel
+    count = max(
+        rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
+        for stage in {0, p.pp - 1}
+    )
+    return optim_state_bytes(config, count, data_parallel)
 
 
 def requirements(config: Config, vocab: int, data_parallel: int) -> tuple[int, int]:

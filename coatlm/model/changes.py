@@ -13,10 +13,9 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from coatlm.config import Config
-from coatlm.model.accounting import rank_parameters
-from coatlm.model.capacity import CHANGES
+from coatlm.model.capacity import CHANGES, largest_states
 from coatlm.model.layouts import EVERY, Choice, lowest_peak, ranked, usable
-from coatlm.model.memory import GIB, optim_state_bytes, replaced
+from coatlm.model.memory import GIB, replaced
 from coatlm.model.step_time import Cluster, forecast
 
 KeyChange = tuple[str, str, Any]  # section, key, value
@@ -134,10 +133,5 @@ def costs(config: Config, vocab: int, cluster: Cluster, found: Remedy) -> Iterat
 
 def _offloaded(config: Config, vocab: int, cluster: Cluster) -> str:
     """What optim.offload=states moves."""
-    p, dp = config.parallel, config.data_parallel_size(cluster.gpus)
-    count = max(
-        rank_parameters(config.model, vocab, tp=p.tp, pp=p.pp, stage=stage)
-        for stage in {0, p.pp - 1}
-    )
-    size = optim_state_bytes(config, count, dp) / GIB
+    size = largest_states(config, vocab, config.data_parallel_size(cluster.gpus)) / GIB
     return f"{size:.1f} GiB of states per GPU are in host memory, and cross the link in every step"

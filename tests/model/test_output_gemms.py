@@ -382,7 +382,6 @@ def test_a_tied_weight_gets_both_gradients(gemms: Any) -> None:
 def bf16_errors(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
     losses: Tensor,
     gradients: tuple[Tensor, ...],
     wanted: tuple[Tensor, ...],
@@ -422,7 +421,7 @@ def test_a_bf16_output_layer_is_exact_to_its_rounding_against_fp64(vocab: int, s
     loss = linear_cross_entropy(hidden, weight, labels, chunk=32, save_logits=save)
     actual = torch.autograd.grad(loss, (hidden, weight), dloss)
     wanted = fp64(hidden, weight, labels, dloss)
-    errors = bf16_errors(hidden, weight, labels, loss.detach(), actual, wanted)
+    errors = bf16_errors(hidden, weight, loss.detach(), actual, wanted)
     assert all(0 < error <= 1 for error in errors)
 
 
@@ -432,7 +431,7 @@ def test_a_tied_bf16_weight_is_exact_to_its_rounding_against_fp64() -> None:
     loss = linear_cross_entropy(hidden, weight, labels, chunk=32)
     actual = torch.autograd.grad(loss, (weight,), dloss)
     wanted = fp64(hidden, weight, labels, dloss, tied=True)
-    errors = bf16_errors(hidden, weight, labels, loss.detach(), actual, wanted)
+    errors = bf16_errors(hidden, weight, loss.detach(), actual, wanted)
     assert all(0 < error <= 1 for error in errors)
 
 
@@ -452,7 +451,7 @@ def bf16_shards(rank: int, size: int, saves: list[bool]) -> list[list[float]]:
         losses, whole, of_weight = fp64(hidden, weight, labels, dloss)
         wanted = (losses, whole, of_weight[rows])
         actual = (dhidden, dweight)
-        found.append(bf16_errors(hidden, weight, labels, loss.detach(), actual, wanted))
+        found.append(bf16_errors(hidden, weight, loss.detach(), actual, wanted))
     return found
 
 
