@@ -7,6 +7,7 @@ are tried, in `root`/case, because the data cache knows texts by their absolute 
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import io
 import json
@@ -17,6 +18,7 @@ import warnings
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.bpe import train_bpe
 from tests.data.templates import write_tokenizer
@@ -206,20 +208,18 @@ def texts() -> None:
 
 
 def shards(destination: Path) -> None:
-    """out: what a call that was interrupted between two of its shards leaves behind."""
-    from coatlm.data.documents import expand_inputs, plan_segments
-    from coatlm.data.shards import plan_shards, tokenize
-    from coatlm.data.streams import DEFAULT_LIMITS
-    from coatlm.data.token_shard import SHARD_BYTES, Options
-    from coatlm.data.tokenizer import ByteTokenizer
+    """out: what a call that was interrupted before it joined its shards leaves behind."""
+    from coatlm.data.preprocess import preprocess as make
+    from coatlm.data.token_shard import Options
 
-    options = Options()
-    segments = plan_segments(expand_inputs(["text.txt"]), options.shard_bytes)
-    directory = Path("out/data.shards")
-    directory.mkdir(parents=True)
-    planned = plan_shards(segments, options, ByteTokenizer(), directory)
-    assert options.shard_bytes == SHARD_BYTES
-    tokenize(planned, options, DEFAULT_LIMITS, 1)
+    class Interrupted(Exception):
+        pass
+
+    with (
+        mock.patch("coatlm.data.preprocess._join", side_effect=Interrupted),
+        contextlib.suppress(Interrupted),
+    ):
+        make(["text.txt"], Path("out/data"), Options(), workers=1)
     shutil.copytree("out", destination / "out")
     shutil.copy2("text.txt", destination / "text.txt")
 
