@@ -46,7 +46,7 @@ OPTIONS = {  # (from, to) -> the options that apply, besides --dtype
     ("megatron", "coatlm"): ("tokenizer", "vocab_multiple", "seq_len", "config", "weights_only"),
     ("coatlm", "megatron"): ("vocab_multiple", "weights_only"),
     ("coatlm", "hf"): (
-        *("like", "vocab_size", "max_shard_size"),
+        *("like", "vocab_size", "stop_tokens", "max_shard_size"),
         *("format", "fp8_scales", "fp8_activations"),
     ),
 }
@@ -85,6 +85,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--vocab-size",
         type=int,
         help="to hf: rows of the embedding to write; default: see the guide",
+    )
+    add(
+        "--stop-tokens",
+        nargs="+",
+        metavar="TOKEN",
+        help="to hf: tokens at which generation ends too, such as '<|im_end|>': added to "
+        "eos_token_id",
     )
     add("--max-shard-size", type=_bytes, help="to hf: largest file, for example 2GB; default: 5GB")
     add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 with scales")
@@ -159,6 +166,7 @@ def convert(args: argparse.Namespace) -> Report:
         dtype=args.dtype,
         like=args.like,
         vocab_size=args.vocab_size,
+        stop_tokens=args.stop_tokens or (),
         shard_bytes=SHARD_BYTES if args.max_shard_size is None else args.max_shard_size,
         fp8=fp8,
     )

@@ -24,6 +24,7 @@ from coatlm.files import read_json, whole_directory
 from coatlm.hf.config import TOKEN_IDS, check_token_ids, output_bias, read_model, run_config
 from coatlm.hf.files import Described, Report, WeightFiles, write_json
 from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries
+from coatlm.hf.new_rows import with_rows
 from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import (
     GENERATION,
@@ -57,10 +58,11 @@ def from_huggingface(
 
     `dtype` is bf16, fp32, or None for the stored dtype. `tokenizer` is a spec as in
     `data.tokenizer` that replaces the directory's, or `none`: the checkpoint then belongs to no
-    tokenizer, and a run from it names its own. Rows of zeros pad the embedding to a multiple of
-    `vocab_multiple`; each adds exp(0) to the softmax. `seq_len` is for later runs; None means the
-    longest that the model supports. Raises ValueError with the field that does not fit before
-    anything is written, and CheckpointError if writing fails.
+    tokenizer, and a run from it names its own. The embedding is padded to a multiple of
+    `vocab_multiple`: with the mean of its rows for each id that the tokenizer has beyond them, and
+    with rows of zeros, each of which adds exp(0) to the softmax. `seq_len` is for later runs; None
+    means the longest that the model supports. Raises ValueError with the field that does not fit
+    before anything is written, and CheckpointError if writing fails.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: coatlm trains in {' or '.join(DTYPES)}")
@@ -72,10 +74,10 @@ def from_huggingface(
     copied = ("config.json", GENERATION, *(() if tokenizer else TOKENIZER_FILES))
     check_token_ids(str(source / "config.json"), raw, model["vocab"])
     check_files(source, copied, model["vocab"])
-    spec, fingerprint = _tokenizer(source, raw, tokenizer, rows)
+    spec, fingerprint, ids = _tokenizer(source, raw, tokenizer, rows)
     given = tokenizer is not None and bool(fingerprint)
     replaced = given and has_other_tokenizer(source, raw, spec, fingerprint)
-    notes = _notes(rows - model["vocab"], tokenized=tokenizer != NO_TOKENIZER)
+    notes = _notes(model["vocab"], ids, rows, tokenized=tokenizer != NO_TOKENIZER)
     weights = WeightFiles.open(source)
     stored = weights.describe()
     kind = _common_type(stored, dtype)
@@ -97,7 +99,7 @@ def from_huggingface(
 
     def make(key: str) -> Tensor:
         parts = [weights.read(name).to(kind) for name in plan[key].stored]
-        whole = with_rows(plan[key].join(parts), described[key][1][0])
+        whole = with_rows(plan[key].join(parts), described[key][1][0], ids)
         advance(whole.nbytes)
         return whole
 
@@ -120,8 +122,16 @@ def from_huggingface(
     return report
 
 
-def _notes(added: int, *, tokenized: bool) -> tuple[str, ...]:
-    notes = [f"{added} rows of zeros were added to the vocabulary"] if added else []
+def _notes(stored: int, ids: int, rows: int, *, tokenized: bool) -> tuple[str, ...]:
+    """What was added to the `stored` rows: some for the `ids` of the tokenizer, some of zeros."""
+    notes, used = [], max(stored, ids)
+    if used > stored:
+        notes.append(
+            f"{used - stored} rows were added to the vocabulary for new tokens, each the mean of "
+            "the others"
+        )
+    if rows > used:
+        notes.append(f"{rows - used} rows of zeros were added to the vocabulary")
     if not tokenized:
         notes.append("no tokenizer: a run from this checkpoint has to name data.tokenizer")
     return tuple(notes)
@@ -129,21 +139,21 @@ def _notes(added: int, *, tokenized: bool) -> tuple[str, ...]:
 
 def _tokenizer(
     source: Path, raw: Mapping[str, Any], given: str | None, rows: int
-) -> tuple[str, str]:
-    """The spec and the fingerprint of the tokenizer, read from its current path.
+) -> tuple[str, str, int]:
+    """The spec, the fingerprint and the number of ids of the tokenizer at its current path.
 
     Without a tokenizer the fingerprint is empty, and the spec that of a default configuration.
     """
     if given == NO_TOKENIZER:
-        return Data.model_fields["tokenizer"].default, ""
+        return Data.model_fields["tokenizer"].default, "", 0
     spec = given or tokenizer_of(source, raw)
     if spec is None:
         raise ValueError(
             f"{source}: has no tokenizer.json and no tokenizer.model: name a tokenizer, or none"
         )
     made = make_tokenizer(spec)
-    check_rows(made, rows, hint="; --vocab-multiple adds rows of zeros")
-    return spec, made.fingerprint
+    check_rows(made, rows, hint="; --vocab-multiple adds rows")
+    return spec, made.fingerprint, made.vocab_size
 
 
 def _common_type(stored: Mapping[str, Described], wanted: str | None) -> torch.dtype:
@@ -160,14 +170,6 @@ def _shape(entry: Entry, rows: int) -> tuple[int, ...]:
     """The shape of a tensor in the checkpoint, where the vocabulary is padded to `rows`."""
     vocabulary = entry.stored.keys() & {EMBEDDING, HEAD}
     return (rows, *entry.shape[1:]) if vocabulary else entry.shape
-
-
-def with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Pad a tensor with rows of zeros to `rows`."""
-    missing = rows - tensor.shape[0]
-    if not missing:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
 def _state(config: Config, fingerprint: str) -> bytes:

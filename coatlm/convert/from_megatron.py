@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coatlm.config import Config, dump_yaml, make_config, read_mapping
 from coatlm.console import progress
-from coatlm.convert.from_hf import DTYPES, LARGEST_MULTIPLE, NO_TOKENIZER, with_rows
+from coatlm.convert.from_hf import DTYPES, LARGEST_MULTIPLE, NO_TOKENIZER
 from coatlm.convert.megatron_args import left_out, read_arguments
 from coatlm.convert.megatron_bridge import bridge_arguments, consumed_samples
 from coatlm.convert.megatron_files import (
@@ -34,6 +34,7 @@ from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import STATE_PREFIX, whole_directory
 from coatlm.hf.files import Described, Report
 from coatlm.hf.layout import check_layers, entries
+from coatlm.hf.new_rows import with_rows
 from coatlm.hf.tokenizer import check_rows
 from coatlm.optim.recipes import MASTER, M, V
 from coatlm.train.manifest import STATE, describe, write_file, write_manifest

@@ -9,7 +9,7 @@ own run, or from the Hugging Face model that it was trained from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from coatlm.console import progress
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.files import STATE_PREFIX, read_json, whole_directory
 from coatlm.fp8.formats import SCALE_BLOCK
-from coatlm.hf.config import check_token_ids, make_hf_config, output_bias
+from coatlm.hf.config import check_token_ids, make_hf_config, output_bias, read_model
 from coatlm.hf.files import (
     Described,
     Report,
@@ -34,6 +34,7 @@ from coatlm.hf.layout import EMBEDDING, Entry, check_layers, entries, is_linear,
 from coatlm.hf.tokenizer import (
     GENERATION,
     TOKENIZER_FILES,
+    add_eos,
     can_export,
     check_files,
     copy_files,
@@ -41,6 +42,7 @@ from coatlm.hf.tokenizer import (
     first_eos,
     has_other_tokenizer,
     spec_in,
+    token_ids,
 )
 from coatlm.optim.recipes import MASTER, find_recipe
 from coatlm.train.checkpoint import named_checkpoint, saved_config
@@ -61,6 +63,7 @@ def to_huggingface(
     dtype: str | None = None,
     like: Path | None = None,
     vocab_size: int | None = None,
+    stop_tokens: Sequence[str] = (),
     shard_bytes: int = SHARD_BYTES,
     fp8: Fp8Export | None = None,
 ) -> Report:
@@ -71,8 +74,11 @@ def to_huggingface(
     converted checkpoint that gives the family, the tokenizer and fields without effect on the
     logits; the default is `source` itself if it was converted. `vocab_size` is the number of
     embedding rows to write, at least one for every id of the tokenizer; None means that of `like`,
-    else all. `shard_bytes` is the largest file size. Raises ValueError with the field that does not
-    fit before anything is written, and CheckpointError for a damaged checkpoint.
+    or more if the run's tokenizer has more ids; without `like`, all rows. `stop_tokens` are added
+    to the eos_token_id, at which generation ends: that of a base model is the end of a document,
+    where one of conversations writes the end of a turn. `shard_bytes` is the largest file size.
+    Raises ValueError with the field that does not fit before anything is written, and
+    CheckpointError for a damaged checkpoint.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -84,10 +90,9 @@ def to_huggingface(
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}
     weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)
-    least = 1
-    if vocab_size is not None:
-        least = _rows_in_use(relative, raw, config if fingerprint else None, weights.rows)
-    rows = _rows(raw.get("vocab_size") if vocab_size is None else vocab_size, least, weights.rows)
+    least = _rows_in_use(relative, raw, config if fingerprint else None, weights.rows)
+    theirs = read_model(raw)["vocab"] if raw else None
+    rows = _rows(vocab_size, theirs, least, weights.rows)
     if relative is not None:
         check_token_ids(str(relative / "config.json"), raw, weights.rows)
         check_files(relative, (GENERATION, *TOKENIZER_FILES), weights.rows)
@@ -101,12 +106,20 @@ def to_huggingface(
         progress(f"converting {checkpoint.name}", size) as advance,
     ):
         notes = _write_tokenizer(directory, relative, raw, config, fingerprint, result)
+        if theirs is not None and rows > theirs and vocab_size is None:
+            notes += (f"vocab_size is {rows}, and {theirs} in {relative}: the tokenizer has more",)
+        stops = token_ids(directory, stop_tokens, rows)
+        add_eos(result, stops)
         if fp8 is not None:
             result["quantization_config"] = fp8.config()
         write_json(directory / "config.json", result)
         if not (directory / GENERATION).exists():
             ids = {n: result[n] for n in ("bos_token_id", "eos_token_id") if result[n] is not None}
             write_json(directory / GENERATION, ids)
+        elif stops:
+            generation = read_json(directory / GENERATION)
+            add_eos(generation, stops)
+            write_json(directory / GENERATION, generation)
         tensors = _tensors(plan, zeros, weights, rows, fp8)
 
         def make(name: str) -> Tensor:
@@ -188,18 +201,22 @@ def _padded(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK))
 
 
-def _rows(wanted: int | None, least: int, stored: int) -> int:
-    if wanted is not None and least > stored:
+def _rows(wanted: int | None, relative: int | None, least: int, stored: int) -> int:
+    """The rows to write: `wanted`, else those of `relative` and of all ids that have one."""
+    if wanted is None:
+        least = min(least, stored)
+        wanted = stored if relative is None else max(relative, least)
+    if least > stored:
         raise ValueError(
             f"vocab_size={wanted}: the checkpoint's embedding has {stored} rows, and the tokenizer "
             f"has ids up to {least - 1}: leave vocab_size out, or give the run's tokenizer"
         )
-    if wanted is not None and not least <= wanted <= stored:
+    if not least <= wanted <= stored:
         raise ValueError(
             f"vocab_size={wanted}: must be in {least}..{stored}: every id of the tokenizer and of "
             f"special tokens needs a row, and the checkpoint's embedding has {stored} rows"
         )
-    return stored if wanted is None else wanted
+    return wanted
 
 
 def _rows_in_use(
@@ -216,10 +233,12 @@ def _rows_in_use(
     found = [each.get(f"{name}_token_id") for each in described for name in ("bos", "eos", "pad")]
     ids = [each for value in found for each in (value if isinstance(value, list) else [value])]
     rows = [token + 1 for token in ids if type(token) is int and token < stored]
-    specs = [spec_in(relative, first_eos(raw))] if relative is not None else []
-    for spec in (*specs, config and config.data.tokenizer):
+    specs = [None if config is None else config.data.tokenizer]
+    with suppress(ValueError):
+        specs.append(None if relative is None else spec_in(relative, first_eos(raw)))
+    for spec in filter(None, specs):
         with suppress(ValueError):
-            rows += [make_tokenizer(spec).vocab_size] if spec else []
+            rows.append(make_tokenizer(spec).vocab_size)
     return max(rows, default=1)
 
 

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from coatlm.config import Config
 from coatlm.console import progress
-from coatlm.convert.from_hf import LARGEST_MULTIPLE, with_rows
+from coatlm.convert.from_hf import LARGEST_MULTIPLE
 from coatlm.convert.megatron_args import write_arguments, write_schedule
 from coatlm.convert.megatron_files import LATEST, RELEASE
 from coatlm.convert.to_hf import CheckpointWeights
 from coatlm.files import STATE_PREFIX, whole_directory
 from coatlm.hf.files import Described, Report
 from coatlm.hf.layout import entries
+from coatlm.hf.new_rows import with_rows
 from coatlm.optim.recipes import MASTER, M, V
 from coatlm.train.checkpoint import named_checkpoint, saved_config
 from coatlm.train.manifest import write_file

@@ -139,7 +139,8 @@ def make_hf_config(
         _check_shape(model, Model.model_validate(read_model(like)))
     like = like or {}
     carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
-    carried = {"max_position_embeddings": config.data.seq_len} | carried
+    known = carried.get("max_position_embeddings", 0)
+    carried["max_position_embeddings"] = max(known, config.data.seq_len)
     lost: dict[str, list[str]] = {}
     for family in families_in_order(model, like.get("model_type")):
         written = _write(family, model, vocab, dtype) | carried
@@ -189,8 +190,12 @@ def _lost(family: str, model: Model, written: Json) -> list[str]:
     needs_even = FAMILIES[family].square or family in ("llama", "gemma2", "gemma3_text")
     if (FAMILIES[family].square and not square) or (needs_even and not even):
         return ["head_dim"]
-    again = Model.model_validate(read_model(written)).model_dump(exclude=NOT_COMPARED)
     mine = model.model_dump(exclude=NOT_COMPARED)
+    try:
+        again = Model.model_validate(read_model(written)).model_dump(exclude=NOT_COMPARED)
+    except ValueError:  # it has fields for the model, but not their values
+        usual = Model().model_dump(exclude={*NOT_COMPARED, *SHAPE})
+        return [name for name, value in usual.items() if mine[name] != value]
     mine["attention_multiplier"] = _unless_usual(model)
     return [name for name, value in mine.items() if again[name] != value]
 

@@ -23,7 +23,8 @@ from coatlm.files import read_json
 from coatlm.hf.config import check_token_ids, output_bias, read_model
 from coatlm.hf.download import fetched, named
 from coatlm.hf.files import Described, WeightFiles
-from coatlm.hf.layout import Entry, check_layers, entries
+from coatlm.hf.layout import EMBEDDING, HEAD, Entry, check_layers, entries
+from coatlm.hf.new_rows import mean_row
 from coatlm.hf.remote_files import RemoteWeightFiles
 from coatlm.hf.stored import COMPUTED, check_stored
 from coatlm.hf.tokenizer import tokenizer_of
@@ -114,16 +115,17 @@ class HfSource:
         names = [name for entry in self.plan.values() for name in entry.stored]
         return {self.stored[name].dtype for name in names}
 
-    def fill(self, tensors: Iterable[ShardedTensor]) -> int:
+    def fill(self, tensors: Iterable[ShardedTensor], ids: int = 0) -> int:
         """Load weights into `tensors`, converted to their types. Returns the bytes that were read.
 
-        The rows that pad a vocabulary become zero. Raises ValueError for a file that cannot be read
-        and for values beyond the range of a type.
+        Of the rows that a vocabulary has beyond the stored ones, those of the tokenizer's `ids` ids
+        become the mean of the stored rows, and the others zero. Raises ValueError for a file that
+        cannot be read and for values beyond the range of a type.
         """
-        return sum(self._fill(tensor) for tensor in tensors)
+        return sum(self._fill(tensor, ids) for tensor in tensors)
 
     @torch.no_grad()
-    def _fill(self, tensor: ShardedTensor) -> int:
+    def _fill(self, tensor: ShardedTensor, ids: int) -> int:
         assert tensor.data is not None and tensor.prepend_axis_num == 0
         assert tensor.global_shape[1:] == self.plan[tensor.key].shape[1:]
         corner, shape = tensor.global_offset, tensor.local_shape
@@ -140,5 +142,14 @@ class HfSource:
                 kind = str(target.dtype).removeprefix("torch.")
                 raise ValueError(f"{self.directory}: {tensor.key} has values beyond {kind}")
             filled += len(part)
-        tensor.data[filled:].zero_()
+        added = tensor.data[filled:]
+        added.zero_()
+        new = min(ids - corner[0], shape[0]) - filled
+        if new > 0 and self.plan[tensor.key].stored.keys() & {EMBEDDING, HEAD}:
+            (name,) = self.plan[tensor.key].stored
+            mean = mean_row(
+                lambda a, b: self.weights.read_part(name, (slice(a, b), *tail)), self.rows
+            )
+            added[:new] = mean.to(added.dtype)
+            read += self.rows * mean.numel() * self.stored[name].dtype.itemsize
         return read

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,32 @@ def first_eos(raw: Mapping[str, Any]) -> int | None:
     return eos if isinstance(eos, int) else None
 
 
+def token_ids(directory: Path, tokens: Sequence[str], rows: int) -> list[int]:
+    """The ids of special tokens in the tokenizer.json of a directory.
+
+    Raises ValueError if it has no such token, or the embedding, which has `rows` rows, no such row.
+    """
+    if not tokens:
+        return []
+    path, ids = directory / "tokenizer.json", []
+    if not path.exists():
+        raise ValueError(f"stop_tokens={tokens[0]}: no tokenizer.json is exported, which has ids")
+    for token in tokens:
+        index = _loaded(path).token_to_id(token)
+        if index is None or index >= rows:
+            raise ValueError(f"stop_tokens={token}: the exported tokenizer has no such token")
+        ids.append(int(index))
+    return ids
+
+
+def add_eos(raw: dict[str, Any], ids: Sequence[int]) -> None:
+    """Append `ids` to the eos_token_id of a config.json or generation_config.json."""
+    eos = raw.get("eos_token_id")
+    before = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    if added := [index for index in dict.fromkeys(ids) if index not in before]:
+        raw["eos_token_id"] = [*before, *added]
+
+
 def check_rows(tokenizer: Tokenizer, rows: int, *, hint: str = "") -> None:
     """Raise ValueError if the tokenizer has more ids than the embedding has rows.
 
@@ -175,14 +201,18 @@ def has_other_tokenizer(
 
 
 def _token(path: Path, index: int) -> str | None:
+    token: str | None = _loaded(path).id_to_token(index)
+    return token
+
+
+def _loaded(path: Path) -> Any:
+    """The tokenizers.Tokenizer of a file. Raises ValueError."""
     import tokenizers
 
     try:
-        model = tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path}: not a tokenizer.json: {error}") from None
-    token: str | None = model.id_to_token(index)
-    return token
 
 
 def _write_byte_tokenizer(destination: Path) -> None:

@@ -58,7 +58,7 @@ def load_huggingface(place: Path | str, trainer: Trainer) -> None:
 
     def read() -> tuple[int, list[str], dict[str, Info]]:
         with opened(place, trainer.config.data.cache_dir) as source:
-            nbytes = source.fill(tensors)
+            nbytes = source.fill(tensors, make_tokenizer(trainer.config.data.tokenizer).vocab_size)
             return nbytes, sorted(map(_name, source.dtypes())), source.weights.versions()
 
     ranks = together(read, trainer.groups.checkpoint, hurried=False)

@@ -131,9 +131,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **changes: Any) -> Any:
     """A model in fp32 whose every tensor is random; the biases coatlm lacks are zero."""
-    config = AutoConfig.for_model(**{**SMALL, **CASES[name]})
+    config = AutoConfig.for_model(**{**SMALL, **CASES[name], **changes})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

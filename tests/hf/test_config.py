@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from coatlm.config import make_config
 from coatlm.hf.config import make_hf_config, read_model, run_config
@@ -249,12 +250,37 @@ def test_family_has_the_features_of_the_model(
         ({"logits_softcap": 3.0}, "model.logits_softcap=3.0: no family"),
         ({**GEMMA, "attention_multiplier": 0.3}, "gemma2 lacks model.attention_multiplier"),
         ({"window": {"size": 64, "period": 2}}, "model.window=size=64 period=2"),
+        (
+            {**GEMMA, "qk_norm": True, "attention_softcap": 50.0},
+            "model.qk_norm=True: no family of Hugging Face has such a layer; gemma2 lacks",
+        ),
     ],
 )
 def test_a_layer_that_no_family_has_is_refused(model: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match="no family of Hugging Face") as caught:
         make_hf_config(make_config({"model": model}), 256, dtype="bfloat16")
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("norms", [{}, {"qk_norm": True}, {**OLMO, "sandwich_norm": False}])
+def test_transformers_runs_a_model_without_windows(norms: dict[str, Any]) -> None:
+    model = norms if norms.get("norm_after") else {**GEMMA, **norms}
+    written = make_hf_config(make_config({"model": model}), 256, dtype="float32")
+    assert read_model(written).get("window") is None
+    config = AutoConfig.for_model(**written)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config)
+    assert theirs(torch.zeros(1, 8, dtype=torch.int64, device="meta")).logits.shape == (1, 8, 256)
+
+
+@pytest.mark.parametrize(("seq_len", "longest"), [(64, 128), (512, 512)])
+def test_the_context_of_an_export_is_the_longer_one(seq_len: int, longest: int) -> None:
+    before, after = (
+        make_config({"data": {"text": "python-stdlib", "seq_len": n}}) for n in (128, seq_len)
+    )
+    like = make_hf_config(before, 256, dtype="float32")
+    written = make_hf_config(after, 256, dtype="float32", like=like)
+    assert written["max_position_embeddings"] == longest
 
 
 def test_relative_of_another_shape_is_refused() -> None:
