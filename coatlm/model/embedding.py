@@ -2,10 +2,10 @@
 
     dweight[v] = sum of dhidden[t] over the tokens t of entry v
 
-torch sorts the tokens by entry and sums in that order, in fp32. For tables of fewer than 4 rows per
-multiprocessor, newer versions split these sums over thread blocks, which add their parts with
-atomics, in any order. Gradients of smaller tables are therefore computed with more rows, which stay
-zero.
+On a GPU torch sorts the tokens by entry and sums in that order, in fp32. For tables of fewer than 4
+rows per multiprocessor, newer versions split these sums over thread blocks, which add their parts
+with atomics, in any order. Gradients of smaller tables are therefore computed with more rows, which
+stay zero. On a CPU torch would round a sum to BF16 after every token, so dhidden is in fp32 there.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dhidden: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
         rows = max(ctx.V, ROWS) if dhidden.is_cuda else ctx.V
-        dweight = torch.ops.aten.embedding_dense_backward(dhidden, tokens, rows, -1, False)
-        return None, dweight[: ctx.V]
+        summed = dhidden if dhidden.is_cuda else dhidden.float()
+        dweight = torch.ops.aten.embedding_dense_backward(summed, tokens, rows, -1, False)
+        return None, dweight[: ctx.V].to(dhidden.dtype)
 
 
 def lookup(tokens: Tensor, weight_VH: Tensor) -> Tensor:
