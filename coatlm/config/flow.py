@@ -52,8 +52,8 @@ def check_flow(config: Config) -> None:
     if p.falls_back and config.parallel.weight_gather == "fp8":
         raise ValueError(
             f"precision.guard={p.guard} with parallel.weight_gather=fp8: a GEMM in BF16 would "
-            "compute with weights that were rounded to FP8; use precision.guard=warn or "
-            "parallel.weight_gather=bf16"
+            "compute with weights that were rounded to FP8; use precision.guard=warn, which does "
+            "not measure weights then, or parallel.weight_gather=bf16"
         )
     _check_operands(config)
 

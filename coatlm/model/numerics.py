@@ -67,15 +67,15 @@ class Probe:
     microbatches enter forward and backward in order, and not to a forward pass that is recomputed.
     """
 
-    def __init__(self, *, sampled: bool = False) -> None:
-        self.sampled = sampled
+    def __init__(self, *, sampled: bool = False, weights: bool = True) -> None:
+        self.sampled, self.weights = sampled, weights
         self.amax: dict[str, Tensor] = {}  # fp32 []
         self.sums: dict[str, Tensor] = {}  # fp64 [SUMS], of RESIDUAL [MOMENTS]
 
     @torch.no_grad()
     def record(self, name: str, source: Tensor | RowSource, quantized: QTensor) -> None:
         """Measure the codes of x[M, K] = `source`, if `name` is new. Does not sync the device."""
-        if name not in self.sums:
+        if name not in self.sums and (self.weights or not name.endswith("_weight")):
             self.amax[name], self.sums[name] = _measure(source, quantized, self.sampled)
 
     @torch.no_grad()
@@ -97,13 +97,16 @@ def watched(
     layers: Mapping[int, nn.Module] | None = None,
     *,
     sampled: bool = False,
+    weights: bool = True,
 ) -> Iterator[dict[int, Probe]]:
     """Attach a probe to each layer inside the context. Keys are layer numbers, from 1.
 
-    `flows`: FP8 layers, whose tensors are measured. `layers`: those whose inputs are measured.
+    `flows`: FP8 layers, whose tensors are measured, but weights only with `weights`. `layers`:
+    those whose inputs are measured.
     """
     layers = layers or {}
-    probes = {number: Probe(sampled=sampled) for number in sorted({*flows, *layers})}
+    numbers = sorted({*flows, *layers})
+    probes = {number: Probe(sampled=sampled, weights=weights) for number in numbers}
     with ExitStack() as stack:
         for number, layer in layers.items():
             hook = layer.register_forward_pre_hook(_to(probes[number]), with_kwargs=True)

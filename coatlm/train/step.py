@@ -33,13 +33,7 @@ from coatlm.parallel.reduction_scales import ReductionScales
 from coatlm.parallel.zero import ZeroOptimizer
 from coatlm.parallel.zero_checkpoint import ZeroCheckpoint
 from coatlm.platform import device, gpu_memory
-from coatlm.train.chunks import (
-    GRAD_DTYPES,
-    delayed_scales,
-    gradient_noise,
-    make_chunks,
-    sum_noise,
-)
+from coatlm.train.chunks import GRAD_DTYPES, delayed_scales, gradient_noise, make_chunks, sum_noise
 from coatlm.train.guard import make_guard
 from coatlm.train.spikes import SpikeGuard
 from coatlm.train.stragglers import PhaseTimer
@@ -289,15 +283,17 @@ class Trainer:
     def watch_numerics(self, *, sampled: bool = False) -> Iterator[dict[int, numerics.Probe]]:
         """Probe the layers of this rank in a step; no probes where dp > 0.
 
-        `sampled`: only FP8 tensors, and only some of their rows. With CUDA graphs the first
-        microbatch of the step, or the whole step, runs eagerly on all ranks.
+        `sampled`: only FP8 tensors, and only some rows. Weights that were gathered as codes have no
+        error left to measure. With CUDA graphs the first microbatch, or step, is eager everywhere.
         """
+        exact = self.config.parallel.weight_gather != "fp8" or self.groups.dp_cp.size() == 1
         layers = [] if self.groups.dp.rank() else self._layers()
         inputs = {} if sampled else {layer.layer_number: layer for layer in layers}
         if self.graphs is not None:
             self.graphs.observed = True
         try:
-            with numerics.watched(flows_of(layers), inputs, sampled=sampled) as probes:
+            fp8 = flows_of(layers)
+            with numerics.watched(fp8, inputs, sampled=sampled, weights=exact) as probes:
                 yield probes
         finally:
             if self.graphs is not None:

@@ -70,8 +70,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start_jobs(1, jobs)
     one = {"every": 1, "train": {"steps": 1}}
     jobs = [numerics_config(root / name, name, **one) for name in LAYOUTS]
+    coded = {"parallel": {"weight_gather": "fp8", "zero": 1}, "train": {"steps": 2}}
+    jobs.append(numerics_config(root / "weights as codes", "dp2", every=1, **coded))
     start_jobs(2, jobs)
     return root
+
+
+def test_weights_that_were_gathered_as_codes_are_not_measured(runs: Path) -> None:
+    for step in (1, 2):
+        measured = {tensor for _, tensor in by_tensor(runs / "weights as codes", step)}
+        assert {"qkv_input", "fc2_grad"} <= measured
+        assert not [tensor for tensor in measured if tensor.endswith("_weight")]
+    assert (1, "qkv_weight") in by_tensor(runs / "dp2", 1)
 
 
 def test_asking_changes_no_bit_of_the_training(runs: Path) -> None:
