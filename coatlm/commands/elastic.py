@@ -10,8 +10,8 @@ listen on all interfaces, and rank 0's listens on the loopback address.
 torchrun itself is killed by SIGUSR1 and, under nohup, by SIGHUP, gives its ranks 30 seconds after
 SIGTERM, and always exits with 1 if a rank fails. This wrapper forwards SIGINT, SIGUSR1, SIGHUP and
 SIGTERM to the ranks of this node, which save and exit without a time limit. It exits with the code
-of the signal, else with that of the first rank that failed. A second SIGINT ends all ranks
-immediately.
+of the first rank that failed, 0 if none did. If the ranks ended because of a signal, it exits with
+the code of the signal. A second SIGINT ends all ranks immediately.
 
 Ranks that are still starting end at a signal, and --max-restarts starts them again. So signals are
 repeated until all ranks have exited; ranks ignore repeated signals. Only SIGINT, which ends a rank
@@ -43,11 +43,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 from coatlm.console import fail
-from coatlm.train.faults import SIGNALS
+from coatlm.train.faults import SIGNALS, ExitCode
 
 LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
 COUNTS = ("--nnodes", "--nproc-per-node")
 REPEAT_S = 5.0  # seconds between signals to the ranks
+# codes of ranks that a signal ended; under --max-restarts, ranks that have saved end with 0
+STOPPED = {ExitCode.OK, *SIGNALS.values(), *(128 + number for number in SIGNALS)}
 UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # keeps torchrun from serving a store to the ranks
 
 
@@ -86,9 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(first.message["extraInfo"]["py_callstack"], file=sys.stderr, flush=True)
     except SignalException:
         return SIGNALS[signal.SIGINT]
-    if received:
+    code = 128 - code if code < 0 else code
+    if received and code in STOPPED:
         return max(SIGNALS[number] for number in received)
-    return 128 - code if code < 0 else code
+    return code
 
 
 def wrong_count(arguments: list[str]) -> str:

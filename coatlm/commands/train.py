@@ -34,6 +34,7 @@ import argparse
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from coatlm.commands.arguments import add_config
@@ -55,11 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(keys_table(args.keys))
             return 0
         if args.dry_run:
-            return dry_run(load_run_config(args.config, args.overrides), args.ranks, args.gpu)
+            return dry_run(load(args), args.ranks, args.gpu)
     except ConfigError as error:
         return fail(error)
     try:
-        config = load_run_config(args.config, args.overrides)
+        config = load(args)
     except ConfigError as error:
         launched = bool({"RANK", "SLURM_PROCID"} & os.environ.keys())
         return run(error) if launched else fail(error)
@@ -98,6 +99,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         parser.error(f"--ranks {args.ranks}: 1 to {MOST_RANKS:,} processes")
     return args
+
+
+def load(args: argparse.Namespace) -> Config:
+    """The configuration. Raises ConfigError if it is invalid, or if checkpoint.weights_only names
+    the run's own checkpoints, of which a run always loads the whole state."""
+    config = load_run_config(args.config, args.overrides)
+    source, own = Path(config.checkpoint.resume), config.run.dir / "checkpoints"
+    places = map(os.path.realpath, (source, source.parent, source / "checkpoints"))
+    if config.checkpoint.weights_only and os.path.realpath(own) in places:
+        raise ConfigError(
+            f"checkpoint.weights_only=true: checkpoint.resume={source} is of this run itself, "
+            "which continues with its whole state; use another run.dir to start from its weights "
+            "alone, or checkpoint.weights_only=false"
+        )
+    return config
 
 
 def dry_run(config: Config, ranks: int | None, kind: str | None) -> int:
@@ -173,7 +189,7 @@ def uncollected() -> Iterator[None]:
 
 
 def start(config: Config, launch: Launch) -> int:
-    """Train; the error of a full or read-only disk names run.dir.
+    """Train; the error of a full or read-only disk names run.dir, or a file elsewhere.
 
     What is imported, some 300,000 objects, is no longer searched for garbage: a search takes most
     of a second, in which the GPU would run out of work.
@@ -196,9 +212,17 @@ def start(config: Config, launch: Launch) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        raise CheckpointError(
-            f"run.dir={config.run.dir}: {error.strerror}; the same command resumes"
-        ) from error
+        where = elsewhere(error, config.run.dir) or f"run.dir={config.run.dir}"
+        raise CheckpointError(f"{where}: {error.strerror}; the same command resumes") from error
+
+
+def elsewhere(error: OSError, run_dir: Path) -> str | None:
+    """The file of an error, if it is known and lies outside the run directory."""
+    if not isinstance(error.filename, str | bytes):
+        return None
+    name = os.fsdecode(error.filename)
+    inside = Path(os.path.realpath(name)).is_relative_to(os.path.realpath(run_dir))
+    return None if inside else name
 
 
 def refuse(error: ConfigError, launch: Launch) -> int:

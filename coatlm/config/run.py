@@ -318,9 +318,10 @@ class Checkpoint(Section):
     run move to attempts/."""
 
     weights_only: StrictBool = False
-    """Load only the weights from the path in resume; the run starts at step 0 with newly
-    initialized optimizer states. The keys of model that change no tensor, such as rope_theta, may
-    differ then. resume=hf:DIR and hf:URL always load only the weights."""
+    """Load only the weights from the path in resume, which must not be of this run itself; the run
+    starts at step 0 with newly initialized optimizer states. The keys of model that change no
+    tensor, such as rope_theta, may differ then. resume=hf:DIR and hf:URL always load only the
+    weights."""
 
     allow_changes: tuple[Guarded, ...] = ()
     """Which of these keys may differ from the checkpoint's; a change of the others is refused.

@@ -7,17 +7,26 @@ A start with newly initialized weights (`checkpoint.resume=none`, or no checkpoi
 or from an earlier checkpoint of the run deletes nothing: files that it would overwrite move into an
 attempt. The attempt is named after the time of the last start (`started` in env.json) of the run
 whose files it holds. It is itself a run directory, so every tool that reads runs reads attempts.
+
+RUN/checkpoints may be a symbolic link, to another disk. The link stays, checkpoints move into a
+directory beside its target, and the attempt's `checkpoints` is a link to that:
+
+    /disk/NAME/  /disk/NAME-2026-11-22T174122Z/
+
+A rollback during a run (`train.rollbacks`) moves nothing: see `make_newest`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from coatlm.train.checkpoint import CHECKPOINTS
-from coatlm.train.manifest import LATEST, newest_first, write_file
+from coatlm.train.manifest import LATEST, MANIFEST, last_serial, newest_first, write_file
 from coatlm.train.run_directory import (
     ATTEMPTS,
     METRICS,
@@ -25,6 +34,7 @@ from coatlm.train.run_directory import (
     STATES,
     read_environment,
     read_records,
+    write_atomically,
 )
 
 RECORDS = (METRICS, STATES, NUMERICS)
@@ -42,7 +52,17 @@ def set_aside(run_dir: Path) -> Path | None:
     if not newest_first(checkpoints) and not any(read_records(run_dir / n) for n in RECORDS):
         return None
     attempt = _new_attempt(run_dir)
-    for name in (CHECKPOINTS, *RECORDS, *DESCRIPTION, *TRACKED):
+    if checkpoints.is_symlink():
+        aside = _make_place(run_dir, attempt)
+        # the newest last: if the process is killed in between, it is still there to resume from
+        steps = newest_first(checkpoints)[::-1]
+        others = (path for path in checkpoints.iterdir() if path not in steps)
+        for path in (*steps, *others):
+            if path.name != ATTEMPTS:
+                path.rename(aside / path.name)
+    elif checkpoints.exists():
+        checkpoints.rename(attempt / CHECKPOINTS)
+    for name in (*RECORDS, *DESCRIPTION, *TRACKED):
         if (run_dir / name).exists():
             (run_dir / name).rename(attempt / name)
     return attempt
@@ -58,14 +78,40 @@ def go_back(run_dir: Path, checkpoint: Path) -> Path:
     for name in (*RECORDS, *DESCRIPTION):
         if (run_dir / name).exists():
             shutil.copy2(run_dir / name, attempt / name)
-    (attempt / CHECKPOINTS).mkdir()
+    aside = _make_place(run_dir, attempt)
     newer = list(_newer_than(checkpoint))
     for path in newer:
-        path.rename(attempt / CHECKPOINTS / path.name)
-    for directory, newest in ((attempt / CHECKPOINTS, newer), (checkpoint.parent, [checkpoint])):
+        path.rename(aside / path.name)
+    for directory, newest in ((aside, newer), (checkpoint.parent, [checkpoint])):
         if newest:
             write_file(directory / LATEST, f"{newest[0].name}\n".encode())
     return attempt
+
+
+def make_newest(checkpoint: Path) -> None:
+    """Give a checkpoint the highest number of its directory, so that the next start resumes from
+    it. Those that were newer stay, as older ones, until they are pruned. Raises OSError.
+
+    Numbers only grow, so whatever the run uploads later is newer than what it has uploaded.
+    """
+    if newest_first(checkpoint.parent)[0].name == checkpoint.name:
+        return
+    content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    content["serial"] = 1 + last_serial(checkpoint.parent)
+    write_atomically(checkpoint / MANIFEST, json.dumps(content, indent=1))
+    write_atomically(checkpoint.parent / LATEST, f"{checkpoint.name}\n")
+
+
+def _make_place(run_dir: Path, attempt: Path) -> Path:
+    """Create `checkpoints` of an attempt, on the disk of the run's. Returns its path."""
+    place, target = attempt / CHECKPOINTS, (run_dir / CHECKPOINTS).resolve()
+    if not (run_dir / CHECKPOINTS).is_symlink():
+        place.mkdir()
+    elif os.path.ismount(target) or not os.access(target.parent, os.W_OK):
+        place.symlink_to(_new_directory(target / ATTEMPTS, attempt.name))
+    else:
+        place.symlink_to(_new_directory(target.parent, f"{target.name}-{attempt.name}"))
+    return place
 
 
 def _newer_than(checkpoint: Path) -> Iterator[Path]:
@@ -78,16 +124,19 @@ def _newer_than(checkpoint: Path) -> Iterator[Path]:
 
 def _new_attempt(run_dir: Path) -> Path:
     """Create an empty directory named after the time of the run's last start."""
-    started = _started(run_dir)
-    stem = f"{started:%Y-%m-%dT%H%M%SZ}"
+    return _new_directory(run_dir / ATTEMPTS, f"{_started(run_dir):%Y-%m-%dT%H%M%SZ}")
+
+
+def _new_directory(parent: Path, stem: str) -> Path:
+    """Create the first of STEM, STEM-2, STEM-3, ... that does not exist yet."""
     for number in range(1, 10_000):
-        attempt = run_dir / ATTEMPTS / (stem if number == 1 else f"{stem}-{number}")
+        directory = parent / (stem if number == 1 else f"{stem}-{number}")
         try:
-            attempt.mkdir(parents=True)
+            directory.mkdir(parents=True)
         except FileExistsError:
             continue
-        return attempt
-    raise FileExistsError(f"{run_dir / ATTEMPTS}: too many attempts of {stem}")
+        return directory
+    raise FileExistsError(f"{parent}: too many directories {stem}")
 
 
 def _started(run_dir: Path) -> datetime:

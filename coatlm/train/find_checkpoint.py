@@ -23,6 +23,7 @@ from coatlm.train.manifest import (
     STATE,
     STEP,
     CheckpointError,
+    mark_damaged,
     newest_first,
     recover,
     step_name,
@@ -47,9 +48,10 @@ def find_checkpoint(
 
     `auto`: the newest intact checkpoint of `directory`, None if there are no checkpoints. A path:
     that checkpoint, or the newest intact one of that run or checkpoints directory. Newer damaged
-    ones are skipped with a warning on `log`. Every file is read once to compare its checksum, by
-    this process, or by the ranks of a gloo `group`, all of which must call this and which divide
-    the files among them. `auto` skips checkpoints for whose state `wanted` returns False.
+    ones are skipped with a warning on `log`, and `auto` marks them for `manifest.prune`. Every file
+    is read once to compare its checksum, by this process, or by the ranks of a gloo `group`, all of
+    which must call this and which divide the files among them. `auto` skips checkpoints for whose
+    state `wanted` returns False.
 
     Raises CheckpointError with the reason if the requested checkpoint is damaged, or if all
     checkpoints are.
@@ -60,17 +62,21 @@ def find_checkpoint(
     candidates = together(
         lambda: _candidates(resume, directory, wanted) if rank == 0 else [], group
     )[0]
-    broken: list[str] = []
+    broken: dict[Path, str] = {}
     for path in candidates:
         shares = together(partial(verify, path, rank=rank, world=world), group)
         problems = [problem for share in shares for problem in share]
         if not problems:
-            for problem in broken if rank == 0 else ():
+            for damaged, problem in broken.items() if rank == 0 else ():
                 log.warning("damaged checkpoint skipped: %s", problem)
+                if resume == "auto":
+                    mark_damaged(damaged, problem)
+            if resume == "auto" and rank == 0:
+                mark_damaged(path, None)
             return path
-        broken.append(problems[0])
+        broken[path] = problems[0]
     if broken:
-        raise CheckpointError(f"no intact checkpoint: {'; '.join(broken)}")
+        raise CheckpointError(f"no intact checkpoint: {'; '.join(broken.values())}")
     return None
 
 

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,8 @@ from coatlm.data.dataset import Datasets
 from coatlm.model.numerics import NumericsRecord, Probe
 from coatlm.optim.schedule import learning_rate
 from coatlm.parallel.groups import Groups
-from coatlm.train import checkpoint
+from coatlm.train import attempts, checkpoint
+from coatlm.train.agreement import together
 from coatlm.train.evaluations import LOSS, Evaluations, StoppedError, batch_share, due, is_due
 from coatlm.train.faults import SIGNALS, ExitCode, HangWatchdog, NonFiniteError, StopSignal
 from coatlm.train.lock import RunLock
@@ -291,6 +293,7 @@ class Loop:
         if path is None:
             raise error
         self.watchdog.beat()
+        together(lambda: self._make_newest(path), self.groups.checkpoint)
         # samples of steps after error.step do not count: these steps would have been skipped too
         samples = run.samples - (run.step - error.step) * self.config.train.global_batch
         left_out, run.step = run.left_out, error.step
@@ -310,6 +313,13 @@ class Loop:
         whole_run.warning(
             "back to step %d; batches %d to %d are left out", run.step, window[0], stop - 1
         )
+
+    def _make_newest(self, path: Path) -> None:
+        """On rank 0, let a start before the next save resume from the checkpoint at `path` too."""
+        if self.groups.world.rank() == 0:
+            if self.lock is not None:
+                self.lock.require()
+            attempts.make_newest(path)
 
     def _batches(self) -> BatchIterator:
         share = batch_share(self.config, self.trainer)

@@ -6,6 +6,7 @@ compare at the same time.
     checkpoints/step_00000050/__0_0.distcp  .metadata  metadata.json  common.pt    megatron's layout
     checkpoints/step_00000050/state.json                                           coatlm's own
     checkpoints/step_00000050/manifest.json                                        written last
+    checkpoints/step_00000050/damaged.txt                        only if a start found it damaged
     checkpoints/latest                                                             step_00000050
 
 A checkpoint is written under a temporary name and renamed once its manifest is on disk, so a
@@ -35,6 +36,7 @@ from coatlm.files import check_regular
 
 FORMAT = 1  # version of the manifest; readers refuse any other
 MANIFEST = "manifest.json"
+DAMAGED = "damaged.txt"
 STATE = "state.json"
 LATEST = "latest"
 REQUIRED = frozenset({".metadata", "metadata.json", "common.pt", STATE})
@@ -260,14 +262,28 @@ def prune(
     directory: Path, keep: int, *, needed: Callable[[Path], bool] = lambda path: False
 ) -> None:
     """Remove all but the `keep` newest intact checkpoints and the newest one that is `needed`, and
-    those that were replaced. Damaged ones are left to the user.
+    those that were replaced. Damaged ones are left to the user. Checksums are not compared: those
+    that differ are known from `mark_damaged`.
     """
     recover(directory)
-    whole = [path for path in newest_first(directory) if not verify(path, checksums=False)]
+    found = (path for path in newest_first(directory) if not os.path.exists(path / DAMAGED))
+    whole = [path for path in found if not verify(path, checksums=False)]
     stays = next(filter(needed, whole), None)
     for path in whole[keep:]:
         if path != stays:
             _remove(path)
+
+
+def mark_damaged(checkpoint: Path, problem: str | None) -> None:
+    """Write into a checkpoint what is wrong with it, or with None remove that file.
+
+    If the file cannot be written, `prune` takes the checkpoint for intact.
+    """
+    mark = checkpoint / DAMAGED
+    with contextlib.suppress(OSError):
+        mark.unlink(missing_ok=True)
+        if problem is not None:
+            mark.write_text(f"{problem}\n", encoding="utf-8")
 
 
 def recover(directory: Path) -> None:

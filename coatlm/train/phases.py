@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,18 @@ from coatlm.model.memory import GIB, replaced
 from coatlm.optim.recipes import find_recipe
 from coatlm.parallel.groups import Groups, make_groups
 from coatlm.platform import device_memory
+from coatlm.remote import Location
 from coatlm.train import checkpoint
 from coatlm.train.agreement import Peers, together
 from coatlm.train.faults import FLIGHT
 from coatlm.train.hf_weights import check_huggingface
-from coatlm.train.manifest import CheckpointError, newest_first
-from coatlm.train.remote_checkpoint import check_upload, discard_downloads
+from coatlm.train.manifest import CheckpointError, newest_first, read_checkpoint_manifest
+from coatlm.train.remote_checkpoint import (
+    check_upload,
+    discard_downloads,
+    is_uploaded,
+    upload_checkpoint,
+)
 from coatlm.train.resume import Origin, archive_attempt
 from coatlm.train.run_directory import read_environment, write_config, write_environment
 from coatlm.train.setup import (
@@ -137,16 +144,13 @@ def decide_layout(
     if gpu is None and torch.cuda.is_available():
         raise ConfigError(f"{config.undecided}: must be given where the ranks' GPUs differ")
     per_node = math.gcd(*together(lambda: launch.local_size, peers.group))
-    earlier = together(
-        lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group
-    )
     return decide(
         config,
         vocab,
         ranks=launch.world_size,
         per_node=per_node,
         gpu=gpu,
-        earlier=earlier[0],
+        earlier=earlier_config(config, launch, peers),
     )
 
 
@@ -161,9 +165,7 @@ def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
     missing = set(RESUMED) - data.model_fields_set
     if not missing:
         return config
-    earlier = together(
-        lambda: earlier_config(config, launch) if launch.rank == 0 else None, peers.group
-    )[0]
+    earlier = earlier_config(config, launch, peers)
     if earlier is None:
         return config
     before = {key: earlier["data"].get(key, False) for key in missing}
@@ -177,15 +179,20 @@ def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
     return replaced(config, data=before)
 
 
-def earlier_config(config: Config, launch: Launch) -> Saved | None:
-    """The configuration in the newest readable checkpoint from which this run resumes, if any."""
-    if config.checkpoint.resume == "none" and not launch.restarted:
+def earlier_config(config: Config, launch: Launch, peers: Peers) -> Saved | None:
+    """The configuration in the newest readable checkpoint from which this run resumes, if any. All
+    ranks call it."""
+    if config.checkpoint.resume == "none" and not begun_by(config, launch, peers):
         return None
-    for path in newest_first(config.run.dir / checkpoint.CHECKPOINTS):
-        with suppress(CheckpointError):
-            found = checkpoint.saved_config(path, read_run_state(path))
-            return found.model_dump(mode="json")
-    return None
+
+    def newest() -> Saved | None:
+        for path in newest_first(config.run.dir / checkpoint.CHECKPOINTS):
+            with suppress(CheckpointError):
+                found = checkpoint.saved_config(path, read_run_state(path))
+                return found.model_dump(mode="json")
+        return None
+
+    return together(lambda: newest() if launch.rank == 0 else None, peers.group)[0]
 
 
 def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
@@ -270,9 +277,17 @@ def named_memory(launch: Launch) -> str | None:
     return f"the {memory / GIB:.1f} GiB of {owner}"
 
 
-def begun_by(config: Config, launch: Launch) -> bool:
-    """Whether an earlier start of the same job has written env.json, in `write_description`."""
-    return launch.restarted and read_environment(config.run.dir).get("job") == launch.job
+def begun_by(config: Config, launch: Launch, peers: Peers) -> bool:
+    """Whether an earlier start of the same job or launch has written env.json, in
+    `write_description`. All ranks call it, since a new node may have rank 0 now.
+    """
+
+    def written() -> str:
+        found = read_environment(config.run.dir).get("job") if launch.rank == 0 else None
+        return f" {found or ''} "
+
+    found = together(lambda: (written(), launch.restarted), peers.group)
+    return any(f" {name} " in found[0][0] for _, names in found for name in names)
 
 
 def write_description(config: Config, launch: Launch, origin: Origin) -> None:
@@ -283,7 +298,29 @@ def write_description(config: Config, launch: Launch, origin: Origin) -> None:
     discard_downloads(config.run.dir)
     archive_attempt(config, origin)
     write_config(config.run.dir, config)
-    write_environment(config.run.dir, device_name=device_name(), job=launch.job)
+    job = " ".join(launch.job) or None
+    write_environment(config.run.dir, device_name=device_name(), job=job)
+
+
+def upload_again(url: str, path: Path, peers: Peers) -> None:
+    """Upload the last checkpoint of a run that is done, unless `url` has it already.
+
+    The ranks, all of which call it, divide the files. A failure is logged, as during a run.
+    """
+    target = Location.of(url) / path.name
+
+    def missing() -> list[str]:
+        if peers.rank or is_uploaded(path, target):
+            return []
+        return sorted(read_checkpoint_manifest(path).files)
+
+    try:
+        if files := together(missing, peers.group)[0]:
+            whole_run.info("%s is missing: uploading %s", target.url, path)
+            upload_checkpoint(path, files[peers.rank :: len(peers.hosts)], target, peers.group)
+            whole_run.info("uploaded %s", target.url)
+    except CheckpointError as error:  # on all ranks
+        whole_run.warning("%s was not uploaded: %s", target.url, error)
 
 
 def device_name() -> str | None:

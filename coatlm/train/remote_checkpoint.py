@@ -2,12 +2,13 @@
 
     URL/step_00000050/__0_0.distcp  .metadata  ...  state.json     as in checkpoints/
     URL/step_00000050/manifest.json                                the last to be uploaded
-    RUN/downloads/step_00000050/                                   until the run has resumed
+    RUN/downloads/step_00000050/  .step_00000050.url               until the run has resumed
 
 A directory without manifest.json is no checkpoint, so an upload that was cut off is never taken for
 one. The ranks divide the files among them, in both directions: together they transfer each byte
 once, since run.dir is shared by all of them. Every downloaded file is compared with its SHA-256 in
-the manifest. A download that was interrupted goes on with the files that are complete.
+the manifest. A download that was interrupted goes on with the files that are complete. The file
+.step_00000050.url, with the URL, marks a directory as a download; any other belongs to the user.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +37,8 @@ from coatlm.train.manifest import (
 )
 
 DOWNLOADS = "downloads"  # in a run directory
+UNNAMED = "checkpoint"  # the download of a checkpoint whose URL does not end with a step
+MARK = ".url"  # suffix of the file that marks a download
 TRIES = 2  # downloads of a file whose checksum differs
 LARGEST_MANIFEST = 1 << 28  # bytes; a file of a checkpoint takes about 100
 
@@ -69,7 +73,7 @@ def download_checkpoint(
     broken: list[str] = []
     for candidate in candidates:
         name = Location.of(candidate).name
-        directory = downloads / (name if STEP.fullmatch(name) else "checkpoint")
+        directory = downloads / (name if STEP.fullmatch(name) else UNNAMED)
         together(partial(_begin, candidate, directory, rank == 0), group)
         fetch = partial(_fetch, candidate, directory, rank, world)
         shares = together(fetch, group, hurried=False)
@@ -86,7 +90,11 @@ def download_checkpoint(
 
 def discard_downloads(run_dir: Path) -> None:
     """Remove what `download_checkpoint` wrote, once the run has resumed."""
-    shutil.rmtree(run_dir / DOWNLOADS, ignore_errors=True)
+    downloads = run_dir / DOWNLOADS
+    for directory in _downloaded(downloads):
+        _discard(directory)
+    with contextlib.suppress(OSError):  # it is missing, or has files of the user
+        downloads.rmdir()
 
 
 def check_upload(url: str) -> None:
@@ -138,14 +146,44 @@ def _manifest(checkpoint: Location) -> bytes:
 
 
 def _begin(url: str, directory: Path, first: bool) -> None:
-    """On rank 0, write the manifest to `directory`, and remove other downloads beside it."""
+    """On rank 0, write the manifest to `directory`, and remove other downloads beside it.
+
+    Raises CheckpointError if `directory` is not a download.
+    """
     if not first:
         return
-    for other in directory.parent.iterdir() if directory.parent.is_dir() else ():
+    for other in _downloaded(directory.parent):
         if other != directory:
-            shutil.rmtree(other)
-    directory.mkdir(parents=True, exist_ok=True)
+            _discard(other)
+    if os.path.lexists(directory) and not _mark(directory).is_file():
+        raise CheckpointError(
+            f"{directory} exists and is no download of coatlm: rename it, because {url} is "
+            "downloaded to it"
+        )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    write_file(_mark(directory), f"{url}\n".encode())
+    directory.mkdir(exist_ok=True)
     write_file(directory / MANIFEST, _manifest(Location.of(url)))
+
+
+def _mark(directory: Path) -> Path:
+    """The file, beside a directory, that says that it is a download."""
+    return directory.with_name(f".{directory.name}{MARK}")
+
+
+def _downloaded(downloads: Path) -> Iterator[Path]:
+    """The directories of downloads, complete or not."""
+    for mark in sorted(downloads.glob(f".*{MARK}")):
+        name = mark.name[1:].removesuffix(MARK)
+        if name == UNNAMED or STEP.fullmatch(name):
+            yield mark.with_name(name)
+
+
+def _discard(directory: Path) -> None:
+    """Remove a download; its mark goes last, so that the next start removes what remains."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if not os.path.lexists(directory):
+        _mark(directory).unlink(missing_ok=True)
 
 
 def _fetch(url: str, directory: Path, rank: int, world: int) -> list[str]:
@@ -179,3 +217,11 @@ def _fetch_file(at: Location, path: Path, file: File) -> list[str]:
         if intact(path, file):
             return []
     return [f"{at.url} is damaged: its checksum differs"]
+
+
+def is_uploaded(checkpoint: Path, target: Location) -> bool:
+    """Whether `target` holds this very checkpoint: the manifests, which an upload ends with and
+    which list the number and all checksums, are equal. Raises RemoteError."""
+    manifest = (checkpoint / MANIFEST).read_bytes()
+    found = (target / MANIFEST).found()
+    return found is not None and found.nbytes == len(manifest) and _manifest(target) == manifest

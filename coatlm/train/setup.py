@@ -11,7 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,8 +51,8 @@ class Launch:
     restarts: int = 0  # how many times the launcher restarts all processes when one fails
     one_host: bool = True  # all ranks are on this host
     error_file: Path | None = None  # where torchrun expects the error of a failed rank
-    restarted: bool = False  # a launcher or batch system has started the same command before
-    job: str | None = None  # the launcher's name of the job
+    job: tuple[str, ...] = ()  # names of the SLURM job and of torchrun's launch, where there are
+    restarted: tuple[str, ...] = ()  # those of them that have started the same command before
     owned: bool = False  # the parent process is the launcher; this process ends when it ends
 
     @classmethod
@@ -72,7 +72,7 @@ class Launch:
         local_size = _integer(env, names[2], 0, MAX_RANKS) + 1 if known is None else known
         allowed = f"below {local_size}, the processes on this node"
         local = _integer(env, names[2], 0, local_size - 1, allowed)
-        host = _master(env, known == size)
+        starters, host = dict(_starters(env)), _master(env, known == size)
         one_host = known == size or host in (LOOPBACK, "localhost", "::1")
         port = _integer(env, "MASTER_PORT", 1, 65535) if env.get("MASTER_PORT") else _job_port(env)
         return cls(
@@ -87,11 +87,8 @@ class Launch:
             _integer(env, "TORCHELASTIC_MAX_RESTARTS", default="0"),
             one_host,
             Path(env["TORCHELASTIC_ERROR_FILE"]) if env.get("TORCHELASTIC_ERROR_FILE") else None,
-            any(
-                _integer(env, name, default="0")
-                for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-            ),
-            env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID"),
+            tuple(starters.values()),
+            tuple(name for count, name in starters.items() if _integer(env, count, default="0")),
             "TORCHELASTIC_RUN_ID" in env,
         )
 
@@ -298,6 +295,20 @@ def _processes_on_node(env: Mapping[str, str], local_name: str) -> int | None:
     if not TASKS_PER_NODE.fullmatch(tasks):
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks[:80]!r}: must read like 4(x2),3")
     return max(int(count) for count in re.findall(r"(?:^|,)(\d+)", tasks))
+
+
+def _starters(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What may start the same command again, by the variable that counts how often: the SLURM job's
+    id; torchrun's run id or, as `none` is the default of all launches, its process (the parent)."""
+    if env.get("SLURM_JOB_ID"):
+        yield "SLURM_RESTART_COUNT", env["SLURM_JOB_ID"]
+    run_id, parent = env.get("TORCHELASTIC_RUN_ID", ""), os.getppid()
+    if run_id not in ("", "none"):
+        yield "TORCHELASTIC_RESTART_COUNT", run_id
+    elif "TORCHELASTIC_RESTART_COUNT" in env:
+        with suppress(OSError):
+            ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+            yield "TORCHELASTIC_RESTART_COUNT", f"{platform.node()}:{parent}:{ticks}"
 
 
 def _master(env: Mapping[str, str], one_host: bool) -> str:

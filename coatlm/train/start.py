@@ -37,6 +37,7 @@ from coatlm.train.phases import (
     make_process_groups,
     named_memory,
     open_tasks,
+    upload_again,
     write_description,
 )
 from coatlm.train.resume import Known, Progress, resume
@@ -79,7 +80,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
 
     This is a sequence of phases. Each succeeds on all ranks, or ends all of them with one message.
     Returns None if the run has already done all its steps and evaluations; such a start writes only
-    to train.log.
+    to train.log, and uploads the last checkpoint if checkpoint.upload has failed to.
     Raises ConfigError in a single process, AgreedError with several ranks.
     """
     startup = Startup()
@@ -135,13 +136,15 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
     identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
-    restarted = together(lambda: launch.rank == 0 and begun_by(config, launch), peers.group)[0]
-    resume_run = partial(resume, config, trainer, run, restarted=restarted, lap=startup.lap)
+    begun = begun_by(config, launch, peers)
+    resume_run = partial(resume, config, trainer, run, restarted=begun, lap=startup.lap)
     origin = peers.agree(lambda: resume_run(**known))
     startup.lap("checkpoint read")
     continues = origin.own and launch.rank == 0
     unevaluated = together(lambda: missing(config, run.step) if continues else [], peers.group)[0]
     if run.step >= config.train.steps and not unevaluated:
+        if config.checkpoint.upload and origin.path is not None and not origin.back:
+            upload_again(config.checkpoint.upload, origin.path, peers)
         logger.info("%s", nothing_to_do(config, run.step))
         return None
     if (left := expect(done=run.step)) != expected:  # the plan counts all steps

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from coatlm.train.attempts import go_back, set_aside
-from coatlm.train.manifest import MANIFEST
+import pytest
+
+from coatlm.train.attempts import go_back, make_newest, set_aside
+from coatlm.train.manifest import MANIFEST, last_serial, newest_first, read_checkpoint_manifest
 from coatlm.train.run_directory import earlier_attempts, loss_plot, read_metrics
 
 
@@ -91,6 +94,94 @@ def test_going_back_moves_newer_checkpoints_and_copies_the_records(tmp_path: Pat
     assert (attempt / "checkpoints" / "latest").read_text() == "step_00000006\n"
     assert (attempt / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
     assert (run / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
+
+
+@pytest.fixture(params=["absolute", "relative"])
+def linked(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A run whose checkpoints are on another disk, to which a link points."""
+    run, disk = tmp_path / "run", tmp_path / "disk" / "mine"
+    make_run(run, [2, 4, 6])
+    disk.parent.mkdir()
+    (run / "checkpoints").rename(disk)
+    target = disk if request.param == "absolute" else os.path.relpath(disk, run)
+    (run / "checkpoints").symlink_to(target)
+    return run
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_link_to_checkpoints_stays_and_what_moves_stays_on_its_disk(linked: Path) -> None:
+    link, disk = os.readlink(linked / "checkpoints"), linked.parent / "disk"
+    before = content(linked / "checkpoints")
+    for number, steps in enumerate(([2, 4, 6], [1]), 1):
+        attempt = set_aside(linked)
+        assert attempt is not None and os.readlink(linked / "checkpoints") == link
+        assert names(linked / "checkpoints") == []
+        aside = Path(os.readlink(attempt / "checkpoints"))
+        assert aside == disk / f"mine-{attempt.name}"
+        assert names(aside) == ["latest", *(f"step_{step:08d}" for step in steps)]
+        assert len(names(linked / "attempts")) == number
+        if number == 1:
+            assert content(aside) == before
+            make_run(linked, [1])  # through the link
+
+
+def test_going_back_leaves_a_link_to_checkpoints_alone(linked: Path) -> None:
+    link, disk = os.readlink(linked / "checkpoints"), linked.parent / "disk"
+    attempt = go_back(linked, disk / "mine" / "step_00000002")
+    assert os.readlink(linked / "checkpoints") == link
+    assert names(disk / "mine") == ["latest", "step_00000002"]
+    assert (disk / "mine" / "latest").read_text() == "step_00000002\n"
+    aside = Path(os.readlink(attempt / "checkpoints"))
+    assert aside == disk / f"mine-{attempt.name}"
+    assert names(aside) == ["latest", "step_00000004", "step_00000006"]
+    assert (aside / "latest").read_text() == "step_00000006\n"
+
+
+def test_beside_a_disk_that_is_linked_whole_is_inside_of_it(
+    linked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mine")
+    disk = linked.parent / "disk"
+    attempt = set_aside(linked)
+    assert attempt is not None
+    assert Path(os.readlink(attempt / "checkpoints")) == disk / "mine/attempts" / attempt.name
+    assert len(names(attempt / "checkpoints")) == 4 and names(disk / "mine") == ["attempts"]
+    assert set_aside(linked) is None
+
+
+def test_a_kill_while_a_history_moves_leaves_its_newest_checkpoint_to_resume_from(
+    linked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, moved = Path.rename, []
+
+    def killed(path: Path, to: Path) -> Path:
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(path)
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        set_aside(linked)
+    assert names(linked / "checkpoints") == ["latest", "step_00000006"]
+    assert (linked / "metrics.jsonl").exists()
+
+
+def test_the_newest_checkpoint_is_the_one_that_a_rollback_chose(tmp_path: Path) -> None:
+    make_run(tmp_path, [2, 4, 6])
+    directory = tmp_path / "checkpoints"
+    chosen = directory / "step_00000002"
+    files = read_checkpoint_manifest(chosen).files
+    make_newest(chosen)
+    once = content(tmp_path)
+    make_newest(chosen)
+    assert content(tmp_path) == once  # it is the newest already
+    assert [int(path.name[-1]) for path in newest_first(directory)] == [2, 6, 4]
+    assert last_serial(directory) == 4 and read_checkpoint_manifest(chosen).files == files
+    assert (directory / "latest").read_text() == "step_00000002\n"
 
 
 def test_the_plot_of_a_run_shows_earlier_attempts(tmp_path: Path) -> None:

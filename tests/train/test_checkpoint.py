@@ -26,6 +26,7 @@ from coatlm.train.checkpoint import (
     LostPeerError,
     find_checkpoint,
     load,
+    named_checkpoint,
     read_state,
     saved_config,
 )
@@ -301,6 +302,38 @@ def test_pruning_neither_counts_nor_deletes_what_is_not_whole(tmp_path: Path) ->
     assert names(tmp_path) == expected
     save(tmp_path, 40)
     assert names(tmp_path) == ["latest", "step_00000020", "step_00000030", "step_00000040"]
+
+
+def test_pruning_does_not_count_what_a_start_found_damaged(tmp_path: Path) -> None:
+    """Only a start compares checksums, and later starts do not read the damaged one again."""
+    save(tmp_path, 10, 20)
+    flip(tmp_path / "step_00000020" / "__0_0.distcp")
+    assert find_checkpoint("auto", tmp_path, LOG) == tmp_path / "step_00000010"
+    save(tmp_path, 30)
+    left = ["latest", "step_00000010", "step_00000020", "step_00000030"]
+    assert names(tmp_path) == left
+    assert find_checkpoint("auto", tmp_path, LOG) == tmp_path / "step_00000030"
+    save(tmp_path, 40, 50)
+    assert names(tmp_path) == ["latest", "step_00000020", "step_00000040", "step_00000050"]
+    told = (tmp_path / "step_00000020" / "damaged.txt").read_text()
+    assert told.endswith("__0_0.distcp is damaged: its checksum differs\n")
+
+
+def test_a_damaged_checkpoint_that_was_repaired_counts_again(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    for _ in range(2):  # the second flip repairs it
+        flip(tmp_path / "step_00000020" / "__0_0.distcp")
+        find_checkpoint("auto", tmp_path, LOG)
+    assert not (tmp_path / "step_00000020" / "damaged.txt").exists()
+    save(tmp_path, 30)
+    assert names(tmp_path) == ["latest", "step_00000020", "step_00000030"]
+
+
+def test_readers_do_not_write_into_a_damaged_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    flip(tmp_path / "step_00000020" / "__0_0.distcp")
+    assert named_checkpoint(tmp_path, LOG) == tmp_path / "step_00000010"
+    assert not (tmp_path / "step_00000020" / "damaged.txt").exists()
 
 
 def test_the_newest_checkpoint_that_is_needed_stays_beside_the_newest_ones(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from coatlm.train.manifest import verify
 from tests.distributed import run_ranks
 from tests.train.test_resume import metrics_of, run_config
 
 BASE, RUN = "base", "run"
+FIFTH = "checkpoints/step_00000005"
 
 
 class Lives:
@@ -47,7 +49,8 @@ class Lives:
         config = run_config(self.root / name, "single", **changes)
         read: list[int] = []
         found: dict[str, Any] = {"error": None, "read": read, "tokens": None, "step": None}
-        launch = replace(Launch(), restarted=job is not None, job=job)
+        names = () if job is None else (job,)
+        launch = replace(Launch(), restarted=names, job=names)
         with ExitStack() as stack:
             try:
                 session = self.start.set_up(config, launch, stack)
@@ -110,6 +113,11 @@ def story(rank: int, size: int, argument: str) -> dict[str, Any]:
         before = digest(root / "fewer")
         told[f"fewer {steps}"] = lives.live("fewer", train={"steps": steps, "eval_every": 0})
         told[f"fewer {steps}"]["same"] = digest(root / "fewer") == before
+    upload = {"upload": f"file://{root}/url"}
+    done = {"steps": 5, "eval_every": 0}
+    lives.live("fewer", train=done, checkpoint=upload | {"resume": str(root / "fewer" / FIFTH)})
+    told["not uploaded"] = sorted(str(path) for path in (root / "url").glob("step_*"))
+    told["uploaded"] = lives.live("fewer", train=done | {"steps": 10}, checkpoint=upload)
     told["beyond"] = lives.live("beyond", train={"steps": 5}, checkpoint={"resume": path})
 
     longer = {"steps": 12, "eval_every": 0}
@@ -204,6 +212,18 @@ def test_a_run_with_no_steps_left_changes_nothing(
     found = told[f"fewer {steps}"]
     assert found["error"] is None and found["same"] and found["read"] == []
     assert f"is at step 10, train.steps={steps}: nothing to train" in log_of(root / "fewer")
+
+
+def test_a_run_with_no_steps_left_uploads_its_last_checkpoint_and_no_other(
+    root: Path, told: dict[str, Any]
+) -> None:
+    """Also if it is asked to go back to another one, of the last step."""
+    assert told["not uploaded"] == [] and told["uploaded"]["read"] == []
+    assert [path.name for path in (root / "url").glob("step_*")] == ["step_00000010"]
+    assert verify(root / "url" / "step_00000010") == []
+    lines = log_of(root / "fewer").splitlines()[-3:]
+    assert "is missing: uploading" in lines[0] and "INFO uploaded file://" in lines[1]
+    assert "nothing to train" in lines[2]
 
 
 def test_a_path_beyond_train_steps_is_refused(told: dict[str, Any]) -> None:

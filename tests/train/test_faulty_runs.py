@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,48 @@ def train_all(rank: int, size: int, root: str) -> dict[str, str]:
     return ends
 
 
+def killed(rank: int, size: int, root: str) -> list[list[int]]:
+    """A run that is killed two steps after a rollback, before it has saved; the same command again,
+    once with the batches that were bad and once without; the steps that each start took."""
+    from coatlm.parallel.groups import release_groups
+    from coatlm.train import phases, start
+    from coatlm.train.setup import Launch
+
+    phases.start_processes = functools.cache(phases.start_processes)  # joined once for all
+    case = {"nan": NAN}
+    taken: list[list[int]] = []
+    for name, starts in (("bad again", [case, case]), ("good again", [case, {}]), ("good", [{}])):
+        sections = config(Path(root), "rolled back").model_dump(mode="json")
+        sections["run"] = {"dir": f"{root}/{name}"}
+        sections["checkpoint"] |= {"every": 2}
+        for number, spoilt in enumerate(starts, 1):
+            with ExitStack() as stack:
+                session = start.set_up(make_config(sections), Launch.from_environment(), stack)
+                assert session is not None
+                spoil(session, spoilt)
+                dies = number < len(starts)
+                taken.append(steps_of(session, until=12 if dies else None))
+            release_groups()
+    return taken
+
+
+def steps_of(session: Any, until: int | None) -> list[int]:
+    """The steps that a run takes to its end, or as if killed `until` that step after a rollback."""
+    taken: list[int] = []
+    step = session._step
+
+    def watched(batches: Any) -> None:
+        if session.run.left_out and session.run.step + 1 == until:
+            raise KeyboardInterrupt  # nothing is saved
+        taken.append(session.run.step + 1)
+        step(batches)
+
+    session._step = watched
+    with suppress(KeyboardInterrupt):
+        session.run_steps()
+    return taken
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs")
@@ -221,6 +263,24 @@ def test_the_checkpoint_from_before_skipped_steps_stays(root: Path, ends: dict[s
 
 def test_a_later_resume_leaves_out_the_same_batches(root: Path, ends: dict[str, str]) -> None:
     assert losses(root, "resumed later") == losses(root, "rolled back", after=15)
+
+
+def test_a_run_that_is_killed_after_a_rollback_continues_from_where_it_went_back_to(
+    root: Path,
+) -> None:
+    """It reads the batches again, and leaves them out if they still are bad."""
+    first, second = run_ranks(2, f"{__name__}:killed", str(root))
+    assert first == second
+    to_14, from_11 = list(range(1, 15)), list(range(11, STEPS + 1))
+    dies = [*to_14, 11]  # step 12 was skipped and saved before the rollback
+    again = [11, 12, 13, 14, *from_11]
+    assert first == [dies, again, dies, from_11, list(range(1, STEPS + 1))]
+    assert losses(root, "good again") == losses(root, "good")
+    assert [step for step, _, _ in losses(root, "bad again")] == list(range(1, STEPS + 1))
+    for name, left_out in (("bad again", [LEFT_OUT]), ("good again", [])):
+        assert [line["left_out"] for line in lines(root, name) if "left_out" in line] == left_out
+        state = json.loads((root / name / "checkpoints/step_00000020/state.json").read_text())
+        assert state["left_out"] == left_out
 
 
 def test_how_often_is_logged_does_not_matter(root: Path, ends: dict[str, str]) -> None:

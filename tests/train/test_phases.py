@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from coatlm import remote
 from coatlm.config import ConfigError, make_config
 from coatlm.data.dataset import open_datasets
 from coatlm.data.tokenizer import ByteTokenizer
 from coatlm.model import decide
 from coatlm.model.memory import GIB
+from coatlm.train.checkpoint import Checkpointer
 from coatlm.train.manifest import step_name
-from coatlm.train.phases import check_capability, check_heads, check_splits, earlier_config
+from coatlm.train.phases import (
+    Peers,
+    begun_by,
+    check_capability,
+    check_heads,
+    check_splits,
+    earlier_config,
+    upload_again,
+    write_description,
+)
+from coatlm.train.resume import Origin
 from coatlm.train.setup import Launch
 from tests.data.test_dataset import write_foreign
 from tests.distributed import run_ranks
+from tests.train.layouts import pieces_of, tensors_of
 
+ALONE = Peers(0, ("here",), None)  # type: ignore[arg-type]
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -100,8 +116,111 @@ def test_a_layout_is_not_continued_from_a_state_that_is_no_configuration(tmp_pat
         (directory / "state.json").write_text(
             json.dumps(state | {"config": saved | {"parallel": parallel}})
         )
-    found = earlier_config(config, Launch())
+    found = earlier_config(config, Launch(), ALONE)
     assert found is not None and found["parallel"]["tp"] == 2
+
+
+def saved(run: Path, **data: Any) -> None:
+    """A checkpoint of step 1 in a run directory, as far as its configuration is concerned."""
+    config = make_config({"run": {"dir": str(run)}, "data": {"text": ["-"], **data}})
+    state = {"step": 1, "tokens": 0, "updates": 0, "skipped": 0, "tokenizer": ""}
+    state["config"] = config.model_dump(mode="json")
+    (run / "checkpoints" / step_name(1)).mkdir(parents=True, exist_ok=True)
+    (run / "checkpoints" / step_name(1) / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("written", "restarted", "begun"),
+    [
+        ("42017 seven", ("seven",), True),
+        ("42017 seven", ("42017",), True),
+        ("42017", ("42017",), True),  # of an older version
+        ("42017 seven", ("eight",), False),
+        ("42017 seven", ("2017",), False),
+        ("42017 seven", (), False),
+        ("none", ("here:5:83002",), False),  # of an older version, which did not tell them apart
+        (None, ("seven",), False),
+    ],
+)
+def test_a_start_that_replaces_a_run_inherits_from_its_own_launch_alone(
+    written: str | None, restarted: tuple[str, ...], begun: bool, tmp_path: Path
+) -> None:
+    saved(tmp_path, reset_attention_mask=False)
+    (tmp_path / "env.json").write_text(json.dumps({"job": written}))
+    none = {"checkpoint": {"resume": "none"}, "data": {"text": ["-"]}}
+    config = make_config({"run": {"dir": str(tmp_path)}, **none})
+    launch = Launch(job=("42017", "eight"), restarted=restarted)
+    assert begun_by(config, launch, ALONE) is begun
+    assert (earlier_config(config, launch, ALONE) is not None) is begun
+
+
+def test_a_launch_recognizes_what_it_has_written(tmp_path: Path) -> None:
+    config = make_config({"run": {"dir": str(tmp_path)}, "data": {"text": ["-"]}})
+    first = Launch(job=("42017", "here:5:83002"))
+    write_description(config, first, Origin(None))
+    for name in first.job:
+        assert begun_by(config, Launch(job=first.job, restarted=(name,)), ALONE)
+    assert not begun_by(config, Launch(restarted=("here:5:83003",)), ALONE)
+
+
+def begun_on_both(rank: int, size: int, root: str) -> bool:
+    """A restart for rank 1, by the launcher that had rank 0 before; rank 0's node has joined."""
+    from coatlm.train.setup import start_processes
+
+    start_processes(Launch.from_environment())
+    group: Any = torch.distributed.new_group(backend="gloo")
+    launch = Launch(rank, size, job=("new",), restarted=(("old",) if rank else ()))
+    config = make_config({"run": {"dir": root}, "data": {"text": ["-"]}})
+    return begun_by(config, launch, Peers(rank, ("here", "there"), group))
+
+
+def test_a_launch_is_recognized_by_any_of_its_nodes(tmp_path: Path) -> None:
+    (tmp_path / "env.json").write_text(json.dumps({"job": "old"}))
+    assert run_ranks(2, f"{__name__}:begun_on_both", str(tmp_path)) == [True, True]
+
+
+def upload_on_both(rank: int, size: int, root: str) -> None:
+    """Upload the checkpoint of a finished run, twice."""
+    from coatlm.train.run_directory import start_logging
+    from coatlm.train.setup import start_processes
+
+    start_processes(Launch.from_environment())
+    peers = Peers(rank, ("here", "there"), torch.distributed.new_group(backend="gloo"))
+    start_logging(Path(root) / "run", rank)
+    for _ in range(2):
+        upload_again(f"file://{root}/url", Path(root) / step_name(4), peers)
+
+
+@pytest.mark.parametrize("there", [None, "cut off", "older"])
+def test_the_last_checkpoint_of_a_finished_run_is_uploaded_if_it_is_missing(
+    there: str | None, tmp_path: Path
+) -> None:
+    """Once, whether the upload was cut off, or another checkpoint of that step is there."""
+    saver = Checkpointer(tmp_path, keep=1, async_save=False)
+    saver.save(4, pieces_of(tensors_of(1), "copies"), {"step": 4})
+    mine = {path.name: path.read_bytes() for path in (tmp_path / step_name(4)).iterdir()}
+    target = tmp_path / "url" / step_name(4)
+    if there is not None:
+        shutil.copytree(tmp_path / step_name(4), target)
+        (target / "manifest.json").write_bytes(mine["manifest.json"].replace(b"1", b"0", 1))
+    if there == "cut off":
+        (target / "manifest.json").unlink()
+    run_ranks(2, f"{__name__}:upload_on_both", str(tmp_path))
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == mine
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert log.count(f"url/{step_name(4)} is missing: uploading") == 1
+    assert log.count("INFO uploaded file://") == 1
+
+
+def test_an_upload_that_fails_again_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Checkpointer(tmp_path, keep=1, async_save=False)
+    saver.save(4, pieces_of(tensors_of(1), "copies"), {"step": 4})
+    monkeypatch.setattr(remote, "PAUSES", ())
+    (tmp_path / "url").write_text("a file, in which there can be no objects")
+    upload_again(f"file://{tmp_path}/url", tmp_path / step_name(4), ALONE)
+    assert f"url/{step_name(4)} was not uploaded: " in caplog.text
 
 
 def test_an_evaluation_of_more_samples_than_the_validation_split_has_is_warned_of(

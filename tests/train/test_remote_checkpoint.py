@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +20,15 @@ from coatlm.remote import Location
 from coatlm.train import manifest, remote_checkpoint
 from coatlm.train.checkpoint import Checkpointer, CheckpointError, check_resume, tensor_checksums
 from coatlm.train.manifest import MANIFEST, step_name, verify
-from coatlm.train.remote_checkpoint import check_upload, download_checkpoint, remote_candidates
+from coatlm.train.remote_checkpoint import (
+    check_upload,
+    discard_downloads,
+    download_checkpoint,
+    remote_candidates,
+)
 from tests.forks import Forks
 from tests.object_store import COMMIT, FAULTS, KEYS, REPOSITORY, Faults, hub, s3
-from tests.train.layouts import pieces_of, tensors_of
+from tests.train.layouts import names, pieces_of, tensors_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,6 +109,37 @@ def test_a_download_that_was_interrupted_goes_on_with_whole_files(
     assert verify(found) == []
     fetched = {path.rsplit("/", 1)[1] for method, path in store.requests if method == "GET"}
     assert fetched >= {"state.json", MANIFEST} and "common.pt" not in fetched
+
+
+def test_only_downloads_are_removed(store: Faults, tmp_path: Path) -> None:
+    """A new download removes the one before, and a start that has resumed all of them."""
+    save(tmp_path / "checkpoints", "s3://data/mine", 1, 2)
+    own = tmp_path / "downloads" / step_name(50)
+    shutil.copytree(tmp_path / "checkpoints" / step_name(1), own)
+    for name in ("notes.txt", ".links.url", "....url"):
+        (own.parent / name).write_text("of the user")
+    before = names(own.parent)
+    first = download_checkpoint(f"s3://data/mine/{step_name(1)}", own.parent, LOG)
+    assert verify(first) == []
+    second = download_checkpoint("s3://data/mine", own.parent, LOG)
+    assert not first.exists() and second.name == step_name(2)
+    assert names(own.parent) == sorted([*before, second.name, f".{second.name}.url"])
+    discard_downloads(tmp_path)
+    assert names(own.parent) == before and verify(own) == []
+    discard_downloads(tmp_path / "checkpoints")  # without downloads
+    assert verify(tmp_path / "checkpoints" / step_name(2)) == []
+
+
+def test_a_download_does_not_overwrite_a_directory_of_the_user(
+    store: Faults, tmp_path: Path
+) -> None:
+    save(tmp_path / "checkpoints", "s3://data/taken", 1)
+    (own := tmp_path / "downloads" / step_name(1)).mkdir(parents=True)
+    (own / MANIFEST).write_text("of the user")
+    with pytest.raises(CheckpointError, match="exists and is no download of coatlm: rename it"):
+        download_checkpoint("s3://data/taken", own.parent, LOG)
+    discard_downloads(tmp_path)
+    assert (own / MANIFEST).read_text() == "of the user" and names(own.parent) == [own.name]
 
 
 def test_an_upload_that_is_cut_off_is_no_checkpoint(

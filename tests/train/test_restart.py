@@ -144,7 +144,7 @@ def test_ranks_that_are_told_to_stop_while_they_start_do_not_come_back(
     config: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log.txt"
-    elastic = ("tools/elastic.py", "--standalone", "--nproc-per-node=1", "--max-restarts=1")
+    elastic = ("tools/elastic.py", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     with started(log, *elastic, "pretrain.py", config, "train.steps=100000") as launcher:
         end = time.monotonic() + 120
         while not any(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,41 @@ def test_nothing_set_is_one_process() -> None:
 
 
 def test_torchrun_is_understood() -> None:
-    expected = Launch(5, 8, 1, 4, "node0:1234", True, "2", one_host=False, restarted=True)
-    assert Launch.from_environment(TORCHRUN) == expected
-    assert Launch.from_environment(TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}).restarts == 3
+    names = {"job": ("seven",), "restarted": ("seven",), "owned": True}
+    expected = Launch(5, 8, 1, 4, "node0:1234", True, "2", one_host=False, **names)
+    launched = TORCHRUN | {"TORCHELASTIC_RUN_ID": "seven"}
+    assert Launch.from_environment(launched) == expected
+    assert Launch.from_environment(launched | {"TORCHELASTIC_MAX_RESTARTS": "3"}).restarts == 3
+
+
+@pytest.mark.parametrize("run_id", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_launches_without_an_id_of_their_own_are_told_apart_by_the_launchers_process(
+    run_id: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = (
+        Launch.from_environment(TORCHRUN | run_id | {"TORCHELASTIC_RESTART_COUNT": count})
+        for count in ("0", "1")
+    )
+    assert first.job == again.job == again.restarted and first.restarted == ()
+    assert len(first.job) == 1 and first.job[0].startswith(f"{platform.node()}:{os.getppid()}:")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    assert Launch.from_environment(TORCHRUN | run_id).job != first.job
+
+
+@pytest.mark.parametrize(
+    ("changes", "restarted"),
+    [
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, ()),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, ("seven",)),  # not the job, which may launch others
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, ("42017",)),
+    ],
+)
+def test_what_has_restarted_a_run_is_torchrun_or_the_slurm_job(
+    changes: dict[str, str], restarted: tuple[str, ...]
+) -> None:
+    env = TORCHRUN | {"TORCHELASTIC_RUN_ID": "seven", "SLURM_JOB_ID": "42017"} | changes
+    launch = Launch.from_environment(env)
+    assert (launch.job, launch.restarted) == (("42017", "seven"), restarted)
 
 
 def test_srun_is_understood_without_torchrun() -> None:
