@@ -118,5 +118,6 @@ def test_a_copied_generation_config_gets_the_stop_token(root: Path, tmp_path: Pa
 def test_a_stop_token_that_is_none_is_refused(root: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["--from", "coatlm", "--to", "hf", str(root / "run"), str(tmp_path / "out")]
     assert main([*words, "--stop-tokens", "<|eot|>"]) == 2
-    assert "stop_tokens=<|eot|>: the exported tokenizer has no such token" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "stop_tokens=<|eot|>: the exported tokenizer has no such token" in error
     assert not (tmp_path / "out").exists()

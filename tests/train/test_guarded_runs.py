@@ -135,7 +135,7 @@ def test_outlier_channels_cost_loss_with_the_guard_off_and_not_with_fallback(
     outliers: dict[str, Any],
 ) -> None:
     """Neighbors of an outlier in its block of 16 are saved as zeros, so qkv and gate|up hardly
-    learn: 1.31 where BF16 ends at 0.90 and fallback at 0.84. Runs of this size end some percent
+    learn: 1.30 where BF16 ends at 0.86 and fallback at 0.88. Runs of this size end some percent
     apart by chance.
     """
     ends = {name: sum(run[0][-LAST:]) / LAST for name, run in outliers.items()}
@@ -146,12 +146,15 @@ def test_outlier_channels_cost_loss_with_the_guard_off_and_not_with_fallback(
 def test_they_cost_no_loss_on_two_ranks_where_only_the_tensors_named_are_in_bf16(
     outliers: dict[str, Any], decided: list[Any]
 ) -> None:
-    """The two ranks see half of each batch; the runs that they are compared with see all of it."""
+    """The two ranks see half of each batch; the runs that they are compared with see all of it.
+
+    They end at 0.86 to 0.91, depending on the CPU: one of the last steps may have a higher loss.
+    """
     one, two = (rank["operand"] for rank in decided)
     losses, findings, tensors = one
     assert two == one
     ends = {name: sum(outliers[name][0][-LAST:]) / LAST for name in ("off", "bf16")}
-    assert sum(losses[-LAST:]) / LAST < 1.1 * ends["bf16"] < ends["off"] / 1.18
+    assert sum(losses[-LAST:]) / LAST < 1.15 * ends["bf16"] < ends["off"] / 1.3
     named = {line.split(":")[0].removeprefix("FP8 hurts layer ") for _, line in findings}
     assert tensors == sorted(name.replace(", ", "/") for name in named)
     assert (
