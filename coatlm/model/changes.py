@@ -68,9 +68,8 @@ def _cheapest(config: Config, vocab: int, cluster: Cluster, most: int) -> Remedy
     def fits(changes: list[KeyChange]) -> bool:
         return lowest_peak(changed(config, changes), vocab, cluster) <= usable(cluster)
 
-    for changes in chain(([change] for change, _ in helpful), together(helpful)):
-        if not fits(changes):
-            continue
+    alone = ([change] for change, peak in helpful if peak <= usable(cluster))
+    for changes in chain(alone, filter(fits, together(helpful))):
         for extra in changes[-2::-1]:  # without the last one they do not fit
             fewer = [change for change in changes if change != extra]
             changes = fewer if fits(fewer) else changes
