@@ -87,11 +87,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="to hf: rows of the embedding to write; default: see the guide",
     )
     add(
-        "--stop-tokens",
-        nargs="+",
+        "--stop-token",
+        dest="stop_tokens",
+        action="append",
         metavar="TOKEN",
-        help="to hf: tokens at which generation ends too, such as '<|im_end|>': added to "
-        "eos_token_id",
+        help="to hf: a token at which generation ends too, such as '<|im_end|>', is added to "
+        "eos_token_id; may be repeated",
     )
     add("--max-shard-size", type=_bytes, help="to hf: largest file, for example 2GB; default: 5GB")
     add("--format", choices=["plain", "fp8"], help="to hf: fp8 is E4M3 with scales")

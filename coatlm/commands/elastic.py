@@ -10,8 +10,8 @@ listen on all interfaces, and rank 0's listens on the loopback address.
 torchrun itself is killed by SIGUSR1 and, under nohup, by SIGHUP, gives its ranks 30 seconds after
 SIGTERM, and always exits with 1 if a rank fails. This wrapper forwards SIGINT, SIGUSR1, SIGHUP and
 SIGTERM to the ranks of this node, which save and exit without a time limit. It exits with the code
-of the first rank that failed, 0 if none did. If the ranks ended because of a signal, it exits with
-the code of the signal. A second SIGINT ends all ranks immediately.
+of the first rank that failed, 0 if none did; after a signal, ranks that end with 0 or the code of a
+signal give the code of that signal. A second SIGINT ends all ranks immediately.
 
 Ranks that are still starting end at a signal, and --max-restarts starts them again. So signals are
 repeated until all ranks have exited; ranks ignore repeated signals. Only SIGINT, which ends a rank

@@ -38,6 +38,7 @@ from coatlm.hf.tokenizer import (
     can_export,
     check_files,
     copy_files,
+    eos_ids,
     export_tokenizer,
     first_eos,
     has_other_tokenizer,
@@ -90,7 +91,9 @@ def to_huggingface(
     relative = like or (checkpoint if (checkpoint / "config.json").exists() else None)
     raw = read_json(relative / "config.json") if relative else {}
     weights = CheckpointWeights(checkpoint, config, DTYPES[dtype] if dtype else None)
-    least = _rows_in_use(relative, raw, config if fingerprint else None, weights.rows)
+    least = _rows_in_use(relative, raw, config if fingerprint else None)
+    if vocab_size is not None:
+        least = max(least, _rows_of_special_tokens(relative, raw, weights.rows))
     theirs = read_model(raw)["vocab"] if raw else None
     rows = _rows(vocab_size, theirs, least, weights.rows)
     if relative is not None:
@@ -118,7 +121,7 @@ def to_huggingface(
             write_json(directory / GENERATION, ids)
         elif stops:
             generation = read_json(directory / GENERATION)
-            add_eos(generation, stops)
+            add_eos(generation, stops if eos_ids(generation) else eos_ids(result))
             write_json(directory / GENERATION, generation)
         tensors = _tensors(plan, zeros, weights, rows, fp8)
 
@@ -219,27 +222,30 @@ def _rows(wanted: int | None, relative: int | None, least: int, stored: int) -> 
     return wanted
 
 
-def _rows_in_use(
-    relative: Path | None, raw: Mapping[str, Any], config: Config | None, stored: int
-) -> int:
-    """The fewest rows that hold every id of the exported tokenizer, of the run's, and of special
-    tokens. `config` is the run's if it has a tokenizer.
+def _rows_of_special_tokens(relative: Path | None, raw: Mapping[str, Any], stored: int) -> int:
+    """The fewest rows that hold every special token of config.json and generation_config.json.
 
-    Tokenizers that cannot be read do not count, nor do ids beyond the `stored` rows, which early
-    models have for a missing padding token.
+    Ids beyond the `stored` rows, which early models have for a missing padding token, do not count.
     """
     generation = relative / GENERATION if relative is not None else None
     described = [raw, read_json(generation) if generation and generation.is_file() else {}]
     found = [each.get(f"{name}_token_id") for each in described for name in ("bos", "eos", "pad")]
     ids = [each for value in found for each in (value if isinstance(value, list) else [value])]
-    rows = [token + 1 for token in ids if type(token) is int and token < stored]
-    specs = [None if config is None else config.data.tokenizer]
+    return max((token + 1 for token in ids if type(token) is int and token < stored), default=1)
+
+
+def _rows_in_use(relative: Path | None, raw: Mapping[str, Any], config: Config | None) -> int:
+    """The fewest rows that hold every id of the exported tokenizer and of the run's.
+
+    `config` is the run's if it has a tokenizer. Tokenizers that cannot be read do not count.
+    """
+    rows, specs = [1], [None if config is None else config.data.tokenizer]
     with suppress(ValueError):
         specs.append(None if relative is None else spec_in(relative, first_eos(raw)))
     for spec in filter(None, specs):
         with suppress(ValueError):
             rows.append(make_tokenizer(spec).vocab_size)
-    return max(rows, default=1)
+    return max(rows)
 
 
 def _describe(

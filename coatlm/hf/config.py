@@ -140,7 +140,9 @@ def make_hf_config(
     like = like or {}
     carried = {name: like[name] for name in CARRIED if like.get(name) is not None}
     known = carried.get("max_position_embeddings", 0)
-    carried["max_position_embeddings"] = max(known, config.data.seq_len)
+    yarn = model.rope_scaling is not None and model.rope_scaling.type == "yarn"
+    if not known or not yarn:  # some versions of transformers derive YaRN's factor from it
+        carried["max_position_embeddings"] = max(known, config.data.seq_len)
     lost: dict[str, list[str]] = {}
     for family in families_in_order(model, like.get("model_type")):
         written = _write(family, model, vocab, dtype) | carried

@@ -1,9 +1,9 @@
 """Rows that the vocabulary of a Hugging Face model lacks: new ids of its tokenizer, and padding.
 
-An id of the tokenizer begins with the mean of the stored rows, as transformers' does, in the
-embedding and in the output layer. A row of zeros would be a bad start: the gradient of RMSNorm at
-zero is 1 / sqrt(eps), so the new tokens alone would decide the norm by which gradients are clipped.
-No token has a row of padding, so it is zero.
+An id of the tokenizer begins with the mean of the stored rows, around which transformers draws such
+rows, in the embedding and in the output layer. A row of zeros would be a bad start: the gradient of
+RMSNorm at zero is 1 / sqrt(eps), so the new tokens alone would decide the norm by which gradients
+are clipped. Rows of padding are zero, since no token uses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK = 4096  # rows that are summed at once
 def mean_row(read: Callable[[int, int], Tensor], rows: int) -> Tensor:
     """The mean of the `rows` rows of a matrix, fp64; `read` returns those in [first, stop).
 
-    BF16 values add up exactly in fp64, so the result does not depend on the order of a sum.
+    An error in fp64 hardly ever changes a rounded BF16 or fp32 value, whatever the order of a sum.
     """
     total: Tensor | float = 0.0
     for first in range(0, rows, CHUNK):

@@ -148,7 +148,7 @@ def token_ids(directory: Path, tokens: Sequence[str], rows: int) -> list[int]:
         return []
     path, ids = directory / "tokenizer.json", []
     if not path.exists():
-        raise ValueError(f"stop_tokens={tokens[0]}: no tokenizer.json is exported, which has ids")
+        raise ValueError(f"stop_tokens={tokens[0]}: needs a tokenizer.json, and none is exported")
     for token in tokens:
         index = _loaded(path).token_to_id(token)
         if index is None or index >= rows:
@@ -157,10 +157,15 @@ def token_ids(directory: Path, tokens: Sequence[str], rows: int) -> list[int]:
     return ids
 
 
+def eos_ids(raw: Mapping[str, Any]) -> list[int]:
+    """The eos_token_id of a config.json or generation_config.json, which may be one or several."""
+    eos = raw.get("eos_token_id")
+    return [] if eos is None else eos if isinstance(eos, list) else [eos]
+
+
 def add_eos(raw: dict[str, Any], ids: Sequence[int]) -> None:
     """Append `ids` to the eos_token_id of a config.json or generation_config.json."""
-    eos = raw.get("eos_token_id")
-    before = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    before = eos_ids(raw)
     if added := [index for index in dict.fromkeys(ids) if index not in before]:
         raw["eos_token_id"] = [*before, *added]
 

@@ -22,8 +22,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 SWITCHED = ("qwen2", "qwen3")  # use_sliding_window=false is the default
 TYPED = (*SWITCHED, "gemma2", "gemma3_text", "olmo3")  # transformers reads layer_types
 WINDOWED = ("mistral", "phi3", *TYPED)
-MASKED = ("gemma2", "gemma3_text", "olmo3")  # transformers makes the mask if no layer has it, too
-UNUSED = 4096  # sliding_window where no layer has it
+MASKED = ("gemma2", "gemma3_text", "olmo3")  # transformers needs a size if no layer has it, too
 PERIODS = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 LARGEST = 2**30  # tokens
 MOST_FULL = 28  # max_window_layers of Qwen2's and Qwen3's configurations if it is missing
@@ -62,7 +61,7 @@ def write_window(family: str, model: Model) -> Json:
     result: Json = {}
     size = None if model.window is None else model.window.size
     if family in WINDOWED:
-        result["sliding_window"] = UNUSED if size is None and family in MASKED else size
+        result["sliding_window"] = LARGEST if size is None and family in MASKED else size
     if family in SWITCHED:
         result["use_sliding_window"] = size is not None
     if family in SWITCHED and model.window is not None:

@@ -26,7 +26,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from coatlm.train.checkpoint import CHECKPOINTS
-from coatlm.train.manifest import LATEST, MANIFEST, last_serial, newest_first, write_file
+from coatlm.train.manifest import (
+    LATEST,
+    MANIFEST,
+    REPLACED,
+    TEMPORARY,
+    last_serial,
+    newest_first,
+    write_file,
+)
 from coatlm.train.run_directory import (
     ATTEMPTS,
     METRICS,
@@ -37,6 +45,7 @@ from coatlm.train.run_directory import (
     write_atomically,
 )
 
+BESIDE_STEPS = (LATEST, TEMPORARY, REPLACED)  # beginnings of names in checkpoints/
 RECORDS = (METRICS, STATES, NUMERICS)
 DESCRIPTION = ("config.yaml", "env.json")
 TRACKED = ("loss.png", "tb", "wandb_id.txt")  # without these, trackers start a new run
@@ -56,10 +65,10 @@ def set_aside(run_dir: Path) -> Path | None:
         aside = _make_place(run_dir, attempt)
         # the newest last: if the process is killed in between, it is still there to resume from
         steps = newest_first(checkpoints)[::-1]
-        others = (path for path in checkpoints.iterdir() if path not in steps)
-        for path in (*steps, *others):
-            if path.name != ATTEMPTS:
-                path.rename(aside / path.name)
+        # other files, such as lost+found of a disk, stay
+        beside = (p for p in checkpoints.iterdir() if p.name.startswith(BESIDE_STEPS))
+        for path in (*steps, *beside):
+            path.rename(aside / path.name)
     elif checkpoints.exists():
         checkpoints.rename(attempt / CHECKPOINTS)
     for name in (*RECORDS, *DESCRIPTION, *TRACKED):

@@ -11,8 +11,9 @@ compare at the same time.
 
 A checkpoint is written under a temporary name and renamed once its manifest is on disk, so a
 directory with its final name is complete. The manifest also numbers the checkpoints of a directory
-in the order of writing. That number, not the step, decides which one is newest: after a run goes
-back to an earlier step, its new checkpoints are newer than those of later steps.
+in the order of writing, and a rollback gives the one that it loads a new highest number. That
+number, not the step, decides which one is newest: after a run goes back to an earlier step, its new
+checkpoints are newer than those of later steps.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -298,17 +298,17 @@ def _processes_on_node(env: Mapping[str, str], local_name: str) -> int | None:
 
 
 def _starters(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What may start the same command again, by the variable that counts how often: the SLURM job's
-    id; torchrun's run id or, as `none` is the default of all launches, its process (the parent)."""
+    """Yield the restart counter and the name of each launcher: the id of the SLURM job; torchrun's
+    run id or, if that is the default `none`, its directory of logs, which each launch makes anew.
+    """
     if env.get("SLURM_JOB_ID"):
         yield "SLURM_RESTART_COUNT", env["SLURM_JOB_ID"]
-    run_id, parent = env.get("TORCHELASTIC_RUN_ID", ""), os.getppid()
-    if run_id not in ("", "none"):
+    run_id, error_file = (env.get(f"TORCHELASTIC_{name}") for name in ("RUN_ID", "ERROR_FILE"))
+    if run_id and run_id != "none":
         yield "TORCHELASTIC_RESTART_COUNT", run_id
-    elif "TORCHELASTIC_RESTART_COUNT" in env:
-        with suppress(OSError):
-            ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-            yield "TORCHELASTIC_RESTART_COUNT", f"{platform.node()}:{parent}:{ticks}"
+    elif error_file:  # LOGS/attempt_N/RANK/error.json
+        logs = Path(error_file).parent.parent.parent
+        yield "TORCHELASTIC_RESTART_COUNT", f"{platform.node()}:{logs}"
 
 
 def _master(env: Mapping[str, str], one_host: bool) -> str:

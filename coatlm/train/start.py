@@ -142,9 +142,10 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     startup.lap("checkpoint read")
     continues = origin.own and launch.rank == 0
     unevaluated = together(lambda: missing(config, run.step) if continues else [], peers.group)[0]
-    if run.step >= config.train.steps and not unevaluated:
-        if config.checkpoint.upload and origin.path is not None and not origin.back:
-            upload_again(config.checkpoint.upload, origin.path, peers)
+    done = run.step >= config.train.steps
+    if done and config.checkpoint.upload and origin.path is not None and not origin.back:
+        upload_again(config.checkpoint.upload, origin.path, peers)
+    if done and not unevaluated:
         logger.info("%s", nothing_to_do(config, run.step))
         return None
     if (left := expect(done=run.step)) != expected:  # the plan counts all steps

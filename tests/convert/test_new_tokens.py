@@ -75,6 +75,26 @@ def test_a_run_that_starts_from_the_directory_has_the_same_rows(root: Path, key:
         assert nbytes == (min(middle - 1, stop) - min(middle - 1, first) + middle - 1) * 32 * 4
 
 
+def test_a_generation_config_without_an_end_gets_all_of_them(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/config.json").write_bytes((root / "hf/config.json").read_bytes())
+    (tmp_path / "like/generation_config.json").write_text('{"top_p": 0.8}')
+    out = tmp_path / "out"
+    to_huggingface(root / "run", out, like=tmp_path / "like", stop_tokens=["<|im_end|>"])
+    ids = [json.loads((out / f"{n}.json").read_text()) for n in ("config", "generation_config")]
+    assert ids[0]["eos_token_id"] == ids[1]["eos_token_id"] == [0, stored_ids(root) + 1]
+
+
+def test_a_padding_token_of_no_row_adds_none(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "like").mkdir()
+    config = json.loads((root / "hf/config.json").read_text())
+    config["pad_token_id"] = stored_ids(root) + 5
+    (tmp_path / "like/config.json").write_text(json.dumps(config))
+    to_huggingface(root / "run", tmp_path / "out", like=tmp_path / "like")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["vocab_size"] == stored_ids(root) + 2
+
+
 @pytest.mark.parametrize("like", [True, False])
 def test_an_export_has_the_rows_of_new_tokens(root: Path, tmp_path: Path, like: bool) -> None:
     notes = to_huggingface(root / "run", tmp_path / "out", like=root / "hf" if like else None).notes
@@ -90,7 +110,7 @@ def test_an_export_has_the_rows_of_new_tokens(root: Path, tmp_path: Path, like: 
 
 def test_generation_ends_at_a_stop_token(root: Path, tmp_path: Path) -> None:
     words = ["--from", "coatlm", "--to", "hf", str(root / "run"), str(tmp_path / "out")]
-    assert main([*words, "--stop-tokens", "<|im_end|>", "<|im_end|>"]) == 0
+    assert main([*words, "--stop-token", "<|im_end|>", "--stop-token=<|im_end|>"]) == 0
     end = stored_ids(root) + 1
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [0, end]
@@ -98,7 +118,8 @@ def test_generation_ends_at_a_stop_token(root: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight[end] = 100 * model.lm_head.weight.abs().amax(0)
         model.lm_head.weight[end] *= model.model(torch.tensor([[5]]))[0][0, 0].sign()
-    assert model.generate(torch.tensor([[5]]), max_new_tokens=9, do_sample=False)[0, -1] == end
+    written = model.generate(torch.tensor([[5]]), max_new_tokens=9, do_sample=False)
+    assert written.tolist() == [[5, end]]
 
 
 def test_a_copied_generation_config_gets_the_stop_token(root: Path, tmp_path: Path) -> None:
@@ -117,7 +138,7 @@ def test_a_copied_generation_config_gets_the_stop_token(root: Path, tmp_path: Pa
 
 def test_a_stop_token_that_is_none_is_refused(root: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["--from", "coatlm", "--to", "hf", str(root / "run"), str(tmp_path / "out")]
-    assert main([*words, "--stop-tokens", "<|eot|>"]) == 2
+    assert main([*words, "--stop-token", "<|eot|>"]) == 2
     error = capsys.readouterr().err
     assert "stop_tokens=<|eot|>: the exported tokenizer has no such token" in error
     assert not (tmp_path / "out").exists()

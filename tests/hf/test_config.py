@@ -267,6 +267,7 @@ def test_transformers_runs_a_model_without_windows(norms: dict[str, Any]) -> Non
     model = norms if norms.get("norm_after") else {**GEMMA, **norms}
     written = make_hf_config(make_config({"model": model}), 256, dtype="float32")
     assert read_model(written).get("window") is None
+    assert written.get("sliding_window", 2**30) == 2**30  # where layer_types are not read
     config = AutoConfig.for_model(**written)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
@@ -281,6 +282,17 @@ def test_the_context_of_an_export_is_the_longer_one(seq_len: int, longest: int) 
     like = make_hf_config(before, 256, dtype="float32")
     written = make_hf_config(after, 256, dtype="float32", like=like)
     assert written["max_position_embeddings"] == longest
+
+
+def test_the_context_of_yarn_stays() -> None:
+    model = {"model": {"rope_scaling": YARN | {"type": YARN["rope_type"]}}}
+    del model["model"]["rope_scaling"]["rope_type"]
+    before, after = (
+        make_config(model | {"data": {"text": "python-stdlib", "seq_len": n}}) for n in (128, 512)
+    )
+    like = make_hf_config(before, 256, dtype="float32")
+    written = make_hf_config(after, 256, dtype="float32", like=like)
+    assert written["max_position_embeddings"] == 128
 
 
 def test_relative_of_another_shape_is_refused() -> None:

@@ -154,7 +154,7 @@ def test_they_cost_no_loss_on_two_ranks_where_only_the_tensors_named_are_in_bf16
     losses, findings, tensors = one
     assert two == one
     ends = {name: sum(outliers[name][0][-LAST:]) / LAST for name in ("off", "bf16")}
-    assert sum(losses[-LAST:]) / LAST < 1.15 * ends["bf16"] < ends["off"] / 1.3
+    assert sum(losses[-LAST:]) / LAST < 1.15 * ends["bf16"] < ends["off"] / 1.2
     named = {line.split(":")[0].removeprefix("FP8 hurts layer ") for _, line in findings}
     assert tensors == sorted(name.replace(", ", "/") for name in named)
     assert (

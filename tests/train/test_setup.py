@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -53,17 +52,20 @@ def test_torchrun_is_understood() -> None:
 
 
 @pytest.mark.parametrize("run_id", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
-def test_launches_without_an_id_of_their_own_are_told_apart_by_the_launchers_process(
-    run_id: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_launches_without_an_id_of_their_own_are_told_apart_by_their_logs(
+    run_id: dict[str, str],
 ) -> None:
-    first, again = (
-        Launch.from_environment(TORCHRUN | run_id | {"TORCHELASTIC_RESTART_COUNT": count})
-        for count in ("0", "1")
-    )
-    assert first.job == again.job == again.restarted and first.restarted == ()
-    assert len(first.job) == 1 and first.job[0].startswith(f"{platform.node()}:{os.getppid()}:")
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    assert Launch.from_environment(TORCHRUN | run_id).job != first.job
+    def attempt(logs: str, number: int) -> Launch:
+        made = {
+            "TORCHELASTIC_ERROR_FILE": f"{logs}/attempt_{number}/5/error.json",
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+        }
+        return Launch.from_environment(TORCHRUN | run_id | made)
+
+    first, again = attempt("/tmp/a/none_x", 0), attempt("/tmp/a/none_x", 1)
+    assert first.job == again.job == again.restarted == (f"{platform.node()}:/tmp/a/none_x",)
+    assert first.restarted == () and attempt("/tmp/b/none_y", 0).job != first.job
+    assert Launch.from_environment(TORCHRUN | run_id).job == ()  # without logs nothing is proven
 
 
 @pytest.mark.parametrize(
