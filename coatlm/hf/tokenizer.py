@@ -133,9 +133,7 @@ def can_export(spec: str) -> bool:
 
 def first_eos(raw: Mapping[str, Any]) -> int | None:
     """The end-of-text id of a config.json; the first one of a list."""
-    eos = raw.get("eos_token_id")
-    if isinstance(eos, list):
-        eos = eos[0] if eos else None
+    eos = next(iter(eos_ids(raw)), None)
     return eos if isinstance(eos, int) else None
 
 
@@ -149,8 +147,9 @@ def token_ids(directory: Path, tokens: Sequence[str], rows: int) -> list[int]:
     path, ids = directory / "tokenizer.json", []
     if not path.exists():
         raise ValueError(f"stop_tokens={tokens[0]}: needs a tokenizer.json, and none is exported")
+    model = _loaded(path)
     for token in tokens:
-        index = _loaded(path).token_to_id(token)
+        index = model.token_to_id(token)
         if index is None or index >= rows:
             raise ValueError(f"stop_tokens={token}: the exported tokenizer has no such token")
         ids.append(int(index))

@@ -20,9 +20,9 @@ from coatlm.hf.families import Json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SWITCHED = ("qwen2", "qwen3")  # use_sliding_window=false is the default
-TYPED = (*SWITCHED, "gemma2", "gemma3_text", "olmo3")  # transformers reads layer_types
-WINDOWED = ("mistral", "phi3", *TYPED)
 MASKED = ("gemma2", "gemma3_text", "olmo3")  # transformers needs a size if no layer has it, too
+TYPED = (*SWITCHED, *MASKED)  # transformers reads layer_types
+WINDOWED = ("mistral", "phi3", *TYPED)
 PERIODS = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 LARGEST = 2**30  # tokens
 MOST_FULL = 28  # max_window_layers of Qwen2's and Qwen3's configurations if it is missing

@@ -58,7 +58,9 @@ def load_huggingface(place: Path | str, trainer: Trainer) -> None:
 
     def read() -> tuple[int, list[str], dict[str, Info]]:
         with opened(place, trainer.config.data.cache_dir) as source:
-            nbytes = source.fill(tensors, make_tokenizer(trainer.config.data.tokenizer).vocab_size)
+            more = any(t.global_shape[0] > source.plan[t.key].shape[0] for t in tensors)
+            spec = trainer.config.data.tokenizer
+            nbytes = source.fill(tensors, make_tokenizer(spec).vocab_size if more else 0)
             return nbytes, sorted(map(_name, source.dtypes())), source.weights.versions()
 
     ranks = together(read, trainer.groups.checkpoint, hurried=False)
