@@ -11,6 +11,14 @@ probability p is at most 1; S is 1 where B is 0.
 E5M2 represents gradients down to 2^-31 of B, so a row or a column of small gradients needs no scale
 of its own, and no pass over the gradients has to find amaxes.
 
+Rounding is stochastic (fp8/stochastic.py). The softmax does not change if all logits of a token
+grow alike, and so its gradients add up to zero: sum_v d_v = 0. Rounded to the nearest code they do
+not. The label's gradient -(1 - p) becomes -1 wherever p < 1/16, and the sum is negative on average.
+As the loss does not depend on it, nothing opposes this force: it moves all rows of the weight along
+the mean hidden state, step after step, and lse grows until the digits of BF16 logits no longer
+reach the differences between entries. The mean of stochastic codes is the gradient, and their
+sum has no direction. (docs/results/convergence.md has both in training.)
+
 Shapes: T tokens, C vocabulary entries of a chunk; C' and T' are rounded up to multiples of 16, as
 GEMMs need it of a summed axis. Codes beyond T are zero. A column beyond C has a code only where a
 label is the first of the next chunk or rank; the other operand of dgrad is zero there, and wgrad
@@ -66,11 +74,17 @@ class TokenTerms:
 
 
 def quantize_logits_grad_ref(
-    logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
+    logits_TC: Tensor,
+    terms: TokenTerms,
+    first: int,
+    noise: Tensor,
+    *,
+    direct: bool,
+    transposed: bool,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """The definition, and the CPU path."""
+    """The definition, and the CPU path; `noise` is that of the chunk."""
     d_TC = logits_grad_ref(logits_TC.float(), *terms.arguments(first))
-    codes = scaled_codes_ref(d_TC, terms.scale, E5M2)
+    codes = scaled_codes_ref(d_TC, terms.scale, E5M2, noise=noise)
     return (
         QTensor(codes, terms.scale, TENSOR, E5M2) if direct else None,
         QTensor(padded_t(codes), terms.scale, TENSOR, E5M2) if transposed else None,
@@ -102,24 +116,40 @@ def load_logits_grad(source, factors, K, at, some, J: gl.constexpr, CAP: gl.cons
 
 
 def quantize_logits_grad(
-    logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
+    logits_TC: Tensor,
+    terms: TokenTerms,
+    first: int,
+    noise: Tensor,
+    *,
+    direct: bool,
+    transposed: bool,
 ) -> tuple[QTensor | None, QTensor | None]:
     """E5M2 operands of the gradient of a chunk of logits, for dgrad and wgrad; None if not wanted.
 
     logits: BF16 or fp32 [T, C], of the vocabulary entries from `first` on, which do not change.
+    noise: int32 [4] of the layer, as fp8/stochastic.py has it; `first` is added to k1, so that each
+    chunk has numbers of its own.
     """
+    noise = noise.clone()
+    noise[1] += first
     beyond = padded_rows(logits_TC.shape[1]) - logits_TC.shape[1]
     if beyond:  # gradient 0, but for a label of the next chunk, which zeros of weight^T cancel
         logits_TC = F.pad(logits_TC, (0, beyond), value=float("-inf"))
     if not logits_TC.is_cuda:
         return quantize_logits_grad_ref(
-            logits_TC, terms, first, direct=direct, transposed=transposed
+            logits_TC, terms, first, noise, direct=direct, transposed=transposed
         )
-    return _launch(logits_TC, terms, first, direct=direct, transposed=transposed)
+    return _launch(logits_TC, terms, first, noise, direct=direct, transposed=transposed)
 
 
 def _launch(
-    logits_TC: Tensor, terms: TokenTerms, first: int, *, direct: bool, transposed: bool
+    logits_TC: Tensor,
+    terms: TokenTerms,
+    first: int,
+    noise: Tensor,
+    *,
+    direct: bool,
+    transposed: bool,
 ) -> tuple[QTensor | None, QTensor | None]:
     """The GPU path, for a multiple of 16 columns."""
     (tokens, count), scale = logits_TC.shape, terms.scale
@@ -135,6 +165,7 @@ def _launch(
         (tokens, padded if transposed else tokens, count),
         TILE,
         options=terms.cap,
+        noise=noise,
     )
     return (
         None if codes is None else QTensor(codes, scale, TENSOR, E5M2),

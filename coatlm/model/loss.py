@@ -162,6 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dweight=None if into is None else into[rows],
                 accumulate=main_grad is not None,
             )
+        gemms.end_backward_()
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
         return dhidden_TH, dweight_VH, *[None] * 7

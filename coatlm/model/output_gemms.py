@@ -18,8 +18,9 @@ logits in BF16, so that the loss of given weights is that of a BF16 output layer
 Gradients are E5M2 under every recipe. Relative to dloss, the gradient of the label's logit is up to
 1 and that of any other logit is its probability: about 1 / V when training begins, and less later.
 E4M3 rounds to zero below about 2^-18 of the largest, E5M2 below 2^-31: therefore all gradients of a
-microbatch share one scale, which is known before them (logits_quantize.py). The codes of a chunk of
-the weight are computed at each use, so that no copy of the weight is held.
+microbatch share one scale, which is known before them (logits_quantize.py). They are rounded
+stochastically, with noise that is advanced at the end of each backward pass. The codes of a chunk
+of the weight are computed at each use, so that no copy of the weight is held.
 
 The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
 once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
@@ -34,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,7 @@ from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor
 from coatlm.model.logits_quantize import TokenTerms, quantize_logits_grad
 from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref
+from coatlm.model.rounding import LayerNoise
 
 
 class OutputGemms(Protocol):
@@ -74,6 +76,10 @@ class OutputGemms(Protocol):
         `first` is the entry of the whole vocabulary at which the chunk begins. The logits may be
         overwritten.
         """
+        ...
+
+    def end_backward_(self) -> None:
+        """End the backward pass, after its last chunk."""
         ...
 
 
@@ -111,6 +117,9 @@ class PlainGemms:
         else:
             torch.mm(d_TC.t(), self.hidden, out=dweight)
 
+    def end_backward_(self) -> None:
+        """Nothing is kept from one backward pass to the next."""
+
 
 def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
     """into += a @ b; where dtypes differ, a @ b is not rounded before it is added."""
@@ -125,10 +134,13 @@ def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
 class Fp8GradientGemms(PlainGemms):
     """dgrad and wgrad of FP8 operands, logits in BF16.
 
-    Raises ValueError unless hidden and weight are BF16 and H is a multiple of 16.
+    `noise`: of the rounding of the gradients of logits; backward needs it, forward does not. Raises
+    ValueError unless hidden and weight are BF16 and H is a multiple of 16.
     """
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, *, noise: LayerNoise | None = None
+    ) -> None:
         for name, x in (("hidden", hidden_TH), ("weight", weight_VH)):
             if x.dtype != torch.bfloat16 or x.shape[1] % ALIGNMENT:
                 raise ValueError(
@@ -136,6 +148,7 @@ class Fp8GradientGemms(PlainGemms):
                     f"torch.bfloat16 and multiples of {ALIGNMENT}"
                 )
         super().__init__(hidden_TH.detach(), weight_VH.detach())
+        self.noise = noise
 
     @cached_property
     def _hidden_codes_t(self) -> QTensor:
@@ -152,8 +165,14 @@ class Fp8GradientGemms(PlainGemms):
         dweight: Tensor | None,
         accumulate: bool,
     ) -> None:
+        assert self.noise is not None
         direct, transposed = quantize_logits_grad(
-            logits_TC, terms, first, direct=dhidden is not None, transposed=dweight is not None
+            logits_TC,
+            terms,
+            first,
+            self.noise.noise[0],  # the layer's one gradient
+            direct=dhidden is not None,
+            transposed=dweight is not None,
         )
         if direct is not None:
             weight_t = emit_transposed(self.weight[rows], ROWS)
@@ -162,12 +181,23 @@ class Fp8GradientGemms(PlainGemms):
             own = replace(transposed, codes=transposed.codes[: logits_TC.shape[1]])
             matmul(own, self._hidden_codes_t, out=dweight, accumulate=accumulate, fast=False)
 
+    def end_backward_(self) -> None:
+        assert self.noise is not None
+        self.noise.advance_()
+
 
 class Fp8Gemms(Fp8GradientGemms):
     """All three GEMMs of FP8 operands; `fast`: fast accumulation in the GEMM of logits."""
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, *, fast: bool = True) -> None:
-        super().__init__(hidden_TH, weight_VH)
+    def __init__(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        *,
+        noise: LayerNoise | None = None,
+        fast: bool = True,
+    ) -> None:
+        super().__init__(hidden_TH, weight_VH, noise=noise)
         self.fast = fast
 
     @cached_property
@@ -187,10 +217,20 @@ class Fp8Gemms(Fp8GradientGemms):
 FP8_GEMMS: dict[str, type[Fp8GradientGemms]] = {"fp8-gradients": Fp8GradientGemms, "fp8": Fp8Gemms}
 
 
+class Fp8Output:
+    """Makes the GEMMs of an FP8 output layer; they share its noise, which `GradientNoise` sets."""
+
+    def __init__(self, make: Callable[..., Fp8GradientGemms]) -> None:
+        self.make, self.noise = make, cast(LayerNoise | None, None)
+
+    def __call__(self, hidden_TH: Tensor, weight_VH: Tensor) -> OutputGemms:
+        return self.make(hidden_TH, weight_VH, noise=self.noise)
+
+
 def output_gemms(precision: Precision) -> MakeGemms:
     """The GEMMs that `precision.output_layer` names."""
     if precision.output_layer == "bf16":
         return PlainGemms
     if precision.output_layer == "fp8":
-        return partial(Fp8Gemms, fast="forward" in precision.fast_accumulation)
-    return FP8_GEMMS[precision.output_layer]
+        return Fp8Output(partial(Fp8Gemms, fast="forward" in precision.fast_accumulation))
+    return Fp8Output(FP8_GEMMS[precision.output_layer])

@@ -17,7 +17,8 @@ from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of
 from coatlm.model.builder import Llama, init_weight
 from coatlm.model.coat_layer import CoatTransformerLayer, flows_of
-from coatlm.model.rounding import GradientNoise
+from coatlm.model.output_gemms import Fp8Output
+from coatlm.model.rounding import GradientNoise, Rounded
 from coatlm.model.scales import DelayedScales
 from coatlm.parallel.buckets import Cut
 from coatlm.parallel.collectives import Comm, Traffic
@@ -135,9 +136,17 @@ def delayed_scales(
 def gradient_noise(
     config: Config, modules: Sequence[Llama], groups: Groups
 ) -> GradientNoise | None:
-    """The noise of stochastic rounding in this pipeline stage's layers; None without it."""
-    if config.precision.grad_rounding == "nearest":
+    """The noise of stochastic rounding in this pipeline stage's layers; None without it.
+
+    An FP8 output layer always has it, the others with precision.grad_rounding=stochastic.
+    """
+    layers: dict[int, Rounded] = {}
+    if config.precision.grad_rounding == "stochastic":
+        layers.update(flows_of(layer for module in modules for layer in module.decoder.layers))
+    for module in modules:
+        if module.post_process and isinstance(module.gemms, Fp8Output):
+            layers[config.model.layers + 1] = module.gemms
+    if not layers:
         return None
-    flows = flows_of(layer for module in modules for layer in module.decoder.layers)
     rank = groups.world.rank()
-    return GradientNoise(flows, seed=config.run.seed, rank=rank, device=device())
+    return GradientNoise(layers, seed=config.run.seed, rank=rank, device=device())

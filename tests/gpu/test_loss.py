@@ -21,7 +21,8 @@ from coatlm.model.loss import (
     linear_cross_entropy,
 )
 from coatlm.model.memory import loss_bytes
-from coatlm.model.output_gemms import FP8_GEMMS, Fp8Gemms
+from coatlm.model.output_gemms import FP8_GEMMS, Fp8Gemms, Fp8Output
+from coatlm.model.rounding import GradientNoise
 from tests.model.accumulation import length_without_labels, zipf_tensors
 
 pytestmark = [
@@ -41,6 +42,13 @@ def tensors(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[T
     labels = torch.randint(vocab, (tokens // 2, 2), device="cuda")
     labels.view(-1)[::10] = -100
     return x, weight, labels, torch.randn(tokens // 2, 2, device="cuda")
+
+
+def noisy(make: Any, device: str = "cuda") -> Fp8Output:
+    """GEMMs in FP8 with the same noise at each call."""
+    made = Fp8Output(make)
+    GradientNoise({3: made}, seed=1, rank=0, device=torch.device(device))
+    return made
 
 
 def definition(*arguments: Tensor) -> tuple[Tensor, ...]:
@@ -173,7 +181,8 @@ def test_an_fp8_output_layer_equals_its_definition_on_a_cpu(
             x.requires_grad_()
         if main_dtype is not None:
             weight.main_grad = torch.ones(weight.shape, dtype=main_dtype, device=device)
-        gemms = partial(Fp8Gemms, fast=False) if layer == "fp8" else FP8_GEMMS[layer]
+        make = partial(Fp8Gemms, fast=False) if layer == "fp8" else FP8_GEMMS[layer]
+        gemms = noisy(make, device)
         loss = linear_cross_entropy(hidden, weight, labels, chunk=4096, gemms=gemms, **options)
         loss.backward(dloss)
         dweight = weight.grad if main_dtype is None else weight.main_grad
@@ -201,13 +210,15 @@ def test_codes_of_gradients_are_those_of_the_reference(
     cap = options.get("cap")
     lse = (logits.float() if cap is None else cap * torch.tanh(logits / cap).float()).logsumexp(1)
     terms = TokenTerms(labels, lse, dloss, 2 * slope if "slope" in options else None, cap)
-    made = quantize_logits_grad(logits, terms, 100, direct=True, transposed=True)
+    noise = torch.tensor([5, 6, 7, 8], dtype=torch.int32, device="cuda")
+    made = quantize_logits_grad(logits, terms, 100, noise, direct=True, transposed=True)
     alone = [
-        quantize_logits_grad(logits, terms, 100, direct=side, transposed=not side)
+        quantize_logits_grad(logits, terms, 100, noise, direct=side, transposed=not side)
         for side in (True, False)
     ]
     padded = torch.nn.functional.pad(logits, (0, -columns % 16), value=float("-inf"))
-    expected = quantize_logits_grad_ref(padded, terms, 100, direct=True, transposed=True)
+    noise[1] += 100
+    expected = quantize_logits_grad_ref(padded, terms, 100, noise, direct=True, transposed=True)
     for one, single, wanted in zip(made, (alone[0][0], alone[1][1]), expected, strict=True):
         assert one.shape == wanted.shape and torch.equal(one.scale, wanted.scale)
         codes, others, right = (x.codes.view(torch.uint8).int() for x in (one, single, wanted))
@@ -238,7 +249,7 @@ def test_improbable_entries_reach_the_gradient_of_the_hidden_state(layer: str) -
     lse, dloss = logits.float().logsumexp(1).cuda(), torch.ones(256, device="cuda")
     terms = TokenTerms(labels.cuda(), lse, dloss, None, None)
     dhidden = torch.zeros(256, 256, device="cuda")
-    FP8_GEMMS[layer](hidden.cuda(), weight.cuda()).backward_(
+    noisy(FP8_GEMMS[layer])(hidden.cuda(), weight.cuda()).backward_(
         slice(0, 32768), logits.cuda(), terms, 0, dhidden=dhidden, dweight=None, accumulate=False
     )
     assert abs(length_without_labels(dhidden.cpu(), logits, labels, weight) - 1) < 0.05
@@ -275,7 +286,7 @@ def test_an_fp8_output_layer_takes_the_memory_that_is_planned(save: bool, layer:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gemms = FP8_GEMMS[layer]
+        gemms = noisy(FP8_GEMMS[layer])
         loss = linear_cross_entropy(hidden, weight, labels, save_logits=save, gemms=gemms)
         loss.sum().backward()
         torch.cuda.synchronize()

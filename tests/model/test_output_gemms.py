@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from coatlm.fp8 import emit
 from coatlm.fp8.formats import E5M2
 from coatlm.fp8.gemm import matmul
 from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.stochastic import bits_ref
 from coatlm.model import logits_quantize
 from coatlm.model import output_gemms as module
 from coatlm.model.logits_quantize import TokenTerms
@@ -28,7 +28,14 @@ from coatlm.model.loss import (
     linear_cross_entropy,
 )
 from coatlm.model.loss_kernels import logits_grad_ref
-from coatlm.model.output_gemms import Fp8Gemms, Fp8GradientGemms, PlainGemms, output_gemms
+from coatlm.model.output_gemms import (
+    Fp8Gemms,
+    Fp8GradientGemms,
+    Fp8Output,
+    PlainGemms,
+    output_gemms,
+)
+from coatlm.model.rounding import GradientNoise
 from tests.distributed import run_ranks
 from tests.fp8.sm90 import access_bytes, launches_compiled
 from tests.model.accumulation import length_without_labels, tensor_core_gemm, zipf_tensors
@@ -36,7 +43,18 @@ from tests.model.accumulation import length_without_labels, tensor_core_gemm, zi
 S, B, H = 7, 3, 48  # 21 tokens: no multiple of 16
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 EMBEDDED = 2**-5  # with which logits of tied weights are below 10
-in_fp8 = partial(linear_cross_entropy, gemms=Fp8Gemms)
+CPU = torch.device("cpu")
+
+
+def noisy(make: Callable[..., Fp8GradientGemms] = Fp8Gemms) -> Fp8Output:
+    """GEMMs in FP8 that begin with the noise of `rounded_gradient`."""
+    made = Fp8Output(make)
+    GradientNoise({3: made}, seed=1, rank=0, device=CPU)
+    return made
+
+
+def in_fp8(*arguments: Any, **options: Any) -> Tensor:
+    return linear_cross_entropy(*arguments, gemms=noisy(), **options)
 
 
 def tensors(vocab: int) -> tuple[Tensor, ...]:
@@ -62,14 +80,35 @@ def rounded(x: Tensor, axis: int, dtype: torch.dtype = torch.float8_e4m3fn) -> T
     return ((x.float() / scale).to(dtype).float() * scale).double()
 
 
-def rounded_gradient(d: Tensor, bound: Tensor) -> Tensor:
-    """d as E5M2 holds it, with the power of two at or above bound / MAX as its one scale."""
+def rounded_gradient(
+    d: Tensor, bound: Tensor, chunk: int, *, first: int = 0, microbatch: int = 0
+) -> Tensor:
+    """d as E5M2 holds it, with the power of two at or above bound / MAX as its one scale.
+
+    x is rounded to sign(x) floor(|x| / u + r) u; all numbers have the three digits of normal ones.
+    `first` is the vocabulary entry of the first column.
+    """
     scale = (bound / MAX[torch.float8_e5m2]).log2().ceil().exp2()
-    return ((d / scale).float().to(torch.float8_e5m2).double() * scale).double()
+    noise = noisy().noise.noise[0].clone()
+    noise[3], key = microbatch, noise[1].item()
+    bits = []
+    for start in range(0, d.shape[1], chunk):
+        noise[1] = key + first + start
+        bits.append(bits_ref(noise, len(d), min(chunk, d.shape[1] - start)))
+    r = (torch.cat(bits, 1) + 0.5) / 2**16
+    x = d / scale
+    u = x.abs().clamp(min=2.0**-14).log2().floor().exp2() / 4
+    return x.sign() * (x.abs() / u + r).floor() * u * scale
 
 
 def expected(
-    vocab: int, chunk: int, z: float = 0.0, cap: float | None = None, *, forward: bool = True
+    vocab: int,
+    chunk: int,
+    z: float = 0.0,
+    cap: float | None = None,
+    *,
+    forward: bool = True,
+    microbatch: int = 0,
 ) -> list[Tensor]:
     """loss, dhidden, dweight by the formulas of loss.py and the table of output_gemms.py.
 
@@ -88,7 +127,8 @@ def expected(
     dloss = dloss.where(counts, 0.0)
     d *= dloss[:, None]
     d = d if cap is None else d * (1 - (logits / cap) ** 2)
-    d = rounded_gradient(d, (dloss.abs() * (1 + 2 * z * lse).abs().clamp(min=1)).max())
+    bound = (dloss.abs() * (1 + 2 * z * lse).abs().clamp(min=1)).max()
+    d = rounded_gradient(d, bound, chunk, microbatch=microbatch)
     dhidden, dweight = torch.zeros(S * B, H).double(), []
     for start in range(0, vocab, chunk):
         rows = slice(start, start + chunk)
@@ -121,7 +161,8 @@ def test_loss_and_gradients_are_those_of_operands_rounded_to_fp8(
 ) -> None:
     hidden, weight, labels, dloss = tensors(vocab)
     gemms = Fp8Gemms if forward else Fp8GradientGemms
-    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, gemms=gemms, **options)
+    made = noisy(gemms)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, gemms=made, **options)
     actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
     z, cap = options.get("z_loss", 0.0), options.get("cap")
     wanted = expected(vocab, chunk, z, cap, forward=forward)
@@ -166,6 +207,26 @@ def test_gradients_of_tokens_with_small_weights_are_not_rounded_to_zero() -> Non
         assert relative(actual[token] * 2.0**20, alone[token]) < 2**-8
 
 
+def test_codes_of_a_tokens_gradients_add_up_to_zero_on_average() -> None:
+    """As the gradients do; rounded to nearest, those of mispredicted labels become -1."""
+    tokens, vocab = 4096, 64
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(tokens, vocab, generator=generator)
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    terms = TokenTerms(labels, logits.logsumexp(1), torch.ones(tokens), None, None)
+    noise = noisy().noise.noise[0]
+    codes, _ = logits_quantize.quantize_logits_grad(
+        logits, terms, 0, noise, direct=True, transposed=False
+    )
+    exact = logits_grad_ref(logits, *terms.arguments(0))
+    nearest = E5M2.encode(exact / terms.scale).float() * terms.scale
+    sums, biased = codes.dequantize().double().sum(1), nearest.double().sum(1)
+    error = (sums.var() / tokens).sqrt()
+    assert exact.sum(1).abs().max() < 1e-5
+    assert sums.mean().abs() < 3 * error
+    assert biased.mean() < -4 * error
+
+
 @pytest.mark.parametrize("cap", [None, 4.0])
 @pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
 def test_kernel_of_quantized_gradients_compiles_for_sm90(
@@ -175,9 +236,10 @@ def test_kernel_of_quantized_gradients_compiles_for_sm90(
     logits = torch.empty(500, 160, device="meta", dtype=torch.bfloat16)
     labels = torch.empty(500, device="meta", dtype=torch.int64)
     terms = TokenTerms(labels, tokens, tokens, None if cap is None else tokens, cap)
+    noise = torch.empty(4, device="meta", dtype=torch.int32)
     with launches_compiled(emit) as made:
         direct, transposed = logits_quantize._launch(
-            logits, terms, 128, direct=sides[0], transposed=sides[1]
+            logits, terms, 128, noise, direct=sides[0], transposed=sides[1]
         )
     assert [None if x is None else list(x.shape) for x in (direct, transposed)] == [
         [500, 160] if sides[0] else None,
@@ -202,10 +264,13 @@ def test_saved_logits_give_the_bits_of_recomputed_ones() -> None:
 def test_weight_gradient_is_added_to_main_grad(dtype: torch.dtype) -> None:
     hidden, weight, labels, dloss = tensors(77)
     weight.main_grad = torch.zeros(weight.shape, dtype=dtype)
+    gemms = noisy()
     for _ in range(2):
-        in_fp8(hidden, weight, labels, chunk=24).backward(dloss)
+        linear_cross_entropy(hidden, weight, labels, chunk=24, gemms=gemms).backward(dloss)
     assert weight.grad is None
-    assert relative(weight.main_grad, 2 * expected(77, 24)[2]) < CLOSE
+    wanted = [expected(77, 24, microbatch=each)[2] for each in range(2)]
+    assert relative(weight.main_grad, wanted[0] + wanted[1]) < CLOSE
+    assert relative(2 * wanted[0], wanted[0] + wanted[1]) > 2 * CLOSE
 
 
 def test_the_weight_alone_or_the_hidden_state_alone_has_the_same_gradient() -> None:
@@ -263,7 +328,8 @@ def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(
     sections = {"model": model, "precision": {"recipe": recipe, "output_layer": layer}}
     config = make_config(sections)
     hidden = weight = torch.zeros(16, 16).bfloat16()
-    assert type(output_gemms(config.precision)(hidden, weight)) is gemms
+    made = output_gemms(config.precision)
+    assert isinstance(made, Fp8Output) and type(made(hidden, weight)) is gemms
 
 
 @pytest.mark.parametrize("fast", [[], ["forward", "dgrad", "wgrad"]])
@@ -282,6 +348,8 @@ def test_gemms_of_backward_never_accumulate_fast(
     monkeypatch.setattr(module, "matmul", watched)
     hidden, weight, labels, dloss = tensors(80)
     gemms = output_gemms(config.precision)
+    assert isinstance(gemms, Fp8Output)
+    GradientNoise({1: gemms}, seed=0, rank=0, device=CPU)
     linear_cross_entropy(hidden, weight, labels, gemms=gemms, save_logits=True).backward(dloss)
     assert calls == ([bool(fast)] if layer == "fp8" else []) + [False, False]
 
@@ -302,7 +370,7 @@ def test_improbable_entries_need_promoted_sums(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(module, "matmul", modeled)
         dhidden = torch.zeros(tokens, 32)
-        Fp8GradientGemms(hidden, weight).backward_(
+        noisy(Fp8GradientGemms)(hidden, weight).backward_(
             slice(0, vocab), logits, terms, 0, dhidden=dhidden, dweight=None, accumulate=False
         )
         return length_without_labels(dhidden, logits, labels, weight)
@@ -353,7 +421,8 @@ def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:
         wanted = expected(80, 40, forward=gemms is Fp8Gemms)
         rows = slice(rank * 40, rank * 40 + 40)
         shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
-        loss = linear_cross_entropy(hidden, shard, labels, group=group, gemms=gemms)
+        made = noisy(gemms)
+        loss = linear_cross_entropy(hidden, shard, labels, group=group, gemms=made)
         dhidden, dweight = torch.autograd.grad(loss, (hidden, shard), dloss)
         dhidden = dhidden.float()
         dist.all_reduce(dhidden)
@@ -372,7 +441,7 @@ def test_two_ranks_equal_one() -> None:
 @pytest.mark.parametrize("gemms", [Fp8Gemms, Fp8GradientGemms])
 def test_a_tied_weight_gets_both_gradients(gemms: Any) -> None:
     _, weight, labels, dloss = tensors(80)
-    ids, options = labels.clamp(min=0), {"chunk": 32, "gemms": gemms}
+    ids, options = labels.clamp(min=0), {"chunk": 32, "gemms": noisy(gemms)}
     linear_cross_entropy(F.embedding(ids, weight), weight, labels, **options).backward(dloss)
     plain = tensors(80)[1]
     cross_entropy_ref(F.embedding(ids, plain), plain, labels).backward(dloss)

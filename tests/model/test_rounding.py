@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from coatlm.config import ConfigError
 from coatlm.config.recipes import RECIPES, ROWS, Rounding
 from coatlm.model import flow_gemms
 from coatlm.model.coat_layer import flows_of
+from coatlm.model.output_gemms import output_gemms
 from coatlm.model.rounding import GradientNoise
 from coatlm.model.scales import GRADIENTS
 from coatlm.train.chunks import delayed_scales, gradient_noise
@@ -73,6 +74,28 @@ def test_every_gradient_of_every_layer_has_noise_of_its_own(megatron: None) -> N
     assert (keys[:, 2:] == torch.tensor([7, 0])).all()
     one, other = (GradientNoise({}, seed=seed, rank=0, device=CPU) for seed in (1, 2))
     assert (one.step, other.step, noise.step) == (0, 0, 8)
+
+
+def test_an_fp8_output_layer_has_noise_even_where_layers_round_to_the_nearest(
+    megatron: None,
+) -> None:
+    last = SimpleNamespace(post_process=True, decoder=SimpleNamespace(layers=[]))
+    first = SimpleNamespace(post_process=False, decoder=last.decoder)
+    groups: Any = SimpleNamespace(world=SimpleNamespace(rank=lambda: 0))
+    for output, modules, found in (
+        ("fp8-gradients", [first, last], True),
+        ("fp8", [last], True),
+        ("fp8", [first], False),
+        ("bf16", [last], False),
+    ):
+        c = run_config("coat", model={"layers": 3}, precision={"output_layer": output})
+        first.gemms = last.gemms = output_gemms(c.precision)
+        noise = gradient_noise(c, cast(Any, modules), groups)
+        assert (noise is not None) == found
+        if noise is not None:
+            behind = [4 * len(GRADIENTS) + i for i in range(len(GRADIENTS))]
+            assert noise.noise[:, :, 1].tolist() == [behind]
+            assert last.gemms.noise.noise.data_ptr() == noise.noise.data_ptr()
 
 
 def test_both_gemms_of_a_gradient_take_the_same_codes(

@@ -10,7 +10,17 @@ import pytest
 from coatlm.config import Config
 from coatlm.train.checkpoint import tensor_checksums
 from tests.train.test_delayed_scaling import FINAL, SIZES
-from tests.train.test_resume import metrics_of, run_config, start_jobs, step_five
+from tests.train.test_resume import LAYOUTS, metrics_of, run_config, start_jobs, step_five
+
+OUTPUT = {"recipe": "coat", "scaling": "delayed", "output_layer": "fp8-gradients"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> layout, precision
+    "single": ("single", {}),
+    "dp2": ("dp2", {}),
+    "tp2 sp": ("tp2 sp", {}),
+    "output layer": ("single", OUTPUT),  # where it alone has noise
+    "output layer, tp2 sp": ("tp2 sp", OUTPUT),
+    "output layer, pp2": ("pp2", OUTPUT),  # on one of the stages
+}
 
 
 def rounded_config(directory: Path, layout: str, **changes: Any) -> Config:
@@ -27,12 +37,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten straight steps and five from step 5, by layout; the same rounded to the nearest."""
     root = tmp_path_factory.mktemp("rounding")
     (root / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(6000)))
-    for size, layouts in {1: ("single",), 2: ("dp2", "tp2 sp")}.items():
+    for size in (1, 2):
         jobs = []
-        for layout in layouts:
-            jobs.append(rounded_config(root / layout, layout))
-            resume = {"checkpoint": {"resume": step_five(root / layout)}}
-            jobs.append(rounded_config(root / f"{layout} resumed", layout, **resume))
+        for name, (layout, precision) in CASES.items():
+            if LAYOUTS[layout][0] != size:
+                continue
+            changes = {"precision": precision} if precision else {}
+            jobs.append(rounded_config(root / name, layout, **changes))
+            changes["checkpoint"] = {"resume": step_five(root / name)}
+            jobs.append(rounded_config(root / f"{name} resumed", layout, **changes))
         if size == 1:
             nearest = {"recipe": "coat", "scaling": "delayed"}
             jobs.append(rounded_config(root / "nearest", "single", precision=nearest))
@@ -40,9 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("layout", ["single", "dp2", "tp2 sp"])
-def test_five_steps_and_five_more_equal_ten_bit_by_bit(runs: Path, layout: str) -> None:
-    straight, resumed = runs / layout, runs / f"{layout} resumed"
+@pytest.mark.parametrize("name", CASES)
+def test_five_steps_and_five_more_equal_ten_bit_by_bit(runs: Path, name: str) -> None:
+    straight, resumed = runs / name, runs / f"{name} resumed"
     later = [line for line in metrics_of(straight) if line["step"] > 5]
     assert len(later) == 6 and metrics_of(resumed) == later
     assert tensor_checksums(resumed / FINAL) == tensor_checksums(straight / FINAL)

@@ -19,11 +19,21 @@ import torch
 from torch import Tensor
 
 from coatlm.model.loss import default_chunk, linear_cross_entropy
-from coatlm.model.output_gemms import FP8_GEMMS, PlainGemms
+from coatlm.model.output_gemms import FP8_GEMMS, Fp8Output, MakeGemms, PlainGemms
+from coatlm.model.rounding import GradientNoise
 from tools.benchmarks.clock import milliseconds, release
 
 OPTIONS = ("tokens", "vocab", "sizes", "chunks")
-GEMMS = {"bf16": PlainGemms, **FP8_GEMMS}
+GEMMS = ("bf16", *FP8_GEMMS)
+
+
+def gemms_of(name: str, device: str | torch.device = "cuda") -> MakeGemms:
+    """The GEMMs of that name, in FP8 with noise as in a run."""
+    if name == "bf16":
+        return PlainGemms
+    made = Fp8Output(FP8_GEMMS[name])
+    GradientNoise({1: made}, seed=0, rank=0, device=torch.device(device))
+    return made
 
 
 def rows(options: dict[str, str]) -> list[str]:
@@ -50,7 +60,7 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     chunks = [int(size) or None for size in options.get("chunks", "0").split(",")]
     for name, save, chunk in itertools.product(GEMMS, (False, True), chunks):
-        layer = partial(linear_cross_entropy, gemms=GEMMS[name], save_logits=save, chunk=chunk)
+        layer = partial(linear_cross_entropy, gemms=gemms_of(name), save_logits=save, chunk=chunk)
 
         def forward(layer: Callable[..., Tensor] = layer) -> Tensor:
             return layer(hidden, weight, labels)

@@ -33,7 +33,6 @@ from coatlm.model.attention_backends import ORDER
 from coatlm.model.layer_time import TERA
 from coatlm.model.loss import linear_cross_entropy
 from coatlm.model.memory import GIB
-from coatlm.model.output_gemms import FP8_GEMMS, PlainGemms
 from coatlm.model.rates import Rates, load_rates, rates_of
 from coatlm.optim.adamw import AdamW
 from coatlm.optim.recipes import RECIPES
@@ -43,6 +42,7 @@ from tools.benchmarks import reduce
 from tools.benchmarks.clock import DEVICE, milliseconds, release, sustained
 from tools.benchmarks.layer_rates import FoundRates, RateValues, layers, recipes, rounded
 from tools.benchmarks.layer_stacks import groups
+from tools.benchmarks.output_layer import GEMMS, gemms_of
 
 OPTIONS = ("base", "seconds", "smoke")
 TOGETHER = "; "  # between the names of rows, which one process measures
@@ -194,7 +194,8 @@ def output(found: FoundRates, base: Rates, smoke: bool, deadline: float) -> Rate
     """TFLOP/s of the output layer with its loss and recomputed logits, by format and hidden."""
     tokens, vocab = (64, 256) if smoke else (8192, VOCAB)
     table: FoundRates = {}
-    for name, gemms in {"bf16": PlainGemms, **FP8_GEMMS}.items():
+    for name in GEMMS:
+        gemms = gemms_of(name, DEVICE)
         for size in (64,) if smoke else OUTPUT_HIDDEN:
             hidden = torch.randn(tokens, 1, size, device=DEVICE).bfloat16().requires_grad_()
             weight = (torch.randn(vocab, size, device=DEVICE) / size**0.5).bfloat16()
