@@ -70,9 +70,8 @@ def test_a_plan_begins_with_what_is_trained_in_which_formats() -> None:
     assert sentences(restarted, 8)[0].endswith(" own document, where positions begin at 0.")
     assert formats == (
         "Formats (preset fp8): layers have FP8 GEMMs and save norm inputs, gate and up in FP8 "
-        "(coat, delayed scales); the output layer has FP8 GEMMs in backward; weights and optimizer "
-        "states take 6.08 bytes per parameter (coat-lean); gradients are accumulated in fp32 and "
-        "summed over ranks in FP8 (fp8-a2a)."
+        "(coat, delayed scales); weights and optimizer states take 6.08 bytes per parameter "
+        "(coat-lean); gradients are accumulated in fp32 and summed over ranks in FP8 (fp8-a2a)."
     )
 
 
