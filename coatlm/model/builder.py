@@ -26,6 +26,7 @@ from coatlm.megatron import GPTModel, TransformerConfig, tensor_parallel
 from coatlm.model.coat_layer import CoatTransformerLayer
 from coatlm.model.embedding import Embedding
 from coatlm.model.loss import all_logits, largest_logits, linear_cross_entropy
+from coatlm.model.numerics import Probe
 from coatlm.model.output_gemms import output_gemms
 from coatlm.model.rotary import RotaryTables
 from coatlm.model.spec import block_spec
@@ -76,6 +77,7 @@ class Llama(GPTModel):
         self.save_logits = run.train.logits == "save"
         self.z_loss = run.train.z_loss
         self.gemms = output_gemms(run.precision)
+        self.probe: Probe | None = None  # of the logits
 
     def forward(
         self,
@@ -128,6 +130,7 @@ class Llama(GPTModel):
             z_loss=self.z_loss if self.training else 0.0,
             cap=self.logits_softcap,
             gemms=self.gemms,
+            observe=None if self.probe is None else self.probe.record_logits,
         )
         losses = losses.t().view(shape)
         if not predictions:

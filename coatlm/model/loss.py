@@ -26,7 +26,7 @@ Shapes: S tokens of a sample, B samples, T = S * B, H hidden, V rows of weight o
 Logits and dlogits are rounded to the dtype of hidden; everything per token is fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from coatlm.model.logits_quantize import TokenTerms
 from coatlm.model.loss_kernels import row_stats, row_stats_ref
 from coatlm.model.output_gemms import MakeGemms, OutputGemms, PlainGemms
 
+Observe = Callable[[Tensor, Tensor], None]  # of lse and of which tokens count
 IGNORE = -100  # this label has no loss and no gradient
 CHUNK_BYTES = 256 * 2**20  # a chunk has CHUNK_ROWS rows or this many bytes of logits, if more,
 CHUNK_ROWS = 16384  # but no more than LARGEST_CHUNK_BYTES of logits
@@ -111,6 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         cap: float | None,
         make_gemms: MakeGemms,
+        observe: Observe | None,
     ) -> Tensor:
         V = weight_VH.shape[0]
         ranks = 1 if group is None else group.size()
@@ -132,6 +134,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
         ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
         ctx.make_gemms = make_gemms
+        if observe is not None:
+            observe(lse_T, ~ignored)
         loss_T = lse_T - target_T
         if z_loss:
             loss_T += z_loss * lse_T.square()
@@ -165,7 +169,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gemms.end_backward_()
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
-        return dhidden_TH, dweight_VH, *[None] * 7
+        return dhidden_TH, dweight_VH, *[None] * 8
 
 
 def default_chunk(tokens: int, dtype: torch.dtype) -> int:
@@ -191,6 +195,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     cap: float | None = None,
     gemms: MakeGemms = PlainGemms,
+    observe: Observe | None = None,
 ) -> Tensor:
     """The loss per token in nats, fp32 [S, B]; differentiable in hidden and weight.
 
@@ -203,7 +208,8 @@ def linear_cross_entropy(
     other label outside it gives NaN, in loss and gradients (a check that raises would stall the
     GPU). `chunk` is the number of vocabulary rows per chunk, by default that of `default_chunk`.
     With `save_logits` and autograd, forward saves T * V logits for backward. z_loss is z, cap is c.
-    `gemms` are those of the output layer, in BF16 or FP8 (output_gemms.py).
+    `gemms` are those of the output layer, in BF16 or FP8 (output_gemms.py). `observe` is called
+    with lse and with whether the token has a loss, both [T].
 
     If `weight` has an attribute `main_grad`, its gradient is added there and autograd gets None:
     the hooks of the weight's accumulation node still run, and nothing is allocated. The flag
@@ -226,7 +232,16 @@ def linear_cross_entropy(
     hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
     save_logits = save_logits and torch.is_grad_enabled()
     loss_T = _LinearCrossEntropy.apply(
-        hidden_TH, weight_VH, labels_SB.reshape(-1), chunk, group, save_logits, z_loss, cap, gemms
+        hidden_TH,
+        weight_VH,
+        labels_SB.reshape(-1),
+        chunk,
+        group,
+        save_logits,
+        z_loss,
+        cap,
+        gemms,
+        observe,
     )
     return loss_T.view_as(labels_SB)
 

@@ -1,4 +1,4 @@
-"""Numerics of the layers in one step: error of each FP8 tensor, kurtosis of the residual stream.
+"""Numerics of one step: errors of FP8 tensors, kurtosis of the residual stream, size of logits.
 
 For a tensor x with codes c, which dequantize to d(c) = code * scale:
 
@@ -17,6 +17,10 @@ For a tensor x with codes c, which dequantize to d(c) = code * scale:
     kurtosis         mean over the tokens of H sum(x^4) / sum(x^2)^2, sums over the H channels:
                      3 for Gaussian channels, H if one channel has everything
 
+    logits           of the output layer, which has the number after the last layer's:
+    lse              mean over the tokens with a loss of log(sum(exp(logits))); amax is its largest
+                     magnitude
+
 x is the tensor before quantization. Fused kernels never write the outputs of norms and SwiGLU or
 the gradients of gate | up and q | k | v to memory, so the references recompute those in fp32, some
 rows at a time, from the operands that the kernel read.
@@ -29,7 +33,9 @@ data-parallel rank 0 is measured; with `sampled`, only SAMPLE rows of each tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -42,6 +48,8 @@ from coatlm.kernels.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.kernels.rope import join_qkv_rope_ref
 from coatlm.parallel.groups import Groups
 
+whole_run = logging.getLogger("coatlm.run")  # of rank 0 alone
+
 TENSORS = (
     *("norm1_saved", "qkv_input", "qkv_weight"),
     *("q_saved", "k_saved", "v_saved"),
@@ -49,10 +57,11 @@ TENSORS = (
     *("norm2_saved", "fc1_input", "fc1_weight", "gate_up_saved", "fc2_input", "fc2_weight"),
     *("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad"),
 )
-RESIDUAL = "residual"
-REPORTED = (RESIDUAL, *TENSORS)  # of a layer, in the order of the report
+RESIDUAL, LOGITS = "residual", "logits"
+REPORTED = (RESIDUAL, *TENSORS, LOGITS)  # of a layer, in the order of the report
 SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
 MOMENTS = ("tokens", "kurtosis")  # of RESIDUAL: tokens that are not all zero, sum of their kurtosis
+COARSE = 64.0  # from here on numbers of BF16, which logits are, are at least half a nat apart
 PIECE = 1 << 22  # elements at a time; temporaries take about 60 bytes per element, 0.25 GB
 SAMPLE, RUNS = 1024, 2  # rows of a tensor that are sampled, in this many runs of adjacent rows
 
@@ -70,7 +79,7 @@ class Probe:
     def __init__(self, *, sampled: bool = False, weights: bool = True) -> None:
         self.sampled, self.weights = sampled, weights
         self.amax: dict[str, Tensor] = {}  # fp32 []
-        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS], of RESIDUAL [MOMENTS]
+        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]; of RESIDUAL [MOMENTS], of LOGITS [2]
 
     @torch.no_grad()
     def record(self, name: str, source: Tensor | RowSource, quantized: QTensor) -> None:
@@ -83,6 +92,14 @@ class Probe:
         """Measure the layer's input x[..., H], if it is the first. Does not sync the device."""
         if RESIDUAL not in self.sums:
             self.amax[RESIDUAL], self.sums[RESIDUAL] = _moments(x.flatten(0, -2))
+
+    @torch.no_grad()
+    def record_logits(self, lse_T: Tensor, counts_T: Tensor) -> None:
+        """Measure log(sum(exp(logits))), fp32, of tokens that count, if it is the first call."""
+        if LOGITS not in self.sums:
+            lse_T = lse_T.where(counts_T, 0.0)
+            self.amax[LOGITS] = lse_T.abs().amax()
+            self.sums[LOGITS] = torch.stack((counts_T.sum().double(), lse_T.double().sum()))
 
 
 class Probed(Protocol):
@@ -101,8 +118,8 @@ def watched(
 ) -> Iterator[dict[int, Probe]]:
     """Attach a probe to each layer inside the context. Keys are layer numbers, from 1.
 
-    `flows`: FP8 layers, whose tensors are measured, but weights only with `weights`. `layers`:
-    those whose inputs are measured.
+    `flows`: FP8 layers, whose tensors are measured, but weights only with `weights`, and the output
+    layer. `layers`: those whose inputs are measured.
     """
     layers = layers or {}
     numbers = sorted({*flows, *layers})
@@ -131,7 +148,8 @@ def collect(
 ) -> tuple[Tensor, Tensor]:
     """amax fp32 [layers, REPORTED] and sums fp64 [layers, REPORTED, SUMS], reduced over the ranks.
 
-    All ranks of a model replica must call this; `layers` is the number of layers of the model.
+    All ranks of a model replica must call this; `layers` counts those of the model and the output
+    layer.
     """
     bits = torch.zeros(layers, len(REPORTED), dtype=torch.int32, device=device)
     sums = torch.zeros(layers, len(REPORTED), len(SUMS), dtype=torch.float64, device=device)
@@ -153,7 +171,7 @@ def report(amax: Tensor, sums: Tensor) -> list[NumericsRecord]:
     for number, (amax_of_layer, sums_of_layer) in enumerate(tables, start=1):
         for name, largest, values in zip(REPORTED, amax_of_layer, sums_of_layer, strict=True):
             if values[0]:  # elements or tokens
-                measures = _kurtosis(values) if name == RESIDUAL else _errors(values)
+                measures = MEASURES.get(name, _errors)(values)
                 records.append({"layer": number, "tensor": name, "amax": largest, **measures})
     return records
 
@@ -170,6 +188,25 @@ def _errors(values: list[float]) -> NumericsRecord:
 def _kurtosis(values: list[float]) -> NumericsRecord:
     total = dict(zip(MOMENTS, values, strict=False))
     return {"kurtosis": total["kurtosis"] / total["tokens"]}
+
+
+def _lse(values: list[float]) -> NumericsRecord:
+    return {"lse": values[1] / values[0]}
+
+
+MEASURES = {RESIDUAL: _kurtosis, LOGITS: _lse}  # of what has no codes
+
+
+def warn_of_logits(records: Iterable[NumericsRecord]) -> None:
+    """Warn if the logits of a report have become too large for the digits of BF16."""
+    for record in records:
+        if record["tensor"] == LOGITS and abs(lse := float(record["lse"])) >= COARSE:
+            whole_run.warning(
+                "log(sum(exp(logits))) is %.1f on average, and numbers of BF16 of that size are %g "
+                "apart: logits lose digits; train.z_loss=1e-4 keeps them small",
+                lse,
+                2.0 ** (math.frexp(lse)[1] - 8),
+            )
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> RowSource:

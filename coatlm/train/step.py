@@ -292,7 +292,9 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.observed = True
         try:
-            fp8 = flows_of(layers)
+            fp8: dict[int, numerics.Probed] = {**flows_of(layers)}
+            if layers and self.groups.last_stage:
+                fp8[self.config.model.layers + 1] = self.chunks[-1].module
             with numerics.watched(fp8, inputs, sampled=sampled, weights=exact) as probes:
                 yield probes
         finally:
@@ -308,8 +310,10 @@ class Trainer:
         """
         if self.groups.dp.rank():
             return []
-        layers, where = self.config.model.layers, device()
-        return numerics.report(*numerics.collect(probes, self.groups, layers=layers, device=where))
+        layers, where = self.config.model.layers + 1, device()
+        found = numerics.report(*numerics.collect(probes, self.groups, layers=layers, device=where))
+        numerics.warn_of_logits(found)
+        return found
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

@@ -18,7 +18,17 @@ from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from coatlm.kernels.rope import rope_tables
 from coatlm.model import numerics
 from coatlm.model.coat_layer import flows_of
-from coatlm.model.numerics import SUMS, TENSORS, Probe, RowSource, watched
+from coatlm.model.numerics import (
+    LOGITS,
+    REPORTED,
+    SUMS,
+    TENSORS,
+    Probe,
+    RowSource,
+    report,
+    warn_of_logits,
+    watched,
+)
 from tests.model.test_flow import build, run, run_config
 
 
@@ -147,6 +157,23 @@ def test_kurtosis_is_the_mean_over_tokens_whatever_their_size() -> None:
     assert moments(x)["kurtosis"] == pytest.approx(3, abs=0.03)
     x[:, 3] *= 1000
     assert moments(x)["kurtosis"] > 0.9 * len(x)
+
+
+def test_logits_are_those_of_the_tokens_with_a_loss_and_are_recorded_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    probe = Probe()
+    probe.record_logits(torch.tensor([70.0, 1e9, -74.0]), torch.tensor([True, False, True]))
+    probe.record_logits(torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    amax, sums = torch.zeros(1, len(REPORTED)), torch.zeros(1, len(REPORTED), len(SUMS)).double()
+    at = REPORTED.index(LOGITS)
+    amax[0, at], sums[0, at, :2] = probe.amax[LOGITS], probe.sums[LOGITS]
+    (line,) = report(amax, sums)
+    assert line == {"layer": 1, "tensor": LOGITS, "amax": 74.0, "lse": -2.0}
+    for lse, warned in ((-2.0, None), (63.9, None), (64.0, "0.5 apart"), (-130.0, "1 apart")):
+        caplog.clear()
+        warn_of_logits([{"layer": 1, "tensor": "residual", "amax": 1.0}, line | {"lse": lse}])
+        assert [warned in message for message in caplog.messages] == [True] * (warned is not None)
 
 
 def test_tokens_of_zeros_have_no_kurtosis_and_a_nan_is_reported() -> None:

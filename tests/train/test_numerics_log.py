@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from coatlm.commands.curves import read_run
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.fp8.formats import E4M3, E5M2
-from coatlm.model.numerics import RESIDUAL, TENSORS
+from coatlm.model.numerics import LOGITS, RESIDUAL, TENSORS
 from coatlm.train.guard import find, limits_of
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
@@ -94,7 +95,10 @@ def test_asking_changes_no_bit_of_the_training(runs: Path) -> None:
 def test_lines_come_on_the_steps_asked_for_once_a_layer_and_tensor(runs: Path) -> None:
     lines = [(line["step"], line["layer"], line["tensor"]) for line in numerics_of(runs / "asked")]
     tensors = [RESIDUAL, *(name for name in TENSORS if name not in ATTENDED)]
-    expected = [(s, layer, name) for s in (2, 4) for layer in (1, 2, 3, 4) for name in tensors]
+    expected: list[tuple[int, int, str]] = []
+    for s in (2, 4):
+        expected += [(s, layer, name) for layer in (1, 2, 3, 4) for name in tensors]
+        expected.append((s, 5, LOGITS))
     assert lines == expected
 
 
@@ -103,15 +107,15 @@ def test_a_tensor_is_looked_at_where_its_recipe_keeps_it(runs: Path) -> None:
         recipe: {tensor for _, tensor in by_tensor(runs / recipe, 2)}
         for recipe in ("fp8-linear", "coat-lean")
     }
-    assert seen["coat-lean"] == {RESIDUAL, *TENSORS}
-    assert seen["fp8-linear"] == {RESIDUAL, *TENSORS} - set(KEPT)
+    assert seen["coat-lean"] == {RESIDUAL, *TENSORS, LOGITS}
+    assert seen["fp8-linear"] == {RESIDUAL, *TENSORS, LOGITS} - set(KEPT)
 
 
 def test_layers_in_bf16_have_the_residual_stream_alone_and_others_their_own_numbers(
     runs: Path,
 ) -> None:
     lines = by_tensor(runs / "ends in bf16", 2)
-    assert {layer for layer, tensor in lines if tensor != RESIDUAL} == {2}
+    assert {layer for layer, tensor in lines if tensor not in (RESIDUAL, LOGITS)} == {2}
     assert {layer for layer, tensor in lines if tensor == RESIDUAL} == {1, 2, 3, 4}
 
 
@@ -120,6 +124,14 @@ def test_the_residual_stream_of_the_first_layer_is_the_embedding(runs: Path) -> 
     line = by_tensor(runs / "first", 1)[1, RESIDUAL]
     assert line["kurtosis"] == pytest.approx(3 * 128 / 130, rel=0.02)
     assert 3 * 0.02 < line["amax"] < 6 * 0.02
+
+
+def test_logits_of_the_first_step_sum_up_to_the_loss_of_the_smallest_logits(runs: Path) -> None:
+    """Initial weights give logits near 0, and exp(0) for each of the 384 entries."""
+    line = by_tensor(runs / "first", 1)[5, LOGITS]
+    assert line.keys() == {"step", "layer", "tensor", "amax", "lse"}
+    assert line["lse"] == pytest.approx(math.log(384), rel=0.02)
+    assert line["lse"] < line["amax"] < 1.05 * line["lse"]
 
 
 def test_recomputation_counts_nothing_twice(runs: Path) -> None:
@@ -132,7 +144,7 @@ def test_errors_are_those_of_rounding(runs: Path, recipe: str) -> None:
     that is not what the kernel quantized would be off by the whole.
     """
     for (_, tensor), line in by_tensor(runs / recipe, 4).items():
-        if tensor == RESIDUAL:
+        if tensor in (RESIDUAL, LOGITS):
             continue
         fmt = E5M2 if tensor.endswith("_grad") else E4M3
         assert fmt.eps / 8 < line["relative_error"] < fmt.eps / 2, line
@@ -148,7 +160,7 @@ def test_the_guard_finds_nothing_in_usual_tensors(runs: Path, recipe: str) -> No
 
 def same_sums(line: Line) -> Line:
     """A line whose numbers equal those that differ only in the order of fp64 sums."""
-    names = [name for name in (*MEASURES, "kurtosis") if name in line]
+    names = [name for name in (*MEASURES, "kurtosis", "lse") if name in line]
     return line | {name: pytest.approx(line[name], rel=1e-9) for name in names}
 
 
@@ -182,6 +194,10 @@ def test_two_ranks_lose_what_one_does(runs: Path, layout: str) -> None:
         if key[1] == RESIDUAL:  # BF16 sums in another order
             assert actual["kurtosis"] == pytest.approx(expected["kurtosis"], rel=1e-3), key
             assert actual["amax"] == pytest.approx(expected["amax"], rel=0.02), key
+            continue
+        if key[1] == LOGITS:
+            assert actual["lse"] == pytest.approx(expected["lse"], rel=1e-3)
+            assert actual["amax"] == pytest.approx(expected["amax"], rel=1e-2)
             continue
         error = pytest.approx(expected["relative_error"], rel=0.2 if backward else 0.06)
         assert actual["relative_error"] == error, key
