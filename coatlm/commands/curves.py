@@ -28,7 +28,7 @@ ACTIVATIONS = (
     "underflow",
     "amax",
     "kurtosis",
-    "lse",
+    "mean",
 )  # keys of numerics.jsonl
 Curve = dict[int, float]  # step -> value; NaN for a value that was not finite
 
@@ -96,7 +96,7 @@ PANELS = [
     Panel("activations", "share stored as zero", {"numerics.underflow": ""}),
     Panel("activations", "largest magnitude", {"numerics.amax": ""}, log=True),
     Panel("activations", "kurtosis, worst layer", {"numerics.kurtosis": ""}, log=True),
-    Panel("activations", "log(sum(exp(logits)))", {"numerics.lse": ""}),
+    Panel("activations", "log(sum(exp(logits)))", {"numerics.mean": ""}),
 ]
 TASKS = "tasks"  # a group with a panel per metric that a run has logged
 GROUPS = ("loss", *dict.fromkeys(panel.group for panel in PANELS), TASKS)

@@ -13,8 +13,9 @@ Everything that the runs have logged is plotted, in groups of panels that --only
     throughput   tokens per second per GPU
     states       from states.jsonl: EDQ over the update, errors of the moments m and v, the exponent
                  k of dynamic range expansion, shares of codes at the largest value and at zero
-    activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, and amax
-                 and kurtosis of the residual stream, for each tensor of the worst layer; with
+    activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, amax and
+                 kurtosis of the residual stream, log(sum(exp(logits))), for each tensor of the
+                 worst layer; with
                  several runs of the worst tensor
     tasks        the metrics of eval.tasks
 

@@ -239,7 +239,7 @@ class Precision(Section):
     """How gradients that enter a GEMM are rounded to codes: to the nearest, or up or down at random
     so that the expected code is the gradient, with twice the mean square error. stochastic depends
     on run.seed and on the layout, and needs a recipe whose gradients have one power-of-two scale
-    per tensor."""
+    per tensor. This is of layers: in an FP8 output layer rounding is always stochastic."""
 
     scaling: Literal["current", "delayed"] = "current"
     """How gradients that enter a GEMM are scaled: by their own amax, or by the largest amax of the

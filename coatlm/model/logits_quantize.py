@@ -12,12 +12,14 @@ E5M2 represents gradients down to 2^-31 of B, so a row or a column of small grad
 of its own, and no pass over the gradients has to find amaxes.
 
 Rounding is stochastic (fp8/stochastic.py). The softmax does not change if all logits of a token
-grow alike, and so its gradients add up to zero: sum_v d_v = 0. Rounded to the nearest code they do
-not. The label's gradient -(1 - p) becomes -1 wherever p < 1/16, and the sum is negative on average.
-As the loss does not depend on it, nothing opposes this force: it moves all rows of the weight along
-the mean hidden state, step after step, and lse grows until the digits of BF16 logits no longer
-reach the differences between entries. The mean of stochastic codes is the gradient, and their
-sum has no direction. (docs/results/convergence.md has both in training.)
+grow alike, and so, without z-loss and soft cap, its gradients add up to zero: sum_v d_v = 0.
+Rounded to the nearest code they do not. Labels that the model does not expect all have nearly the
+gradient -dloss and therefore one code, whose error depends on dloss / S: where dloss is a power of
+two, it is -dloss for each p < 1/16. The mean error has one sign in all steps. As the loss does not
+depend on a shift of all logits, nothing opposes this force: it moves all rows of the weight along
+the mean hidden state, step after step, and lse drifts until the digits of BF16 logits no longer
+reach the differences between entries. The mean of stochastic codes is the gradient, and their sum
+has no direction. (docs/results/convergence.md has both in training.)
 
 Shapes: T tokens, C vocabulary entries of a chunk; C' and T' are rounded up to multiples of 16, as
 GEMMs need it of a summed axis. Codes beyond T are zero. A column beyond C has a code only where a

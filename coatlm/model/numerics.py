@@ -17,9 +17,10 @@ For a tensor x with codes c, which dequantize to d(c) = code * scale:
     kurtosis         mean over the tokens of H sum(x^4) / sum(x^2)^2, sums over the H channels:
                      3 for Gaussian channels, H if one channel has everything
 
-    logits           of the output layer, which has the number after the last layer's:
-    lse              mean over the tokens with a loss of log(sum(exp(logits))); amax is its largest
-                     magnitude
+    lse              of the output layer, which has the number after the last layer's, x [tokens]:
+                     log(sum(exp(logits))) of the tokens with a loss; its amax and its
+
+    mean             over the tokens
 
 x is the tensor before quantization. Fused kernels never write the outputs of norms and SwiGLU or
 the gradients of gate | up and q | k | v to memory, so the references recompute those in fp32, some
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -57,11 +58,11 @@ TENSORS = (
     *("norm2_saved", "fc1_input", "fc1_weight", "gate_up_saved", "fc2_input", "fc2_weight"),
     *("fc2_grad", "fc1_grad", "proj_grad", "qkv_grad"),
 )
-RESIDUAL, LOGITS = "residual", "logits"
-REPORTED = (RESIDUAL, *TENSORS, LOGITS)  # of a layer, in the order of the report
+RESIDUAL, LSE = "residual", "lse"
+REPORTED = (RESIDUAL, *TENSORS, LSE)  # of a layer, in the order of the report
 SUMS = ("elements", "saturated", "nonzero", "zeroed", "error", "size")
 MOMENTS = ("tokens", "kurtosis")  # of RESIDUAL: tokens that are not all zero, sum of their kurtosis
-COARSE = 64.0  # from here on numbers of BF16, which logits are, are at least half a nat apart
+COARSE = 32.0  # from here on numbers of BF16, which logits are, are a quarter of a nat apart
 PIECE = 1 << 22  # elements at a time; temporaries take about 60 bytes per element, 0.25 GB
 SAMPLE, RUNS = 1024, 2  # rows of a tensor that are sampled, in this many runs of adjacent rows
 
@@ -79,7 +80,7 @@ class Probe:
     def __init__(self, *, sampled: bool = False, weights: bool = True) -> None:
         self.sampled, self.weights = sampled, weights
         self.amax: dict[str, Tensor] = {}  # fp32 []
-        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]; of RESIDUAL [MOMENTS], of LOGITS [2]
+        self.sums: dict[str, Tensor] = {}  # fp64 [SUMS]; of RESIDUAL [MOMENTS], of LSE [2]
 
     @torch.no_grad()
     def record(self, name: str, source: Tensor | RowSource, quantized: QTensor) -> None:
@@ -96,10 +97,10 @@ class Probe:
     @torch.no_grad()
     def record_logits(self, lse_T: Tensor, counts_T: Tensor) -> None:
         """Measure log(sum(exp(logits))), fp32, of tokens that count, if it is the first call."""
-        if LOGITS not in self.sums:
+        if LSE not in self.sums:
             lse_T = lse_T.where(counts_T, 0.0)
-            self.amax[LOGITS] = lse_T.abs().amax()
-            self.sums[LOGITS] = torch.stack((counts_T.sum().double(), lse_T.double().sum()))
+            self.amax[LSE] = lse_T.abs().amax()
+            self.sums[LSE] = torch.stack((counts_T.sum().double(), lse_T.double().sum()))
 
 
 class Probed(Protocol):
@@ -190,23 +191,32 @@ def _kurtosis(values: list[float]) -> NumericsRecord:
     return {"kurtosis": total["kurtosis"] / total["tokens"]}
 
 
-def _lse(values: list[float]) -> NumericsRecord:
-    return {"lse": values[1] / values[0]}
+def _mean(values: list[float]) -> NumericsRecord:
+    return {"mean": values[1] / values[0]}
 
 
-MEASURES = {RESIDUAL: _kurtosis, LOGITS: _lse}  # of what has no codes
+MEASURES = {RESIDUAL: _kurtosis, LSE: _mean}  # of what has no codes
 
 
-def warn_of_logits(records: Iterable[NumericsRecord]) -> None:
-    """Warn if the logits of a report have become too large for the digits of BF16."""
-    for record in records:
-        if record["tensor"] == LOGITS and abs(lse := float(record["lse"])) >= COARSE:
-            whole_run.warning(
-                "log(sum(exp(logits))) is %.1f on average, and numbers of BF16 of that size are %g "
-                "apart: logits lose digits; train.z_loss=1e-4 keeps them small",
-                lse,
-                2.0 ** (math.frexp(lse)[1] - 8),
-            )
+class LogitsWatch:
+    """Warns when the logits become too large for the digits of BF16: at each power of two once."""
+
+    def __init__(self) -> None:
+        self.limit = COARSE
+
+    def observe(self, records: list[NumericsRecord]) -> list[NumericsRecord]:
+        """Look at a report, and return it."""
+        for record in records:
+            if record["tensor"] == LSE and abs(mean := float(record["mean"])) >= self.limit:
+                exponent = math.frexp(mean)[1]
+                self.limit = 2.0**exponent
+                whole_run.warning(
+                    "log(sum(exp(logits))) is %.1f on average, and numbers of BF16 of that size "
+                    "are %g apart: logits lose digits (docs/guides/troubleshooting.md)",
+                    mean,
+                    2.0 ** (exponent - 8),
+                )
+        return records
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> RowSource:

@@ -39,7 +39,7 @@ class LayerNoise:
 
 
 class Rounded(Protocol):
-    """A layer that takes the noise of its gradients from `noise`; None rounds to nearest."""
+    """A layer that takes the noise of its gradients from `noise`; None of layers: to nearest."""
 
     noise: LayerNoise | None
 

@@ -13,7 +13,7 @@
                     limit action (train.guard)
     states.jsonl    with log.states_every, the rounding errors of stored weights and moments: step
                     and the values of optim.edq.to_metrics
-    numerics.jsonl  with log.numerics_every, the quantization errors in the layers: step and the
+    numerics.jsonl  with log.numerics_every, quantization errors, kurtosis and lse: step and the
                     values of model.numerics.report, one line per layer and tensor
     tb/             with log.tensorboard, the records of metrics.jsonl as TensorBoard events; a
                     finding is the value of guard_layerN_TENSOR_MEASURE; log.wandb_project sends the

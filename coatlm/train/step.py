@@ -99,6 +99,7 @@ class Trainer:
             self.step_graph = StepGraph(self.chunks[0], groups.control)
         self.scales = delayed_scales(config, modules, groups)
         self.noise = gradient_noise(config, modules, groups)
+        self.logits = numerics.LogitsWatch()
         self.guard = make_guard(
             config,
             vocab,
@@ -283,7 +284,7 @@ class Trainer:
     def watch_numerics(self, *, sampled: bool = False) -> Iterator[dict[int, numerics.Probe]]:
         """Probe the layers of this rank in a step; no probes where dp > 0.
 
-        `sampled`: only FP8 tensors, and only some rows. Weights that were gathered as codes have no
+        `sampled`: no residual stream, only some rows. Weights that were gathered as codes have no
         error left to measure. With CUDA graphs the first microbatch, or step, is eager everywhere.
         """
         exact = self.config.parallel.weight_gather != "fp8" or self.groups.dp_cp.size() == 1
@@ -311,9 +312,8 @@ class Trainer:
         if self.groups.dp.rank():
             return []
         layers, where = self.config.model.layers + 1, device()
-        found = numerics.report(*numerics.collect(probes, self.groups, layers=layers, device=where))
-        numerics.warn_of_logits(found)
-        return found
+        found = numerics.collect(probes, self.groups, layers=layers, device=where)
+        return self.logits.observe(numerics.report(*found))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

@@ -85,7 +85,7 @@ def fall_back_both_ways(rank: int, size: int, ways: dict[str, str]) -> list[list
             if number == SEEN:
                 with trainer.watch_numerics(sampled=True) as probes:
                     loss, norm = trainer.train_step(placed, lr=1e-3)
-                assert {r["layer"] for r in trainer.measure_numerics(probes)} == {1, 2}
+                assert {r["layer"] for r in trainer.measure_numerics(probes)} == {1, 2, 3}
             else:
                 loss, norm = trainer.train_step(placed, lr=1e-3)
             if number == FALLEN - 1:

@@ -19,14 +19,14 @@ from coatlm.kernels.rope import rope_tables
 from coatlm.model import numerics
 from coatlm.model.coat_layer import flows_of
 from coatlm.model.numerics import (
-    LOGITS,
+    LSE,
     REPORTED,
     SUMS,
     TENSORS,
+    LogitsWatch,
     Probe,
     RowSource,
     report,
-    warn_of_logits,
     watched,
 )
 from tests.model.test_flow import build, run, run_config
@@ -166,13 +166,18 @@ def test_logits_are_those_of_the_tokens_with_a_loss_and_are_recorded_once(
     probe.record_logits(torch.tensor([70.0, 1e9, -74.0]), torch.tensor([True, False, True]))
     probe.record_logits(torch.zeros(2), torch.ones(2, dtype=torch.bool))
     amax, sums = torch.zeros(1, len(REPORTED)), torch.zeros(1, len(REPORTED), len(SUMS)).double()
-    at = REPORTED.index(LOGITS)
-    amax[0, at], sums[0, at, :2] = probe.amax[LOGITS], probe.sums[LOGITS]
+    at = REPORTED.index(LSE)
+    amax[0, at], sums[0, at, :2] = probe.amax[LSE], probe.sums[LSE]
     (line,) = report(amax, sums)
-    assert line == {"layer": 1, "tensor": LOGITS, "amax": 74.0, "lse": -2.0}
-    for lse, warned in ((-2.0, None), (63.9, None), (64.0, "0.5 apart"), (-130.0, "1 apart")):
+    assert line == {"layer": 1, "tensor": LSE, "amax": 74.0, "mean": -2.0}
+    watch = LogitsWatch()
+    for mean, warned in (
+        *((-2.0, None), (31.9, None), (32.0, "0.25 apart"), (60.0, None)),
+        *((-70.0, "0.5 apart"), (100.0, None), (600.0, "4 apart"), (1000.0, None)),
+    ):
         caplog.clear()
-        warn_of_logits([{"layer": 1, "tensor": "residual", "amax": 1.0}, line | {"lse": lse}])
+        records = [{"layer": 1, "tensor": "residual", "amax": 1e3}, line | {"mean": mean}]
+        assert watch.observe(records) is records
         assert [warned in message for message in caplog.messages] == [True] * (warned is not None)
 
 

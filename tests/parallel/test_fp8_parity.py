@@ -30,7 +30,7 @@ OUTPUT_RELATIVE = (3e-3, 4e-2)
 # E4M3 rounds the other rank's partial sums by 0.027 of them, on average, BF16 by 0.002. Measured
 # are 6.3e-4 for losses and 3.9e-3 for norms; the limits are about three times that.
 SUMS_RELATIVE = (2e-3, 1e-2)
-# in these every FP8 number is that of one process
+# in these every FP8 number of a layer is that of one process
 SAME_TOKENS = ("pp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "pp2 vpp2")
 
 

@@ -12,7 +12,7 @@ import pytest
 from coatlm.commands.curves import read_run
 from coatlm.config import Config, ConfigError, make_config
 from coatlm.fp8.formats import E4M3, E5M2
-from coatlm.model.numerics import LOGITS, RESIDUAL, TENSORS
+from coatlm.model.numerics import LSE, RESIDUAL, TENSORS
 from coatlm.train.guard import find, limits_of
 from tests.distributed import run_ranks
 from tests.train.test_resume import MODEL, metrics_of, run_config, start_jobs
@@ -66,6 +66,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         numerics_config(
             root / "ends in bf16", "single", precision={"recipe": "coat", "bf16_layers": [1, 2]}
         ),
+        numerics_config(
+            root / "output layer",
+            "single",
+            precision={"recipe": "bf16", "output_layer": "fp8-gradients"},
+        ),
         numerics_config(root / "first", "single", every=1, train={"steps": 1}),
     ]
     start_jobs(1, jobs)
@@ -98,7 +103,7 @@ def test_lines_come_on_the_steps_asked_for_once_a_layer_and_tensor(runs: Path) -
     expected: list[tuple[int, int, str]] = []
     for s in (2, 4):
         expected += [(s, layer, name) for layer in (1, 2, 3, 4) for name in tensors]
-        expected.append((s, 5, LOGITS))
+        expected.append((s, 5, LSE))
     assert lines == expected
 
 
@@ -107,15 +112,15 @@ def test_a_tensor_is_looked_at_where_its_recipe_keeps_it(runs: Path) -> None:
         recipe: {tensor for _, tensor in by_tensor(runs / recipe, 2)}
         for recipe in ("fp8-linear", "coat-lean")
     }
-    assert seen["coat-lean"] == {RESIDUAL, *TENSORS, LOGITS}
-    assert seen["fp8-linear"] == {RESIDUAL, *TENSORS, LOGITS} - set(KEPT)
+    assert seen["coat-lean"] == {RESIDUAL, *TENSORS, LSE}
+    assert seen["fp8-linear"] == {RESIDUAL, *TENSORS, LSE} - set(KEPT)
 
 
 def test_layers_in_bf16_have_the_residual_stream_alone_and_others_their_own_numbers(
     runs: Path,
 ) -> None:
     lines = by_tensor(runs / "ends in bf16", 2)
-    assert {layer for layer, tensor in lines if tensor not in (RESIDUAL, LOGITS)} == {2}
+    assert {layer for layer, tensor in lines if tensor not in (RESIDUAL, LSE)} == {2}
     assert {layer for layer, tensor in lines if tensor == RESIDUAL} == {1, 2, 3, 4}
 
 
@@ -126,12 +131,17 @@ def test_the_residual_stream_of_the_first_layer_is_the_embedding(runs: Path) -> 
     assert 3 * 0.02 < line["amax"] < 6 * 0.02
 
 
-def test_logits_of_the_first_step_sum_up_to_the_loss_of_the_smallest_logits(runs: Path) -> None:
+def test_lse_of_the_first_step_is_that_of_logits_near_zero(runs: Path) -> None:
     """Initial weights give logits near 0, and exp(0) for each of the 384 entries."""
-    line = by_tensor(runs / "first", 1)[5, LOGITS]
-    assert line.keys() == {"step", "layer", "tensor", "amax", "lse"}
-    assert line["lse"] == pytest.approx(math.log(384), rel=0.02)
-    assert line["lse"] < line["amax"] < 1.05 * line["lse"]
+    line = by_tensor(runs / "first", 1)[5, LSE]
+    assert line.keys() == {"step", "layer", "tensor", "amax", "mean"}
+    assert line["mean"] == pytest.approx(math.log(384), rel=0.02)
+    assert line["mean"] < line["amax"] < 1.05 * line["mean"]
+
+
+def test_an_fp8_output_layer_alone_is_measured_too(runs: Path) -> None:
+    lines = by_tensor(runs / "output layer", 2)
+    assert set(lines) == {(5, LSE), *((layer, RESIDUAL) for layer in (1, 2, 3, 4))}
 
 
 def test_recomputation_counts_nothing_twice(runs: Path) -> None:
@@ -144,7 +154,7 @@ def test_errors_are_those_of_rounding(runs: Path, recipe: str) -> None:
     that is not what the kernel quantized would be off by the whole.
     """
     for (_, tensor), line in by_tensor(runs / recipe, 4).items():
-        if tensor in (RESIDUAL, LOGITS):
+        if tensor in (RESIDUAL, LSE):
             continue
         fmt = E5M2 if tensor.endswith("_grad") else E4M3
         assert fmt.eps / 8 < line["relative_error"] < fmt.eps / 2, line
@@ -160,7 +170,7 @@ def test_the_guard_finds_nothing_in_usual_tensors(runs: Path, recipe: str) -> No
 
 def same_sums(line: Line) -> Line:
     """A line whose numbers equal those that differ only in the order of fp64 sums."""
-    names = [name for name in (*MEASURES, "kurtosis", "lse") if name in line]
+    names = [name for name in (*MEASURES, "kurtosis", "mean") if name in line]
     return line | {name: pytest.approx(line[name], rel=1e-9) for name in names}
 
 
@@ -195,8 +205,8 @@ def test_two_ranks_lose_what_one_does(runs: Path, layout: str) -> None:
             assert actual["kurtosis"] == pytest.approx(expected["kurtosis"], rel=1e-3), key
             assert actual["amax"] == pytest.approx(expected["amax"], rel=0.02), key
             continue
-        if key[1] == LOGITS:
-            assert actual["lse"] == pytest.approx(expected["lse"], rel=1e-3)
+        if key[1] == LSE:
+            assert actual["mean"] == pytest.approx(expected["mean"], rel=1e-3)
             assert actual["amax"] == pytest.approx(expected["amax"], rel=1e-2)
             continue
         error = pytest.approx(expected["relative_error"], rel=0.2 if backward else 0.06)
@@ -250,10 +260,12 @@ def test_an_outlier_in_a_weight_shows_as_underflow_of_that_weight(tmp_path: Path
             assert other == line
 
 
-def test_numerics_are_for_fp8_layers(tmp_path: Path) -> None:
-    expected = r"log\.numerics_every=2 must be 0 with precision\.recipe=bf16: .*fp8-linear \| coat"
+def test_numerics_are_for_fp8_layers_or_an_fp8_output_layer(tmp_path: Path) -> None:
+    expected = r"log\.numerics_every=2 must be 0 with precision\.recipe=bf16 .*fp8-linear \| coat"
     with pytest.raises(ConfigError, match=expected):
         numerics_config(tmp_path, "single", "bf16")
+    precision = {"recipe": "bf16", "output_layer": "fp8-gradients"}
+    assert numerics_config(tmp_path, "single", precision=precision).log.numerics_every == 2
 
 
 def test_plot_run_draws_a_curve_for_each_tensor(runs: Path) -> None:
