@@ -15,8 +15,7 @@ Everything that the runs have logged is plotted, in groups of panels that --only
                  k of dynamic range expansion, shares of codes at the largest value and at zero
     activations  from numerics.jsonl: error, saturation, underflow and amax of FP8 tensors, amax and
                  kurtosis of the residual stream, log(sum(exp(logits))), for each tensor of the
-                 worst layer; with
-                 several runs of the worst tensor
+                 worst layer; with several runs of the worst tensor
     tasks        the metrics of eval.tasks
 
 Runs are named after their directories. --attempts adds earlier attempts of the runs (`attempts/`).

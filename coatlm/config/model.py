@@ -191,6 +191,11 @@ class Model(Section):
         """The elements of a head that rotary embeddings rotate."""
         return int(self.size_per_head * self.partial_rotary_factor)
 
+    @property
+    def output_number(self) -> int:
+        """The number of the output layer, which follows that of the last layer."""
+        return self.layers + 1
+
     def window_of(self, layer: int) -> int | None:
         """The tokens that a token of a layer, numbered from 0, attends to; None means all."""
         return self.window.size if self.window and self.window.covers(layer) else None

@@ -133,15 +133,12 @@ def quantize_logits_grad(
     chunk has numbers of its own.
     """
     noise = noise.clone()
-    noise[1] += first
+    noise[1].add_(first)
     beyond = padded_rows(logits_TC.shape[1]) - logits_TC.shape[1]
     if beyond:  # gradient 0, but for a label of the next chunk, which zeros of weight^T cancel
         logits_TC = F.pad(logits_TC, (0, beyond), value=float("-inf"))
-    if not logits_TC.is_cuda:
-        return quantize_logits_grad_ref(
-            logits_TC, terms, first, noise, direct=direct, transposed=transposed
-        )
-    return _launch(logits_TC, terms, first, noise, direct=direct, transposed=transposed)
+    quantize = _launch if logits_TC.is_cuda else quantize_logits_grad_ref
+    return quantize(logits_TC, terms, first, noise, direct=direct, transposed=transposed)
 
 
 def _launch(

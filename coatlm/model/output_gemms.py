@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -221,7 +221,8 @@ class Fp8Output:
     """Makes the GEMMs of an FP8 output layer; they share its noise, which `GradientNoise` sets."""
 
     def __init__(self, make: Callable[..., Fp8GradientGemms]) -> None:
-        self.make, self.noise = make, cast(LayerNoise | None, None)
+        self.make = make
+        self.noise: LayerNoise | None = None
 
     def __call__(self, hidden_TH: Tensor, weight_VH: Tensor) -> OutputGemms:
         return self.make(hidden_TH, weight_VH, noise=self.noise)

@@ -145,7 +145,7 @@ def gradient_noise(
         layers.update(flows_of(layer for module in modules for layer in module.decoder.layers))
     for module in modules:
         if module.post_process and isinstance(module.gemms, Fp8Output):
-            layers[config.model.layers + 1] = module.gemms
+            layers[config.model.output_number] = module.gemms
     if not layers:
         return None
     rank = groups.world.rank()

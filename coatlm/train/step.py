@@ -293,10 +293,10 @@ class Trainer:
         if self.graphs is not None:
             self.graphs.observed = True
         try:
-            fp8: dict[int, numerics.Probed] = {**flows_of(layers)}
+            probed: dict[int, numerics.Probed] = {**flows_of(layers)}
             if layers and self.groups.last_stage:
-                fp8[self.config.model.layers + 1] = self.chunks[-1].module
-            with numerics.watched(fp8, inputs, sampled=sampled, weights=exact) as probes:
+                probed[self.config.model.output_number] = self.chunks[-1].module
+            with numerics.watched(probed, inputs, sampled=sampled, weights=exact) as probes:
                 yield probes
         finally:
             if self.graphs is not None:
@@ -311,7 +311,7 @@ class Trainer:
         """
         if self.groups.dp.rank():
             return []
-        layers, where = self.config.model.layers + 1, device()
+        layers, where = self.config.model.output_number, device()
         found = numerics.collect(probes, self.groups, layers=layers, device=where)
         return self.logits.observe(numerics.report(*found))
 

@@ -21,9 +21,9 @@ from coatlm.model.loss import (
     linear_cross_entropy,
 )
 from coatlm.model.memory import loss_bytes
-from coatlm.model.output_gemms import FP8_GEMMS, Fp8Gemms, Fp8Output
-from coatlm.model.rounding import GradientNoise
+from coatlm.model.output_gemms import FP8_GEMMS, Fp8Gemms
 from tests.model.accumulation import length_without_labels, zipf_tensors
+from tests.model.test_output_gemms import noisy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,13 +42,6 @@ def tensors(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[T
     labels = torch.randint(vocab, (tokens // 2, 2), device="cuda")
     labels.view(-1)[::10] = -100
     return x, weight, labels, torch.randn(tokens // 2, 2, device="cuda")
-
-
-def noisy(make: Any, device: str = "cuda") -> Fp8Output:
-    """GEMMs in FP8 with the same noise at each call."""
-    made = Fp8Output(make)
-    GradientNoise({3: made}, seed=1, rank=0, device=torch.device(device))
-    return made
 
 
 def definition(*arguments: Tensor) -> tuple[Tensor, ...]:
@@ -249,7 +242,7 @@ def test_improbable_entries_reach_the_gradient_of_the_hidden_state(layer: str) -
     lse, dloss = logits.float().logsumexp(1).cuda(), torch.ones(256, device="cuda")
     terms = TokenTerms(labels.cuda(), lse, dloss, None, None)
     dhidden = torch.zeros(256, 256, device="cuda")
-    noisy(FP8_GEMMS[layer])(hidden.cuda(), weight.cuda()).backward_(
+    noisy(FP8_GEMMS[layer], "cuda")(hidden.cuda(), weight.cuda()).backward_(
         slice(0, 32768), logits.cuda(), terms, 0, dhidden=dhidden, dweight=None, accumulate=False
     )
     assert abs(length_without_labels(dhidden.cpu(), logits, labels, weight) - 1) < 0.05
@@ -286,7 +279,7 @@ def test_an_fp8_output_layer_takes_the_memory_that_is_planned(save: bool, layer:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gemms = noisy(FP8_GEMMS[layer])
+        gemms = noisy(FP8_GEMMS[layer], "cuda")
         loss = linear_cross_entropy(hidden, weight, labels, save_logits=save, gemms=gemms)
         loss.sum().backward()
         torch.cuda.synchronize()

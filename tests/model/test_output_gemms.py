@@ -46,10 +46,12 @@ EMBEDDED = 2**-5  # with which logits of tied weights are below 10
 CPU = torch.device("cpu")
 
 
-def noisy(make: Callable[..., Fp8GradientGemms] = Fp8Gemms) -> Fp8Output:
+def noisy(
+    make: Callable[..., Fp8GradientGemms] = Fp8Gemms, device: torch.device | str = CPU
+) -> Fp8Output:
     """GEMMs in FP8 that begin with the noise of `rounded_gradient`."""
     made = Fp8Output(make)
-    GradientNoise({3: made}, seed=1, rank=0, device=CPU)
+    GradientNoise({3: made}, seed=1, rank=0, device=torch.device(device))
     return made
 
 
@@ -80,20 +82,17 @@ def rounded(x: Tensor, axis: int, dtype: torch.dtype = torch.float8_e4m3fn) -> T
     return ((x.float() / scale).to(dtype).float() * scale).double()
 
 
-def rounded_gradient(
-    d: Tensor, bound: Tensor, chunk: int, *, first: int = 0, microbatch: int = 0
-) -> Tensor:
+def rounded_gradient(d: Tensor, bound: Tensor, chunk: int, *, microbatch: int = 0) -> Tensor:
     """d as E5M2 holds it, with the power of two at or above bound / MAX as its one scale.
 
     x is rounded to sign(x) floor(|x| / u + r) u; all numbers have the three digits of normal ones.
-    `first` is the vocabulary entry of the first column.
     """
     scale = (bound / MAX[torch.float8_e5m2]).log2().ceil().exp2()
     noise = noisy().noise.noise[0].clone()
     noise[3], key = microbatch, noise[1].item()
     bits = []
     for start in range(0, d.shape[1], chunk):
-        noise[1] = key + first + start
+        noise[1] = key + start
         bits.append(bits_ref(noise, len(d), min(chunk, d.shape[1] - start)))
     r = (torch.cat(bits, 1) + 0.5) / 2**16
     x = d / scale
