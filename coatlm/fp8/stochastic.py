@@ -114,5 +114,7 @@ def stochastic(x, word, HALF: gl.constexpr, FORMAT: gl.constexpr):
     up = gl.where(size < NORMAL, size + NORMAL, size).to(gl.int32, bitcast=True) + r
     rounded = (up & -(1 << DROPPED)).to(gl.float32, bitcast=True)
     rounded = gl.where(size < NORMAL, rounded - NORMAL, rounded)
-    rounded = gl.where(x.to(gl.int32, bitcast=True) < 0, -rounded, rounded)
+    # With the sign of x, also where that is the sign of a zero; -rounded is 0 - rounded here.
+    sign = x.to(gl.int32, bitcast=True) & -(1 << 31)
+    rounded = (rounded.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
     return gl.where(size <= MAX, rounded, x)

@@ -37,6 +37,10 @@ class Tile(np.ndarray):
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return np.asarray(array).view(Tile)
 
+    def __neg__(self) -> Tile:
+        """Triton's: 0 - x, so that a zero does not become a negative one."""
+        return np.subtract(np.zeros((), self.dtype), self)
+
     def to(self, dtype: Any, bitcast: bool = False) -> Tile:
         """Triton's `to`: a cast, or other bits of the same size."""
         if bitcast:
