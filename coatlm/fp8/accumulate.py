@@ -33,7 +33,7 @@ from coatlm.fp8.formats import BLOCK_ELEMENTS, E4M3, SCALE_BLOCK, Fp8Format
 from coatlm.fp8.payload import unpack
 from coatlm.fp8.payload_layout import Layout, Shared
 from coatlm.fp8.scaling import amax_of, block_amax_ref, larger, scale_of, scale_ref
-from coatlm.fp8.stochastic import stochastic, stochastic_ref, words
+from coatlm.fp8.stochastic import half, stochastic, stochastic_ref, words
 
 STEP, COUNT = 2, 3  # where in `noise` they are
 HALF = SCALE_BLOCK // 2  # columns c and c + HALF of a block share a random word
@@ -219,8 +219,8 @@ def _write_kernel(
         inverse = _inverse(scale)[:, None]
         low, high = low * inverse, high * inverse
         if ADD:
-            low = stochastic(low, word[j], 0, FORMAT)
-            high = stochastic(high, word[j], 1, FORMAT)
+            low = stochastic(low, half(word[j], 0), FORMAT)
+            high = stochastic(high, half(word[j], 1), FORMAT)
         gl.store(code_ptr + at, low.to(FORMAT), mask=inside)
         gl.store(code_ptr + at + HALF, high.to(FORMAT), mask=inside)
         gl.store(scale_ptr + block, scale, mask=some)

@@ -29,12 +29,14 @@ so that codes have the bits of the reference (scaling.scaled_codes_ref).
 # Kernels extend tuples at compile time, which changes their types.
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.quantize import quotient
 from coatlm.fp8.scaling import amax_of, larger, scale_of
-from coatlm.fp8.stochastic import random_words, stochastic
+from coatlm.fp8.stochastic import stochastic
 from coatlm.fp8.tiles import (
     amax_bits,
     axes,
@@ -44,8 +46,15 @@ from coatlm.fp8.tiles import (
     not_saturated,
     place,
     present,
+    random_bits,
     store_transposed,
 )
+
+
+@gluon.constexpr_function
+def _values_of(values: Any, matrix: int) -> int:
+    """How many of VALUES are of this matrix."""
+    return sum(value[0] == matrix for value in values)
 
 
 @gluon.jit
@@ -144,9 +153,12 @@ def emit_kernel(
         column_scale = _column_scales(matrices[0][3], at, start)
     largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
     codes = ()
-    words = (None, None, None, None)
+    bits = ()
     if noise_ptr is not None:
-        words = random_words(noise_ptr, at)
+        ROUNDED: gl.constexpr = _values_of(VALUES, 0)
+        bits = random_bits(
+            noise_ptr, first_row, first_column, R, BLOCKS, INNER, min(RUN, INNER), WARPS, ROUNDED
+        )
     for j in gl.static_range(4):
         some = present(at, M, j)
         values = LOAD(source, factors, K, at, some, j, OPTIONS)
@@ -158,7 +170,7 @@ def emit_kernel(
                 if FOLDED:
                     x = not_saturated(x)
             if noise_ptr is not None and VALUES[i][0] == 0:
-                x = stochastic(x, words[j], i, VALUES[i][4])
+                x = stochastic(x, bits[j][i], VALUES[i][4])
             code = x
             if x.dtype != gl.uint8 and (code_ptr is not None or SHARED):
                 scale = None

@@ -10,11 +10,11 @@ saturates as before.
 The bits are a function of the element's place and of `noise`, int32 [4] = (k0, k1, c2, c3) on the
 device, so that a CUDA graph takes the numbers that it finds there at each replay:
 
-    w = Philox4x32-7(counter (row div 4, column, c2, c3), key (k0, k1))    Salmon et al., SC 2011
-    n = 16 bits of w[row mod 4]: the lower ones; the upper ones for a column that shares the word
+    w = Philox4x32-7(counter (row div 4, place, c2, c3), key (k0, k1))     Salmon et al., SC 2011
+    n = the lower or the upper 16 bits of w[row mod 4]
 
-A kernel that writes two values per column of its tile (gate and up, both halves of a head) uses one
-word for both: columns c and c + `halves` share that of c.
+Two columns share a place: the columns 2 c and 2 c + 1 have place c. Where a kernel writes two
+values per column of its tile (gate and up, both halves of a head), c and c + `halves` have it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return (high + (low >> 16)) >> 16, (low + (high << 16)) & WORD
 
 
-def words_ref(noise: Tensor, quads: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+def words_ref(noise: Tensor, quads: Tensor, places: Tensor) -> tuple[Tensor, ...]:
     """The four words of Philox, int64 of 32 bits. `quads`: row div 4; both counters broadcast."""
     k0, k1, c2, c3 = (noise.long() & WORD).unbind()
-    c0, c1 = quads, columns
+    c0, c1 = quads, places
     for _ in range(ROUNDS.value):
         (high0, low0), (high2, low2) = (
             _product(MULTIPLIERS.value[0], c0),
@@ -55,9 +55,10 @@ def words_ref(noise: Tensor, quads: Tensor, columns: Tensor) -> tuple[Tensor, ..
 def bits_ref(noise: Tensor, rows: int, columns: int, *, halves: int | None = None) -> Tensor:
     """n [rows, columns] of 16 bits, int64."""
     each = torch.arange(columns, device=noise.device)
-    upper = torch.zeros_like(each) if halves is None else each // halves % 2
+    upper = each % 2 if halves is None else each // halves % 2
+    places = each // 2 if halves is None else each - upper * halves
     quads = torch.arange(-(-rows // 4), device=noise.device)[:, None]
-    words = torch.stack(words_ref(noise, quads, each - upper * (halves or 0)), 1)
+    words = torch.stack(words_ref(noise, quads, places), 1)
     return (words.flatten(0, 1)[:rows] >> 16 * upper) & 0xFFFF
 
 
@@ -78,17 +79,9 @@ def stochastic_ref(
 
 
 @gluon.jit
-def random_words(noise_ptr, at):
-    """Four words for each column of the tile: of the rows 4 r + 0, 1, 2 and 3."""
-    first_row, first_column, row, column, inner, _ = at
-    quads = ((first_row + row) // 4)[:, :, None]
-    return words(noise_ptr, quads, first_column + column[:, :, None] + inner)
-
-
-@gluon.jit
-def words(noise_ptr, quads, columns):
+def words(noise_ptr, quads, places):
     """`words_ref`, uint32."""
-    c0, c1 = quads.to(gl.uint32), columns.to(gl.uint32)
+    c0, c1 = quads.to(gl.uint32), places.to(gl.uint32)
     k0 = gl.load(noise_ptr).to(gl.uint32, bitcast=True)
     k1 = gl.load(noise_ptr + 1).to(gl.uint32, bitcast=True)
     c2 = gl.load(noise_ptr + 2).to(gl.uint32, bitcast=True)
@@ -102,19 +95,22 @@ def words(noise_ptr, quads, columns):
 
 
 @gluon.jit
-def stochastic(x, word, HALF: gl.constexpr, FORMAT: gl.constexpr):
-    """`stochastic_ref` of an fp32 tile, with the lower (HALF = 0) or upper bits of the words."""
+def half(word, UPPER: gl.constexpr):
+    """n: 16 bits of the words, int32."""
+    return ((word >> (16 * UPPER)) & 0xFFFF).to(gl.int32)
+
+
+@gluon.jit
+def stochastic(x, n, FORMAT: gl.constexpr):
+    """`stochastic_ref` of an fp32 tile with the bits n."""
     E5M2: gl.constexpr = gl.float8e5 == FORMAT
     DROPPED: gl.constexpr = 21 if E5M2 else 20
-    NORMAL: gl.constexpr = 2.0**-14 if E5M2 else 2.0**-6
+    # The smallest normal number of the format becomes that of fp32, so that subnormal numbers have
+    # the spacing of the format's. No exponent of the format leaves the range of fp32.
+    DOWN: gl.constexpr = 2.0**-112 if E5M2 else 2.0**-120
     MAX: gl.constexpr = 57344.0 if E5M2 else 448.0
-    n = ((word >> (16 * HALF)) & 0xFFFF).to(gl.int32)
     r = (2 * n + 1) << (DROPPED - 17)
-    size = gl.abs(x)
-    up = gl.where(size < NORMAL, size + NORMAL, size).to(gl.int32, bitcast=True) + r
-    rounded = (up & -(1 << DROPPED)).to(gl.float32, bitcast=True)
-    rounded = gl.where(size < NORMAL, rounded - NORMAL, rounded)
-    # With the sign of x, also where that is the sign of a zero; -rounded is 0 - rounded here.
-    sign = x.to(gl.int32, bitcast=True) & -(1 << 31)
-    rounded = (rounded.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
-    return gl.where(size <= MAX, rounded, x)
+    # r raises |x|, as the sign has a bit of its own
+    up = ((x * DOWN).to(gl.int32, bitcast=True) + r) & -(1 << DROPPED)
+    rounded = up.to(gl.float32, bitcast=True) * (1.0 / DOWN)
+    return gl.where(gl.abs(x) <= MAX, rounded, x)

@@ -12,6 +12,8 @@ are stored both as they are and byte by byte. The kernels are in Gluon because t
 the speed.
 """
 
+# mypy: disable-error-code="assignment"
+# Kernels extend tuples at compile time, which changes their types.
 from __future__ import annotations
 
 from typing import Any
@@ -21,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.scaling import inverse_power_of_two, power_of_two
+from coatlm.fp8.stochastic import half, words
 
 TRANSPOSE_4X4 = tl.constexpr("""{
     .reg .b32 a, b, c, d;
@@ -79,6 +82,35 @@ def axes(R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.const
     block = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
     inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, :][:, None, :]
     return row, block, inner
+
+
+@gluon.jit
+def random_bits(
+    noise_ptr, first_row, first_column, R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr,
+    RUN: gl.constexpr, WARPS: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """n (stochastic.py) of a tile in layout `loads`: for each j, those of its one or two VALUES.
+
+    The tile begins at an even column, and a thread has both columns of a place.
+    """
+    L: gl.constexpr = loads(R, BLOCKS, INNER, RUN, WARPS)
+    if VALUES == 1:
+        HALVES: gl.constexpr = loads(R, BLOCKS, INNER // 2, RUN // 2, WARPS)
+        row, block, inner = axes(R, BLOCKS, INNER // 2, HALVES)
+        places = first_column // 2 + (block * (INNER // 2))[:, :, None] + inner
+    else:
+        row, block, inner = axes(R, BLOCKS, INNER, L)
+        places = first_column + (block * INNER)[:, :, None] + inner
+    four = words(noise_ptr, (first_row // 4 + row)[:, :, None], places)
+    bits = ()
+    for j in gl.static_range(4):
+        low, high = half(four[j], 0), half(four[j], 1)
+        if VALUES == 1:
+            both = gl.reshape(gl.join(low, high), [R, BLOCKS, INNER])
+            bits += ((gl.convert_layout(both, L),),)
+        else:
+            bits += ((low, high),)
+    return bits
 
 
 @gluon.jit

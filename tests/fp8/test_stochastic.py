@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from coatlm.fp8.producers import save_blocks
 from coatlm.fp8.stochastic import bits_ref, stochastic_ref, words_ref
 from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.gluon_on_cpu import simulated
+from tests.fp8.gluon_on_cpu import tile as simulated_tile
 from tests.fp8.sm90 import launches_compiled
 
 NOISE = torch.tensor([-123456789, 17, 5, 2], dtype=torch.int32)
@@ -142,6 +144,27 @@ def test_what_is_too_large_or_not_finite_is_as_in_rounding_to_nearest(fmt: Fp8Fo
     assert torch.equal(codes, fmt.encode(x).view(torch.uint8))
 
 
+@both
+def test_the_rounding_of_kernels_is_that_of_the_reference(
+    fmt: Fp8Format, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With numbers of all sizes, and for each the random bits between which it is rounded up."""
+    size = torch.logspace(math.log2(fmt.max) - 40, math.log2(fmt.max) + 2, 2048, base=2.0)
+    size = torch.cat([size, torch.tensor([math.inf, math.nan, 0.0, fmt.max])])
+    spacing = size.clamp(fmt.smallest_normal, fmt.max).log2().floor().exp2()
+    spacing *= 2.0**-fmt.mantissa_bits
+    edge = (1 - (size / spacing).frac().nan_to_num()) * 65536
+    n = (edge[:, None] + torch.arange(-2, 3)).long().clamp(0, 65535).repeat(2, 1)
+    x = torch.cat([size, -size])[:, None].repeat(1, 5)
+    monkeypatch.setattr(stochastic, "bits_ref", lambda *_, **__: n)
+    wanted = fmt.encode(stochastic_ref(x, NOISE, fmt)).view(torch.uint8)
+    tiles_xn = map(simulated_tile, (x.numpy(), n.int().numpy()))
+    made = stochastic.stochastic.fn(*tiles_xn, fmt.triton_dtype)
+    codes = fmt.encode(torch.from_numpy(np.array(made))).view(torch.uint8)
+    assert torch.equal(codes, wanted)
+    assert (wanted[:, 0] != wanted[:, 4]).float().mean() > 0.5
+
+
 def test_bits_depend_on_place_key_step_and_microbatch_and_are_uniform() -> None:
     n = bits_ref(NOISE, 256, 96)
     for i in range(4):
@@ -158,15 +181,16 @@ def test_bits_depend_on_place_key_step_and_microbatch_and_are_uniform() -> None:
 
 
 def test_columns_that_share_a_word_take_its_halves() -> None:
-    alone, shared = bits_ref(NOISE, 8, 96), bits_ref(NOISE, 8, 96, halves=16)
-    for block in range(3):
-        first = slice(32 * block, 32 * block + 16)
-        second = slice(32 * block + 16, 32 * block + 32)
-        assert torch.equal(shared[:, first], alone[:, first])
-        assert (shared[:, second] == alone[:, first]).float().mean() < 0.1
-    quads, columns = torch.arange(2)[:, None], torch.arange(16)
-    words = words_ref(NOISE, quads, columns)
-    assert torch.equal(shared[4:6, 16:32], torch.stack([w[1] >> 16 for w in words[:2]]))
+    quads = torch.arange(2)[:, None]
+    pairs, shared = bits_ref(NOISE, 8, 96), bits_ref(NOISE, 8, 96, halves=16)
+    words = torch.stack(words_ref(NOISE, quads, torch.arange(96)), 1).flatten(0, 1)
+    for upper in (0, 1):
+        half = words >> 16 * upper & 0xFFFF
+        assert torch.equal(pairs[:, upper::2], half[:, :48])
+        for block in range(3):
+            start = 32 * block
+            places = slice(start + 16 * upper, start + 16 * upper + 16)
+            assert torch.equal(shared[:, places], half[:, start : start + 16])
 
 
 @both
@@ -174,7 +198,7 @@ def test_the_kernel_for_a_matrix_has_the_bits_of_the_reference(
     fmt: Fp8Format, kernels: None
 ) -> None:
     x, scale = torch.randn(37, 160).bfloat16(), torch.tensor(2.0**-7)
-    x[3] *= 2.0**-24  # zeros of both signs
+    x[3:5] *= torch.tensor([[2.0**-24], [2.0**-14]])  # zeros of both signs, subnormal numbers
     wanted = transpose.quantize_ref(x, scale, fmt=fmt, row=None, column=None, noise=NOISE)
     codes, codes_t = empty_codes(x, fmt, fmt, 48)
     source, size, tile = matrix_source(x)
@@ -283,4 +307,5 @@ def test_the_kernels_compile_for_sm90_without_local_memory(fmt: Fp8Format) -> No
         )
     for kernel in made:
         assert "mul.hi.u32" in kernel.asm["ptx"] or "mul.wide.u32" in kernel.asm["ptx"]
+        assert "mul.ftz" not in kernel.asm["ptx"]  # `stochastic` needs subnormal numbers of fp32
         assert ".local" not in kernel.asm["ptx"]
