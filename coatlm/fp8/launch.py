@@ -101,9 +101,14 @@ def launch_emit(
 
     `noise`: for stochastic rounding (stochastic.py) of the first matrix, of one or two values.
     """
-    assert noise is None or scales == "factor"
     m, padded, k = shape
     constants = tile.options()
+    if noise is not None:
+        rounded = [value.matrix == 0 for value in values]
+        pairs = constants["STEP"] % 2 == 0 and min(tile.run, tile.inner) > 1  # of columns
+        assert scales == "factor", scales
+        assert rounded[0] and sum(rounded[:2]) == sum(rounded), values
+        assert pairs or sum(rounded) == 2, tile
     grid = triton.cdiv(padded, tile.rows) * triton.cdiv(k, constants["STEP"])
     emit.emit_kernel[(grid,)](
         source,

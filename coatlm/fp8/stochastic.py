@@ -11,10 +11,11 @@ The bits are a function of the element's place and of `noise`, int32 [4] = (k0, 
 device, so that a CUDA graph takes the numbers that it finds there at each replay:
 
     w = Philox4x32-7(counter (row div 4, place, c2, c3), key (k0, k1))     Salmon et al., SC 2011
-    n = the lower or the upper 16 bits of w[row mod 4]
+    n = 16 bits of w[row mod 4]: the lower for the first of two columns that share a place, the
+        upper for the second
 
-Two columns share a place: the columns 2 c and 2 c + 1 have place c. Where a kernel writes two
-values per column of its tile (gate and up, both halves of a head), c and c + `halves` have it.
+Columns 2 c and 2 c + 1 share place c. Where a kernel writes two values per column of its tile (gate
+and up, both halves of a head), columns c and c + `halves` share place c.
 """
 
 from __future__ import annotations
@@ -105,12 +106,12 @@ def stochastic(x, n, FORMAT: gl.constexpr):
     """`stochastic_ref` of an fp32 tile with the bits n."""
     E5M2: gl.constexpr = gl.float8e5 == FORMAT
     DROPPED: gl.constexpr = 21 if E5M2 else 20
-    # The smallest normal number of the format becomes that of fp32, so that subnormal numbers have
-    # the spacing of the format's. No exponent of the format leaves the range of fp32.
+    # Scaled so that the smallest normal number of the format becomes that of fp32: then subnormal
+    # numbers lose as many bits as others do. MAX stays far inside the range of fp32.
     DOWN: gl.constexpr = 2.0**-112 if E5M2 else 2.0**-120
     MAX: gl.constexpr = 57344.0 if E5M2 else 448.0
     r = (2 * n + 1) << (DROPPED - 17)
-    # r raises |x|, as the sign has a bit of its own
+    # fp32 is sign and magnitude: adding r to the bits raises |x| for either sign
     up = ((x * DOWN).to(gl.int32, bitcast=True) + r) & -(1 << DROPPED)
     rounded = up.to(gl.float32, bitcast=True) * (1.0 / DOWN)
     return gl.where(gl.abs(x) <= MAX, rounded, x)

@@ -87,14 +87,14 @@ def axes(R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.const
 @gluon.jit
 def random_bits(
     noise_ptr, first_row, first_column, R: gl.constexpr, BLOCKS: gl.constexpr, INNER: gl.constexpr,
-    RUN: gl.constexpr, WARPS: gl.constexpr, VALUES: gl.constexpr,
+    RUN: gl.constexpr, WARPS: gl.constexpr, ROUNDED: gl.constexpr,
 ):  # fmt: skip
-    """n (stochastic.py) of a tile in layout `loads`: for each j, those of its one or two VALUES.
+    """n (stochastic.py) of each element, in layout `loads`: for each j, a tuple.
 
-    The tile begins at an even column, and a thread has both columns of a place.
+    ROUNDED: how many values a column has, 1 or 2. With one, the first column and RUN are even.
     """
     L: gl.constexpr = loads(R, BLOCKS, INNER, RUN, WARPS)
-    if VALUES == 1:
+    if ROUNDED == 1:
         HALVES: gl.constexpr = loads(R, BLOCKS, INNER // 2, RUN // 2, WARPS)
         row, block, inner = axes(R, BLOCKS, INNER // 2, HALVES)
         places = first_column // 2 + (block * (INNER // 2))[:, :, None] + inner
@@ -105,7 +105,7 @@ def random_bits(
     bits = ()
     for j in gl.static_range(4):
         low, high = half(four[j], 0), half(four[j], 1)
-        if VALUES == 1:
+        if ROUNDED == 1:
             both = gl.reshape(gl.join(low, high), [R, BLOCKS, INNER])
             bits += ((gl.convert_layout(both, L),),)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -177,5 +179,6 @@ def test_kernels_compile_for_sm90(fmt: Fp8Format, dtype: torch.dtype) -> None:
         # 4 blocks of 128 per thread and pass: both halves of x, 8 elements each
         assert access_bytes(compiled).count(16) == 4 * 2 * 8 * dtype.itemsize // 16
         assert ".local" not in compiled.asm["ptx"] and "fma.rn.f32" not in compiled.asm["ptx"]
+        assert not re.search(r"mul\.(rn\.)?ftz", compiled.asm["ptx"])  # as in test_stochastic.py
     signature = {"code_ptr": POINTER[fmt.dtype], "scale_ptr": "*fp32", "sum_ptr": "*fp32"}
     compile_sm90(accumulate._squares_kernel, signature | {"blocks": "i32"}, {"ROWS": 32})

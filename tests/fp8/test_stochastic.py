@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_what_is_too_large_or_not_finite_is_as_in_rounding_to_nearest(fmt: Fp8Fo
 def test_the_rounding_of_kernels_is_that_of_the_reference(
     fmt: Fp8Format, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With numbers of all sizes, and for each the random bits between which it is rounded up."""
+    """With numbers of all sizes, each with the random bits around those from which it goes up."""
     size = torch.logspace(math.log2(fmt.max) - 40, math.log2(fmt.max) + 2, 2048, base=2.0)
     size = torch.cat([size, torch.tensor([math.inf, math.nan, 0.0, fmt.max])])
     spacing = size.clamp(fmt.smallest_normal, fmt.max).log2().floor().exp2()
@@ -307,5 +308,6 @@ def test_the_kernels_compile_for_sm90_without_local_memory(fmt: Fp8Format) -> No
         )
     for kernel in made:
         assert "mul.hi.u32" in kernel.asm["ptx"] or "mul.wide.u32" in kernel.asm["ptx"]
-        assert "mul.ftz" not in kernel.asm["ptx"]  # `stochastic` needs subnormal numbers of fp32
+        # `stochastic` needs subnormal numbers of fp32
+        assert not re.search(r"mul\.(rn\.)?ftz", kernel.asm["ptx"])
         assert ".local" not in kernel.asm["ptx"]
