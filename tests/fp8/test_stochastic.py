@@ -306,6 +306,21 @@ def test_the_kernels_compile_for_sm90_without_local_memory(fmt: Fp8Format) -> No
             amax=one,
             noise=noise,
         )
+        parts = [meta(m, 1, heads, 128) for heads in (4, 2, 2)]
+        table = meta(m, 64, dtype=torch.float32)
+        strides = [part.stride()[:3] for part in parts]
+        joined = Matrix(*empty_codes(meta(m, 8 * 128), fmt, fmt, m), one)
+        launch.launch_emit(
+            rope_quantize.load_joined,
+            (*parts, table, table, 1, *strides),
+            (joined,),
+            (Placed(0, fmt), Placed(0, fmt, further=64)),
+            (m, m, 8 * 128),
+            rope_quantize.tile_of(64),
+            options=(4, 64),
+            noise=noise,
+        )
+    assert len(made) == 3
     for kernel in made:
         assert "mul.hi.u32" in kernel.asm["ptx"] or "mul.wide.u32" in kernel.asm["ptx"]
         # `stochastic` needs subnormal numbers of fp32
