@@ -18,8 +18,9 @@ gradient -dloss and therefore one code, whose error depends on dloss / S: where 
 two, it is -dloss for each p < 1/16. The mean error has one sign in all steps. As the loss does not
 depend on a shift of all logits, nothing opposes this force: it moves all rows of the weight along
 the mean hidden state, step after step, and lse drifts until the digits of BF16 logits no longer
-reach the differences between entries. The mean of stochastic codes is the gradient, and their sum
-has no direction. (docs/results/convergence.md has both in training.)
+reach the differences between entries. The mean of stochastic codes is the gradient, and the
+error of their sum has no direction. (docs/results/convergence.md has both in training; what the
+GEMMs lose is in output_gemms.py.)
 
 Shapes: T tokens, C vocabulary entries of a chunk; C' and T' are rounded up to multiples of 16, as
 GEMMs need it of a summed axis. Codes beyond T are zero. A column beyond C has a code only where a

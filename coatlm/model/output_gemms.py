@@ -24,7 +24,10 @@ of the weight are computed at each use, so that no copy of the weight is held.
 
 The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
 once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
-together are as large. wgrad sums over all tokens.
+together are as large. wgrad sums over all tokens. Promoted sums too lose more of the small positive
+terms of improbable entries than of the labels' terms, which are negative: the rows of dweight add
+up to less than zero along the mean hidden state, and logits drift upwards together, slowly
+(docs/results/convergence.md). z-loss (`train.z_loss`) opposes that.
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.config import ConfigError, make_config
+from coatlm.config.recipes import ROWS
 from coatlm.fp8 import emit
 from coatlm.fp8.formats import E5M2
 from coatlm.fp8.gemm import matmul
+from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.stochastic import bits_ref
 from coatlm.model import logits_quantize
 from coatlm.model import output_gemms as module
-from coatlm.model.logits_quantize import TokenTerms
+from coatlm.model.logits_quantize import TokenTerms, quantize_logits_grad
 from coatlm.model.loss import (
     IGNORE,
     all_logits,
@@ -383,6 +385,28 @@ def test_improbable_entries_need_promoted_sums(monkeypatch: pytest.MonkeyPatch) 
 
     assert abs(exact - 1) < 0.02 and abs(promoted - exact) < 0.01
     assert always_fast < 0.9
+
+
+def test_sums_of_a_tensor_core_push_all_logits_up() -> None:
+    """wgrad loses small positive terms beside the label's: its rows no longer add up to zero.
+
+    The sum of all rows along the mean hidden state, per token, in units of the label's gradient. It
+    is negative, so that an update raises all logits.
+    """
+    tokens, vocab = 512, 1024
+    logits, labels, _, hidden = zipf_tensors(tokens, 32, vocab)
+    hidden = (hidden + 1).bfloat16()  # states have a common part
+    terms = TokenTerms(labels, logits.float().logsumexp(1), torch.ones(tokens), None, None)
+    noise = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    _, gradient = quantize_logits_grad(logits, terms, 0, noise, direct=False, transposed=True)
+    assert gradient is not None
+    states = emit_transposed(hidden, ROWS)
+    operands = gradient.codes.float(), states.codes.float()
+    scales = gradient.scale * states.scale.view(1, -1)
+    exact = operands[0].double() @ operands[1].double().t()
+    mean = hidden.double().mean(0)
+    lost = ((tensor_core_gemm(*operands, fast=False) - exact) * scales).sum(0)
+    assert -3e-3 < (lost @ mean / mean.square().sum() / tokens).item() < -5e-4
 
 
 @pytest.mark.parametrize("slope", [-3.0, -0.9, 0.0, 0.4, 2.5])
