@@ -29,8 +29,6 @@ so that codes have the bits of the reference (scaling.scaled_codes_ref).
 # Kernels extend tuples at compile time, which changes their types.
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -49,12 +47,6 @@ from coatlm.fp8.tiles import (
     random_bits,
     store_transposed,
 )
-
-
-@gluon.constexpr_function
-def _values_of(values: Any, matrix: int) -> int:
-    """How many of VALUES are of this matrix."""
-    return sum(value[0] == matrix for value in values)
 
 
 @gluon.jit
@@ -119,6 +111,7 @@ def emit_kernel(
     VALUES: gl.constexpr,
     SCALES: gl.constexpr,  # "factor", "tensor" or "rows"
     POWER: gl.constexpr,  # all scales are powers of two
+    ROUNDED: gl.constexpr,  # how many of VALUES, the first ones, are rounded stochastically
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STEP: gl.constexpr,  # columns from one tile to the next
@@ -154,8 +147,7 @@ def emit_kernel(
     largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
     codes = ()
     bits = ()
-    if noise_ptr is not None:
-        ROUNDED: gl.constexpr = _values_of(VALUES, 0)
+    if ROUNDED:
         bits = random_bits(
             noise_ptr, first_row, first_column, R, BLOCKS, INNER, min(RUN, INNER), WARPS, ROUNDED
         )
@@ -169,7 +161,7 @@ def emit_kernel(
                 largest = gl.maximum(largest, amax_bits(x))
                 if FOLDED:
                     x = not_saturated(x)
-            if noise_ptr is not None and VALUES[i][0] == 0:
+            if i < ROUNDED:
                 x = stochastic(x, bits[j][i], VALUES[i][4])
             code = x
             if x.dtype != gl.uint8 and (code_ptr is not None or SHARED):

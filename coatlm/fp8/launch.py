@@ -103,12 +103,12 @@ def launch_emit(
     """
     m, padded, k = shape
     constants = tile.options()
+    rounded = 0 if noise is None else sum(value.matrix == 0 for value in values)
     if noise is not None:
-        rounded = [value.matrix == 0 for value in values]
         pairs = constants["STEP"] % 2 == 0 and min(tile.run, tile.inner) > 1  # of columns
         assert scales == "factor", scales
-        assert rounded[0] and sum(rounded[:2]) == sum(rounded), values
-        assert pairs or sum(rounded) == 2, tile
+        assert rounded == 2 or (rounded == 1 and pairs), (values, tile)
+        assert all(value.matrix == 0 for value in values[:rounded]), values
     grid = triton.cdiv(padded, tile.rows) * triton.cdiv(k, constants["STEP"])
     emit.emit_kernel[(grid,)](
         source,
@@ -124,6 +124,7 @@ def launch_emit(
         VALUES=tuple(value.constants() for value in values),
         SCALES=scales,
         POWER=power_of_two,
+        ROUNDED=rounded,
         DOWN=tile.down,
         **constants,
     )

@@ -93,21 +93,18 @@ def random_bits(
 
     ROUNDED: how many values a column has, 1 or 2. With one, the first column and RUN are even.
     """
-    L: gl.constexpr = loads(R, BLOCKS, INNER, RUN, WARPS)
-    if ROUNDED == 1:
-        HALVES: gl.constexpr = loads(R, BLOCKS, INNER // 2, RUN // 2, WARPS)
-        row, block, inner = axes(R, BLOCKS, INNER // 2, HALVES)
-        places = first_column // 2 + (block * (INNER // 2))[:, :, None] + inner
-    else:
-        row, block, inner = axes(R, BLOCKS, INNER, L)
-        places = first_column + (block * INNER)[:, :, None] + inner
+    SHARED: gl.constexpr = 2 // ROUNDED  # neighboring columns have one place
+    PLACES: gl.constexpr = INNER // SHARED
+    L: gl.constexpr = loads(R, BLOCKS, PLACES, RUN // SHARED, WARPS)
+    row, block, inner = axes(R, BLOCKS, PLACES, L)
+    places = first_column // SHARED + (block * PLACES)[:, :, None] + inner
     four = words(noise_ptr, (first_row // 4 + row)[:, :, None], places)
     bits = ()
     for j in gl.static_range(4):
         low, high = half(four[j], 0), half(four[j], 1)
         if ROUNDED == 1:
             both = gl.reshape(gl.join(low, high), [R, BLOCKS, INNER])
-            bits += ((gl.convert_layout(both, L),),)
+            bits += ((gl.convert_layout(both, loads(R, BLOCKS, INNER, RUN, WARPS)),),)
         else:
             bits += ((low, high),)
     return bits

@@ -135,6 +135,11 @@ def access_bytes(compiled: CompiledKernel) -> list[int]:
     return sorted(widths + [int(size, 0) for size in to_shared], reverse=True)
 
 
+def flushes_subnormals(compiled: CompiledKernel) -> bool:
+    """Whether products replace subnormal numbers of fp32, which stochastic.py needs, by zero."""
+    return re.search(r"mul\.(rn\.)?ftz", compiled.asm["ptx"]) is not None
+
+
 def run_interpreted(test_file: str) -> None:
     """Run the functions `interpreted_*` of a test file, as tests, with Triton as an interpreter.
 

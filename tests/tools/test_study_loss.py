@@ -227,12 +227,10 @@ def test_every_run_of_the_studies_in_configs_is_valid(path: Path, tmp_path: Path
     if study.trunk is not None:
         trunk = study.trunk_config(tmp_path)
         assert trunk.checkpoint.every == trunk.train.steps
-        own = config.train.steps - trunk.train.steps
-        assert config.optim.decay_steps is not None and config.optim.decay_steps <= own
+        assert config.optim.decay_steps == config.train.steps - trunk.train.steps
         before = learning_rate(trunk.train.steps - 1, trunk.optim, trunk.train.steps)
         after = learning_rate(trunk.train.steps, config.optim, config.train.steps)
-        assert before == trunk.optim.lr == config.optim.lr and config.optim.min_lr < after <= before
-        assert (after < before) == (config.optim.decay_steps == own)  # the decay begins there
+        assert before == trunk.optim.lr and config.optim.min_lr < after < before
 
 
 # --- starting and stopping ----------------------------------------------------------------------

@@ -68,4 +68,6 @@ def test_a_run_trains_as_one_that_rounds_to_the_nearest(runs: Path) -> None:
     ]
     assert losses[0][0] == losses[1][0]  # forward has no part in it
     assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=3e-2)  # measured, of six keys: 4e-3 to 1.4e-2
+    # measured: 4e-3 to 1.4e-2 in the worst step, with six keys; below 3e-3 in the sum, with four
+    assert losses[0] == pytest.approx(losses[1], rel=3e-2)
+    assert sum(losses[0]) == pytest.approx(sum(losses[1]), rel=1e-2)
