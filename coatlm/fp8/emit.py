@@ -97,11 +97,20 @@ def _column_scales(scale_ptr, at, start):
 
 
 @gluon.jit
+def _columns(BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.constexpr):
+    """The columns of a tile, of what is left of it without rows."""
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
+    inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
+    return block * INNER + inner
+
+
+@gluon.jit
 def emit_kernel(
     source,
     matrices,  # of each (uint8[M, .], int32[., padded / 4], scale, scale of the transpose, or None)
     amax_ptr,  # int32[], the bits of an amax, raised to that of the first matrix; or None
     noise_ptr,  # int32[4], for stochastic rounding of the first matrix (SCALES="factor"); or None
+    sums_ptr,  # fp32[tiles of rows, K], the first value's sums over the rows of a tile; or None
     M,
     padded,
     K,
@@ -145,6 +154,7 @@ def emit_kernel(
         start = VALUES[0][2] * K + VALUES[0][3]
         column_scale = _column_scales(matrices[0][3], at, start)
     largest = gl.full([R, BLOCKS], 0, gl.int32, gl.SliceLayout(2, L))
+    sums = gl.full([R, BLOCKS, INNER], 0.0, gl.float32, L)
     codes = ()
     bits = ()
     if ROUNDED:
@@ -154,6 +164,8 @@ def emit_kernel(
     for j in gl.static_range(4):
         some = present(at, M, j)
         values = LOAD(source, factors, K, at, some, j, OPTIONS)
+        if sums_ptr is not None:
+            sums += values[0]
         for i in gl.static_range(N):
             code_ptr, code_t_ptr, scale_ptr, _ = matrices[VALUES[i][0]]
             x = values[i]
@@ -183,6 +195,10 @@ def emit_kernel(
             amax = amax.to(gl.float32, bitcast=True) * gl.load(matrices[0][2])
             amax = amax.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         gl.atomic_max(amax_ptr, amax, sem="relaxed")
+    if sums_ptr is not None:
+        sums_at = sums_ptr + (first_row // ROWS).to(gl.int64) * K + first_column
+        column = _columns(BLOCKS, INNER, L)
+        gl.store(sums_at + column, gl.sum(sums, 0), mask=column < columns)
     for i in gl.static_range(N):
         code_t_ptr = matrices[VALUES[i][0]][1]
         if code_t_ptr is not None:
@@ -245,9 +261,7 @@ def _transposed_block_scales(
         scales = scale_of(amax_of(amax_of(amax_of(most, 2), 1), 0), TOP, POWER)
         gl.store(scale_ptr + j * ((gl.cdiv(padded, 128) + 3) // 4 * 4) + i, scales)
     else:
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
-        inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
-        column = block * INNER + inner
+        column = _columns(BLOCKS, INNER, L)
         scale = scale_of(amax_of(most, 0), TOP, POWER)
         scale_at = scale_ptr + i.to(gl.int64) * K + first_column
         gl.store(scale_at + column, scale, mask=column < columns)

@@ -94,12 +94,15 @@ def launch_emit(
     prepare: Any = None,
     amax: Tensor | None = None,
     noise: Tensor | None = None,
+    sums: Tensor | None = None,
     scales: str = "factor",
     power_of_two: bool = True,
 ) -> None:
     """Launch `emit_kernel`, for scales that are known; `shape`: M, M' and K.
 
     `noise`: for stochastic rounding (stochastic.py) of the first matrix, of one or two values.
+    `sums`: fp32 [tiles of rows, K], to which the first value's sums over the rows of each tile are
+    written before it is rounded, with "factor" over its scale.
     """
     m, padded, k = shape
     constants = tile.options()
@@ -115,6 +118,7 @@ def launch_emit(
         tuple(matrix.pointers() for matrix in matrices),
         None if amax is None else amax.view(torch.int32),
         noise,
+        sums,
         m,
         padded,
         k,

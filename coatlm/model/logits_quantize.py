@@ -1,6 +1,7 @@
 """Gradients of logits as operands of FP8 GEMMs: computed from the logits and quantized in one pass.
 
     d[T, C] = the gradient of loss.py       direct [T, C'], transposed [C', T'], codes of d / S
+                                            sums [C'] = sum_T d, fp32, not rounded
 
 S is one power of two for all tokens and all chunks, known before any gradient is:
 
@@ -34,9 +35,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, maximum
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -76,6 +79,14 @@ class TokenTerms:
         return power_of_two_ref(bound.amax(), E5M2)
 
 
+class LogitsGrad(NamedTuple):
+    """The gradients of a chunk of logits; None if not wanted."""
+
+    direct: QTensor | None  # [T, C'], for dgrad
+    transposed: QTensor | None  # [C', T'], for wgrad, as are the sums
+    sums: Tensor | None  # fp32 [C']
+
+
 def quantize_logits_grad_ref(
     logits_TC: Tensor,
     terms: TokenTerms,
@@ -84,13 +95,14 @@ def quantize_logits_grad_ref(
     *,
     direct: bool,
     transposed: bool,
-) -> tuple[QTensor | None, QTensor | None]:
+) -> LogitsGrad:
     """The definition, and the CPU path; `noise` is that of the chunk."""
     d_TC = logits_grad_ref(logits_TC.float(), *terms.arguments(first))
     codes = scaled_codes_ref(d_TC, terms.scale, E5M2, noise=noise)
-    return (
+    return LogitsGrad(
         QTensor(codes, terms.scale, TENSOR, E5M2) if direct else None,
         QTensor(padded_t(codes), terms.scale, TENSOR, E5M2) if transposed else None,
+        d_TC.sum(0) if transposed else None,
     )
 
 
@@ -126,8 +138,8 @@ def quantize_logits_grad(
     *,
     direct: bool,
     transposed: bool,
-) -> tuple[QTensor | None, QTensor | None]:
-    """E5M2 operands of the gradient of a chunk of logits, for dgrad and wgrad; None if not wanted.
+) -> LogitsGrad:
+    """E5M2 operands of the gradient of a chunk of logits, for dgrad and for wgrad.
 
     logits: BF16 or fp32 [T, C], of the vocabulary entries from `first` on, which do not change.
     noise: int32 [4] of the layer, as fp8/stochastic.py has it; `first` is added to k1, so that each
@@ -150,10 +162,13 @@ def _launch(
     *,
     direct: bool,
     transposed: bool,
-) -> tuple[QTensor | None, QTensor | None]:
+) -> LogitsGrad:
     """The GPU path, for a multiple of 16 columns."""
     (tokens, count), scale = logits_TC.shape, terms.scale
     padded = padded_rows(tokens)
+    of_tiles = None  # fp32, sums of gradients over S
+    if transposed:
+        of_tiles = torch.empty(triton.cdiv(padded, TILE.rows), count, device=logits_TC.device)
     codes, codes_t = empty_codes(
         logits_TC, E5M2 if direct else None, E5M2 if transposed else None, padded
     )
@@ -166,8 +181,10 @@ def _launch(
         TILE,
         options=terms.cap,
         noise=noise,
+        sums=of_tiles,
     )
-    return (
+    return LogitsGrad(
         None if codes is None else QTensor(codes, scale, TENSOR, E5M2),
         None if codes_t is None else QTensor(codes_t, scale, TENSOR, E5M2),
+        None if of_tiles is None else of_tiles.sum(0).mul_(scale),
     )

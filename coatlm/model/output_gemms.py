@@ -10,7 +10,7 @@ power-of-two scales:
     operands                        formats       a scale per
     hidden, weight                  E4M3, E4M3    token, vocabulary entry
     dlogits, weight^T               E5M2, E4M3    microbatch, hidden channel and chunk
-    dlogits^T, hidden^T             E5M2, E4M3    microbatch, hidden channel
+    dlogits^T, (hidden - mean)^T    E5M2, E4M3    microbatch, hidden channel
 
 `fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
 logits in BF16, so that the loss of given weights is that of a BF16 output layer.
@@ -24,10 +24,15 @@ of the weight are computed at each use, so that no copy of the weight is held.
 
 The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
 once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
-together are as large. wgrad sums over all tokens. Promoted sums too lose more of the small positive
-terms of improbable entries than of the labels' terms, which are negative: the rows of dweight add
-up to less than zero along the mean hidden state, and logits drift upwards together, slowly
-(docs/results/convergence.md). z-loss (`train.z_loss`) opposes that.
+together are as large. wgrad sums over all tokens, without their mean:
+
+    dweight[C, H] = dlogits^T (hidden - mean) + sum_T dlogits mean^T       mean[H], of the T tokens
+
+The second term is a product of two vectors in fp32. Hidden states of a trained model have much in
+common, and its rounding is larger than that of what differs. Besides, even promoted sums lose more
+of the small positive terms of improbable entries than of the labels' terms, which are negative.
+Along a common part of the hidden states these losses add up: the rows of dweight would add up to
+less than zero there, and all logits would drift upwards (docs/results/convergence.md).
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
@@ -154,8 +159,12 @@ class Fp8GradientGemms(PlainGemms):
         self.noise = noise
 
     @cached_property
-    def _hidden_codes_t(self) -> QTensor:
-        return emit_transposed(self.hidden, ROWS)
+    def _mean(self) -> Tensor:
+        return self.hidden.mean(0, dtype=torch.float32).to(self.hidden.dtype)
+
+    @cached_property
+    def _codes_about_mean_t(self) -> QTensor:
+        return emit_transposed(self.hidden - self._mean, ROWS)
 
     def backward_(
         self,
@@ -169,7 +178,8 @@ class Fp8GradientGemms(PlainGemms):
         accumulate: bool,
     ) -> None:
         assert self.noise is not None
-        direct, transposed = quantize_logits_grad(
+        hidden_t = None if dweight is None else self._codes_about_mean_t
+        direct, transposed, sums = quantize_logits_grad(
             logits_TC,
             terms,
             first,
@@ -180,9 +190,12 @@ class Fp8GradientGemms(PlainGemms):
         if direct is not None:
             weight_t = emit_transposed(self.weight[rows], ROWS)
             matmul(direct, weight_t, out=dhidden, fast=False)
-        if transposed is not None:
-            own = replace(transposed, codes=transposed.codes[: logits_TC.shape[1]])
-            matmul(own, self._hidden_codes_t, out=dweight, accumulate=accumulate, fast=False)
+        if dweight is None:
+            return
+        assert transposed is not None and sums is not None and hidden_t is not None
+        own = replace(transposed, codes=transposed.codes[: len(dweight)])
+        matmul(own, hidden_t, out=dweight, accumulate=accumulate, fast=False)
+        dweight.addcmul_(sums[: len(dweight), None], self._mean.float())
 
     def end_backward_(self) -> None:
         assert self.noise is not None

@@ -147,10 +147,12 @@ def language(program: list[int]) -> SimpleNamespace:
         reshape=lambda x, shape: tile(np.reshape(x, shape)),
         inline_asm_elementwise=inline_asm,
         max=lambda x, axis: tile(np.max(x, axis)),
+        sum=lambda x, axis: tile(np.sum(x, axis)),
         reduce=lambda x, axis, combine: tile(np.max(x, axis)),
         maximum=lambda a, b, propagate_nan=None: tile(np.maximum(a, b)),
         minimum=lambda a, b: tile(np.minimum(a, b)),
         abs=lambda x: tile(np.abs(x)),
+        exp=lambda x: tile(np.exp(x)),
         where=lambda some, a, b: (
             tile(np.where(some, a, np.asarray(b).astype(a.dtype)))
             if isinstance(a, np.ndarray)

@@ -176,6 +176,27 @@ def test_weights_cast_twice_and_moved_codes_are_those_of_the_reference() -> None
     assert torch.equal(made.view(torch.uint8), transpose.padded_t(rows.codes).view(torch.uint8))
 
 
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_sums_over_the_rows_of_a_tile_are_of_values_that_are_not_rounded(poisoned: bool) -> None:
+    m, k, scale = 300, 160, torch.tensor(0.25)
+    x = matrix(m, k).float()
+    if poisoned:
+        x[130, 7] = math.nan
+    source, size, tile = launch.matrix_source(x)
+    made = Matrix(*empty_codes(m, k, E5M2), scale)
+    sums = torch.full((3, k), 5.0)
+    launch.launch_emit(
+        *(loaders.load_matrix, source, (made,), (Placed(0, E5M2),), (m, padded_rows(m), k), tile),
+        options=size,
+        sums=sums,
+    )
+    parts = (x / scale).split(tile.rows)
+    wanted, size = (torch.stack([y.sum(0) for y in z]) for z in (parts, [p.abs() for p in parts]))
+    assert (sums.isnan() == wanted.isnan()).all()
+    assert not ((sums - wanted).abs() > 1e-6 * size).any()
+    assert wanted.isnan().sum() == poisoned
+
+
 def empty_codes(m: int, k: int, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
     length = padded_rows(m)
     return torch.empty(m, k, dtype=fmt.dtype), torch.empty(k, length, dtype=fmt.dtype)

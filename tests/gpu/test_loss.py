@@ -212,14 +212,17 @@ def test_codes_of_gradients_are_those_of_the_reference(
     padded = torch.nn.functional.pad(logits, (0, -columns % 16), value=float("-inf"))
     noise[1] += 100
     expected = quantize_logits_grad_ref(padded, terms, 100, noise, direct=True, transposed=True)
-    for one, single, wanted in zip(made, (alone[0][0], alone[1][1]), expected, strict=True):
+    pairs = zip(made[:2], (alone[0].direct, alone[1].transposed), expected[:2], strict=True)
+    for one, single, wanted in pairs:
         assert one.shape == wanted.shape and torch.equal(one.scale, wanted.scale)
         codes, others, right = (x.codes.view(torch.uint8).int() for x in (one, single, wanted))
         assert torch.equal(codes, others)
         assert (codes - right).abs().max() <= 1
         assert (codes != right).float().mean() < 1e-3
-    direct, transposed = (x.codes.view(torch.uint8) for x in made)
+    direct, transposed = (x.codes.view(torch.uint8) for x in made[:2])
     assert torch.equal(direct.t(), transposed[:, :tokens]) and not transposed[:, tokens:].any()
+    assert alone[0].sums is None and torch.equal(made.sums, alone[1].sums)
+    assert relative(made.sums, expected.sums) < 1e-4
 
 
 def test_fast_accumulation_of_logits_adds_little() -> None:
