@@ -24,7 +24,8 @@ class Log(Section):
 
     numerics_every: StrictInt = number(0, "steps", ge=0, le=FOREVER)
     """Steps between records in numerics.jsonl of the quantization errors in each layer of the FP8
-    flow, the kurtosis of the residual stream and the size of the logits; 0 means never."""
+    flow and, under any recipe, of the kurtosis of the residual stream and the size of the logits; 0
+    means never."""
 
     tensorboard: StrictBool = False
     """Write TensorBoard events to tb/ in run.dir."""

@@ -13,6 +13,8 @@ that is cheapest: the inverse of a power-of-two scale, which is exact, or None f
 VALUES says where each value is stored: (matrix, parts, part, column offset, format). The matrix has
 `parts` times K columns, and the value belongs to number `part` of the parts.
 
+With `sums_ptr` the first value is also summed over the rows of each tile, before it is rounded.
+
 SCALES says by what the values are divided:
 
     factor   one power of two per matrix, which the loader has divided by

@@ -168,7 +168,8 @@ def _launch(
     padded = padded_rows(tokens)
     of_tiles = None  # fp32, sums of gradients over S
     if transposed:
-        of_tiles = torch.empty(triton.cdiv(padded, TILE.rows), count, device=logits_TC.device)
+        tiles = triton.cdiv(padded, TILE.rows)
+        of_tiles = torch.empty(tiles, count, dtype=torch.float32, device=logits_TC.device)
     codes, codes_t = empty_codes(
         logits_TC, E5M2 if direct else None, E5M2 if transposed else None, padded
     )

@@ -24,15 +24,16 @@ of the weight are computed at each use, so that no copy of the weight is held.
 
 The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
 once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
-together are as large. wgrad sums over all tokens, without their mean:
+together are as large. wgrad sums over tokens. It takes hidden states without their mean over the T tokens:
 
-    dweight[C, H] = dlogits^T (hidden - mean) + sum_T dlogits mean^T       mean[H], of the T tokens
+    dweight[C, H] = dlogits^T (hidden - mean) + (sum_T dlogits) mean^T       mean[H] in BF16
 
-The second term is a product of two vectors in fp32. Hidden states of a trained model have much in
-common, and its rounding is larger than that of what differs. Besides, even promoted sums lose more
-of the small positive terms of improbable entries than of the labels' terms, which are negative.
-Along a common part of the hidden states these losses add up: the rows of dweight would add up to
-less than zero there, and all logits would drift upwards (docs/results/convergence.md).
+The second term is a product of two vectors in fp32, of gradients that are not rounded. Hidden
+states of a trained model have much in common, and the rounding of this part to FP8 would exceed
+that of the rest. Besides, even promoted sums lose more of the small positive terms of improbable
+entries than of the labels' terms, which are negative. All products of a gradient with a common part
+have the gradient's sign, so that what they lose would add up: the rows of dweight would add up to
+less than zero along the mean, and all logits drift upwards (docs/results/convergence.md).
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
@@ -178,6 +179,7 @@ class Fp8GradientGemms(PlainGemms):
         accumulate: bool,
     ) -> None:
         assert self.noise is not None
+        # before the codes of the gradients, so that hidden - mean is not held beside them
         hidden_t = None if dweight is None else self._codes_about_mean_t
         direct, transposed, sums = quantize_logits_grad(
             logits_TC,

@@ -2,7 +2,8 @@
 
 Triton's interpreter does not take Gluon. What the kernels of coatlm/fp8/emit.py use is simulated:
 arithmetic in fp32, casts to FP8 (which saturate, as those of sm_90 do), masks and addresses.
-Layouts and shared memory are not: they do not change results.
+Layouts and shared memory are not, nor does it find layouts that do not fit together: compiling for
+sm_90 does (sm90.py).
 
     with simulated(emit, tiles, loaders):  # every module that has code of the kernels
         launch_emit(...)  # with CPU tensors

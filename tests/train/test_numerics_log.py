@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coatlm.commands.curves import read_run
-from coatlm.config import Config, ConfigError, make_config
+from coatlm.config import Config, make_config
 from coatlm.fp8.formats import E4M3, E5M2
 from coatlm.model.numerics import LSE, RESIDUAL, TENSORS
 from coatlm.train.guard import find, limits_of
@@ -71,6 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "single",
             precision={"recipe": "bf16", "output_layer": "fp8-gradients"},
         ),
+        numerics_config(root / "bf16", "single", "bf16"),
         numerics_config(root / "first", "single", every=1, train={"steps": 1}),
     ]
     start_jobs(1, jobs)
@@ -139,8 +140,11 @@ def test_lse_of_the_first_step_is_that_of_logits_near_zero(runs: Path) -> None:
     assert line["mean"] < line["amax"] < 1.05 * line["mean"]
 
 
-def test_an_fp8_output_layer_alone_is_measured_too(runs: Path) -> None:
-    lines = by_tensor(runs / "output layer", 2)
+@pytest.mark.parametrize("name", ["output layer", "bf16"])
+def test_without_fp8_layers_the_residual_stream_and_logits_are_measured(
+    runs: Path, name: str
+) -> None:
+    lines = by_tensor(runs / name, 2)
     assert set(lines) == {(5, LSE), *((layer, RESIDUAL) for layer in (1, 2, 3, 4))}
 
 
@@ -258,14 +262,6 @@ def test_an_outlier_in_a_weight_shows_as_underflow_of_that_weight(tmp_path: Path
             assert line["underflow"] < row / 4 and 0.9 * row < other["underflow"] < 1.5 * row
         else:
             assert other == line
-
-
-def test_numerics_are_for_fp8_layers_or_an_fp8_output_layer(tmp_path: Path) -> None:
-    expected = r"log\.numerics_every=2 must be 0 with precision\.recipe=bf16 .*fp8-linear \| coat"
-    with pytest.raises(ConfigError, match=expected):
-        numerics_config(tmp_path, "single", "bf16")
-    precision = {"recipe": "bf16", "output_layer": "fp8-gradients"}
-    assert numerics_config(tmp_path, "single", precision=precision).log.numerics_every == 2
 
 
 def test_plot_run_draws_a_curve_for_each_tensor(runs: Path) -> None:
