@@ -106,7 +106,7 @@ def launch_emit(
     """
     m, padded, k = shape
     constants = tile.options()
-    assert sums is None or constants["STEP"] == constants["WIDTH"], tile  # else columns are left out
+    assert sums is None or constants["STEP"] == constants["WIDTH"], tile  # all columns have a tile
     rounded = 0 if noise is None else sum(value.matrix == 0 for value in values)
     if noise is not None:
         pairs = constants["STEP"] % 2 == 0 and min(tile.run, tile.inner) > 1  # of columns

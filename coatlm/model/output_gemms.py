@@ -24,7 +24,8 @@ of the weight are computed at each use, so that no copy of the weight is held.
 
 The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
 once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
-together are as large. wgrad sums over tokens. It takes hidden states without their mean over the T tokens:
+together are as large. wgrad sums over tokens, and takes hidden states without their mean over the T
+tokens:
 
     dweight[C, H] = dlogits^T (hidden - mean) + (sum_T dlogits) mean^T       mean[H] in BF16
 
