@@ -100,7 +100,7 @@ def _column_scales(scale_ptr, at, start):
 
 @gluon.jit
 def _columns(BLOCKS: gl.constexpr, INNER: gl.constexpr, L: gl.constexpr):
-    """The columns of a tile, of what is left of it without rows."""
+    """The columns of a tile, int32 [BLOCKS, INNER], in the layout of its sums over rows."""
     block = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(0, L)))[:, None]
     inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :]
     return block * INNER + inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -380,17 +381,18 @@ def test_gemms_of_backward_never_accumulate_fast(
     assert calls == ([bool(fast)] if layer == "fp8" else []) + [False, False]
 
 
-class ModeledSums:
-    """`matmul` with `gemm` in place of an exact sum."""
-
-    def __init__(self, gemm: Callable[..., Tensor]) -> None:
-        self.gemm = gemm
-
-    def __call__(
-        self, a: QTensor, b: QTensor, *, out: Tensor, fast: bool, accumulate: bool = True
-    ) -> Tensor:
-        total = self.gemm(a.codes.float(), b.codes.float(), fast=fast) * a.scale
-        return (out if accumulate else out.zero_()).add_(total * b.scale.view(1, -1))
+def modeled_matmul(
+    gemm: Callable[..., Tensor],
+    a: QTensor,
+    b: QTensor,
+    *,
+    out: Tensor,
+    fast: bool,
+    accumulate: bool = True,
+) -> Tensor:
+    """`matmul` of one scale by scales of rows, which adds as `gemm` does."""
+    total = gemm(a.codes.float(), b.codes.float(), fast=fast) * a.scale
+    return (out if accumulate else out.zero_()).add_(total * b.scale.view(1, -1))
 
 
 def exact_gemm(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
@@ -407,7 +409,7 @@ def test_improbable_entries_need_promoted_sums(monkeypatch: pytest.MonkeyPatch) 
     terms = TokenTerms(labels, logits.float().logsumexp(1), torch.ones(tokens), None, None)
 
     def length(gemm: Callable[..., Tensor]) -> float:
-        monkeypatch.setattr(module, "matmul", ModeledSums(gemm))
+        monkeypatch.setattr(module, "matmul", partial(modeled_matmul, gemm))
         dhidden = torch.zeros(tokens, 32)
         noisy(Fp8GradientGemms)(hidden, weight).backward_(
             slice(0, vocab), logits, terms, 0, dhidden=dhidden, dweight=None, accumulate=False
@@ -438,7 +440,7 @@ def test_sums_of_a_tensor_core_do_not_push_all_logits_up(monkeypatch: pytest.Mon
         return (dweight.double().sum(0) @ mean / mean.square().sum() / tokens).item()
 
     def gradient(gemm: Callable[..., Tensor]) -> Tensor:
-        monkeypatch.setattr(module, "matmul", ModeledSums(gemm))
+        monkeypatch.setattr(module, "matmul", partial(modeled_matmul, gemm))
         dweight = torch.empty(vocab, size)
         noisy(Fp8GradientGemms)(hidden, weight).backward_(
             slice(0, vocab), logits, terms, 0, dhidden=None, dweight=dweight, accumulate=False
@@ -451,7 +453,7 @@ def test_sums_of_a_tensor_core_do_not_push_all_logits_up(monkeypatch: pytest.Mon
     assert codes is not None
     operands = codes, emit_transposed(hidden, ROWS)
     whole = {
-        gemm: ModeledSums(gemm)(*operands, out=torch.zeros(vocab, size), fast=False)
+        gemm: modeled_matmul(gemm, *operands, out=torch.zeros(vocab, size), fast=False)
         for gemm in (exact_gemm, tensor_core_gemm)
     }
     lost = along_mean(whole[tensor_core_gemm] - whole[exact_gemm])
