@@ -58,6 +58,7 @@ from coatlm.fp8.gemm import matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor
+from coatlm.kernels.outer_product import add_outer_
 from coatlm.model.logits_quantize import TokenTerms, quantize_logits_grad
 from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref
 from coatlm.model.rounding import LayerNoise
@@ -198,7 +199,7 @@ class Fp8GradientGemms(PlainGemms):
         assert transposed is not None and sums is not None and hidden_t is not None
         own = replace(transposed, codes=transposed.codes[: len(dweight)])
         matmul(own, hidden_t, out=dweight, accumulate=accumulate, fast=False)
-        dweight.addcmul_(sums[: len(dweight), None], self._mean.float())
+        add_outer_(dweight, sums[: len(dweight)], self._mean)
 
     def end_backward_(self) -> None:
         assert self.noise is not None

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and RoPE on a GPU: against their references, and over 2^31 elements.
+"""Kernels of norms, SwiGLU, RoPE and products of vectors on a GPU: against references, beyond 2^31.
 
 Tolerance of a kernel against its fp32 reference: half a unit in the last place for the one rounding
 of the result (EPS / 2 relative), and for the fp32 arithmetic, whose approximate exponentials and
@@ -15,6 +15,7 @@ from coatlm.kernels import activation, norm
 from coatlm.kernels import rope as rope_module
 from coatlm.kernels.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
 from coatlm.kernels.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
+from coatlm.kernels.outer_product import add_outer_, add_outer_ref
 from coatlm.kernels.rope import rope, rope_frequencies, rope_ref, rope_tables, split_qkv_rope
 
 pytestmark = [
@@ -111,6 +112,16 @@ def test_rope_of_a_strided_tensor_and_its_backward_equal_the_reference(dtype: to
     close(dx, rope_ref(dy.float(), cos, -sin))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (300, 896), (257, 4100)])
+def test_the_product_of_two_vectors_is_added_as_in_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    matrix, column, row = randn(*shape, dtype=dtype), randn(shape[0]), randn(shape[1]).bfloat16()
+    expected = add_outer_ref(matrix.float(), column, row)
+    close(add_outer_(matrix, column, row), expected)
+
+
 def test_kernels_index_beyond_31_bits() -> None:
     """The last rows of tensors of over 2^31 elements equal the reference of those rows."""
     hidden, last = 4096, slice(-3, None)
@@ -118,6 +129,10 @@ def test_kernels_index_beyond_31_bits() -> None:
     x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device="cuda")
     x[last] = randn(3, hidden, dtype=torch.bfloat16)
     weight = torch.ones(hidden, device="cuda")
+    matrix, column = x.clone(), randn(rows)
+    expected = add_outer_ref(x[last].float(), column[last], weight)
+    close(add_outer_(matrix, column, weight)[last], expected)
+    del matrix
     y, rstd = norm._launch_forward(x, weight, EPS)
     close(y[last], rms_norm_ref(x[last].float(), weight, EPS)[0])
     dy = y.roll(1, -1)  # not y: what is proportional to x has no gradient but rounding
