@@ -13,8 +13,9 @@ PRESETS is the only list. What its values are based on is measured in docs/resul
 one-gpu.md, optimizer.md and reduction.md. Gradients are accumulated in fp32 (`parallel.main_grads`)
 in all of them: with BF16 sums of four microbatches the loss was 0.019 +- 0.008 % higher
 (convergence.md). The output layer is in BF16 in all of them: with FP8 gradients rounded to nearest
-a run of 2 billion tokens ended 6.4 % higher; a run with stochastic rounding, which replaced it, did
-not, but what that costs in time has not been measured (convergence.md).
+a run of 2 billion tokens ended 6.4 % higher. With what replaced that, stochastic rounding and sums
+about the mean, branches of 0.25 billion tokens show no cost, but no longer run has been made
+(convergence.md).
 """
 
 from __future__ import annotations
