@@ -4,6 +4,7 @@
     cache_dir/KEY/damaged                     a read found damage, so the next start replaces it
     cache_dir/KEY.XXXXXXXX/                   a dataset that is being built
     cache_dir/KEY.XXXXXXXX/owner              locked by the process that builds it
+    cache_dir/KEY.damaged.XXXXXXXX/           a damaged dataset that is being removed
 
 Each process builds in its own folder and renames it at the end. If several processes build the same
 dataset, the first rename wins and the other folders are discarded. A start takes over the folder of
@@ -28,6 +29,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -57,6 +59,7 @@ RENEWED_SECONDS = 60.0
 DAMAGED = "damaged"
 OWNER = "owner"
 FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]{8}")  # name while a dataset is being built
+DOOMED = re.compile(rf"[0-9a-f]{{32}}\.{DAMAGED}\.[0-9a-f]{{8}}")  # of a damaged one
 
 logger = logging.getLogger("coatlm")
 
@@ -90,7 +93,7 @@ def prepare_text(data: Data, tokenizer: Tokenizer | None = None) -> Path:
                 made = preprocess(
                     data.text, own / "text", options, limits=limits, workers=data.workers
                 )
-                _publish(own, home, replace=found)
+                _publish(own, home, tokenizer)
             _warn_of_replaced(data, made)
     return home / "text"
 
@@ -126,26 +129,30 @@ def _mark(home: Path) -> None:
         (home / DAMAGED).touch()
 
 
-def _publish(own: Path, home: Path, *, replace: bool) -> None:
+def _publish(own: Path, home: Path, tokenizer: Tokenizer) -> None:
     """Rename a finished folder to `home`, unless another process has done so before.
 
-    `replace` removes a damaged `home` first.
+    A damaged `home` is replaced. It is looked at again here, since another process may have
+    replaced it while this one tokenized.
     """
     umask = os.umask(0o077)
     os.umask(umask)
     own.chmod(0o777 & ~umask)  # mkdtemp ignores the umask and admits only the user
-    if replace:
-        doomed = Path(tempfile.mkdtemp(prefix=f"{home.name}.", dir=home.parent))
-        with contextlib.suppress(FileNotFoundError):  # another process was first
-            home.rename(doomed / "damaged")
-        shutil.rmtree(doomed, ignore_errors=True)
     (own / OWNER).unlink()
+    doomed: Path | None = None
+    if home.exists() and _damage(home, tokenizer) is not None:
+        doomed = home.with_name(f"{home.name}.{DAMAGED}.{secrets.token_hex(4)}")
+        doomed.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            home.rename(doomed / "text")  # which may be a file
     try:
         own.rename(home)
     except OSError:
         if not home.is_dir():  # else another process was first
             raise
         shutil.rmtree(own)
+    if doomed is not None:
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -202,6 +209,8 @@ def _take_over(cache_dir: Path, key: str) -> tuple[Path, IO[str]] | None:
     """Lock and return an abandoned folder of `key`; abandoned folders of other keys are removed."""
     found: tuple[Path, IO[str]] | None = None
     for folder in sorted(cache_dir.iterdir()):
+        if DOOMED.fullmatch(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
         if not FOLDER.fullmatch(folder.name):
             continue
         with contextlib.suppress(OSError):  # another process has just removed or finished it

@@ -85,12 +85,12 @@ class Block(Generic[T]):
 
 
 def expand_inputs(inputs: Iterable[str]) -> list[Path | str]:
-    """The absolute paths of files, globs (`**` for any depth) and `python-stdlib`, without repeats.
+    """The absolute paths of files, globs (`**` for any depth) and `python-stdlib`, each file once.
 
     What matches a URL, which may be a glob too, is a list of URLs. They are in the order of
     `inputs`, sorted within a glob. Raises ValueError if an input matches no file.
     """
-    paths: dict[Path | str, None] = {}
+    paths: dict[Path | str, Path | str] = {}  # of the same file, or URL
     for item in inputs:
         found: Sequence[Path | str]
         if is_url(item):
@@ -106,8 +106,10 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path | str]:
         for path in found:
             if isinstance(path, Path):
                 require_regular(path)
-            paths[path.absolute() if isinstance(path, Path) else path] = None
-    return list(paths)
+                paths.setdefault(path.resolve(), path.absolute())
+            else:
+                paths.setdefault(path, path)
+    return list(paths.values())
 
 
 def stdlib_sources() -> list[Path]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import struct
 import zlib
@@ -40,7 +41,7 @@ from coatlm.data.manifest import (
     write_record,
 )
 from coatlm.data.shards import fingerprint, plan_shards, tokenize
-from coatlm.data.streams import DEFAULT_LIMITS, Limits
+from coatlm.data.streams import DEFAULT_LIMITS, Limits, some
 from coatlm.data.token_shard import Options, TokenShard
 from coatlm.data.tokenizer import Tokenizer, make_tokenizer
 from coatlm.files import open_locked
@@ -48,6 +49,8 @@ from coatlm.files import open_locked
 COPIED_BYTES = 1 << 24  # bytes of a shard that are copied at once
 INDEXED = 1 << 16  # documents of .idx whose offsets are computed at once
 VERIFIED_BYTES = 1 << 30  # of a file; verified at 4 GB/s from the page cache
+ATTEMPTS = 100  # to lock PREFIX.shards before a call that ends removes it
+BUSY = "{}: another run is writing here"
 LOCK = "lock"  # in PREFIX.shards, the first file of a call
 PUBLISHING = "publishing"  # in PREFIX.shards, from before the first rename: the key of the inputs
 
@@ -72,35 +75,37 @@ def preprocess(
     """
     tokenizer = make_tokenizer(options.tokenizer)
     segments = plan_segments(expand_inputs(inputs), options.shard_bytes)
-    if options.chat is not None:
+    masked = options.chat is not None
+    if masked:
         require_json_lines(segments)
     key = fingerprint(segments, options, tokenizer)
     directory = suffixed(prefix, ".shards")
     _check_targets(prefix, segments, directory)
-    done = _manifest_at(prefix, overwrite)
-    if not overwrite:
-        done = _unchanged(prefix, done, key, tokenizer, masked=options.chat is not None)
-    if done is not None and not overwrite:
-        _remove_left(directory)
-        return done
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
-        shards = plan_shards(segments, options, tokenizer, directory)
-        tokenize(shards, options, limits, workers)
-        masked, dtype = options.chat is not None, token_dtype(tokenizer.vocab_size)
-        crc32 = _join(shards, _joined(prefix), dtype, masked=masked)
-        manifest = _describe(shards, options, tokenizer, key, crc32)
-        if manifest.documents:
-            (directory / PUBLISHING).write_text(key)
-            _publish(prefix, manifest)
-        shutil.rmtree(directory)
+    for _ in range(ATTEMPTS):
+        if overwrite:
+            _replaced(prefix)
+        elif (done := _unchanged(prefix, key, tokenizer, masked=masked)) is not None:
+            _remove_left(directory)
+            return done
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory) as held:
+            # a call that has just ended may have made the same dataset, and removed the directory
+            if held and (overwrite or _unchanged(prefix, key, tokenizer, masked=masked) is None):
+                shards = plan_shards(segments, options, tokenizer, directory)
+                tokenize(shards, options, limits, workers)
+                dtype = token_dtype(tokenizer.vocab_size)
+                crc32 = _join(shards, _joined(prefix), dtype, masked=masked)
+                manifest = _describe(shards, options, tokenizer, key, crc32)
+                if manifest.documents:
+                    (directory / PUBLISHING).write_text(key)
+                    _publish(prefix, manifest)
+                _discard(directory)
+                break
+    else:
+        raise ValueError(BUSY.format(directory))
     if not manifest.documents:
-        raise ValueError(f"{_shortened(inputs)}: the input holds no text")
+        raise ValueError(f"{some(inputs)}: the input holds no text")
     return manifest
-
-
-def _shortened(inputs: Sequence[str]) -> str:
-    return ", ".join(inputs[:2]) + (f" and {len(inputs) - 2} more" if len(inputs) > 2 else "")
 
 
 def _check_targets(prefix: Path, segments: Sequence[Segment], directory: Path) -> None:
@@ -122,17 +127,16 @@ def _check_targets(prefix: Path, segments: Sequence[Segment], directory: Path) -
             raise ValueError(f"{directory}: {foreign}; {other}")
 
 
-def _manifest_at(prefix: Path, overwrite: bool) -> DatasetManifest | None:
-    """The content of PREFIX.json, None if it does not exist.
+def _replaced(prefix: Path) -> DatasetManifest | None:
+    """The content of PREFIX.json, None if it does not exist or is damaged.
 
-    Raises DatasetError if it is damaged or not of coatlm. With `overwrite` a damaged one is None.
+    Raises DatasetError if it is not of coatlm.
     """
     try:
         return read_dataset_manifest(prefix)
     except DatasetError:
-        files = [suffixed(prefix, suffix) for suffix in (".json", ".crc32")]
-        if overwrite and all(path.is_file() for path in files):  # only coatlm writes .crc32
-            return None
+        if all(suffixed(prefix, suffix).is_file() for suffix in (".json", ".crc32")):
+            return None  # only coatlm writes .crc32
         raise
 
 
@@ -148,15 +152,15 @@ def verify_small(dataset: Indexed) -> None:
 
 
 def _unchanged(
-    prefix: Path, manifest: DatasetManifest | None, key: str, tokenizer: Tokenizer, *, masked: bool
+    prefix: Path, key: str, tokenizer: Tokenizer, *, masked: bool
 ) -> DatasetManifest | None:
-    """`manifest` if PREFIX already has this content, None if it can be written.
+    """The content of PREFIX.json if PREFIX already has this content, None if it can be written.
 
     All checksums are verified, but of .bin or .mask of more than VERIFIED_BYTES only the size.
     Raises ValueError if PREFIX is damaged or has other content, unless a call was ended while it
     replaced the files.
     """
-    damaged = None
+    damaged, manifest = None, read_dataset_manifest(prefix)
     if manifest is not None and manifest.inputs == key:
         try:
             verify_small(open_indexed(prefix, tokenizer))
@@ -185,19 +189,47 @@ def _joined(prefix: Path) -> Path:
 def _remove_left(directory: Path) -> None:
     """Remove what a call that ended after `_publish` has left; a call that runs keeps its files."""
     if directory.exists():
-        with contextlib.suppress(ValueError), _locked(directory):
-            shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(ValueError, OSError), _locked(directory) as held:
+            if held:
+                _discard(directory)
+
+
+def _discard(directory: Path) -> None:
+    """Remove PREFIX.shards, which this process has locked.
+
+    Its lock is the last file, in a directory that has another name by then: a call that begins
+    meanwhile never finds a directory without the lock.
+    """
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    gone = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}")
+    directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` against other processes; the kernel releases the lock with the process."""
+def _locked(directory: Path) -> Iterator[bool]:
+    """Lock `directory` against other processes; the kernel releases the lock with the process.
+
+    Yields whether the directory is still there: a call that ends removes it.
+    """
+    path = directory / LOCK
     try:
-        lock = open_locked(directory / LOCK, wait=False)
+        lock = open_locked(path, wait=False)
+    except FileNotFoundError:
+        yield False
+        return
     except BlockingIOError:
-        raise ValueError(f"{directory}: another run is writing here") from None
+        raise ValueError(BUSY.format(directory)) from None
     with lock:
-        yield
+        try:
+            held = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except FileNotFoundError:
+            held = False
+        yield held
 
 
 def _join(
@@ -269,7 +301,7 @@ def write_index(
 def _publish(prefix: Path, manifest: DatasetManifest) -> None:
     """Rename the joined files to PREFIX; PREFIX.idx, which completes the dataset, comes last."""
     base = _joined(prefix)
-    replaced = _manifest_at(prefix, overwrite=True)
+    replaced = _replaced(prefix)
     suffixed(prefix, ".idx").unlink(missing_ok=True)
     os.replace(suffixed(base, ".bin"), suffixed(prefix, ".bin"))
     os.replace(suffixed(base, ".crc32"), suffixed(prefix, ".crc32"))

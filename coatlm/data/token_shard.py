@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -31,6 +32,8 @@ from coatlm.files import durable_file
 
 SHARD_BYTES = 64 << 20  # bytes of input per shard
 MAX_CHARACTERS = 2 * BLOCK_BYTES  # encoded at once; a longer text is encoded in parts
+SEARCHED = 4096  # characters before that end in which a part may end instead
+WORD = re.compile(r"\S(?=\s\S)")  # the end of a word
 MAX_LENGTH = 2**31 - 1  # tokens of a document
 
 COUNTS = {"bytes", "crc32", "documents", "empty_documents", "replaced_utf8", "tokens"}
@@ -207,15 +210,49 @@ def _write_texts(
         for block in blocks:
             replaced += block.replaced
             empty += block.empty
-            for text in block.items:
-                for start in range(0, len(text), MAX_CHARACTERS):
-                    documents.write(tokenizer.encode(text[start : start + MAX_CHARACTERS]))
-                if not joined:
+            try:
+                for text in block.items:
+                    for part in _parts(text):
+                        documents.write(_encode(tokenizer, part))
+                    if not joined:
+                        documents.end_document()
+                if block.ends:
                     documents.end_document()
-            if block.ends:
-                documents.end_document()
+            except ValueError as error:
+                raise ValueError(f"{segment.path}: {error}") from error
             report(block.ends if joined else len(block.items), block.nbytes)
     return replaced, empty
+
+
+def _parts(text: str) -> Iterator[str]:
+    """`text` in parts of at most MAX_CHARACTERS.
+
+    A part begins with the white space before a word, if that is a single character and one is near:
+    tokenizers that put it in front of the word find the tokens of the whole text.
+    """
+    start = 0
+    while len(text) - start > MAX_CHARACTERS:
+        stop = start + MAX_CHARACTERS
+        for found in WORD.finditer(text, max(start + 1, stop - SEARCHED), stop + 2):
+            stop = found.start() + 1  # behind the end of a word
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, whose halves are encoded alone if the tokenizer fails at it.
+
+    tiktoken fails at a million spaces in a row. Raises ValueError if it fails at a short text too.
+    """
+    try:
+        return tokenizer.encode(text)
+    except ValueError:
+        if len(text) <= SEARCHED:
+            raise
+    half = len(text) // 2
+    return _encode(tokenizer, text[:half]) + _encode(tokenizer, text[half:])
 
 
 def _write_conversations(

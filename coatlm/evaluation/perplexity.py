@@ -3,8 +3,8 @@
 A document of tokens t_0 .. t_(n-1) is read in windows of W tokens with stride S. A window scores
 the tokens that earlier windows have not scored, so every token but the first is scored once, with
 at least W - S + 1 tokens of context where the document has so many. S = W is the fastest, S = 1
-gives each token the most context. Bits per byte, sum of losses / (ln 2 * bytes of text), compare
-models with different tokenizers.
+gives each token the most context. Bits per byte, sum of losses / (ln 2 * bytes of scored text),
+compare models with different tokenizers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHOLE = 1 << 62  # bytes per segment, so that a text file is one document
 
 @dataclass(frozen=True)
 class Document:
-    """The token ids of a document, and the size of its text in UTF-8 bytes."""
+    """The token ids of a document, and the size of the text of all but the first in UTF-8 bytes."""
 
     ids: tuple[int, ...]
     nbytes: int
@@ -48,7 +48,7 @@ class Score:
 
     loss: float  # nats per token
     tokens: int  # scored tokens
-    nbytes: int
+    nbytes: int  # of their text
 
     @property
     def perplexity(self) -> float:
@@ -56,7 +56,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        return self.loss * self.tokens / (math.log(2) * self.nbytes)
+        return self.loss * self.tokens / (math.log(2) * self.nbytes) if self.nbytes else math.inf
 
 
 def read_documents(
@@ -71,10 +71,17 @@ def read_documents(
         ids = tokenizer.encode(text)
         start = [] if prefix is None else [prefix]
         if len(start) + len(ids) > 1:
-            documents.append(Document((*start, *ids), len(text.encode())))
+            unscored = _nbytes(ids[0], tokenizer) if prefix is None else 0
+            documents.append(Document((*start, *ids), max(len(text.encode()) - unscored, 0)))
     if not documents:
         raise ValueError(f"{', '.join(inputs)}: no document has a token to predict")
     return documents
+
+
+def _nbytes(token: int, tokenizer: Tokenizer) -> int:
+    """The bytes of a token's text; of a character that it only begins, one."""
+    whole, replaced, _ = tokenizer.decode([token]).partition("\ufffd")
+    return len(whole.encode()) + len(replaced)
 
 
 def check_windows(window: int, stride: int, batch: int) -> None:

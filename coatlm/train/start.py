@@ -17,6 +17,7 @@ from coatlm.model.fits import with_fitting
 from coatlm.model.plan import plan, wrapped
 from coatlm.platform import has_foreign_apex
 from coatlm.train.agreement import together
+from coatlm.train.alike import check_same_config, check_same_data
 from coatlm.train.ending import finish, nothing_to_do
 from coatlm.train.evaluations import missing
 from coatlm.train.faults import ExitCode, HangWatchdog, NonFiniteGuard, StopSignal
@@ -86,6 +87,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     startup = Startup()
     startup.lap("imports")
     peers = join(config, launch)
+    peers.agree(lambda: check_same_config(config, peers))
     startup.lap("ranks")
     tokenizer = peers.agree(lambda: make_tokenizer(config.data.tokenizer))
     vocab = peers.agree(lambda: model_vocab(config, tokenizer.vocab_size))
@@ -134,7 +136,7 @@ def set_up(config: Config, launch: Launch, stack: ExitStack) -> Loop | None:
     trainer = peers.agree(lambda: Trainer(decided, groups, vocab, memory=memory, lap=startup.lap))
     stack.enter_context(closing(trainer))
     run = Progress(guard=NonFiniteGuard(config.train.max_skipped))
-    identity = together(lambda: data.identity() if launch.rank == 0 else [], peers.group)[0]
+    identity = peers.agree(lambda: check_same_data(data, tokenizer, peers))
     known = Known(tokenizer=tokenizer.fingerprint, data=identity)
     begun = begun_by(config, launch, peers)
     resume_run = partial(resume, config, trainer, run, restarted=begun, lap=startup.lap)

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coatlm.config import Data
 from coatlm.data import cache
 from coatlm.data import shards as shards_module
-from coatlm.data.cache import open_text_dataset, prepare_text
+from coatlm.data.cache import DAMAGED, open_text_dataset, prepare_text
 from coatlm.data.checksums import CacheFullError, DatasetError
 from coatlm.data.token_shard import Options
 from coatlm.data.tokenizer import ByteTokenizer
@@ -100,6 +101,35 @@ def test_a_damaged_entry_is_rebuilt_with_one_warning(
     assert set(entries(data)) <= {home.name, "moved"}
 
 
+def test_a_repair_that_ends_second_keeps_the_dataset_of_the_first(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepare_text(data).parent
+    (home / DAMAGED).touch()
+    tokenize, inodes = cache.preprocess, []
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        made = tokenize(*arguments, **options)
+        monkeypatch.undo()
+        prepare_text(data)  # by another process, which began and ended meanwhile
+        inodes.append((home / "text.bin").stat().st_ino)
+        return made
+
+    monkeypatch.setattr(cache, "preprocess", meanwhile)
+    assert text_of(data) == TEXT
+    assert inodes == [(home / "text.bin").stat().st_ino]
+    assert entries(data) == [home.name]
+
+
+def test_a_damaged_dataset_that_a_killed_process_put_away_is_removed(data: Data) -> None:
+    home = prepare_text(data).parent
+    away = home.with_name(f"{home.name}.{DAMAGED}.0123abcd")
+    away.mkdir()
+    home.rename(away / "text")
+    assert text_of(data) == TEXT
+    assert entries(data) == [home.name]
+
+
 def test_damage_that_a_run_meets_is_repaired_by_the_next_start(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +163,7 @@ def test_text_that_is_not_utf8_is_one_warning_with_its_share_when_it_is_tokenize
 HOLD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from coatlm.data import cache
 
 with cache._own_folder(Path(sys.argv[1]), sys.argv[2]) as folder:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -667,6 +667,61 @@ def test_a_finished_run_leaves_the_files_of_a_run_that_goes_on(
         assert (tmp_path / "out.shards/shard").exists()
     assert preprocess(mixture, tmp_path / "out", Options()) == first
     assert not (tmp_path / "out.shards").exists()  # of a run that ended before it removed them
+
+
+def test_a_call_that_begins_while_another_cleans_up_finds_its_dataset(
+    tmp_path: Path, mixture: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the directory of shards is removed; and between a look at the dataset and the lock."""
+    remove, found = shutil.rmtree, []
+
+    def and_begin(path: Path, **options: bool) -> None:
+        monkeypatch.undo()
+        found.append(preprocess(mixture, tmp_path / "out", Options()))
+        remove(path, **options)
+
+    monkeypatch.setattr("coatlm.data.preprocess.shutil.rmtree", and_begin)
+    first = preprocess(mixture, tmp_path / "out", Options())
+    assert found == [first]
+
+    before, looked = (tmp_path / "out.idx").read_bytes(), []
+
+    def not_yet(*arguments: object, **options: object) -> object:
+        """As if the other call ended, and removed the directory, right after the first look."""
+        looked.append(None)
+        return None if len(looked) == 1 else unchanged(*arguments, **options)
+
+    unchanged = preprocess_module._unchanged
+    monkeypatch.setattr(preprocess_module, "_unchanged", not_yet)
+    monkeypatch.setattr(preprocess_module, "tokenize", None)  # not called again
+    assert preprocess(mixture, tmp_path / "out", Options()) == first
+    assert (tmp_path / "out.idx").read_bytes() == before
+    names = {path.name for path in tmp_path.iterdir() if path.name.startswith("out")}
+    assert names == {"out.bin", "out.idx", "out.json", "out.crc32"}
+
+
+def test_a_directory_of_shards_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, mixture: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = preprocess_module.open_locked
+
+    def too_late(path: Path, **options: bool) -> IO[str]:
+        monkeypatch.undo()
+        shutil.rmtree(path.parent)
+        return opened(path, **options)
+
+    monkeypatch.setattr(preprocess_module, "open_locked", too_late)
+    made = preprocess(mixture, tmp_path / "out", Options())
+    assert made == preprocess(mixture, tmp_path / "other", Options())
+
+
+def test_a_file_with_several_names_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    names = ["a.txt", "./a.txt", "folder/../a.txt", "link.txt", "*.txt"]
+    found = expand_inputs(os.path.join(tmp_path, name) for name in names)
+    assert found == [tmp_path / "a.txt"]
 
 
 # ---- what users get wrong

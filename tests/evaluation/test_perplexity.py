@@ -83,12 +83,30 @@ def test_documents_are_files_of_text_and_lines_of_json(tmp_path: Path) -> None:
     files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl.gz")]
     documents = read_documents(files, BYTE, field="body")
     assert [bytes(d.ids).decode() for d in documents] == ["näive\ntext", "one", "two"]
-    assert [d.nbytes for d in documents] == [11, 3, 3]
+    assert [d.nbytes for d in documents] == [10, 2, 2]  # the first token is not scored
     prefixed = read_documents(files[1:], BYTE, field="body", prefix=256)
     assert [d.ids for d in prefixed] == [(256, *b) for b in (b"one", b"x", b"two")]
+    assert [d.nbytes for d in prefixed] == [3, 1, 3]
     (tmp_path / "c.txt").write_text("x")
     with pytest.raises(ValueError, match=r"c.txt: no document has a token"):
         read_documents([str(tmp_path / "c.txt")], BYTE)
+
+
+@pytest.mark.parametrize("prefix", [None, 256])
+@pytest.mark.parametrize("text", ["ab", "üb", "a", "aüc"])
+def test_bits_per_byte_of_a_uniform_model_do_not_depend_on_the_prefix(
+    text: str, prefix: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("more")
+    files = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+
+    def model(tokens: Tensor, labels: Tensor) -> Tensor:
+        return torch.full(tokens.shape, 8 * math.log(2))
+
+    documents = read_documents(files, BYTE, prefix=prefix)
+    found = score(model, documents, window=8, stride=8, batch=1, device=torch.device("cpu"))
+    assert found.bits_per_byte == pytest.approx(8)
 
 
 @pytest.mark.parametrize(
