@@ -1,7 +1,7 @@
 """Add the product of two vectors to a matrix: into[M, N] += column[M] row[N].
 
-The product is fp32 and is added in fp32, so that an element is rounded once, to the dtype of the
-matrix, which is read and written once.
+Product and sum are fp32; an element is rounded to the dtype of the matrix as it is stored. The
+matrix is read once and written once.
 """
 
 import triton

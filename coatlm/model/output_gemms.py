@@ -32,9 +32,9 @@ tokens:
 The second term is a product of two vectors in fp32, of gradients that are not rounded. Hidden
 states of a trained model have much in common, and the rounding of this part to FP8 would exceed
 that of the rest. Besides, even promoted sums lose more of the small positive terms of improbable
-entries than of the labels' terms, which are negative. All products of a gradient with a common part
-have the gradient's sign, so that what they lose would add up: the rows of dweight would add up to
-less than zero along the mean, and all logits drift upwards (docs/results/convergence.md).
+entries than of the labels' terms, which are negative. Along the mean every product has the sign of
+its gradient, so that what they lose would add up: the rows of dweight would add up to less than
+zero along the mean, and all logits drift upwards (docs/results/convergence.md).
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
