@@ -94,13 +94,18 @@ class DelayedScales:
             layers[number].scales = _LayerScales(self, scale, amax)
 
     @torch.no_grad()
-    def update_(self) -> None:
-        """Set the scales of the next step from this step's amaxes. All ranks of `group` call it."""
+    def update_(self, applied: Tensor | None = None) -> None:
+        """Set the scales of the next step from this step's amaxes. All ranks of `group` call it.
+
+        Nothing changes where `applied`, bool [], is False: the step is skipped, as a spike or
+        because a gradient is not finite.
+        """
         if not self.numbers:
             return
         if self.group is not None:  # NaN > Inf > numbers, as integers
             all_reduce(self.amax.view(torch.int32), self.group, dist.ReduceOp.MAX)
-        taken = self.rule.push_(self.history, self.amax)
+        amax = self.amax if applied is None else torch.where(applied, self.amax, torch.nan)
+        taken = self.rule.push_(self.history, amax)
         self.scale.copy_(self.rule.scale(self.history))
         self.amax.zero_()
         if self.calibrating:

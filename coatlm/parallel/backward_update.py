@@ -93,6 +93,7 @@ class BackwardOptimizer(ZeroOptimizer):
         total = self.norms.square().sum()
         all_reduce(total, self.norm_group)
         norm = total.sqrt()
+        self.applied = norm.isfinite()
         previous = torch.where(norm.isfinite(), norm, self.previous_norm)
         self.previous_norm.copy_(previous)
         self.repeats = False

@@ -7,7 +7,7 @@ buckets:
 
     code = cast(mu g / S)           saturated where g has outgrown S; only fp8-nccl has a mu
     amax[T] = max |g|               over what any rank has encoded in this step; NaN > Inf > numbers
-    history[T, 16] <- amax          unless the gradient norm of the step is not finite
+    history[T, 16] <- amax          unless the step is skipped
     S[T] = the power of two at or above 2 max(history) / MAX                        (fp8/delayed.py)
 
 The amaxes of gradients vary: in 70 steps of configs/quickstart.yaml one of nine was more than twice
@@ -16,10 +16,11 @@ that of the step before, and one of 200 more than twice the largest of the 16 st
 In fp8-a2a a gradient that has outgrown its scale is clipped in that step alone, since the next
 scale knows its amax. In fp8-nccl sums at +-MAX also halve mu, which is then a further margin and
 doubles within 1000 steps. A tensor whose gradients were zero throughout the history has S = 1. A
-NaN or an infinity spoils its block and the norm: the step is skipped, and no history changes.
+NaN or an infinity spoils its block and the norm: the step is skipped. A step that is skipped, as a
+spike too, changes no history.
 
 Without a history, scales are current, and the amaxes are recorded: in the first step of a run, in
-further steps until one has a finite norm, and after a checkpoint that lacks a tensor's history.
+further steps until one is not skipped, and after a checkpoint that lacks a tensor's history.
 Only after such a calibrating step does the host wait for the device. A history belongs to a
 parameter and is equal on all ranks that have a part or a copy of it, so a run resumes with the same
 scales, in another layout too.
@@ -80,8 +81,8 @@ class ReductionScales:
         self.calibrating = True
 
     @torch.no_grad()
-    def update_(self, norm: Tensor) -> None:
-        """Set the scales of the next step, after one with the global gradient norm `norm`.
+    def update_(self, applied: Tensor) -> None:
+        """Set the scales of the next step. `applied`, bool []: whether the last was not skipped.
 
         A collective call of all ranks.
         """
@@ -90,7 +91,7 @@ class ReductionScales:
             comm.all_reduce(bits, dist.ReduceOp.MAX).wait()
         if len(bits[self.tied]):
             dist.all_reduce(bits[self.tied], dist.ReduceOp.MAX, group=self.groups.embedding)
-        amax = torch.where(norm.isfinite(), bits.view(torch.float32), torch.nan)
+        amax = torch.where(applied, bits.view(torch.float32), torch.nan)
         taken = self.rule.push_(self.history, amax)
         torch._foreach_zero_([each.amax for each in self.tensors if each.amax is not None])
         if not self.calibrating or bool(taken):

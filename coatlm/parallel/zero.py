@@ -56,6 +56,7 @@ class ZeroOptimizer:
         self.norm_group = groups.world if chunks[0].sharded else groups.model
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.repeats = False  # `step` has only measured the norm: run the passes again
+        self.applied = torch.tensor(True)  # on the device: the last step was not skipped
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of later steps. Does not wait for the device."""
@@ -83,6 +84,7 @@ class ZeroOptimizer:
         coefficient = clip_coefficient(norm, self.clip_grad)
         if accepts is not None:
             coefficient = torch.where(accepts(norm), coefficient, torch.nan)
+        self.applied = coefficient.isfinite()
         if observe is not None:
             observe(coefficient)
         self.before_update()

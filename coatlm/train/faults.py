@@ -297,7 +297,7 @@ class NonFiniteGuard:
             if self.in_row >= self.max_in_row:
                 raise NonFiniteError(
                     f"gradient norm {norm:g} at step {step}: train.max_skipped={self.max_in_row} "
-                    "consecutive steps were skipped. The weights are those of step "
-                    f"{step - self.in_row}; a lower optim.lr or a longer warm-up may help",
+                    f"consecutive steps were skipped, from {step - self.in_row + 1} on; a lower "
+                    "optim.lr or a longer warm-up may help",
                     step,
                 )

@@ -57,13 +57,14 @@ whole_run = logging.getLogger("coatlm.run")
 
 BULK = math.sqrt(2 * math.pi / 12)  # 0.72: rms error in units of s, per share of zeros z
 GuardLimits = dict[str, dict[str, float]]  # tensor -> measure -> limit
+NO_MEMORY = "no memory"
 ACTIONS = {
     "warned": "it stays in FP8",
     "bf16": "the layer computes in BF16 from the next step on",
     "operand": "this tensor is in BF16 from the next step on, and the rest of the layer in FP8",
     "layer": "the layer computes in BF16 from the next step on, because this tensor cannot be in "
     "BF16 alone in this run",
-    "no memory": "the layer stays in FP8, because in BF16 a step would not fit the device's memory",
+    NO_MEMORY: "the layer stays in FP8, because in BF16 a step would not fit the device's memory",
 }
 
 
@@ -178,6 +179,7 @@ class PrecisionGuard:
         self.alone, self.fallen = alone, Fallen()
         self.suspected: set[str] = set()  # what the last measurement found
         self.reported: set[str] = set()
+        self.refused: set[str] = set()  # for lack of memory, since the start
 
     def observe(
         self, records: Iterable[Mapping[str, Any]], group: dist.ProcessGroup
@@ -190,7 +192,8 @@ class PrecisionGuard:
         dist.broadcast_object_list(message, src=0, group=group)
         decision: Decision = message[0]
         self.suspected = set(decision.found)
-        self.reported |= {finding.key for finding in decision.acted}
+        for finding in decision.acted:
+            (self.refused if finding.action == NO_MEMORY else self.reported).add(finding.key)
         if decision.fallen != self.fallen:
             self.fallen = decision.fallen
             self.change(*self.fallen)
@@ -201,13 +204,13 @@ class PrecisionGuard:
     def _decide(self, records: Iterable[Mapping[str, Any]]) -> Decision:
         found, fallen, acted = list(find(records, self.limits)), self.fallen, []
         for finding in found:
-            if finding.key not in self.suspected or finding.key in self.reported:
+            if finding.key not in self.suspected - self.reported - self.refused:
                 continue
             action = "warned"
             if self.mode != "warn":
                 action, more = self._fall_back(finding, fallen)
                 fits = self.fits(*more)
-                action, fallen = (action, more) if fits else ("no memory", fallen)
+                action, fallen = (action, more) if fits else (NO_MEMORY, fallen)
             acted.append(Finding(**asdict(finding) | {"action": action}))
         return Decision([finding.key for finding in found], acted, fallen)
 
@@ -245,10 +248,11 @@ class PrecisionGuard:
         """Restore what `state` returned; None clears it.
 
         Only guard=fallback and operand restore layers and tensors. Where a tensor cannot be in BF16
-        alone its layer is. Another mode reports everything again.
+        alone its layer is. Another mode reports everything again, and what did not fit the memory
+        is tried again: this start may have more.
         """
         state = state or {}
-        self.fallen = Fallen()
+        self.fallen, self.refused = Fallen(), set()
         if self.mode != "warn":
             keys = split_keys(state.get("tensors", ()))
             kept = {key for key in keys if self.mode == "operand" and self.alone(name_of(key))}

@@ -171,6 +171,7 @@ class Loop:
         if startup is not None:
             startup.lap("first step")
             logger.info("%s", startup)
+            self.trainer.timer.read()  # discarded: a first step compiles
         if run.step == 1 or run.step == config.train.steps or run.step % config.log.every == 0:
             last_loss, last_norm = self._fetch()
             window, run.window = run.window, []
@@ -181,7 +182,7 @@ class Loop:
                 grad_norm=last_norm,
                 lr=rate,
                 tokens=run.tokens,
-                slowest=self._slowest(),
+                slowest=None if startup is not None else self._slowest(),
                 skipped=run.guard.total,
                 peak_mem_gib=peak_memory(),
                 comm_bytes=self.trainer.comm_bytes,
@@ -194,7 +195,7 @@ class Loop:
         """Compare the ranks' times since the last log step; rank 0 warns of a straggler."""
         factor, group = self.config.log.straggler_factor, self.groups.control
         times = self.trainer.timer.read()
-        if not factor or group.size() == 1 or self.run.step == 1:  # the first step compiles
+        if not factor or group.size() == 1:
             return None
         found = compare(times, group)
         if found.ms > factor * found.median_ms:
@@ -279,7 +280,7 @@ class Loop:
         Raises `error` if train.rollbacks is exhausted or there is no such checkpoint.
         """
         run = self.run
-        if len(run.left_out) >= self.config.train.rollbacks:
+        if len(run.left_out) - run.inherited >= self.config.train.rollbacks:
             raise error
         self.checkpoints.wait()
         self.watchdog.beat()
@@ -301,8 +302,7 @@ class Loop:
         run.pending.clear()
         restore(path, read_run_state(path), self.trainer, run)
         run.left_out = left_out  # the checkpoint was saved before the rollback to it
-        window = (run.batch, stop)
-        run.left_out = [*left_out, window]
+        run.left_out = [*left_out, window := (run.batch, stop)]
         run.samples = samples
         self._agreed()
         self.watchdog.beat()

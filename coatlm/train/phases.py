@@ -36,7 +36,7 @@ from coatlm.train.remote_checkpoint import (
     is_uploaded,
     upload_checkpoint,
 )
-from coatlm.train.resume import Origin, archive_attempt
+from coatlm.train.resume import Origin, archive_attempt, goes_back
 from coatlm.train.run_directory import read_environment, write_config, write_environment
 from coatlm.train.setup import (
     COLLECTIVE_TIMEOUT,
@@ -180,16 +180,19 @@ def documents_as_before(config: Config, launch: Launch, peers: Peers) -> Config:
 
 
 def earlier_config(config: Config, launch: Launch, peers: Peers) -> Saved | None:
-    """The configuration in the newest readable checkpoint from which this run resumes, if any. All
-    ranks call it."""
+    """The configuration in the run's own checkpoint from which it resumes, if any: the newest that
+    can be read, or the one to which checkpoint.resume goes back. All ranks call it."""
     if config.checkpoint.resume == "none" and not begun_by(config, launch, peers):
         return None
 
     def newest() -> Saved | None:
         for path in newest_first(config.run.dir / checkpoint.CHECKPOINTS):
             with suppress(CheckpointError):
-                found = checkpoint.saved_config(path, read_run_state(path))
-                return found.model_dump(mode="json")
+                state = read_run_state(path)
+                if goes_back(config, path):
+                    path = Path(config.checkpoint.resume)
+                    state = read_run_state(path)
+                return checkpoint.saved_config(path, state).model_dump(mode="json")
         return None
 
     return together(lambda: newest() if launch.rank == 0 else None, peers.group)[0]

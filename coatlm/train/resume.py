@@ -58,6 +58,7 @@ class Progress:
     pending: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     window: list[float] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)  # batches [first, stop) not read
+    inherited: int = 0  # how many of these a run left out whose checkpoint this one began from
     # the highest number, in the order of writing, of the checkpoint resumed from and of those that
     # the run directory had then; checkpoints that are moved away stay where they were uploaded to
     continued: int = 0
@@ -104,6 +105,7 @@ def state_to_save(
         "skipped": run.guard.total,
         "skipped_in_row": run.guard.in_row,
         "left_out": run.left_out,
+        "inherited": run.inherited,
         "window": run.window,
         "guard": None if trainer.guard is None else trainer.guard.state(),
         "clip_norm": trainer.optimizer.norm_to_save(),
@@ -141,19 +143,17 @@ def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Orig
         return Origin(checkpoint.find_checkpoint(request, directory, logger, group))
     if request in ("auto", "none"):
         return Origin(own, own=True)
-    target = Path(request)
-    earlier = _same(target.parent, directory) and not _same(target, own) and target.is_dir()
-    if earlier and not _went_back_to(target, read_run_state(own)):
+    if goes_back(config, own):
         found = checkpoint.find_checkpoint(request, directory, logger, group)
         return Origin(found, own=True, back=True)
-    if earlier:
+    if _is_earlier(Path(request), own):
         logger.info(
             "%s went back to %s before and continues its newest checkpoint; to begin there again, "
             "use another run.dir",
             config.run.dir,
             request,
         )
-    elif not _same(target, own):
+    elif not _same(Path(request), own):
         logger.info(
             "%s continues its newest checkpoint; checkpoint.resume=%s is used only for a first "
             "start",
@@ -161,6 +161,18 @@ def find_origin(config: Config, group: Group | None, *, restarted: bool) -> Orig
             request,
         )
     return Origin(own, own=True)
+
+
+def goes_back(config: Config, own: Path) -> bool:
+    """Whether checkpoint.resume names an earlier checkpoint of the run than `own`, its newest, to
+    which the run has not gone back before."""
+    target = Path(config.checkpoint.resume)
+    return _is_earlier(target, own) and not _went_back_to(target, read_run_state(own))
+
+
+def _is_earlier(target: Path, own: Path) -> bool:
+    """Whether `target` is another checkpoint of the run whose newest is `own`."""
+    return _same(target.parent, own.parent) and not _same(target, own) and target.is_dir()
 
 
 def resume(
@@ -204,6 +216,8 @@ def resume(
         )
     lines = check_changes(origin.path, state, config, tokenizer=tokenizer, data=data)
     restore(origin.path, state, trainer, run)
+    if not origin.own:
+        run.inherited = len(run.left_out)
     for line in lines:
         whole_run.warning("changed since step %d: %s", run.step, line)
     return origin
@@ -257,10 +271,13 @@ def restore(
         return
     zero.set_automatic_scales(state.get("automatic_scales", {}), state.get("summed_ranks"))
     restore_guard(trainer.guard, state.get("guard"), trainer.config)
+    # gradients are of a mean over the global batch: with another one the first step calibrates
+    same = _batch_tokens(state["config"]) == _batch_tokens(trainer.config.model_dump())
+    kept = state if same else {}
     if trainer.scales is not None:
-        trainer.scales.restore(state.get("gradient_amaxes", {}), idle=trainer.fallen)
+        trainer.scales.restore(kept.get("gradient_amaxes", {}), idle=trainer.fallen)
     if trainer.reduction_scales is not None:
-        trainer.reduction_scales.restore(state.get("reduction_amaxes", {}))
+        trainer.reduction_scales.restore(kept.get("reduction_amaxes", {}))
     for noise in (trainer.noise, trainer.sum_noise):
         if noise is not None:
             noise.step = state["step"]
@@ -269,6 +286,7 @@ def restore(
     run.step, run.guard.total = state["step"], state["skipped"]
     run.guard.in_row = state.get("skipped_in_row", 0)
     run.left_out = [(first, stop) for first, stop in state.get("left_out", ())]
+    run.inherited = state.get("inherited", 0)
     run.tokens = state["tokens"]
     run.samples = _next_sample(state, trainer.config.data.seq_len)
     run.window = [float(loss) for loss in state.get("window", ())]
@@ -287,6 +305,11 @@ def begins_anew(config: Config) -> str | None:
         "precision.recipe=te-delayed: a checkpoint has no amax histories of TransformerEngine, so "
         "its scales begin at 1 again, as in a new run"
     )
+
+
+def _batch_tokens(config: Mapping[str, Any]) -> int:
+    """The tokens of a global batch, by a saved configuration."""
+    return int(config["train"]["global_batch"] * config["data"]["seq_len"])
 
 
 def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:

@@ -112,6 +112,7 @@ class RunState(BaseModel):
     config: SavedConfig
     skipped_in_row: NonNegativeInt = 0
     left_out: list[Annotated[list[NonNegativeInt], Len(2, 2)]] = []
+    inherited: NonNegativeInt = 0
     flat_groups: dict[str, list[list[dict[str, Any]]]] | None = None
     automatic_scales: dict[str, float] = {}
     summed_ranks: PositiveInt | None = None

@@ -212,9 +212,9 @@ class Trainer:
             self.repeated_traffic = partial(self.model_traffic, once=once)
             loss, norm = self._passes(batches, observe=observe, enter=enter)
         if self.scales is not None:
-            self.scales.update_()
+            self.scales.update_(self.optimizer.applied)
         if self.reduction_scales is not None:
-            self.reduction_scales.update_(norm)
+            self.reduction_scales.update_(self.optimizer.applied)
         return loss, norm
 
     def _passes(

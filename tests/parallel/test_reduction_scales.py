@@ -38,7 +38,7 @@ def step(shared: ReductionScales, amaxes: list[float], norm: Tensor = FINITE) ->
     for each, amax in zip(shared.tensors, torch.tensor(amaxes).split(shared.sizes), strict=True):
         assert each.amax is not None and not each.amax.any()
         each.amax.copy_(amax.view(torch.int32))
-    shared.update_(norm)
+    shared.update_(norm.isfinite())
     found = [each.scale for each in shared.tensors]
     return None if found[0] is None else torch.cat([s for s in found if s is not None]).tolist()
 

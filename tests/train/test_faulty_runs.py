@@ -51,6 +51,24 @@ CASES: dict[str, dict[str, Any]] = {  # train options, bad batches, ...
     "slow": {"slow": True, "log": {"every": 5}},
     "nan there": {"nan": [13], "train": {"spike_sigma": 6.0, "spike_window": 6}},
 }
+SPIKES = {"spike_sigma": 6.0, "spike_window": 6}
+DELAYED: dict[str, dict[str, Any]] = {
+    "parallel": {"grad_comm": "fp8-nccl", "grad_comm_scaling": "delayed"},
+    "precision": {"recipe": "coat", "scaling": "delayed"},
+    "checkpoint": {"every": 1, "keep": 30},
+}
+CASES["delayed"] = {"odd": [13], "train": SPIKES} | DELAYED
+CASES["delayed, another batch"] = DELAYED | {
+    "train": {"global_batch": 32},
+    "resume": ("delayed", 15),
+}
+CASES["rolled back again"] = {  # a run that begins from a checkpoint of another one
+    "nan": [20, 21, 22],
+    "train": {"rollbacks": 1},
+    "checkpoint": {"every": 1, "keep": 30},
+    "resume": ("rolled back", 15),
+}
+CASES["slow at first"] = {"slow": "at first", "log": {"every": 5}, "resume": ("slow", 5)}
 for layout, sections in LAYOUTS.items():
     CASES[f"{layout}, rolled back"] = CASES["rolled back"] | sections
     CASES[f"{layout}, without them"] = CASES["without them"] | sections
@@ -112,14 +130,16 @@ class Shifted:
 
 
 def spoil(session: Any, case: dict[str, Any]) -> None:
-    """Make batches bad: a NaN in the loss, labels that no text has, or 300 ms late on rank 1."""
-    place, clock = session.trainer.place, Clock()
+    """Make batches bad: a NaN in the loss, labels that no text has, or (all or the first of a
+    start) 300 ms late on rank 1."""
+    place, clock, first = session.trainer.place, Clock(), session.run.step
     if "slow" in case:
         session.trainer.timer = PhaseTimer(clock=clock)
 
     def spoilt(batches: Any) -> Any:
         placed = place(batches)
-        if session.groups.world.rank() == 1:
+        late = case.get("slow") is True or session.run.step == first
+        if session.groups.world.rank() == 1 and late:
             clock.seconds += 0.3
         for batch in placed:
             if session.run.batch in case.get("nan", ()):
@@ -312,9 +332,50 @@ def test_a_spike_is_skipped_as_a_nan_is(root: Path, ends: dict[str, str]) -> Non
     assert "step 14 skipped: a spike, gradient norm" in log
 
 
+def state_of(root: Path, name: str, step: int) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors."""
+    path = root / name / "checkpoints" / f"step_{step:08d}" / "state.json"
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state
+
+
+def histories(state: dict[str, Any]) -> list[list[float]]:
+    """All amaxes of delayed scales, of gradients in layers and of those that are summed."""
+    layers = state["gradient_amaxes"].values()
+    return [*(h for layer in layers for h in layer.values()), *state["reduction_amaxes"].values()]
+
+
+def test_a_spike_that_is_skipped_changes_no_delayed_scale(root: Path, ends: dict[str, str]) -> None:
+    assert ends["delayed"] == "0"
+    before, skipped, after = (histories(state_of(root, "delayed", step)) for step in (13, 14, 15))
+    assert state_of(root, "delayed", 14)["skipped"] == 1
+    assert skipped == before
+    assert all(new[1:] == old[:-1] for new, old in zip(after, skipped, strict=True))
+    assert all(new[0] > 0 for new in after)
+
+
+def test_amaxes_of_another_batch_size_are_not_continued(root: Path, ends: dict[str, str]) -> None:
+    """Gradients of a mean over twice the tokens are half as large: the first step calibrates."""
+    assert ends["delayed, another batch"] == "0"
+    assert all(all(history[:14]) for history in histories(state_of(root, "delayed", 15)))
+    found = histories(state_of(root, "delayed, another batch", 16))
+    assert found and all(first > 0 and not any(rest) for first, *rest in found)
+
+
+def test_a_run_has_its_own_rollbacks(root: Path, ends: dict[str, str]) -> None:
+    assert ends["rolled back again"] == "0"
+    state = state_of(root, "rolled back again", STEPS)
+    assert state["left_out"] == [LEFT_OUT, [20, 23]] and state["inherited"] == 1
+
+
 def test_a_resumed_run_knows_the_window_of_spikes(root: Path, ends: dict[str, str]) -> None:
     assert losses(root, "spike resumed") == losses(root, "spike", after=10)
     assert lines(root, "spike resumed")[-1]["skipped"] == 1
+
+
+def test_the_first_step_of_a_start_names_no_slow_rank(root: Path, ends: dict[str, str]) -> None:
+    assert ends["slow at first"] == "0"
+    assert "is slow in" not in (root / "slow at first" / "train.log").read_text()
 
 
 def test_a_slow_rank_is_reported_with_its_phase(root: Path, ends: dict[str, str]) -> None:

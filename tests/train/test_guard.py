@@ -179,6 +179,10 @@ def test_a_layer_that_would_not_fit_stays_and_is_reported_once(alone: Any) -> No
     actions = [[f.action for f in guarded.observe(records, alone)] for _ in range(3)]
     assert actions == [[], ["bf16", "no memory"], []]
     assert layers.in_bf16 == {2}
+    resumed = make("fallback", layers)  # with room for more
+    resumed.restore(guarded.state())
+    assert [f.action for f in resumed.observe(records, alone)] == ["bf16"]
+    assert layers.in_bf16 == {2, 4}
 
 
 def test_a_restored_guard_goes_on_between_two_measurements(alone: Any) -> None:

@@ -120,6 +120,32 @@ def test_a_layout_is_not_continued_from_a_state_that_is_no_configuration(tmp_pat
     assert found is not None and found["parallel"]["tp"] == 2
 
 
+def test_what_is_not_given_is_that_of_the_checkpoint_to_which_a_run_goes_back(
+    tmp_path: Path,
+) -> None:
+    for step, masked in ((1, True), (2, False)):
+        given = {"text": ["-"], "reset_attention_mask": masked}
+        saved = make_config({"run": {"dir": str(tmp_path)}, "data": given})
+        directory = tmp_path / "checkpoints" / step_name(step)
+        directory.mkdir(parents=True)
+        state = {"step": step, "tokens": 0, "updates": 0, "skipped": 0, "tokenizer": ""}
+        saved_as = state | {"config": saved.model_dump(mode="json")}
+        (directory / "state.json").write_text(json.dumps(saved_as))
+        for resume, mask in (
+            ("auto", masked),
+            (str(tmp_path / "checkpoints" / step_name(1)), True),
+        ):
+            config = make_config(
+                {
+                    "run": {"dir": str(tmp_path)},
+                    "data": {"text": ["-"]},
+                    "checkpoint": {"resume": resume},
+                }
+            )
+            found = earlier_config(config, Launch(), ALONE)
+            assert found is not None and found["data"]["reset_attention_mask"] is mask
+
+
 def saved(run: Path, **data: Any) -> None:
     """A checkpoint of step 1 in a run directory, as far as its configuration is concerned."""
     config = make_config({"run": {"dir": str(run)}, "data": {"text": ["-"], **data}})
