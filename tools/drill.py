@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(ValueError(f"--faults {min(unknown)}: one of {', '.join(names)}"))
     options.seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     out = options.out or Path(tempfile.mkdtemp(prefix="coatlm-drill-"))
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return fail(ValueError(f"--out {out}: {error.strerror}"))
     print(f"drill: seed {options.seed}, in {out}", flush=True)
     if options.jobs > 1:
         failed = side_by_side(options, out)

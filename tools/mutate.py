@@ -139,7 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (options.root / options.file).is_file():
         parser.error(f"{options.file}: no such file in {options.root}")
     for name in options.preload:
-        __import__(name)
+        try:
+            __import__(name)
+        except ImportError as error:
+            parser.error(f"--preload {name}: {error}")
     for plugin in entry_points(group="pytest11"):
         plugin.load()  # as pytest would in every fork
     sys.dont_write_bytecode = True

@@ -50,7 +50,7 @@ from coatlm.evaluation.exact_match import exact_matches
 from coatlm.evaluation.model import open_model
 from coatlm.files import check_output, whole_file
 from coatlm.platform import device
-from coatlm.train.checkpoint import named_checkpoint, saved_config
+from coatlm.train.checkpoint import CheckpointError, named_checkpoint, saved_config
 from coatlm.train.state import read_run_state
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
@@ -76,7 +76,7 @@ class FinetuneSession(study_loss.Session):
         self, study: LossStudy, options: argparse.Namespace, test: Sequence[TaskExample], start: str
     ) -> None:
         super().__init__(study, options)
-        self.test = test
+        self.test, self.origin = test, f"checkpoint {start}"
         self.common["protocol"] |= {"checkpoint": start, "train": options.train, "test": len(test)}
 
     def _append(self, line: Line) -> None:
@@ -107,7 +107,8 @@ def accuracies(run: Path, test: Sequence[TaskExample]) -> dict[str, float]:
 def fine_tuning(study: LossStudy, checkpoint: Path, prefix: Path) -> LossStudy:
     """The study that starts from a checkpoint's weights, on the tasks prepared at `prefix`.
 
-    Raises ValueError for a study with a trunk, and for a checkpoint with another tokenizer.
+    Raises ValueError for a study with a trunk, and for a checkpoint with another tokenizer;
+    CheckpointError for one that cannot be read.
     """
     if study.trunk is not None:
         raise ValueError(f"{study.name}: trunk: a fine-tuning study starts from --checkpoint")
@@ -116,7 +117,7 @@ def fine_tuning(study: LossStudy, checkpoint: Path, prefix: Path) -> LossStudy:
         raise ValueError(
             f"{checkpoint}: data.tokenizer={config.data.tokenizer}: the tasks are written in bytes"
         )
-    base: dict[str, Any] = {name: dict(section) for name, section in study.base.items()}
+    base: dict[str, Any] = {**study.base}  # of sections, and perhaps a preset
     base["model"] = config.model.model_dump(mode="json")
     fixed = {"text": [], "paths": [str(prefix)], "tokenizer": BYTE.spec, "loss_mask": "completion"}
     base["data"] = base.get("data", {}) | fixed
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session = FinetuneSession(study, options, test, study_loss.fingerprint(checkpoint))
             code = session.run(end, retry=options.retry)
         report(study.reference, options.out)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         return fail(error)
     return code
 

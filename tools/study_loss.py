@@ -103,6 +103,7 @@ class Session:
             self.places.check(job)
             _check_directory(job.config)
         self.prepared: Prepared = prepare(self.jobs[0].config)
+        self.origin = "new weights"  # of the first run: the trunk, or all runs without one
         self.common: Line = {
             "study": study.name,
             "protocol": study.protocol(),
@@ -116,12 +117,19 @@ class Session:
         for line in lines:
             job = next((job for job in self.jobs if job.recipe == line["recipe"]), self.jobs[0])
             check_comparable(self._line(job), line)
-        if self.trunk is not None and not self._run_trunk(self.trunk, end):
-            return UNFINISHED
+        if self.trunk is not None:
+            self._check_start(self.trunk)
+            if not (last_checkpoint(self.trunk.config) / MANIFEST).exists():
+                for job in filter(_has_begun, self.jobs):
+                    raise ValueError(
+                        f"{job.config.run.dir}: began before {TRUNK}: give another --runs"
+                    )
+            if not self._run_trunk(self.trunk, end):
+                return UNFINISHED
         done = newest(read_lines(self.out))
         kept = {key for key, x in done.items() if x["state"] == DONE or not retry}
         missing = [job for job in self.jobs if key_of(self._line(job)) not in kept]
-        for job in missing if self.trunk is not None else ():
+        for job in missing:
             self._check_start(job)
         left = [job for job in missing if not self._already(job)]
         finished = run_jobs(left, self.places, self._end, end=end)
@@ -141,8 +149,8 @@ class Session:
                 raise ValueError(f"{TRUNK}: failed with exit code {how.code}: {how.last_line}")
         self.common["trunk"] = fingerprint(manifest.parent)
         line = self._line(trunk)
-        if key_of(line) not in newest(read_lines(self.out)) and not self._already(trunk):
-            raise ValueError(f"{trunk.config.run.dir}: no losses in it, and a checkpoint")
+        if key_of(line) not in newest(read_lines(self.out)):
+            self._append(line | self._result(trunk))
         return True
 
     def _line(self, job: StudyJob) -> Line:
@@ -157,26 +165,32 @@ class Session:
         return 0 if self.trunk is None or job is self.trunk else self.trunk.config.train.steps
 
     def _check_start(self, job: StudyJob) -> None:
-        """Raise ValueError if the run has begun from another trunk; note this one otherwise."""
-        trunk, directory = self.common["trunk"], job.config.run.dir
-        path = Path(f"{job.files}.trunk")
-        if (directory / CHECKPOINTS).exists() or (directory / METRICS).exists():
-            before = path.read_text(encoding="utf-8") if path.exists() else "unknown"
-            if before != trunk:
-                raise ValueError(
-                    f"{directory}: began from trunk {before}, now {trunk}: give another --runs"
-                )
+        """Raise ValueError if the run has begun from other weights or with other data; note these
+        otherwise."""
+        trunk = None if job is self.trunk else self.common.get(TRUNK)
+        origin = self.origin if trunk is None else f"{TRUNK} {trunk}"
+        path, start = Path(f"{job.files}.start"), f"{origin}, data {self.prepared.fingerprint}"
+        before = path.read_text(encoding="utf-8") if path.exists() else "what is not recorded"
+        if _has_begun(job) and before != start:
+            raise ValueError(
+                f"{job.config.run.dir}: began from {before}, now {start}: give another --runs"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, trunk)
+        write_atomically(path, start)
 
     def _already(self, job: StudyJob) -> bool:
         """Whether the run had finished, and its call had no time for the line; writes the line."""
         try:
-            found = result(job.config, job.ranks, self.prepared, begin=self._begin(job))
+            found = self._result(job)
         except ValueError:
             return False
-        self._append(self._line(job) | {"state": DONE, "seconds": sum(job.pieces())} | found)
+        self._append(self._line(job) | found)
         return True
+
+    def _result(self, job: StudyJob) -> Line:
+        """What a line says of a run that has finished. Raises ValueError if it has not."""
+        found = result(job.config, job.ranks, self.prepared, begin=self._begin(job))
+        return {"state": DONE, "seconds": sum(job.pieces())} | found
 
     def _end(self, job: StudyJob, ended: Ended) -> None:
         """Write the line of a job that has ended."""
@@ -199,6 +213,10 @@ class Session:
         print(f"{line['recipe']} seed {line['seed']} | {what}", flush=True)
 
 
+def _has_begun(job: StudyJob) -> bool:
+    return any((job.config.run.dir / name).exists() for name in (CHECKPOINTS, METRICS))
+
+
 def last_checkpoint(config: Config) -> Path:
     """The checkpoint of a run's last step."""
     return config.run.dir / CHECKPOINTS / step_name(config.train.steps)
@@ -216,7 +234,7 @@ def _check_directory(config: Config) -> None:
         return
     changed = changed_keys(read_mapping(path), config)
     for key, (old, new) in changed.items():
-        if key not in CONTENT:  # a line's `data` and pretrain.py compare the tokens
+        if key not in CONTENT:  # the tokens are compared instead
             raise ValueError(f"{path}: {key}={old}, now {new}: give another --runs")
 
 

@@ -11,8 +11,8 @@ such a file.
 The gradients of N virtual ranks are summed in every way of tools/studies/gradient_sums.py, for each
 N of --ranks, and compared with their exact sum.
 
-Prints a table in Markdown; writes reduction.json and reduction.png to --out. Exit code: 0, or 2 for
-an error, which one line explains.
+Prints a table in Markdown; writes reduction.json and reduction.png to --out. Exit code: 0, 2 for an
+error, which one line explains, or that of a run which a signal stops before its last step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from coatlm.parallel.pipeline import run_microbatches
 from coatlm.platform import device
 from coatlm.train import start
 from coatlm.train.checkpoint import CheckpointError
-from coatlm.train.faults import NonFiniteError
+from coatlm.train.faults import ExitCode, NonFiniteError
 from coatlm.train.setup import Launch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # the repository
@@ -54,10 +54,21 @@ ELEMENTS = 1 << 22
 
 
 def capture(config: Config, *, ranks: int, elements: int) -> RankGradients:
-    """Train, then compute the gradients of `ranks` microbatches. Raises ValueError."""
+    """Train, then compute the gradients of `ranks` microbatches. Raises ValueError.
+
+    A signal that stops the run ends the process, with the exit code of training.
+    """
+    if config.parallel.main_grads == "fp8":
+        raise ValueError("parallel.main_grads=fp8: the study takes gradients in fp32 or bf16")
     with ExitStack() as stack:
         session = start.set_up(config, Launch(), stack)
-        session.run_steps()
+        if session is None:
+            raise ValueError(
+                f"run.dir={config.run.dir}: the run is finished; use another run.dir, or "
+                "--gradients with the file that it has written"
+            )
+        if (code := session.run_steps()) != ExitCode.OK:
+            raise SystemExit(int(code))
         trainer, t = session.trainer, config.train
         names = {p: n for c in trainer.chunks for n, p in c.module.named_parameters()}
         matrices = [p for p in names if p.dim() == 2 and p.numel() >= SCALE_BLOCK]

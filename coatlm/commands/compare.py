@@ -35,6 +35,7 @@ from coatlm.train.run_directory import METRICS, Record, is_value, read_records, 
 # keys whose values differ between any two runs
 TIMING = re.compile(r"(^|_)(ms|s|seconds|gib)$|_per_gpu$|^(mfu|slowest)$")
 PLACES = {"run.name", "run.dir", "data.cache_dir"}  # paths and names, which are not compared
+SENT = "comm_bytes_"  # bytes that a rank sent, which depend on the layout
 ADDED = {"loss_mean"}  # keys that older versions did not log; compared if both runs have them
 NOTHING = "(nothing)"
 
@@ -60,9 +61,17 @@ class Difference:
 
 
 def compare_records(
-    a: Sequence[Record], b: Sequence[Record], *, file: str, rtol: float = 0.0
+    a: Sequence[Record],
+    b: Sequence[Record],
+    *,
+    file: str,
+    rtol: float = 0.0,
+    ignore: tuple[str, ...] = (),
 ) -> Iterator[Difference]:
-    """Yield the differences of two files by step; of records with one identity the last counts."""
+    """Yield the differences of two files by step; of records with one identity the last counts.
+
+    Keys that begin with one of `ignore` do not count.
+    """
     ours, theirs = ({identity(record): record for record in records} for records in (a, b))
     logged = [{key for record in records for key in record} for records in (a, b)]
     later = ADDED - (logged[0] & logged[1])
@@ -79,6 +88,7 @@ def compare_records(
             if (
                 key not in later
                 and not TIMING.search(key)
+                and not key.startswith(ignore)
                 and x != y
                 and not found.relative <= rtol
             ):
@@ -102,7 +112,9 @@ def compare_configs(a: Path, b: Path) -> list[Difference]:
     ]
 
 
-def compare_logs(a: Path, b: Path, *, rtol: float) -> tuple[int, list[Difference]]:
+def compare_logs(
+    a: Path, b: Path, *, rtol: float, ignore: tuple[str, ...] = ()
+) -> tuple[int, list[Difference]]:
     """The number of compared records and their differences, those of metrics.jsonl first.
 
     Raises ValueError if one of the runs has logged nothing.
@@ -116,7 +128,7 @@ def compare_logs(a: Path, b: Path, *, rtol: float) -> tuple[int, list[Difference
     for name in [METRICS, *sorted(others - {METRICS})]:
         left, right = read_records(a / name), read_records(b / name)
         count += len(left)
-        differences += compare_records(left, right, file=name, rtol=rtol)
+        differences += compare_records(left, right, file=name, rtol=rtol, ignore=ignore)
     return count, differences
 
 
@@ -150,13 +162,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("b", type=local_path, metavar="B", help="another one")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default: 0)")
     parser.add_argument(
-        "--ignore-config", action="store_true", help="print keys that differ, but do not count them"
+        "--ignore-config",
+        action="store_true",
+        help="print keys of the configurations that differ, but do not count them, nor the bytes "
+        f"that ranks have sent ({SENT}*)",
     )
     options = parser.parse(arguments)
     try:
         if not 0 <= options.rtol < 1:
             raise ValueError(f"--rtol {options.rtol}: in [0, 1)")
-        count, logged = compare_logs(options.a, options.b, rtol=options.rtol)
+        ignore = (SENT,) if options.ignore_config else ()
+        count, logged = compare_logs(options.a, options.b, rtol=options.rtol, ignore=ignore)
         configured = compare_configs(options.a, options.b)
     except (ValueError, OSError) as error:
         return fail(error)

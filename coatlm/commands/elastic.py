@@ -47,6 +47,7 @@ from coatlm.train.faults import SIGNALS, ExitCode
 
 LEFT_TO_TORCHRUN = "--signals-to-handle=SIGQUIT"
 COUNTS = ("--nnodes", "--nproc-per-node")
+DEVICES = ("auto", "cpu", "gpu", "xpu")  # of which torchrun starts a process each
 REPEAT_S = 5.0  # seconds between signals to the ranks
 # codes of ranks that a signal ended; under --max-restarts, ranks that have saved end with 0
 STOPPED = {ExitCode.OK, *SIGNALS.values(), *(128 + number for number in SIGNALS)}
@@ -104,6 +105,8 @@ def wrong_count(arguments: list[str]) -> str:
                 break  # the script, behind which its own arguments begin
             continue
         given = value if equals else "".join(arguments[at + 1 : at + 2])
+        if name == COUNTS[1] and not given.lstrip("-").isdigit() and given not in DEVICES:
+            return f"{name} {given}: a number, or one of {', '.join(DEVICES)}"
         if any(part.lstrip("-").isdigit() and int(part) < 1 for part in given.split(":")):
             return f"{name} {given}: at least 1"
     return ""

@@ -41,6 +41,7 @@ from coatlm.config import (
     PrecisionRecipe,
     make_config,
 )
+from coatlm.config.recipes import TE_RECIPES
 from coatlm.console import Parser, fail
 from coatlm.data.tokenizer import make_tokenizer
 from coatlm.hf.run_config import load_run_config
@@ -163,12 +164,27 @@ def _by_optimizer(config: Config) -> Iterator[tuple[str, list[Config]]]:
             )
 
 
+def _check_model(config: Config) -> None:
+    """Raise ConfigError if layers of this model, with this tp, cannot be in the recipe."""
+    recipe, data = config.precision.recipe, config.model_dump(mode="json")
+    spec = {"spec": "te"} if recipe in TE_RECIPES else {}
+    make_config(
+        {
+            "model": data["model"] | spec,
+            "data": data["data"],
+            "precision": {"recipe": recipe},
+            "optim": {"recipe": config.optim.recipe},
+            "parallel": {key: data["parallel"][key] for key in ("tp", "sequence_parallel")},
+        }
+    )
+
+
 def _by_precision(config: Config) -> Iterator[tuple[str, list[Config]]]:
     """Yield the configuration with every precision recipe whose weights its optimizer supports.
 
     Left out are FP8 recipes that cannot have what another key asks of their formats, as
-    grad_rounding=stochastic does of rowwise. Keys that do not change bytes, as scaling, may be
-    those of the configuration's own recipe alone.
+    grad_rounding=stochastic does of rowwise, or that a run of this model refuses. Keys that do not
+    change bytes, as scaling, may be those of the configuration's own recipe alone.
     """
     for recipe in get_args(PrecisionRecipe):
         changed = replaced(config, precision={"recipe": recipe})
@@ -177,6 +193,7 @@ def _by_precision(config: Config) -> Iterator[tuple[str, list[Config]]]:
         try:
             if changed.precision.flow:
                 changed.precision.flow_recipe()
+            _check_model(changed)
         except ValueError:
             continue
         yield recipe, [replaced(changed, train={"recompute": mode}) for mode in RECOMPUTE]

@@ -51,6 +51,7 @@ from coatlm.model.layouts import (
     notes,
     predicted,
     ranked,
+    usable,
 )
 from coatlm.model.memory import GIB, replaced
 from coatlm.model.rates import known, load_rates
@@ -104,7 +105,11 @@ def lines_of_changes(config: Config, vocab: int, cluster: Cluster, top: int) -> 
 
 
 def scale_lines(
-    config: Config, vocab: int, clusters: Sequence[Cluster], tokens: float, save: float
+    config: Config,
+    vocab: int,
+    fastest: Sequence[tuple[Cluster, Choice | None]],
+    tokens: float,
+    save: float,
 ) -> Iterator[str]:
     """A line per number of GPUs: the fastest layout, and what a run of `tokens` takes with it."""
     yield (
@@ -112,15 +117,12 @@ def scale_lines(
         "save every | lost |"
     )
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    fastest = []
-    for cluster in clusters:
+    for cluster, choice in fastest:
         gpus = cluster.gpus
-        choice = next(ranked(config, vocab, cluster), None)
         if choice is None:
             none = "none fits" if any_valid(config, cluster) else "none divides model and batch"
             yield f"| {gpus:,} | {none} |{' |' * 9}"
             continue
-        fastest.append(choice.config)
         found, between = choice.forecast, time_between(gpus)
         wider = replaced(choice.config, parallel={"grad_comm": "bf16", "weight_gather": "bf16"})
         sent = forecast(wider, vocab, cluster).sent
@@ -132,7 +134,7 @@ def scale_lines(
             f"{days * DAY / between:,.0f} | {duration(checkpoint_interval(save, between))} | "
             f"{lost_share(save, between):.1%} |"
         )
-    if lines := notes(config, fastest):
+    if lines := notes(config, [choice.config for _, choice in fastest if choice is not None]):
         yield from ("", *lines)
 
 
@@ -199,11 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = replaced(config, parallel={"layout": "given"}, train={"micro_batch": 1})
             vocab, _ = sizes_of(replaced(config, train={"update": "step"}), None)
             if len(clusters) > 1:
-                lines = scale_lines(
-                    config, vocab, clusters, options.tokens or TOKENS, options.save or SAVE
-                )
-                print("\n".join(lines))
-                return 0
+                fastest = [(c, next(ranked(config, vocab, c), None)) for c in clusters]
+                spent = options.tokens or TOKENS, options.save or SAVE
+                print("\n".join(scale_lines(config, vocab, fastest, *spent)))
+                return 0 if any(choice is not None for _, choice in fastest) else 1
             choices = list(islice(ranked(config, vocab, cluster), top))
             if not choices and not any_valid(config, cluster):
                 raise ConfigError(undivided(config, cluster))
@@ -213,6 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines_of_changes(config, vocab, cluster, top)))
         return 1
     print("\n".join(lines_of(config, choices, cluster.gpus)))
+    if options.keep and choices[0].peak > usable(cluster):
+        print(f"it does not fit: {usable(cluster) / GIB:.1f} GiB of a GPU can be used")
+        return 1
     return 0
 
 
@@ -226,7 +230,9 @@ def whole_numbers(text: str) -> list[int]:
 
 def cluster_of(gpus: int | None, kind: str, nodes: int | None, network: float | None) -> Cluster:
     """The GPUs that the options name. Raises ConfigError."""
-    if gpus is None or not 1 <= gpus <= MOST_RANKS:
+    if gpus is None:
+        raise ConfigError(f"--gpus: give 1 to {MOST_RANKS:,} GPUs")
+    if not 1 <= gpus <= MOST_RANKS:
         raise ConfigError(f"--gpus {gpus}: 1 to {MOST_RANKS:,} GPUs")
     if nodes is not None and (nodes < 1 or gpus % nodes):
         raise ConfigError(f"--nodes {nodes}: must divide --gpus {gpus}")

@@ -63,6 +63,7 @@ from coatlm.files import check_output, whole_file
 from coatlm.train.run_directory import earlier_attempts
 
 COLORS = 10  # of matplotlib's cycle; further runs have dots
+UNSHOWN = {"pgf", "raw", "rgba"}  # types that need LaTeX, or that no viewer shows
 STYLES = ("-", "--", ":", "-.")  # of the curves of one run in one panel
 
 
@@ -162,7 +163,7 @@ def save(figure: Figure, path: Path, table: Sequence[str]) -> None:
 
 def check_kind(path: Path) -> None:
     """Raise ValueError unless the suffix names a page or a type of image."""
-    images = FigureCanvasBase.get_supported_filetypes()
+    images = set(FigureCanvasBase.get_supported_filetypes()) - UNSHOWN
     if path.suffix.lower().removeprefix(".") not in {*images, "html", "htm"}:
         raise ValueError(f"--out {path}: must end with .html, .{', .'.join(sorted(images))}")
 

@@ -127,6 +127,16 @@ def test_config_differences_count_unless_ignored(
     assert code == 0 and len(lines) == 4
 
 
+def test_bytes_of_another_layout_do_not_count_where_configurations_may_differ(
+    tmp_path: Path, a: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [json.loads(line) for line in (a / "metrics.jsonl").open()]
+    sent = [one | {"comm_bytes_grad": 2048, "comm_bytes_grad_fp8": 512} for one in records]
+    b = run_in(tmp_path / "b", sent)
+    assert compare(capsys, a, b)[0] == 1
+    assert compare(capsys, a, b, "--ignore-config")[0] == 0
+
+
 def test_numerics_that_both_have_are_compared_by_layer_and_tensor(
     tmp_path: Path, a: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

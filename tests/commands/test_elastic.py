@@ -18,9 +18,10 @@ from coatlm.commands.elastic import main, wrong_count
         (["--nproc-per-node=0"], "--nproc-per-node 0: at least 1"),
         (["--nproc_per_node", "-1"], "--nproc-per-node -1: at least 1"),
         (["--standalone", "--nnodes=0:2"], "--nnodes 0:2: at least 1"),
+        (["--nproc-per-node=a"], "--nproc-per-node a: a number, or one of auto, cpu, gpu, xpu"),
     ],
 )
-def test_a_number_below_1_is_one_line(
+def test_a_number_that_cannot_be_is_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, "pretrain.py", "x.yaml"]) == 2

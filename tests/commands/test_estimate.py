@@ -76,6 +76,17 @@ def test_recipes_that_a_key_of_the_configuration_excludes_are_left_out(
     assert names - others == excluded and {"bf16", "te-delayed", "coat"} <= others
 
 
+def test_recipes_that_a_run_of_the_model_refuses_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Norms behind attention and MLP, and an ffn that is no multiple of 128."""
+    behind = table(run(capsys, "configs/olmo2-1b.yaml"), "precision.recipe")
+    assert [row.split("|")[1].strip() for row in behind] == ["bf16"]
+    narrow = table(run(capsys, LLAMA, "model.ffn=2000"), "precision.recipe")
+    names = {row.split("|")[1].strip() for row in narrow}
+    assert "fp8-block" not in names and "coat" in names
+
+
 def test_the_proposed_micro_batch_fits_and_the_next_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -100,10 +100,19 @@ def test_a_run_that_no_change_fits_has_one_line(capsys: pytest.CaptureFixture[st
 
 
 def test_a_number_of_gpus_that_nothing_fits_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["llama3.1-405b", "--gpus", "1,2"]) == 0
+    assert main(["llama3.1-405b", "--gpus", "1,2"]) == 1
     head, _, one, two = capsys.readouterr().out.splitlines()
     assert one.startswith("| 1 | none fits | ") and two.startswith("| 2 | none fits | ")
     assert one.count("|") == head.count("|")
+
+
+def test_a_layout_that_is_kept_and_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ["parallel.tp=1", "parallel.sequence_parallel=false"]
+    assert main(["qwen3-14b", "--gpus", "1", "--keep", *alone]) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("it does not fit: ") and last.endswith(" GiB of a GPU can be used")
+    assert main(["qwen3-14b", "--gpus", "8", "--keep"]) == 0
+    assert "it does not fit" not in capsys.readouterr().out
 
 
 def test_a_number_of_gpus_that_divides_nothing_is_told_from_one_that_is_too_small(

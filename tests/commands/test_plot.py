@@ -243,6 +243,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
         ("", "argument --out: '': a path has at least 1 character"),
         ("loss", "--out loss: must end with .html, .avif, "),
         ("loss.txt", "--out loss.txt: must end with .html, "),
+        ("loss.pgf", "--out loss.pgf: must end with .html, "),
         ("file/loss.png", "argument --out: file/loss.png: file is a file, not a directory"),
         ("dir.png", "dir.png: cannot be written: Is a directory"),
     ],

@@ -74,6 +74,14 @@ def test_an_unknown_fault_is_refused_before_a_drill_starts(
     assert not out.exists()
 
 
+def test_a_file_in_place_of_the_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--rounds=2", f"--out={tmp_path / 'file'}"]) == 2
+    assert f"--out {tmp_path / 'file'}: File exists" in capsys.readouterr().err
+
+
 def test_twenty_faults_cost_the_steps_since_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     words = ["tools/drill.py", "--rounds=20", "--seed=1", f"--out={tmp_path}"]
     done = subprocess.run(

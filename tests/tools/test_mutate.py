@@ -82,6 +82,12 @@ def test_tests_that_fail_without_a_change_are_refused(package: Path) -> None:
     assert done.returncode == 2 and "the tests fail without a change" in done.stderr
 
 
+def test_a_module_that_cannot_be_loaded_before_is_refused(package: Path) -> None:
+    done = mutate(package, "--preload", "no_such_module")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--preload no_such_module: No module named" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

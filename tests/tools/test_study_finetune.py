@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,10 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_recipes_are_fine_tuned_measured_and_not_repeated(
-    pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pretrained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     study = tmp_path / "tiny.yaml"
     study.write_text(STUDY.format(""))
@@ -149,6 +153,13 @@ def test_two_recipes_are_fine_tuned_measured_and_not_repeated(
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
     assert study_finetune.main([str(study), "--out", words[6], "--report"]) == 0
     assert capsys.readouterr().out.endswith(table[table.index("| recipe") :])
+    # runs that began from another checkpoint
+    monkeypatch.setattr(study_finetune.study_loss, "fingerprint", lambda path: "another")
+    new = [*words[:6], str(tmp_path / "new.jsonl"), *words[7:], "--seeds", "3"]
+    assert study_finetune.main(new) == 2
+    assert "fp32-3: began from checkpoint " in capsys.readouterr().err
+    assert not (tmp_path / "new.jsonl").exists()
+    monkeypatch.undo()
     with pytest.raises(ValueError, match=r"^data: .*: lines of different protocols"):
         other = ["--train", "60", "--test", "10", "--seeds", "3"]
         check_main([*words[:7], *other])
@@ -200,7 +211,12 @@ def test_what_the_study_cannot_start_from_is_an_error(
     study.write_text(STUDY.format("trunk: []"))
     out, runs = str(tmp_path / "out.jsonl"), str(tmp_path / "runs")
     words = [str(study), "--out", out, "--runs", runs, "--train", "4", "--test", "2"]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(pretrained, damaged)
+    for state in damaged.glob("checkpoints/*/state.json"):
+        state.write_text("{")
     for more, reason in (
+        (["--checkpoint", str(damaged)], "state.json"),
         (["--checkpoint", str(pretrained)], "tiny: trunk: a fine-tuning study starts from"),
         (["--checkpoint", str(tmp_path / "missing")], "missing: no such directory"),
     ):

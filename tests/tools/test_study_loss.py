@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -416,6 +417,12 @@ def test_a_study_is_cut_continued_and_reported(
     assert "| `eps` | 2 | 0 |" in capsys.readouterr().out
     assert study_loss.main([*call, "--recipes", "eps"]) == 2
     assert "config.yaml: train.steps=400, now 6: give another --runs" in capsys.readouterr().err
+    # runs of another text are not those of this one
+    (tmp_path / "another.txt").write_text("two and two are four\n" * 2000)
+    elsewhere = [*few[:4], str(tmp_path / "new.jsonl"), *few[5:]]
+    assert study_loss.main([*elsewhere, f"data.text=[{tmp_path}/another.txt]"]) == 2
+    assert "-3: began from new weights, data " in capsys.readouterr().err
+    assert not (tmp_path / "new.jsonl").exists()
     other = [*call[:2], str(tmp_path / "other"), *call[3:], "--recipes", "eps"]
     assert study_loss.main(other) == 2
     assert "protocol train.steps: 6 and 400" in capsys.readouterr().err
@@ -432,7 +439,7 @@ def test_the_minutes_of_a_study_begin_before_its_text_is_tokenized(
     runs = tmp_path / "runs"
     call = [str(written(tmp_path)), "--runs", str(runs), "--out", str(tmp_path / "tiny.jsonl")]
     assert study_loss.main([*call, "--minutes", "0.005"]) == 85
-    assert not (runs / "jobs").exists()
+    assert not list(runs.glob("jobs/*.yaml"))  # nothing has begun
 
 
 BRANCHES = (
@@ -495,10 +502,36 @@ def test_a_trunk_is_trained_once_and_all_runs_continue_it(
     assert study_loss.main([str(study), "--out", str(out), "--report"]) == 0
     assert "| `states` | 2 | 0 |" in capsys.readouterr().out
     # a run that began from another trunk does not go on beside those of this one
-    (runs / "jobs/states-3.trunk").write_text("another")
+    assert "trunk" in (runs / "jobs/states-3.start").read_text()
+    (runs / "jobs/states-3.start").write_text("another")
     out.write_text("".join(x + "\n" for x in before.splitlines() if '"states", "seed": 3' not in x))
     assert study_loss.main(call) == 2
-    assert "states-3: began from trunk another, now" in capsys.readouterr().err
+    assert "states-3: began from another, now trunk" in capsys.readouterr().err
+    # nor does one that began before there was a trunk; the trunk is not trained for nothing
+    shutil.rmtree(runs / "trunk")
+    assert study_loss.main([*call[:4], str(tmp_path / "new.jsonl"), *call[5:]]) == 2
+    assert "-3: began before trunk: give another --runs" in capsys.readouterr().err
+    assert not (runs / "trunk").exists()
+
+
+def test_a_trunk_that_diverges_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked: None
+) -> None:
+    study = written(tmp_path, BRANCHES)
+    study.write_text(study.read_text().replace("trunk: [", "trunk: [optim.lr=1.0e30, "))
+    call = [str(study), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "o.jsonl")]
+    assert study_loss.main(call) == 2
+    said = capsys.readouterr().err
+    assert "trunk: failed with exit code 3" in said or "not finite" in said
+
+
+def test_a_reference_that_is_no_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = written(tmp_path)
+    study.write_text(study.read_text().replace("reference: fp32", "reference: [fp32]"))
+    assert study_loss.main([str(study), "--runs", "r", "--out", "o.jsonl"]) == 2
+    assert "reference=['fp32']: must be one of" in capsys.readouterr().err
 
 
 def test_a_trunk_as_long_as_its_branches_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,12 +94,35 @@ checkpoint: {{every: 0}}
     assert again == [f for f in first if f["ranks"] == 4]
 
 
+def test_a_run_that_is_finished_has_no_gradients_to_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("coatlm.train.start.set_up", lambda *_: None)
+    words = ["configs/quickstart.yaml", f"run.dir={tmp_path}/run", "--out", str(tmp_path / "o")]
+    assert main(words) == 2
+    assert f"run.dir={tmp_path}/run: the run is finished" in capsys.readouterr().err
+
+
+def test_a_run_that_a_signal_stops_gives_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = SimpleNamespace(run_steps=lambda: 130)
+    monkeypatch.setattr("coatlm.train.start.set_up", lambda *_: session)
+    with pytest.raises(SystemExit) as ended:
+        main(["configs/quickstart.yaml", f"run.dir={tmp_path}/run", "--out", str(tmp_path / "o")])
+    assert ended.value.code == 130
+    assert not (tmp_path / "o/reduction.json").exists()
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(4, alike=0.5).save(tmp_path / "g.pt")
     assert main(["--gradients", str(tmp_path / "g.pt"), "--ranks", "8"]) == 2
     assert "ranks=[8]: from 2 to the 4" in capsys.readouterr().err
     assert main(["--out", str(tmp_path)]) == 2
     assert "either CONFIG or --gradients" in capsys.readouterr().err
+    one_byte = ["configs/quickstart.yaml", "parallel.main_grads=fp8", f"run.dir={tmp_path}/run"]
+    assert main([*one_byte, "--out", str(tmp_path)]) == 2
+    assert "parallel.main_grads=fp8: the study takes" in capsys.readouterr().err
     assert main(["x.yaml", "--ranks", "1", "--out", str(tmp_path)]) == 2
     assert "--ranks 1 --elements 4194304: at least 2 and 128" in capsys.readouterr().err
 

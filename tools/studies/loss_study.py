@@ -140,7 +140,7 @@ def read_study(
             raise ValueError(f"free: {key}: recipes may change it anyway")
     rows = {str(n): _recipe(str(n), r, free) for n, r in _mapping(found, "recipes").items()}
     reference = found.get("reference")
-    if reference not in rows:
+    if not isinstance(reference, str) or reference not in rows:
         raise ValueError(f"{path}: reference={reference!r}: must be one of {', '.join(rows)}")
     for name in recipes or ():
         if name not in rows:
