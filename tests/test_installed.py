@@ -117,7 +117,7 @@ USES = {  # of commands, and what they print
     "prepare --input text.txt --output-prefix tokens --tokenizer byte": "1 documents, 52,318 tok",
     "convert --from coatlm --to hf runs/quickstart exported": "exported: 12 tensors",
     "inspect runs/quickstart --verify": "by every size and checksum",
-    "evaluate runs/quickstart --data short.txt": "199 tokens predicted of 200 bytes",
+    "evaluate runs/quickstart --data short.txt": "199 tokens predicted of 199 bytes",
     "plot runs/quickstart --out losses.png": "| quickstart |",
     "compare runs/quickstart runs/quickstart": "identical: 2 records",
     "estimate llama2-7b --ranks=8": "Peak in GiB by optimizer recipe",
