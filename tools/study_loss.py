@@ -117,15 +117,8 @@ class Session:
         for line in lines:
             job = next((job for job in self.jobs if job.recipe == line["recipe"]), self.jobs[0])
             check_comparable(self._line(job), line)
-        if self.trunk is not None:
-            self._check_start(self.trunk)
-            if not (last_checkpoint(self.trunk.config) / MANIFEST).exists():
-                for job in filter(_has_begun, self.jobs):
-                    raise ValueError(
-                        f"{job.config.run.dir}: began before {TRUNK}: give another --runs"
-                    )
-            if not self._run_trunk(self.trunk, end):
-                return UNFINISHED
+        if self.trunk is not None and not self._run_trunk(self.trunk, end):
+            return UNFINISHED
         done = newest(read_lines(self.out))
         kept = {key for key, x in done.items() if x["state"] == DONE or not retry}
         missing = [job for job in self.jobs if key_of(self._line(job)) not in kept]
@@ -140,8 +133,12 @@ class Session:
     def _run_trunk(self, trunk: StudyJob, end: float | None) -> bool:
         """Train the trunk, unless that is done; whether it is. Later lines have its fingerprint."""
         ended: list[Ended] = []
+        self._check_start(trunk)
         manifest = last_checkpoint(trunk.config) / MANIFEST
         if not manifest.exists():
+            if (early := next(filter(_has_begun, self.jobs), None)) is not None:
+                directory = early.config.run.dir
+                raise ValueError(f"{directory}: began before {TRUNK}: give another --runs")
             if not run_jobs([trunk], self.places, lambda _, how: ended.append(how), end=end):
                 return False
             if not manifest.exists():

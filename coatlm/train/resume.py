@@ -272,8 +272,9 @@ def restore(
     zero.set_automatic_scales(state.get("automatic_scales", {}), state.get("summed_ranks"))
     restore_guard(trainer.guard, state.get("guard"), trainer.config)
     # gradients are of a mean over the global batch: with another one the first step calibrates
-    same = _batch_tokens(state["config"]) == _batch_tokens(trainer.config.model_dump())
-    kept = state if same else {}
+    saved, now = state["config"], trainer.config
+    batch = saved["train"]["global_batch"] * saved["data"]["seq_len"]
+    kept = state if batch == now.train.global_batch * now.data.seq_len else {}
     if trainer.scales is not None:
         trainer.scales.restore(kept.get("gradient_amaxes", {}), idle=trainer.fallen)
     if trainer.reduction_scales is not None:
@@ -305,11 +306,6 @@ def begins_anew(config: Config) -> str | None:
         "precision.recipe=te-delayed: a checkpoint has no amax histories of TransformerEngine, so "
         "its scales begin at 1 again, as in a new run"
     )
-
-
-def _batch_tokens(config: Mapping[str, Any]) -> int:
-    """The tokens of a global batch, by a saved configuration."""
-    return int(config["train"]["global_batch"] * config["data"]["seq_len"])
 
 
 def _next_sample(state: Mapping[str, Any], seq_len: int) -> int:

@@ -234,6 +234,13 @@ def ends(root: Path) -> dict[str, str]:
     return first
 
 
+def state_of(root: Path, name: str, step: int) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors."""
+    path = root / name / "checkpoints" / f"step_{step:08d}" / "state.json"
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state
+
+
 def lines(root: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / name / "metrics.jsonl").open()]
 
@@ -269,7 +276,7 @@ def test_a_rollback_is_on_record(root: Path, ends: dict[str, str]) -> None:
     log = (root / "rolled back" / "train.log").read_text()
     assert "step 14: train.max_skipped=3" in log
     assert "back to step 10; batches 10 to 13 are left out" in log
-    state = json.loads((root / "rolled back/checkpoints/step_00000015/state.json").read_text())
+    state = state_of(root, "rolled back", 15)
     assert state["left_out"] == [LEFT_OUT]
 
 
@@ -299,7 +306,7 @@ def test_a_run_that_is_killed_after_a_rollback_continues_from_where_it_went_back
     assert [step for step, _, _ in losses(root, "bad again")] == list(range(1, STEPS + 1))
     for name, left_out in (("bad again", [LEFT_OUT]), ("good again", [])):
         assert [line["left_out"] for line in lines(root, name) if "left_out" in line] == left_out
-        state = json.loads((root / name / "checkpoints/step_00000020/state.json").read_text())
+        state = state_of(root, name, STEPS)
         assert state["left_out"] == left_out
 
 
@@ -317,7 +324,7 @@ def test_a_second_rollback_to_the_same_checkpoint_leaves_out_more(
     root: Path, ends: dict[str, str]
 ) -> None:
     assert ends["twice"] == "0"
-    state = json.loads((root / "twice/checkpoints/step_00000020/state.json").read_text())
+    state = state_of(root, "twice", STEPS)
     assert state["left_out"] == [[10, 14], [14, 19]]
     losses_of = losses(root, "twice", after=10)
     assert [step for step, _, _ in losses_of] == list(range(11, STEPS + 1))
@@ -330,13 +337,6 @@ def test_a_spike_is_skipped_as_a_nan_is(root: Path, ends: dict[str, str]) -> Non
     assert losses(root, "spike", after=14) == losses(root, "nan there", after=14)
     log = (root / "spike" / "train.log").read_text()
     assert "step 14 skipped: a spike, gradient norm" in log
-
-
-def state_of(root: Path, name: str, step: int) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors."""
-    path = root / name / "checkpoints" / f"step_{step:08d}" / "state.json"
-    state: dict[str, Any] = json.loads(path.read_text())
-    return state
 
 
 def histories(state: dict[str, Any]) -> list[list[float]]:
