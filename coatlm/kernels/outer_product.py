@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, BLOCK = 8, 1024  # of a Triton program
+ROWS, BLOCK = 4, 1024  # of a Triton program
 WARPS = 4
 
 
