@@ -290,8 +290,8 @@ class Precision(Section):
 
     output_layer: Literal["bf16", "fp8-gradients", "fp8"] = "bf16"
     """The operands of the output layer's GEMMs, under any recipe but fp32. fp8-gradients computes
-    logits in BF16, and the gradients of hidden states and weights from operands in FP8: e5m2,
-    rounded stochastically, for gradients of logits, e4m3 for the others. fp8 computes logits from
+    logits in BF16, and the gradients of hidden states and weights from operands in e4m3, those of
+    logits rounded stochastically; a label's gradient is not rounded. fp8 computes logits from
     operands in FP8 as well. The loss is computed from the logits as with bf16. model.hidden must be
     a multiple of 16."""
 

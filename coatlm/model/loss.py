@@ -131,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignored = labels_T == IGNORE
         unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, lse_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, target_T, lse_T)
         ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
         ctx.make_gemms = make_gemms
         if observe is not None:
@@ -144,10 +144,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, labels_T, lse_T = ctx.saved_tensors
+        hidden_TH, weight_VH, labels_T, target_T, lse_T = ctx.saved_tensors
         slope_T = 1 + 2 * ctx.z_loss * lse_T if ctx.z_loss else None
         dloss_T = dloss_T.float().masked_fill(labels_T == IGNORE, 0.0)
-        terms = TokenTerms(labels_T, lse_T, dloss_T, slope_T, ctx.cap)
+        terms = TokenTerms(labels_T, target_T, lse_T, dloss_T, slope_T, ctx.cap)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(weight_VH, "main_grad", None) if wants_weight else None
         dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
@@ -155,8 +155,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gemms, chunks = ctx.make_gemms(hidden_TH, weight_VH), _taken(ctx.saved)
         if not ctx.saved:  # as in a second backward
             chunks = _chunks(hidden_TH, len(weight_VH), ctx.chunk, gemms, shared=True)
+        into = dweight_VH if main_grad is None else main_grad
         for rows, logits_TC in chunks:
-            into = dweight_VH if main_grad is None else main_grad
             gemms.backward_(
                 rows,
                 logits_TC,
@@ -166,7 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dweight=None if into is None else into[rows],
                 accumulate=main_grad is not None,
             )
-        gemms.end_backward_()
+        gemms.end_backward_(terms, ctx.first, dhidden=dhidden_TH, dweight=into)
         if dhidden_TH is not None:
             dhidden_TH = dhidden_TH.to(hidden_TH.dtype)
         return dhidden_TH, dweight_VH, *[None] * 8

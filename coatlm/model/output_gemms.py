@@ -9,32 +9,34 @@ power-of-two scales:
 
     operands                        formats       a scale per
     hidden, weight                  E4M3, E4M3    token, vocabulary entry
-    dlogits, weight^T               E5M2, E4M3    microbatch, hidden channel and chunk
-    dlogits^T, (hidden - mean)^T    E5M2, E4M3    microbatch, hidden channel
+    dlogits, weight^T               E4M3, E4M3    microbatch, hidden channel and chunk
+    dlogits^T, (hidden - mean)^T    E4M3, E4M3    microbatch, hidden channel
 
 `fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
 logits in BF16, so that the loss of given weights is that of a BF16 output layer.
 
-Gradients are E5M2 under every recipe. Relative to dloss, the gradient of the label's logit is up to
-1 and that of any other logit is its probability: about 1 / V when training begins, and less later.
-E4M3 rounds to zero below about 2^-18 of the largest, E5M2 below 2^-31: therefore all gradients of a
-microbatch share one scale, which is known before them (logits_quantize.py). They are rounded
-stochastically, with noise that is advanced at the end of each backward pass. The codes of a chunk
-of the weight are computed at each use, so that no copy of the weight is held.
+Gradients of logits are E4M3 under every recipe, with one scale for all of a microbatch, which is
+known before them, and rounded stochastically (logits_quantize.py), with noise that is advanced at
+the end of each backward pass. The codes of a chunk of the weight are computed at each use, so that
+no copy of the weight is held.
 
-The GEMMs of backward never use fast accumulation (fp8/gemm.py). dgrad sums over the vocabulary:
-once a sum of 14 bits contains the label's term, it drops the terms of improbable entries, which
-together are as large. wgrad sums over tokens, and takes hidden states without their mean over the T
-tokens:
+The gradient of a label's logit, g = dlogits[t, label], is about as large as those of the token's
+other entries together. It has no code: the end of the backward pass adds its products in fp32, of
+BF16 rows, so that neither operand is rounded.
+
+    dhidden[t] += g[t] weight[label[t]]         dweight[label[t]] += g[t] hidden[t]
+
+The GEMMs of backward never use fast accumulation (fp8/gemm.py): a sum of 14 bits that contains a
+large term drops the terms of improbable entries, which are many. wgrad sums over tokens, and takes
+hidden states without their mean over the T tokens:
 
     dweight[C, H] = dlogits^T (hidden - mean) + (sum_T dlogits) mean^T       mean[H] in BF16
 
 The second term is a product of two vectors in fp32, of gradients that are not rounded. Hidden
 states of a trained model have much in common, and the rounding of this part to FP8 would exceed
-that of the rest. Besides, even promoted sums lose more of the small positive terms of improbable
-entries than of the labels' terms, which are negative. Along the mean every product has the sign of
-its gradient, so that what they lose would add up: the rows of dweight would add up to less than
-zero along the mean, and all logits drift upwards (docs/results/convergence.md).
+that of the rest. Besides, even promoted sums lose a part of their small terms. Along the mean every
+product has the sign of its gradient, so that what they lose would add up: all logits would drift
+upwards (docs/results/convergence.md).
 
 Shapes: T tokens, H hidden, V vocabulary entries on this rank, C of them in a chunk. A chunk whose C
 is no multiple of 16 is padded for the GEMMs: weights with zeros, logits with -inf.
@@ -58,6 +60,7 @@ from coatlm.fp8.gemm import matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor
+from coatlm.kernels.indexed_rows import add_gathered_, add_scattered_
 from coatlm.kernels.outer_product import add_outer_
 from coatlm.model.logits_quantize import TokenTerms, quantize_logits_grad
 from coatlm.model.loss_kernels import logits_grad_, logits_grad_ref
@@ -89,8 +92,13 @@ class OutputGemms(Protocol):
         """
         ...
 
-    def end_backward_(self) -> None:
-        """End the backward pass, after its last chunk."""
+    def end_backward_(
+        self, terms: TokenTerms, first: int, *, dhidden: Tensor | None, dweight: Tensor | None
+    ) -> None:
+        """End the backward pass, after its last chunk: add what no chunk has to the gradients.
+
+        dweight is that of the whole weight, [V, H], whose first row is the entry `first`.
+        """
         ...
 
 
@@ -128,8 +136,10 @@ class PlainGemms:
         else:
             torch.mm(d_TC.t(), self.hidden, out=dweight)
 
-    def end_backward_(self) -> None:
-        """Nothing is kept from one backward pass to the next."""
+    def end_backward_(
+        self, terms: TokenTerms, first: int, *, dhidden: Tensor | None, dweight: Tensor | None
+    ) -> None:
+        """The chunks have all."""
 
 
 def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -158,7 +168,7 @@ class Fp8GradientGemms(PlainGemms):
                     f"{name} is {x.dtype} with rows of {x.shape[1]} elements: GEMMs in FP8 take "
                     f"torch.bfloat16 and multiples of {ALIGNMENT}"
                 )
-        super().__init__(hidden_TH.detach(), weight_VH.detach())
+        super().__init__(hidden_TH.detach().contiguous(), weight_VH.detach())
         self.noise = noise
 
     @cached_property
@@ -201,9 +211,16 @@ class Fp8GradientGemms(PlainGemms):
         matmul(own, hidden_t, out=dweight, accumulate=accumulate, fast=False)
         add_outer_(dweight, sums[: len(dweight)], self._mean)
 
-    def end_backward_(self) -> None:
+    def end_backward_(
+        self, terms: TokenTerms, first: int, *, dhidden: Tensor | None, dweight: Tensor | None
+    ) -> None:
         assert self.noise is not None
         self.noise.advance_()
+        rows = terms.label_rows(first, len(self.weight))
+        if dhidden is not None:
+            add_gathered_(dhidden, terms.label_grad, self.weight, rows)
+        if dweight is not None:
+            add_scattered_(dweight, terms.label_grad, self.hidden, rows)
 
 
 class Fp8Gemms(Fp8GradientGemms):

@@ -14,6 +14,12 @@ from torch import Tensor
 from coatlm.kernels import activation, norm
 from coatlm.kernels import rope as rope_module
 from coatlm.kernels.activation import Activation, swiglu, swiglu_backward_ref, swiglu_ref
+from coatlm.kernels.indexed_rows import (
+    add_gathered_,
+    add_gathered_ref,
+    add_scattered_,
+    add_scattered_ref,
+)
 from coatlm.kernels.norm import rms_norm, rms_norm_backward_ref, rms_norm_ref
 from coatlm.kernels.outer_product import add_outer_, add_outer_ref
 from coatlm.kernels.rope import rope, rope_frequencies, rope_ref, rope_tables, split_qkv_rope
@@ -118,8 +124,29 @@ def test_the_product_of_two_vectors_is_added_as_in_the_reference(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     matrix, column, row = randn(*shape, dtype=dtype), randn(shape[0]), randn(shape[1]).bfloat16()
-    expected = add_outer_ref(matrix.float(), column, row)
+    expected = add_outer_ref(matrix.clone().float(), column, row)
     close(add_outer_(matrix, column, row), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "entries", "columns"), [(1, 5, 16), (700, 3, 4100), (9000, 40000, 512)]
+)
+def test_rows_are_added_by_index_as_in_the_references(
+    tokens: int, entries: int, columns: int, dtype: torch.dtype
+) -> None:
+    of_tokens, of_entries = randn(tokens, columns), randn(entries, columns)
+    index, factor = torch.randint(-1, entries, (tokens,), device="cuda"), randn(tokens)
+    index[torch.rand(tokens, device="cuda") < 0.5] = entries // 2  # of half of the tokens
+    rows = of_entries.bfloat16()
+    expected = add_gathered_ref(of_tokens.clone(), factor, rows, index)
+    close(add_gathered_(of_tokens.clone(), factor, rows, index), expected)
+    into, rows = of_entries.to(dtype), of_tokens.bfloat16()
+    expected = add_scattered_ref(into.clone().float(), factor, rows, index)
+    made = add_scattered_(into.clone(), factor, rows, index)
+    close(made, expected)
+    for _ in range(3):
+        assert torch.equal(add_scattered_(into.clone(), factor, rows, index), made)
 
 
 def test_kernels_index_beyond_31_bits() -> None:
@@ -132,6 +159,12 @@ def test_kernels_index_beyond_31_bits() -> None:
     matrix, column = x.clone(), randn(rows)
     expected = add_outer_ref(x[last].float(), column[last], weight)
     close(add_outer_(matrix, column, weight)[last], expected)
+    index = torch.full((rows,), -1, device="cuda")
+    index[last] = torch.arange(rows - 3, rows, device="cuda").flip(0)
+    one = x[last].float() + column[last, None] * x[last].flip(0).float()
+    close(add_gathered_(matrix.copy_(x), column, x, index)[last], one)
+    other = x[last].float() + (column[last, None] * x[last].float()).flip(0)
+    close(add_scattered_(matrix.copy_(x), column, x, index)[last], other)
     del matrix
     y, rstd = norm._launch_forward(x, weight, EPS)
     close(y[last], rms_norm_ref(x[last].float(), weight, EPS)[0])
