@@ -9,8 +9,8 @@ A negative index adds nothing. Products and sums are fp32; an element is rounded
 Sums have the same bits in each run, without atomics. Tokens are sorted by index, those of one index
 in their order, and the sorted list is cut into parts of PART tokens. A program adds the tokens of a
 part. What it holds of an index that began in an earlier part goes to `heads`, and of one that goes
-on in the next part to `tails`; another kernel adds these, in order. So an index that half of the
-tokens have takes no longer than others.
+on in the next part to `tails`; of one that does both, to `heads`. Another kernel adds these, in
+order. So an index that half of the tokens have takes T / 2 / PART additions in a row, not T / 2.
 """
 
 import torch

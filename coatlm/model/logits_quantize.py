@@ -1,10 +1,11 @@
 """Gradients of logits as operands of FP8 GEMMs: computed from the logits and quantized in one pass.
 
-    d[T, C] = the gradient of loss.py,      direct [T, C'], transposed [C', T'], codes of d / S
-              0 for labels                  sums [C'] = sum_T d, fp32, not rounded
+    d[T, C] = the gradient of loss.py, 0 for labels
+    direct[T, C'], transposed[C', T'] = codes of d / S
+    sums[C'] = sum_T d, fp32, not rounded
 
-The gradient of a token's label is as large as those of all other entries together, so its rounding
-would be most of the error. It has no code: `TokenTerms.label_grad` is [T] in fp32.
+The gradient of a token's label is about as large as those of all other entries together, so its
+rounding would be most of the error. It has no code: `TokenTerms.label_grad` is [T] in fp32.
 
 S is one power of two for all tokens and all chunks, known before any gradient is:
 
@@ -12,10 +13,11 @@ S is one power of two for all tokens and all chunks, known before any gradient i
 
 B bounds |d| = |dloss| |slope| p, because a probability p is at most 1; S is 1 where B is 0. So a
 row or a column needs no scale of its own, and no pass over the gradients has to find amaxes. E4M3
-has three bits of mantissa down to some 2^-14 of B, and below that a number every 2^-17 of B or so.
+has three bits of mantissa down to some 2^-14 of B, and below that a number every 2^-9 S, about
+2^-17 of B.
 
-Rounding is stochastic (fp8/stochastic.py), so that the mean of the codes is the gradient: also
-where it is far below the smallest number, as those of most entries are. Rounded to the nearest code
+Rounding is stochastic (fp8/stochastic.py), so that the mean of the codes is the gradient, down to
+2^-17 of the smallest number: those of most entries are below that number. Rounded to the nearest code
 these would be zero in every step, and what is lost would have one sign. The softmax does not change
 if all logits of a token grow alike, and so, without z-loss and soft cap, its gradients add up to
 zero: sum_v d_v = 0. As the loss does not depend on a shift of all logits, nothing opposes a
@@ -178,7 +180,7 @@ def _launch(
     """The GPU path, for a multiple of 16 columns."""
     (tokens, count), scale = logits_TC.shape, terms.scale
     padded = padded_rows(tokens)
-    of_tiles = None  # fp32, sums of gradients over S
+    of_tiles = None  # fp32, of d / S, each over the tokens of a tile
     if transposed:
         tiles = triton.cdiv(padded, TILE.rows)
         of_tiles = torch.empty(tiles, count, dtype=torch.float32, device=logits_TC.device)

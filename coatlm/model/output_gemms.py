@@ -9,15 +9,15 @@ power-of-two scales:
 
     operands                        formats       a scale per
     hidden, weight                  E4M3, E4M3    token, vocabulary entry
-    dlogits, weight^T               E4M3, E4M3    microbatch, hidden channel and chunk
-    dlogits^T, (hidden - mean)^T    E4M3, E4M3    microbatch, hidden channel
+    d, weight^T                     E4M3, E4M3    microbatch, hidden channel and chunk
+    d^T, (hidden - mean)^T          E4M3, E4M3    microbatch, hidden channel
 
 `fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
 logits in BF16, so that the loss of given weights is that of a BF16 output layer.
 
-Gradients of logits are E4M3 under every recipe, with one scale for all of a microbatch, which is
-known before them, and rounded stochastically (logits_quantize.py), with noise that is advanced at
-the end of each backward pass. The codes of a chunk of the weight are computed at each use, so that
+d is dlogits, with 0 for labels. Its codes are E4M3 under every recipe, with one scale for all of a
+microbatch, which is known before them, and rounded stochastically (logits_quantize.py), with noise
+that is advanced at the end of each backward pass. The codes of a chunk of the weight are computed at each use, so that
 no copy of the weight is held.
 
 The gradient of a label's logit, g = dlogits[t, label], is about as large as those of the token's
@@ -30,7 +30,7 @@ The GEMMs of backward never use fast accumulation (fp8/gemm.py): a sum of 14 bit
 large term drops the terms of improbable entries, which are many. wgrad sums over tokens, and takes
 hidden states without their mean over the T tokens:
 
-    dweight[C, H] = dlogits^T (hidden - mean) + (sum_T dlogits) mean^T       mean[H] in BF16
+    dweight[C, H] = d^T (hidden - mean) + (sum_T d) mean^T       mean[H] in BF16
 
 The second term is a product of two vectors in fp32, of gradients that are not rounded. Hidden
 states of a trained model have much in common, and the rounding of this part to FP8 would exceed
@@ -139,7 +139,7 @@ class PlainGemms:
     def end_backward_(
         self, terms: TokenTerms, first: int, *, dhidden: Tensor | None, dweight: Tensor | None
     ) -> None:
-        """The chunks have all."""
+        """Nothing is left to add."""
 
 
 def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:

@@ -451,10 +451,10 @@ def test_improbable_entries_need_promoted_sums(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sums_of_a_tensor_core_do_not_push_all_logits_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """wgrad loses small positive terms beside the label's, which would push all logits up.
+    """wgrad loses small positive terms beside larger ones, which would push all logits up.
 
     The sum of all rows along the mean hidden state, per token, in units of the label's gradient:
-    exactly it is zero, and where it is negative, an update raises all logits. wgrad sums over
+    with labels it is zero, and where it is smaller, an update raises all logits. wgrad sums over
     hidden states without their mean, of which terms of either sign lose as much.
     """
     tokens, vocab, size = 512, 1024, 32
