@@ -17,14 +17,15 @@ has three bits of mantissa down to some 2^-14 of B, and below that a number ever
 2^-17 of B.
 
 Rounding is stochastic (fp8/stochastic.py), so that the mean of the codes is the gradient, down to
-2^-17 of the smallest number: those of most entries are below that number. Rounded to the nearest code
-these would be zero in every step, and what is lost would have one sign. The softmax does not change
-if all logits of a token grow alike, and so, without z-loss and soft cap, its gradients add up to
-zero: sum_v d_v = 0. As the loss does not depend on a shift of all logits, nothing opposes a
-force that has one sign: it moves all rows of the weight along the mean hidden state, step after
-step, and lse drifts until the digits of BF16 logits no longer reach the differences between
-entries. The error of a sum of stochastic codes has no direction. (docs/results/convergence.md has
-both in training, with E5M2 codes of all gradients; what the GEMMs lose is in output_gemms.py.)
+2^-17 of the smallest number; those of most entries are below that number. Rounded to the nearest
+code these would be zero in every step, and what is lost would have one sign. The softmax does not
+change if all logits of a token grow alike, and so, without z-loss and soft cap, the gradients of
+all entries, the label among them, add up to zero. As the loss does not depend on a shift of all
+logits, nothing opposes a force that has one sign: it moves all rows of the weight along the mean
+hidden state, step after step, and lse drifts until the digits of BF16 logits no longer reach the
+differences between entries. The error of a sum of stochastic codes has no direction.
+(docs/results/convergence.md has both in training, with E5M2 codes of all gradients; what the GEMMs
+lose is in output_gemms.py.)
 
 Shapes: T tokens, C vocabulary entries of a chunk; C' and T' are rounded up to multiples of 16, as
 GEMMs need it of a summed axis. Codes beyond T and C are zero.

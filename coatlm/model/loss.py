@@ -131,6 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignored = labels_T == IGNORE
         unknown = ((labels_T < 0) | (labels_T >= V * ranks)) & ~ignored
         lse_T = (top_T + total_T.log()).masked_fill_(unknown, float("nan"))
+        target_T = target_T.clone()  # without the rest of stats_3T
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, target_T, lse_T)
         ctx.chunk, ctx.first, ctx.saved, ctx.z_loss, ctx.cap = chunk, first, saved, z_loss, cap
         ctx.make_gemms = make_gemms
@@ -150,7 +151,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms = TokenTerms(labels_T, target_T, lse_T, dloss_T, slope_T, ctx.cap)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(weight_VH, "main_grad", None) if wants_weight else None
-        dhidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32) if wants_hidden else None
+        dhidden_TH = (
+            torch.zeros(hidden_TH.shape, dtype=torch.float32, device=hidden_TH.device)
+            if wants_hidden
+            else None
+        )
         dweight_VH = torch.empty_like(weight_VH) if wants_weight and main_grad is None else None
         gemms, chunks = ctx.make_gemms(hidden_TH, weight_VH), _taken(ctx.saved)
         if not ctx.saved:  # as in a second backward

@@ -17,8 +17,8 @@ logits in BF16, so that the loss of given weights is that of a BF16 output layer
 
 d is dlogits, with 0 for labels. Its codes are E4M3 under every recipe, with one scale for all of a
 microbatch, which is known before them, and rounded stochastically (logits_quantize.py), with noise
-that is advanced at the end of each backward pass. The codes of a chunk of the weight are computed at each use, so that
-no copy of the weight is held.
+that is advanced at the end of each backward pass. The codes of a chunk of the weight are computed
+at each use, so that no copy of the weight is held.
 
 The gradient of a label's logit, g = dlogits[t, label], is about as large as those of the token's
 other entries together. It has no code: the end of the backward pass adds its products in fp32, of
@@ -168,7 +168,7 @@ class Fp8GradientGemms(PlainGemms):
                     f"{name} is {x.dtype} with rows of {x.shape[1]} elements: GEMMs in FP8 take "
                     f"torch.bfloat16 and multiples of {ALIGNMENT}"
                 )
-        super().__init__(hidden_TH.detach().contiguous(), weight_VH.detach())
+        super().__init__(hidden_TH.detach().contiguous(), weight_VH.detach().contiguous())
         self.noise = noise
 
     @cached_property
