@@ -547,6 +547,27 @@ def test_updates_in_backward_need_one_microbatch_per_step_and_exclude_graphs() -
     )
 
 
+@pytest.mark.parametrize(
+    ("tp", "hidden", "graphs"),
+    [
+        (1, 2048, True),
+        (1, 2080, False),
+        (2, 4096, True),
+        (2, 4128, False),
+        (4, 5760, True),
+        (4, 5824, False),
+    ],
+)
+def test_graphs_are_automatic_up_to_a_size_of_the_layers(
+    tp: int, hidden: int, graphs: bool
+) -> None:
+    """At most 2048 on one rank; with more, where hidden^2 / tp is at most 2 * 2048^2."""
+    sections = {"model": {"hidden": hidden, "heads": 16}, "parallel": {"tp": tp}}
+    config = make_config(sections | {"train": {"cuda_graphs": "auto"}})
+    assert config.cuda_graphs == graphs
+    assert not make_config(sections).cuda_graphs
+
+
 def test_kv_heads_and_head_dim_follow_from_heads_and_hidden() -> None:
     model = make_config({"model": {"hidden": 96, "heads": 6}}).model
     assert (model.key_value_heads, model.size_per_head) == (6, 16)

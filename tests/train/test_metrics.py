@@ -337,12 +337,14 @@ def test_wandb_works_offline_and_a_restart_keeps_the_run_id(
         logger = open_logger(tmp_path, resume, config=config(wandb_project="trials"))
         log(logger, resume + 1)
         logger.log_eval(resume + 1, 2.0)
+        logger.log_guard(resume + 1, [Finding(3, "fc2_input", "underflow", 0.5, 0.09, "bf16")])
         logger.close()
     run_id = (tmp_path / "wandb_id.txt").read_text().strip()
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     assert {run.name.split("-")[3] for run in runs} == {run_id}  # -1: both in one second
     written = b"".join(path.read_bytes() for run in runs for path in run.glob("*.wandb"))
     assert b"train/loss" in written and b"val/ppl" in written
+    assert b"guard_layer3_fc2_input_underflow" in written
 
 
 @pytest.mark.parametrize(
