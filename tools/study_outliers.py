@@ -232,7 +232,8 @@ def read_batches(
 ) -> tuple[list[Microbatch], list[Microbatch]]:
     """`count` microbatches of the validation split, and the next CALIBRATION tokens of it.
 
-    Raises ValueError if the tokenizer is another one than that of training.
+    Raises ValueError if the tokenizer is another one than that of training, and if the split has
+    fewer microbatches than `count`.
     """
     tokenizer = make_tokenizer(saved.data.tokenizer)
     if tokenizer.fingerprint != fingerprint:
@@ -241,6 +242,9 @@ def read_batches(
     if data is None:
         raise ValueError(f"data.split={list(saved.data.split)}: has no validation split")
     size = saved.train.micro_batch
+    held_out = sum(stream.windows for stream in data.streams) // size
+    if held_out < count:
+        raise ValueError(f"batches={count}: the validation split has {held_out} microbatches")
     more = -(-CALIBRATION // (size * saved.data.seq_len))
     found = list(
         microbatches(

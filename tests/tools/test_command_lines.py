@@ -23,6 +23,7 @@ CALLS: dict[str, list[str]] = {  # tool -> a call whose input is missing
     "study_loss": ["missing.yaml", "--runs", "runs", "--out", "out.jsonl"],
     "study_finetune": ["missing.yaml", "--out", "out.jsonl", "--checkpoint", "x", "--runs", "out"],
     "study_outliers": ["missing", "--out", "out"],
+    "study_rounding": ["missing", "--out", "out"],
     "study_ranges": ["--gradients", "missing", "--out", "out"],
     "study_reduction": ["missing.yaml", "--out", "out"],
     "study_states": ["missing", "--out", "out"],

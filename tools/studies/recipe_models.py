@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,8 +163,11 @@ def one_process() -> Iterator[Groups]:
         torch.distributed.destroy_process_group()
 
 
-def config_of(saved: Config, recipe: str) -> Config:
-    """The configuration of the saved model under another recipe. Raises ConfigError."""
+def config_of(saved: Config, recipe: str, **precision: Any) -> Config:
+    """The configuration of the saved model under another recipe. Raises ConfigError.
+
+    `precision`: other keys of that section.
+    """
     config = saved.model_dump(mode="json")
     spec = "te" if recipe in TE_RECIPES else "local"
     size = saved.train.micro_batch
@@ -171,7 +175,7 @@ def config_of(saved: Config, recipe: str) -> Config:
         {
             "model": {**config["model"], "spec": spec, "tie_embeddings": False},
             "data": config["data"],
-            "precision": {"recipe": recipe},
+            "precision": {"recipe": recipe, **precision},
             "train": {"micro_batch": size, "global_batch": size},
         }
     )
