@@ -290,10 +290,10 @@ class Precision(Section):
 
     output_layer: Literal["bf16", "fp8-gradients", "fp8"] = "bf16"
     """The operands of the output layer's GEMMs, under any recipe but fp32. fp8-gradients computes
-    logits in BF16, and the gradients of hidden states and weights from operands in e4m3, those of
-    logits rounded stochastically; a label's gradient is not rounded. fp8 computes logits from
-    operands in FP8 as well. The loss is computed from the logits as with bf16. model.hidden must be
-    a multiple of 16."""
+    logits in BF16, and the gradients of hidden states and weights from operands in e4m3; the
+    gradients of logits, but for labels', and the weight are rounded stochastically. fp8 computes
+    logits from operands in FP8 as well. The loss is computed from the logits as with bf16.
+    model.hidden must be a multiple of 16."""
 
     guard: Literal["off", "warn", "fallback", "operand"] = "off"
     """What happens when FP8 hurts a layer: warn logs the layer and its tensor. fallback also lets

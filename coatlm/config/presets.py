@@ -14,8 +14,8 @@ one-gpu.md, optimizer.md and reduction.md. Gradients are accumulated in fp32 (`p
 in all of them: with BF16 sums of four microbatches the loss was 0.019 +- 0.008 % higher
 (convergence.md). The output layer is in BF16 in all of them: with FP8 gradients rounded to nearest
 a run of 2 billion tokens ended 6.4 % higher. With what replaced that, stochastic rounding and sums
-about the mean, the training loss of a branch of 0.39 billion tokens ended 0.08 % higher. Their
-errors have been a third of that since labels are apart, which no long run has had (convergence.md).
+about the mean, the training loss of a branch of 0.39 billion tokens ended 0.08 % higher. Since then
+the rounding errors are a third and have no bias, which no long run has had (convergence.md).
 """
 
 from __future__ import annotations

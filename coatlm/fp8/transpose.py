@@ -108,14 +108,16 @@ def quantize_transposed(
     fmt: Fp8Format = E4M3,
     row: Tensor | None = None,
     column: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> QTensor:
     """source[M, K] times row[M] and column[K] in FP8 with a scale (fp32 [], a power of two).
 
-    Returns [K, M']. A QTensor source has a scale per row, or per block of a row.
+    Returns [K, M']. A QTensor source has a scale per row, or per block of a row. `noise`: for
+    stochastic rounding (stochastic.py); None rounds to nearest.
     """
     if not scale.is_cuda:
-        return quantize_ref(source, scale, fmt=fmt, row=row, column=column).transposed
-    _, codes_t = _quantize(source, scale, fmt, row=row, column=column, transposed=True)
+        return quantize_ref(source, scale, fmt=fmt, row=row, column=column, noise=noise).transposed
+    _, codes_t = _quantize(source, scale, fmt, row=row, column=column, noise=noise, transposed=True)
     assert codes_t is not None
     return QTensor(codes_t, scale, TENSOR, fmt)
 

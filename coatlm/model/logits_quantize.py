@@ -121,6 +121,13 @@ def quantize_logits_grad_ref(
     )
 
 
+def of_chunk(noise: Tensor, first: int) -> Tensor:
+    """`noise` with `first` added to k1, so that each chunk has numbers of its own."""
+    noise = noise.clone()
+    noise[1].add_(first)
+    return noise
+
+
 @gluon.jit
 def load_logits_grad(source, factors, K, at, some, J: gl.constexpr, CAP: gl.constexpr):
     """A loader of emit.py: gradients of logits [T, K], whose first column is the entry `first`."""
@@ -157,11 +164,9 @@ def quantize_logits_grad(
     """E4M3 operands of the gradient of a chunk of logits, for dgrad and for wgrad.
 
     logits: BF16 or fp32 [T, C], of the vocabulary entries from `first` on, which do not change.
-    noise: int32 [4] of the layer, as fp8/stochastic.py has it; `first` is added to k1, so that each
-    chunk has numbers of its own.
+    noise: int32 [4] of the layer, as fp8/stochastic.py has it.
     """
-    noise = noise.clone()
-    noise[1].add_(first)
+    noise = of_chunk(noise, first)
     beyond = padded_rows(logits_TC.shape[1]) - logits_TC.shape[1]
     if beyond:  # gradient 0
         logits_TC = F.pad(logits_TC, (0, beyond), value=float("-inf"))

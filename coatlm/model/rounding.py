@@ -6,8 +6,8 @@ microbatch, and of nothing else (fp8/stochastic.py):
     key       k0 from (seed, rank), k1 from (layer, gradient)
     counter   place of the element, step, microbatches of the step that the layer has finished
 
-An FP8 output layer has the number after the last layer's. It has one gradient, that of the logits,
-and in each chunk of the vocabulary a k1 of its own (logits_quantize.py).
+An FP8 output layer has the number after the last layer's. In place of gradients 0 and 1 it has that
+of the logits and its weight, and in each chunk of the vocabulary k1 of their own (output_gemms.py).
 A resumed run therefore rounds as an undisturbed one does, in the same layout. Both numbers of the
 counter are on the device, where a CUDA graph reads and advances them.
 """

@@ -14,7 +14,7 @@ from coatlm.fp8.producers import save_blocks
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rope_quantize import join_quantize
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize
-from coatlm.fp8.transpose import quantize_both
+from coatlm.fp8.transpose import quantize_both, quantize_transposed
 from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.gpu.test_flow_kernels import on
 from tests.graphs import Step, run_ways
@@ -50,6 +50,8 @@ def test_codes_of_a_matrix_are_those_of_the_reference(
     expected = quantize_both(x, scale, fmt=fmt, noise=noise())
     made = quantize_both(x.cuda(), scale.cuda(), fmt=fmt, noise=noise().cuda())
     assert apart(made, expected) == 0
+    alone = quantize_transposed(x.cuda(), scale.cuda(), fmt=fmt, noise=noise().cuda())
+    assert torch.equal(bits(alone), bits(expected.transposed))
 
 
 @both

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from coatlm.config import ConfigError, make_config
 from coatlm.config.recipes import ROWS
-from coatlm.fp8 import emit, quantize, scaling, stochastic, tiles
+from coatlm.fp8 import emit, loaders, quantize, scaling, stochastic, tiles, transpose
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import matmul
 from coatlm.fp8.operand import emit_transposed
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.stochastic import bits_ref
+from coatlm.fp8.transpose import quantize_transposed
 from coatlm.model import logits_quantize
 from coatlm.model import output_gemms as module
 from coatlm.model.logits_quantize import TokenTerms, quantize_logits_grad
@@ -53,7 +54,7 @@ CPU = torch.device("cpu")
 def noisy(
     make: Callable[..., Fp8GradientGemms] = Fp8Gemms, device: torch.device | str = CPU
 ) -> Fp8Output:
-    """GEMMs in FP8 that begin with the noise of `rounded_gradient`."""
+    """GEMMs in FP8 that begin with the noise of `at_random`."""
     made = Fp8Output(make)
     GradientNoise({3: made}, seed=1, rank=0, device=torch.device(device))
     return made
@@ -86,20 +87,17 @@ def rounded(x: Tensor, axis: int) -> Tensor:
     return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).double()
 
 
-def rounded_gradient(d: Tensor, bound: Tensor, chunk: int, *, microbatch: int = 0) -> Tensor:
-    """d as E4M3 holds it, with the power of two at or above bound / MAX as its one scale.
+def at_random(x: Tensor, bound: Tensor, slot: int, start: int, microbatch: int) -> Tensor:
+    """x of a chunk as E4M3 holds it, with the power of two at or above bound / MAX as its scale.
 
-    x is rounded to sign(x) floor(|x| / u + r) u.
+    x is rounded to sign(x) floor(|x| / u + r) u, with the noise of a slot.
     """
-    scale = (bound / MAX).log2().ceil().exp2()
-    noise = noisy().noise.noise[0].clone()
-    noise[3], key = microbatch, noise[1].item()
-    bits = []
-    for start in range(0, d.shape[1], chunk):
-        noise[1] = key + start
-        bits.append(bits_ref(noise, len(d), min(chunk, d.shape[1] - start)))
-    r = (torch.cat(bits, 1) + 0.5) / 2**16
-    x = d / scale
+    scale = (bound.double() / MAX).log2().ceil().exp2()
+    noise = noisy().noise.noise[slot].clone()
+    noise[1] += start
+    noise[3] = microbatch
+    r = (bits_ref(noise, *x.shape) + 0.5) / 2**16
+    x = x.double() / scale
     u = x.abs().clamp(min=2.0**-6).log2().floor().exp2() / 8
     return x.sign() * (x.abs() / u + r).floor() * u * scale
 
@@ -112,6 +110,7 @@ def expected(
     *,
     forward: bool = True,
     microbatch: int = 0,
+    ranks: int = 1,
 ) -> list[Tensor]:
     """loss, dhidden, dweight by the formulas of loss.py and the table of output_gemms.py.
 
@@ -135,12 +134,13 @@ def expected(
     of_labels = d * F.one_hot(labels.clamp(min=0), vocab)
     d -= of_labels
     not_rounded = d.sum(0)[:, None] * mean.double() + of_labels.t() @ hidden.double()
-    d = rounded_gradient(d, bound, chunk, microbatch=microbatch)
     dhidden, dweight = of_labels @ weight.double(), []
     for start in range(0, vocab, chunk):
-        rows = slice(start, start + chunk)
-        dhidden += d[:, rows] @ rounded(weight[rows], 1)
-        dweight.append(d[:, rows].t() @ rounded(hidden - mean, 1))
+        rows, shard = slice(start, start + chunk), start // (vocab // ranks)
+        own = weight[shard * (vocab // ranks) :][: vocab // ranks]
+        codes = at_random(d[:, rows], bound, 0, start, microbatch)
+        dhidden += codes @ at_random(weight[rows], own.abs().max(), 1, start, microbatch)
+        dweight.append(codes.t() @ rounded(hidden - mean, 1))
     return [loss.view(S, B), dhidden.view(S, B, H), torch.cat(dweight) + not_rounded]
 
 
@@ -298,6 +298,20 @@ def test_kernel_of_quantized_gradients_compiles_for_sm90(
         [160] if sides[1] else None,
     ]
     assert len(made) == 1 and access_bytes(made[0]).count(16) >= 4
+
+
+def test_kernel_of_the_weights_codes_compiles_for_sm90_and_has_those_of_the_reference() -> None:
+    weight = torch.randn(160, 48).bfloat16()
+    noise, scale = noisy().noise.noise[1], torch.tensor(2.0**-7)
+    wanted = quantize_transposed(weight, scale, noise=noise).codes.view(torch.uint8)
+    with simulated(emit, loaders, quantize, scaling, stochastic, tiles):
+        _, made = transpose._quantize(weight, scale, E4M3, noise=noise, transposed=True)
+    assert made is not None and torch.equal(made.view(torch.uint8), wanted)
+    on_meta = (x.to("meta") for x in (weight, scale, noise))
+    with launches_compiled(emit) as compiled:
+        weight, scale, noise = on_meta
+        transpose._quantize(weight, scale, E4M3, noise=noise, transposed=True)
+    assert len(compiled) == 1 and 16 in access_bytes(compiled[0])
 
 
 def test_saved_logits_give_the_bits_of_recomputed_ones() -> None:
@@ -525,8 +539,8 @@ def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:
     found: list[float] = []
     for gemms in (Fp8Gemms, Fp8GradientGemms):
         hidden, weight, labels, dloss = tensors(80)
-        # chunks do not cross ranks: scales of W^T are those of a chunk
-        wanted = expected(80, 40, forward=gemms is Fp8Gemms)
+        # the scale of W^T is that of a rank's part
+        wanted = expected(80, 40, forward=gemms is Fp8Gemms, ranks=2)
         rows = slice(rank * 40, rank * 40 + 40)
         shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
         made = noisy(gemms)
