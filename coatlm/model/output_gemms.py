@@ -159,9 +159,9 @@ def _add_gemm_(into: Tensor, a: Tensor, b: Tensor) -> None:
 class Fp8GradientGemms(PlainGemms):
     """dgrad and wgrad of FP8 operands, logits in BF16.
 
-    `noise`: of the rounding of gradients of logits (its first part) and of the weight (its second);
-    backward needs it, forward does not. Raises
-    ValueError unless hidden and weight are BF16 and H is a multiple of 16.
+    `noise`: of the rounding of gradients of logits (its first row) and of the weight (its second);
+    backward needs it, forward does not. Raises ValueError unless hidden and weight are BF16 and H
+    is a multiple of 16.
     """
 
     def __init__(
