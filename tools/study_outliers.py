@@ -82,6 +82,8 @@ from tools.studies.recipe_models import (  # noqa: E402
     RecipeModel,
     Result,
     config_of,
+    described,
+    is_layer_matrix,
     one_process,
     read_weights,
 )
@@ -182,7 +184,7 @@ def matrix_errors(got: Weights, wanted: Weights) -> dict[str, float]:
     return {
         key: relative_error(got[key], gradient)
         for key, gradient in wanted.items()
-        if key.startswith("decoder.layers.") and gradient.dim() == 2
+        if is_layer_matrix(key, gradient)
     }
 
 
@@ -318,14 +320,7 @@ def _study(options: Any) -> tuple[OutlierStudy, dict[str, Any]]:
         factors=sorted(set(options.factors)),
         smooth=options.smooth,
     )
-    about = {
-        "checkpoint": str(path),
-        "step": state["step"],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "batches": len(batches),
-        "tokens_per_batch": batches[0]["tokens"].numel(),
-    }
-    return result, about
+    return result, described(path, state["step"], batches)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ from coatlm.config import Config
 from coatlm.console import Parser, fail, local_path, output_path, progress
 from coatlm.data.batches import Microbatch
 from coatlm.files import check_output, whole_file
+from coatlm.model.rounding import GradientNoise
 from coatlm.platform import device
 from coatlm.train.checkpoint import CheckpointError, named_checkpoint, saved_config
 from coatlm.train.chunks import gradient_noise
@@ -67,14 +68,15 @@ from tools.studies.outliers import OUTPUT, Weights, rounded  # noqa: E402
 from tools.studies.recipe_models import (  # noqa: E402
     RecipeModel,
     config_of,
+    described,
+    is_layer_matrix,
     one_process,
     read_weights,
 )
 from tools.study_outliers import read_batches  # noqa: E402
 
 Keys = Mapping[str, Any]  # of section precision
-SLOW: Keys = {"fast_accumulation": []}
-LAYERS: Keys = {"recipe": "coat", **SLOW}
+LAYERS: Keys = {"recipe": "coat", "fast_accumulation": []}
 EXACT_GRADIENTS: Keys = {**LAYERS, "bf16_operands": ["dgrad.gradient", "wgrad.gradient"]}
 PLAIN: Keys = {"recipe": "bf16"}
 ROWS: dict[str, tuple[Keys, Keys]] = {  # the row, and what it is compared with
@@ -140,7 +142,7 @@ class RowSums:
         """Add microbatch `number`, from 0."""
         group = self.groups[number % GROUPS]
         for key, exact in wanted.items():
-            if exact.dim() == 2 and (key == OUTPUT or key.startswith("decoder.layers.")):
+            if key == OUTPUT or is_layer_matrix(key, exact):
                 errors, gradients = group.setdefault(key, (VectorSums(), VectorSums()))
                 errors.add_(got[key] - exact)
                 gradients.add_(exact)
@@ -184,24 +186,30 @@ def study(
     weights = rounded(read_weights(checkpoint, device()))
     vocab = len(weights["embedding.word_embeddings.weight"])
     found: list[RoundingErrors] = []
-    total = 2 * len(rows) * len(batches)
+    exact = [keys for keys in (EXACT_GRADIENTS, PLAIN) if any(ROWS[r][1] is keys for r in rows)]
+    total = (len(rows) + len(exact)) * len(batches)
     with one_process() as groups, progress("rounding", total, unit="microbatches") as advance:
-        for row in rows:
-            configs = [config_of(saved, **keys) for keys in ROWS[row]]
-            models = [RecipeModel(config, groups, vocab) for config in configs]
-            noise = gradient_noise(configs[0], [models[0].module], groups)
-            for model in models:
-                model.load(weights)
-            sums = RowSums()
+
+        def loaded(keys: Keys) -> tuple[RecipeModel, GradientNoise | None]:
+            config = config_of(saved, **keys)
+            model = RecipeModel(config, groups, vocab)
+            model.load(weights)
+            return model, gradient_noise(config, [model.module], groups)
+
+        for keys in exact:
+            reference, _ = loaded(keys)
+            compared = {r: (*loaded(ROWS[r][0]), RowSums()) for r in rows if ROWS[r][1] is keys}
             for number, batch in enumerate(batches):
-                if noise is not None:
-                    noise.begin_()
-                got, wanted = (model.run(batch).gradients for model in models)
-                sums.add_(number, got, wanted)
-                advance(2)
-            found.append(sums.result(row, "layers"))
-            if row == "logits":
-                found.append(sums.result(row, "output"))
+                wanted = reference.run(batch).gradients
+                for model, noise, sums in compared.values():
+                    if noise is not None:
+                        noise.begin_()
+                    sums.add_(number, model.run(batch).gradients, wanted)
+                advance(1 + len(compared))
+            for row, (_, _, sums) in compared.items():
+                found.append(sums.result(row, "layers"))
+                if row == "logits":
+                    found.append(sums.result(row, "output"))
     return found
 
 
@@ -251,14 +259,7 @@ def _study(options: Any) -> tuple[list[RoundingErrors], dict[str, Any]]:
     saved = saved_config(path, state)
     batches, _ = read_batches(saved, state["tokenizer"], options.batches)
     found = study(saved, path, batches, list(dict.fromkeys(options.rows or ROWS)))
-    about = {
-        "checkpoint": str(path),
-        "step": state["step"],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "batches": len(batches),
-        "tokens_per_batch": batches[0]["tokens"].numel(),
-    }
-    return found, about
+    return found, described(path, state["step"], batches)
 
 
 if __name__ == "__main__":

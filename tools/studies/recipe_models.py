@@ -181,6 +181,22 @@ def config_of(saved: Config, recipe: str, **precision: Any) -> Config:
     )
 
 
+def is_layer_matrix(key: str, x: Tensor) -> bool:
+    """Whether a tensor of a checkpoint is a weight matrix of a layer."""
+    return key.startswith("decoder.layers.") and x.dim() == 2
+
+
+def described(checkpoint: Path, step: int, batches: Sequence[Microbatch]) -> dict[str, Any]:
+    """What a study's result says of the checkpoint, the device and the data."""
+    return {
+        "checkpoint": str(checkpoint),
+        "step": step,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "batches": len(batches),
+        "tokens_per_batch": batches[0]["tokens"].numel(),
+    }
+
+
 def read_weights(checkpoint: Path, device: torch.device) -> Weights:
     """Read the weights of a checkpoint to `device`. Raises ValueError, CheckpointError."""
     stored = StoredTensors(checkpoint)
