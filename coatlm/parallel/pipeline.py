@@ -34,6 +34,9 @@ def run_microbatches(
 ) -> Tensor:
     """Run forward, and backward unless `forward_only`. Returns the mean loss, fp32 on the device.
 
+    It is the mean over the tokens of the global batch that count: NaN, with gradients of 0, where
+    none does.
+
     `batches` are this rank's microbatches, sliced for context parallelism. Gradients are summed
     over them only; `finalize_grads.finalize_gradients` completes them. `enter` is called with the
     name of a phase where this rank starts to work, and with None where it starts to wait for other
@@ -64,7 +67,7 @@ def run_microbatches(
         loss = torch.stack(losses).sum()
         enter(None)
         all_reduce(loss, groups.dp_cp)
-        return loss
+        return loss.masked_fill_(tokens == 0, torch.nan)
 
     enter("forward_backward")
     losses = _run_training(chunks, batches, share, seq_len=seq_len, forward_only=forward_only)
@@ -75,7 +78,7 @@ def run_microbatches(
         loss = torch.stack(losses).sum()
     dist.all_reduce(loss, group=groups.dp_cp)
     dist.all_reduce(loss, group=groups.pp)
-    return loss
+    return loss.masked_fill_(tokens == 0, torch.nan)
 
 
 def predict_microbatches(

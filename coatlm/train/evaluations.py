@@ -11,6 +11,7 @@ does the evaluations that `missing` lists.
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from coatlm.train.step import Trainer
 if TYPE_CHECKING:
     from coatlm.train.harness import Tasks
 
+whole_run = logging.getLogger("coatlm.run")
 LOSS = "val_loss"  # the kinds of evaluations: keys of metrics.jsonl, or what these begin with
 KINDS = (LOSS, TASK)
 
@@ -75,7 +77,7 @@ class Evaluations:
         return self.tasks.evaluate(self.predictor)
 
     def _loss(self) -> float:
-        """The mean validation loss per token."""
+        """The mean validation loss per token; NaN, and a warning, where no token counts."""
         assert self.validation is not None
         groups, batch = self.trainer.groups, self.config.train.global_batch
         share = batch_share(self.config, self.trainer)
@@ -87,7 +89,16 @@ class Evaluations:
             self.check()
         counted = torch.stack(tokens).double()
         dist.all_reduce(counted, group=groups.dp_cp)  # of whole samples: cp times the sum
-        return float((torch.stack(losses) * counted).sum() / counted.sum().clamp(min=1))
+        total = counted.sum()
+        if not total:
+            whole_run.warning(
+                "data.loss_mask=%s: no token counts in the %d validation samples, so there is no "
+                "validation loss; are prompts longer than data.seq_len=%d?",
+                *(self.config.data.loss_mask, self.config.train.eval_batches * batch),
+                self.config.data.seq_len,
+            )
+        sums = torch.stack(losses) * counted
+        return float(torch.where(counted > 0, sums, 0.0).sum() / total)
 
 
 def batch_share(config: Config, trainer: Trainer) -> dict[str, Any]:

@@ -269,16 +269,22 @@ class NonFiniteError(ArithmeticError):
 class NonFiniteGuard:
     """Counts the steps that the optimizer skipped, and raises after too many consecutive ones.
 
-    `total` and `in_row` (consecutive skipped steps) start at the counts of a resumed run.
+    `total` and `in_row` (consecutive skipped steps) start at the counts of a resumed run. It also
+    warns, once, of a step in which no token counts.
     """
 
     def __init__(self, max_in_row: int, total: int = 0, in_row: int = 0) -> None:
         self.max_in_row, self.total, self.in_row = max_in_row, total, in_row
+        self.warned = False
 
     def observe(
-        self, last_step: int, grad_norms: Sequence[float], spikes: Sequence[bool] | None = None
+        self,
+        last_step: int,
+        grad_norms: Sequence[float],
+        spikes: Sequence[bool] | None = None,
+        losses: Sequence[float] = (),
     ) -> None:
-        """Observe the gradient norms of the steps since the last call, up to `last_step`.
+        """Observe the gradient norms, and losses, of the steps since the last call to `last_step`.
 
         A step was skipped if and only if its norm is NaN or Inf or it was a spike. Norms may be
         passed one by one or together on log steps. Raises NonFiniteError at `max_in_row`
@@ -286,6 +292,14 @@ class NonFiniteGuard:
         """
         first = last_step - len(grad_norms) + 1
         spikes = spikes or [False] * len(grad_norms)
+        for step, (loss, norm) in enumerate(zip(losses, grad_norms, strict=False), start=first):
+            if math.isnan(loss) and norm == 0 and not self.warned:
+                self.warned = True
+                whole_run.warning(
+                    "step %d: no token of the batch counts (data.loss_mask), so it has no loss and "
+                    "gradients of 0; are prompts longer than data.seq_len?",
+                    step,
+                )
         for step, (norm, spike) in enumerate(zip(grad_norms, spikes, strict=True), start=first):
             if math.isfinite(norm) and not spike:
                 self.in_row = 0

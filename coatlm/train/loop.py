@@ -241,15 +241,14 @@ class Loop:
     def _fetch(self) -> tuple[float, float]:
         """Fetch the losses and gradient norms since the last call; waits for the device.
 
-        Skipped steps are counted and finite losses added to the window. Returns the loss and the
-        gradient norm of the last step.
+        Skipped steps are counted and finite losses added to the window. Returns those of the last.
         """
         run = self.run
-        values = torch.stack([torch.stack(triple) for triple in run.pending]).tolist()
+        losses, norms, spikes = torch.stack([torch.stack(x) for x in run.pending]).T.tolist()
         run.pending.clear()
-        run.window += [v[0] for v in values if math.isfinite(v[0])]
-        run.guard.observe(run.step, [v[1] for v in values], [bool(v[2]) for v in values])
-        return values[-1][0], values[-1][1]
+        run.window += filter(math.isfinite, losses)
+        run.guard.observe(run.step, norms, [bool(spike) for spike in spikes], losses)
+        return losses[-1], norms[-1]
 
     def _evaluate(self, kinds: Sequence[str]) -> signal.Signals | None:
         """Evaluate and log. Returns the signal that ended this early, if there was one."""
@@ -306,9 +305,10 @@ class Loop:
         run.samples = samples
         self._agreed()
         self.watchdog.beat()
+        earlier = self.metrics.rollbacks_after(run.step)
         self.metrics.close()
         self.metrics = self.open_metrics(resume_step=run.step)
-        self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window)
+        self.metrics.log_rollback(run.step, failed_step=error.step, left_out=window, after=earlier)
         whole_run.warning("%s", error)
         whole_run.warning(
             "back to step %d; batches %d to %d are left out", run.step, window[0], stop - 1

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -48,7 +48,14 @@ from tqdm import tqdm
 from coatlm.config import Config
 from coatlm.model import accounting
 from coatlm.train.guard import Finding
-from coatlm.train.run_directory import METRICS, NUMERICS, STATES, Record, repair_metrics
+from coatlm.train.run_directory import (
+    METRICS,
+    NUMERICS,
+    STATES,
+    Record,
+    read_metrics,
+    repair_metrics,
+)
 from coatlm.train.sinks import Console, JsonLines, Sink, TensorBoard, Wandb
 
 
@@ -128,6 +135,7 @@ class MetricsLogger:
         synchronize: Callable[[], None] = lambda: None,
         stream: TextIO | None = None,
     ) -> None:
+        self.run_dir = run_dir
         self.tokens_per_step = config.train.global_batch * config.data.seq_len
         self.world_size, self.flops_per_token = world_size, flops_per_token
         self.device_name = device_name
@@ -155,6 +163,7 @@ class MetricsLogger:
         console = Console(config, resume_step, stream or sys.stdout)
         self.sinks.append(console)
         self.bar = console.bar
+        self.throughput = Throughput(synchronize=synchronize)  # trackers take seconds to start
 
     def advance(self) -> None:
         """Advance the progress bar and the clock by one step, without waiting for the device."""
@@ -215,17 +224,32 @@ class MetricsLogger:
         """Write the metrics of eval.tasks; the keys begin with run_directory.TASK."""
         self._write({"step": step, **values})
 
-    def log_rollback(self, step: int, *, failed_step: int, left_out: tuple[int, int]) -> None:
+    def rollbacks_after(self, step: int) -> list[Record]:
+        """The records of rollbacks in steps after `step`; none where rank > 0."""
+        if not self.sinks:
+            return []
+        records = read_metrics(self.run_dir)
+        return [r for r in records if "rolled_back_from" in r and r["step"] > step]
+
+    def log_rollback(
+        self,
+        step: int,
+        *,
+        failed_step: int,
+        left_out: tuple[int, int],
+        after: Sequence[Record] = (),
+    ) -> None:
         """Record that the run went back to `step` and leaves out batches [first, stop).
 
         Only metrics.jsonl gets the record, as it is not a point of a curve. A resume at `step` or
-        earlier drops the line, because the run then rolls back again.
+        earlier drops the line, because the run then rolls back again. `after` are the records of
+        earlier rollbacks that this one dropped, although their batches stay left out.
         """
+        new = {"rolled_back_from": failed_step, "left_out": list(left_out)}
         for sink in self.sinks:
             if isinstance(sink, JsonLines):
-                sink.write(
-                    {"step": step + 1, "rolled_back_from": failed_step, "left_out": list(left_out)}
-                )
+                for record in (*after, new):
+                    sink.write({**record, "step": step + 1})
 
     def log_guard(self, step: int, findings: Iterable[Finding]) -> None:
         """Write the findings of precision.guard in update `step`, to all sinks but the console."""

@@ -32,7 +32,7 @@ from coatlm.train.faults import ExitCode, NonFiniteError
 from coatlm.train.manifest import CheckpointError, LostPeerError
 
 FOREIGN = 200  # torch explains at length what a damaged file may be
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that is full or read-only
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full, at a limit, read-only
 UNEXPECTED = 1  # Python's code for an uncaught exception; launchers restart after it
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # of gloo
 PEER_GRACE_S = 2.0  # seconds to wait for the rank that failed to print the reason first

@@ -211,10 +211,10 @@ class Trainer:
             once = self.tp_sums._replace(mus=0)  # which only an update adjusts
             self.repeated_traffic = partial(self.model_traffic, once=once)
             loss, norm = self._passes(batches, observe=observe, enter=enter)
-        if self.scales is not None:
-            self.scales.update_(self.optimizer.applied)
-        if self.reduction_scales is not None:
-            self.reduction_scales.update_(self.optimizer.applied)
+        measured = self.optimizer.applied & (norm > 0)  # amaxes of 0, if no token counts, say nothing
+        for scales in (self.scales, self.reduction_scales):
+            if scales is not None:
+                scales.update_(measured)
         return loss, norm
 
     def _passes(

@@ -46,7 +46,7 @@ def config(tmp_path: Path) -> Config:
     return make_config({"run": {"dir": str(tmp_path / "run")}})
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 @pytest.mark.parametrize(
     ("file", "named"),
     [

@@ -154,7 +154,10 @@ def test_ten_steps_with_delayed_scales_lose_what_current_ones_lose(runs: Path) -
 
 
 def bad_gradients(rank: int, size: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Histories after two steps and after one more with a NaN that arises on the last rank."""
+    """Histories after two steps, after one without a token that counts, and after one with a NaN.
+
+    The NaN arises on the last rank. The very first step has no token that counts either.
+    """
     from coatlm.data.batches import microbatches
     from coatlm.data.dataset import open_datasets
     from coatlm.data.tokenizer import make_tokenizer
@@ -171,8 +174,10 @@ def bad_gradients(rank: int, size: int, job: dict[str, Any]) -> dict[str, Any]:
     assert scales is not None
     found: list[Any] = []
 
-    def step(number: int) -> bool:
+    def step(number: int, *, counted: bool = True) -> bool:
         made = list(microbatches(data, 16 * number, **share, device=torch.device("cpu")))
+        for batch in made:
+            batch["loss_mask"].mul_(counted)
         _, norm = trainer.train_step(trainer.place(made), 1e-3)
         found.append([scales.state(), scales.scale.tolist()])
         return bool(norm.isfinite())
@@ -181,7 +186,10 @@ def bad_gradients(rank: int, size: int, job: dict[str, Any]) -> dict[str, Any]:
         trainer.chunks[0].finish_param_sync()
         return [float(b.weights.double().square().sum()) for b in trainer.chunks[0].buckets]
 
-    finite = [step(0), step(1)]
+    assert step(0, counted=False) and scales.calibrating
+    assert found.pop() == [scales_of_zero(scales), scales.scale.tolist()]
+    finite = [step(0), step(1), step(2, counted=False)]
+    assert not scales.calibrating
     layer, before = trainer.chunks[0].module.decoder.layers[2], weights()
 
     def spoil(_: Any, __: Any, output: Any) -> None:
@@ -189,17 +197,21 @@ def bad_gradients(rank: int, size: int, job: dict[str, Any]) -> dict[str, Any]:
 
     if rank == size - 1:
         layer.register_forward_hook(spoil)
-    finite.append(step(2))
+    finite.append(step(3))
     return {"finite": finite, "states": found, "skipped": weights() == before}
 
 
-def test_a_nan_on_one_rank_skips_the_step_and_leaves_every_history_alone(tmp_path: Path) -> None:
+def scales_of_zero(scales: Any) -> dict[str, Any]:
+    return {str(n): {name: [0.0] * 16 for name in GRADIENTS} for n in scales.numbers}
+
+
+def test_a_step_with_a_nan_or_without_a_loss_leaves_every_history_alone(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(600)))
     job = delayed_config(tmp_path / "bad", "dp2 zero1").model_dump(mode="json")
     results = run_ranks(2, "tests.train.test_delayed_scaling:bad_gradients", job)
     assert results[0] == results[1]
     found = results[0]
-    assert found["finite"] == [True, True, False] and found["skipped"]
-    first, second, third = found["states"]
+    assert found["finite"] == [True, True, True, False] and found["skipped"]
+    first, second, empty, third = found["states"]
     assert first != second
-    assert third == second
+    assert third == empty == second

@@ -351,3 +351,16 @@ def test_the_guard_names_every_skipped_step(caplog: pytest.LogCaptureFixture) ->
         "step 20 skipped: gradient norm inf",
     ]
     assert guard.total == 4
+
+
+def test_the_guard_warns_once_of_steps_in_which_no_token_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    guard, nan = NonFiniteGuard(9), float("nan")
+    with caplog.at_level(logging.WARNING, logger="coatlm"):
+        guard.observe(3, [0.5, 0.0, 0.0], losses=[2.0, nan, nan])
+        guard.observe(4, [0.0], losses=[nan])
+        guard.observe(5, [0.0], losses=[0.0])
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 2: no token of the batch counts (data.loss_mask)")
+    assert guard.total == 0

@@ -326,6 +326,11 @@ def test_a_second_rollback_to_the_same_checkpoint_leaves_out_more(
     assert ends["twice"] == "0"
     state = state_of(root, "twice", STEPS)
     assert state["left_out"] == [[10, 14], [14, 19]]
+    events = [line for line in lines(root, "twice") if "left_out" in line]
+    assert events == [
+        {"step": 11, "rolled_back_from": 14, "left_out": [10, 14]},
+        {"step": 11, "rolled_back_from": 15, "left_out": [14, 19]},
+    ]
     losses_of = losses(root, "twice", after=10)
     assert [step for step, _, _ in losses_of] == list(range(11, STEPS + 1))
 

@@ -14,28 +14,38 @@ from tests.distributed import run_ranks
 from tests.train.test_resume import LAYOUTS, metrics_of, run_config, start_jobs, step_five
 
 SEQ_LEN = 32
+LONG = {1: "single", 2: "dp2 zero1"}
+ONE_SAMPLE = {"micro_batch": 1, "global_batch": 2, "eval_every": 1, "eval_batches": 8}
 CHOSEN = ("single", "dp2 zero1", "cp2", "pp2", "tp2 sp")
 
 
-def write_sums(root: Path) -> Path:
-    """Pairs of very different lengths, so that ranks and microbatches count different numbers."""
+def write_data(root: Path) -> None:
+    """Pairs of very different lengths, so that ranks and microbatches count different numbers.
+
+    Prompts of the second dataset fill many samples, in which no token counts.
+    """
+    rng = np.random.default_rng(0)
+    sums = []
+    for a, b in rng.integers(0, 1000, (600, 2)).tolist():
+        completion = " ".join([str(a + b)] * int(rng.integers(1, 6)))
+        sums.append({"prompt": f"{a}+{b}=", "completion": completion})
+    write_pairs(root / "sums", sums)
+    lengths = rng.integers(4 * SEQ_LEN, 20 * SEQ_LEN, 200).tolist()
+    write_pairs(root / "long", [{"prompt": "?" * n, "completion": "yes"} for n in lengths])
+
+
+def write_pairs(prefix: Path, pairs: list[dict[str, str]]) -> None:
     from coatlm.data.chat import ChatFormat
     from coatlm.data.preprocess import preprocess
     from coatlm.data.token_shard import Options
 
-    rng = np.random.default_rng(0)
-    pairs = []
-    for a, b in rng.integers(0, 1000, (600, 2)).tolist():
-        completion = " ".join([str(a + b)] * int(rng.integers(1, 6)))
-        pairs.append({"prompt": f"{a}+{b}=", "completion": completion})
-    source = root / "sums.jsonl"
+    source = prefix.with_suffix(".jsonl")
     source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    preprocess([str(source)], root / "sums", Options(chat=ChatFormat("")), workers=1)
-    return root / "sums"
+    preprocess([str(source)], prefix, Options(chat=ChatFormat("")), workers=1)
 
 
-def sft_config(root: Path, name: str, layout: str, **changes: Any) -> Config:
-    data = {"text": [], "paths": [str(root / "sums")], "seq_len": SEQ_LEN, "split": [8, 2, 0]}
+def sft_config(root: Path, name: str, layout: str, pairs: str = "sums", **changes: Any) -> Config:
+    data = {"text": [], "paths": [str(root / pairs)], "seq_len": SEQ_LEN, "split": [8, 2, 0]}
     masked = {"loss_mask": "completion", "packing": "best-fit", "reset_attention_mask": True}
     return run_config(root / name, layout, data=data | masked, **changes)
 
@@ -110,13 +120,16 @@ def validation(rank: int, size: int, directory: str) -> list[int]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of all layouts, and one that was resumed."""
     root = tmp_path_factory.mktemp("runs")
-    write_sums(root)
+    write_data(root)
     for size in (1, 2):
         jobs = [sft_config(root, name, name) for name in CHOSEN if LAYOUTS[name][0] == size]
         if size == 1:
             resume = {"resume": step_five(root / "single")}
             jobs.append(sft_config(root, "resumed", "single", checkpoint=resume))
             jobs.append(sft_config(root, "small", "single", train={"micro_batch": 1}))
+        jobs.append(sft_config(root, f"long {size}", LONG[size], "long", train=ONE_SAMPLE))
+        few = ONE_SAMPLE | {"eval_batches": 1, "steps": 1}
+        jobs.append(sft_config(root, f"long, few {size}", LONG[size], "long", train=few))
         start_jobs(size, jobs)
     return root
 
@@ -150,3 +163,26 @@ def test_a_validation_is_the_mean_over_the_tokens_of_all_its_batches(root: Path)
 def test_a_resumed_run_is_the_same_run(root: Path) -> None:
     later = [line for line in metrics_of(root / "single") if line["step"] > 5]
     assert len(later) == 6 and metrics_of(root / "resumed") == later
+
+
+@pytest.mark.parametrize("size", LONG)
+def test_a_batch_in_which_no_token_counts_has_no_loss(root: Path, size: int) -> None:
+    lines = [line for line in metrics_of(root / f"long {size}") if "loss" in line]
+    empty = [line for line in lines if line["loss"] is None]
+    assert empty and len(empty) < len(lines)
+    assert all(line["grad_norm"] == 0 and line["loss_mean"] is None for line in empty)
+    assert all(line["loss"] > 1 and line["grad_norm"] > 0 for line in lines if line not in empty)
+    evaluations = [
+        line["val_loss"] for line in metrics_of(root / f"long {size}") if "val_loss" in line
+    ]
+    assert all(value > 1 for value in evaluations)
+    log = (root / f"long {size}" / "train.log").read_text()
+    assert log.count("no token of the batch counts (data.loss_mask)") == 1
+
+
+@pytest.mark.parametrize("size", LONG)
+def test_an_evaluation_in_which_no_token_counts_has_no_loss(root: Path, size: int) -> None:
+    directory = root / f"long, few {size}"
+    (found,) = [line["val_loss"] for line in metrics_of(directory) if "val_loss" in line]
+    assert found is None
+    assert "no token counts in the 2 validation samples" in (directory / "train.log").read_text()
