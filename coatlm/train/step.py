@@ -211,7 +211,7 @@ class Trainer:
             once = self.tp_sums._replace(mus=0)  # which only an update adjusts
             self.repeated_traffic = partial(self.model_traffic, once=once)
             loss, norm = self._passes(batches, observe=observe, enter=enter)
-        measured = self.optimizer.applied & (norm > 0)  # amaxes of 0, if no token counts, say nothing
+        measured = self.optimizer.applied & (norm > 0)  # no token counted: amaxes say nothing
         for scales in (self.scales, self.reduction_scales):
             if scales is not None:
                 scales.update_(measured)
